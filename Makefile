@@ -1,0 +1,52 @@
+# Every target makes .venv and installs what it needs when that is missing, and costs nothing when it is not.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help tour test lint format docs bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+tour: $(VENV)/.core  ## run every definition, verify it, and show what was verified
+	@$(BIN)/kfs tour
+
+test: $(VENV)/.dev  ## run all tests
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev  ## check format, style, types and the layer rule
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(VENV)/.dev  ## format the code and mend what ruff can mend
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.docs  ## build the book into docs/site
+	@$(BIN)/python docs/build.py
+
+bench: $(VENV)/.bench  ## measure the cost of derivative products in units of forward+backward
+	@$(BIN)/python benchmarks/products.py
+
+clean:  ## remove .venv and everything that is built
+	rm -rf $(VENV) docs/site benchmarks/results .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kfs needs Python 3.11 or newer, but '$(PYTHON)' is older or missing. Name another one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Making $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing kfs into $(VENV) (once; PyTorch is large) ..."
+	@$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.dev $(VENV)/.docs $(VENV)/.bench: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing kfs[$*] into $(VENV) (once; PyTorch is large) ..."
+	@$(INSTALL) --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,37 @@
+"""The definitions of the document's chapter 2, one file each: dense, per datum, obvious.
+
+Every file runs (`python kfs/basics/ggns.py`), checks itself, and is the oracle of the tests of everything else.
+Read them in the order of `CONTENTS`. Files that start with an underscore define nothing; they hold what several
+definitions share.
+"""
+
+from typing import Final
+
+CONTENTS: Final[dict[str, tuple[str, ...]]] = {
+    "Empirical risk and neural networks": ("reduction_factors", "forward_pass", "label_sampling"),
+    "Flattening and Jacobians": (
+        "flattening",
+        "jacobian_products",
+        "jacobians",
+        "jacobians_linear_layer",
+        "jacobians_shared_linear_layer",
+    ),
+    "Hessians": ("hessian_product", "hessians", "hessian_ce_loss", "hessian_mse_loss"),
+    "Partial linearization and the GGN": (
+        "linearization",
+        "ggn_rosenbrock",
+        "ggn_product",
+        "ggns",
+        "ggns_linear_regression",
+        "hessian_factorizations",
+    ),
+    "Fisher matrices": (
+        "mc_fishers",
+        "mc_fisher_product",
+        "exact_fishers",
+        "fisher_kl_metric",
+        "mc_fisher_convergence",
+        "emp_fishers",
+        "emp_fisher_product",
+    ),
+}

@@ -1,0 +1,69 @@
+r"""Empirical Fisher products: multiply with the matrix, one gradient at a time.
+
+The empirical Fisher is a sum of outer products, so multiplication with it needs one inner product per datum,
+
+$$
+E v = R \sum_n g_n \, \langle g_n, v \rangle, \qquad g_n = \nabla_\theta\, c(f_n, y_n).
+$$
+
+Implements: multiplication with the empirical Fisher (chapter 2, "The Empirical Fisher").
+"""
+
+from torch import Tensor, zeros_like
+from torch.nn import Module
+
+from kfs.basics._checks import check_like
+from kfs.basics._per_datum import Params, parameter_pair
+from kfs.basics.emp_fishers import per_datum_gradients
+from kfs.basics.reduction_factors import Loss, reduction_factor
+
+
+def empirical_fisher_vp(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params, v: Tensor) -> Tensor:
+    """Multiply the empirical Fisher with a tensor.
+
+    Args:
+        model: The network, a function of one datum (no batch normalisation or dropout in training mode).
+        loss: A `MSELoss` or `CrossEntropyLoss`.
+        X: All inputs, stacked along the first axis.
+        y: All targets, likewise.
+        params: A parameter of the model or its name; or two of them, for rows and for columns.
+        v: A tensor like the parameter that indexes columns.
+
+    Returns:
+        A tensor like the parameter that indexes rows.
+
+    Example:
+        >>> import torch
+        >>> model, X, y = torch.nn.Linear(3, 2), torch.rand(5, 3), torch.rand(5, 2)
+        >>> empirical_fisher_vp(model, torch.nn.MSELoss(), X, y, "bias", torch.ones(2)).shape
+        torch.Size([2])
+    """
+    pair = parameter_pair(model, params)
+    check_like("v", v, "the parameter for columns", pair[1])
+    u = zeros_like(pair[0])
+    for g1, g2 in per_datum_gradients(model, loss, X, y, pair):
+        u += g1 * (g2 * v).sum()
+    return reduction_factor(loss, y) * u
+
+
+if __name__ == "__main__":
+    import torch
+    from torch.nn import CrossEntropyLoss, Linear, MSELoss, Sequential, Tanh
+
+    from kfs.basics.emp_fishers import empirical_fisher
+    from kfs.verification import verify
+
+    torch.manual_seed(0)
+    N = 4
+    model = Sequential(Linear(3, 2), Tanh(), Linear(2, 2)).double()
+    W, b = model[0].weight, model[0].bias
+    X = torch.randn(N, 3, dtype=torch.float64)
+    V, v = torch.randn_like(W), torch.randn_like(b)
+
+    for loss, y in ((MSELoss(), torch.randn(N, 2, dtype=torch.float64)), (CrossEntropyLoss(), torch.randint(2, (N,)))):
+        E = empirical_fisher(model, loss, X, y, W)
+        product = empirical_fisher_vp(model, loss, X, y, W, V)
+        verify("the product is tensor times vector", product, torch.tensordot(E, V), case=str(loss))
+        E = empirical_fisher(model, loss, X, y, (W, b))
+        product = empirical_fisher_vp(model, loss, X, y, (W, b), v)
+        verify("also for an off-diagonal block", product, E @ v, case=str(loss))

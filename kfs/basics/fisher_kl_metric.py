@@ -1,0 +1,90 @@
+r"""The Fisher is the metric of the KL divergence.
+
+How far apart are two networks? The distance of their parameters says little. The KL divergence of what they
+*predict* says more, averaged over the inputs. For two nearby parameter vectors it is a quadratic form, and its
+matrix is the Fisher,
+
+$$
+\frac1N \sum_n \mathrm{KL}\big( r(\cdot \mid f_n(\theta)) \,\Vert\, r(\cdot \mid f_n(\theta + \Delta)) \big)
+  = \tfrac12\, \Delta^\top F\, \Delta + O(\lVert \Delta \rVert^3).
+$$
+
+Here $F = F_R / (N R)$, where $F_R$ is the Fisher with the loss's reduction factor $R$, as computed in this package.
+The divergences are known,
+
+| loss | divergence of the predictions $f$ and $f'$ |
+|---|---|
+| `MSELoss` | $\tfrac12 \lVert f - f' \rVert^2$ |
+| `CrossEntropyLoss` | $\sum_k \sigma_k (\log \sigma_k - \log \sigma'_k)$ |
+
+Implements: the Fisher as metric of the KL divergence (chapter 2, "The Fisher").
+"""
+
+from torch import Tensor
+from torch.nn import MSELoss
+
+from kfs.basics._checks import check_like
+from kfs.basics.label_sampling import check_likelihood
+from kfs.basics.reduction_factors import Loss
+
+
+def kl_divergence(loss: Loss, prediction: Tensor, other: Tensor) -> Tensor:
+    """Compute the KL divergence between the distributions that two predictions for one datum stand for.
+
+    Args:
+        loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
+        prediction: Parameterises the distribution that the expectation is taken over; `[...]` or `[C, ...]`.
+        other: Parameterises the other distribution; a tensor like `prediction`.
+
+    Returns:
+        A scalar.
+
+    Example:
+        >>> import torch
+        >>> kl_divergence(MSELoss(), torch.tensor([0.0, 0.0]), torch.tensor([3.0, 4.0]))
+        tensor(12.5000)
+    """
+    check_likelihood(loss, prediction)
+    check_like("other", other, "prediction", prediction)
+    if isinstance(loss, MSELoss):
+        return 0.5 * ((prediction - other) ** 2).sum()
+    log_p, log_q = prediction.log_softmax(0), other.log_softmax(0)
+    return (log_p.exp() * (log_p - log_q)).sum()
+
+
+if __name__ == "__main__":
+    from math import log2
+
+    import torch
+    from torch.func import functional_call
+    from torch.nn import CrossEntropyLoss, Linear, Sequential, Tanh
+
+    from kfs.basics.exact_fishers import type2_fisher
+    from kfs.basics.hessians import hessian
+    from kfs.basics.reduction_factors import reduction_factor
+    from kfs.verification import verify, verify_at_most
+
+    torch.manual_seed(0)
+    N = 4
+    model = Sequential(Linear(3, 2), Tanh(), Linear(2, 2)).double()
+    X = torch.randn(N, 3, dtype=torch.float64)
+    W, step = model[0].weight, torch.randn(2, 3, dtype=torch.float64)
+
+    for loss, y in ((MSELoss(), torch.randn(N, 2, dtype=torch.float64)), (CrossEntropyLoss(), torch.randint(2, (N,)))):
+        F = type2_fisher(model, loss, X, y, W) / (N * reduction_factor(loss, y))
+        here = model(X).detach()
+
+        def mean_kl(delta: Tensor, loss: Loss = loss, here: Tensor = here) -> Tensor:
+            """Average the divergence between the network and the one with a moved weight over the inputs."""
+            there = functional_call(model, {"0.weight": W.detach() + delta}, X)
+            return torch.stack([kl_divergence(loss, f, g) for f, g in zip(here, there, strict=True)]).mean()
+
+        delta = torch.zeros_like(step, requires_grad=True)
+        H = hessian(mean_kl(delta), delta)
+        verify("the divergence's Hessian at zero distance is F", H, F, case=str(loss))
+
+        quadratic = 0.5 * (torch.tensordot(F, step) * step).sum()
+        rest = [(mean_kl(t * step) - t**2 * quadratic).abs().item() for t in (2e-3, 1e-3)]
+        # The remainder is a t^3 + O(t^4), so the estimated order is 3 up to O(t).
+        order = log2(rest[0] / rest[1])
+        verify_at_most("what the quadratic form misses has order 3", abs(order - 3), 0.02, case=str(loss))

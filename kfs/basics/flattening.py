@@ -1,0 +1,204 @@
+r"""Flattening: how a tensor becomes a vector, and back.
+
+Linear algebra speaks of vectors and matrices, but the parameters of a neural network are tensors of any rank. To write
+a derivative as a matrix we must first fix an order of a tensor's entries. Two orders are common, and they are named
+after what they do to a matrix:
+
+- $\mathrm{cvec}$ stacks the *columns*: the **first** index varies fastest. Papers prefer it.
+- $\mathrm{rvec}$ stacks the *rows*: the **last** index varies fastest. PyTorch stores tensors this way.
+
+$$
+A = \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
+\qquad
+\mathrm{cvec}(A) = \begin{pmatrix} 1 \\ 3 \\ 2 \\ 4 \end{pmatrix}
+\qquad
+\mathrm{rvec}(A) = \begin{pmatrix} 1 \\ 2 \\ 3 \\ 4 \end{pmatrix}
+$$
+
+Neither is better. But a formula that holds for one is wrong for the other, usually by the order of two Kronecker
+factors: for $A \in \mathbb{R}^{n_1 \times n_2}$ and $B \in \mathbb{R}^{m_1 \times m_2}$,
+
+$$
+(A \otimes B)\, v = \mathrm{cvec}(B V A^\top), \qquad V = \mathrm{cvec}^{-1}(v) \in \mathbb{R}^{m_2 \times n_2},
+$$
+
+$$
+(A \otimes B)\, v = \mathrm{rvec}(A V B^\top), \qquad V = \mathrm{rvec}^{-1}(v) \in \mathbb{R}^{n_2 \times m_2}.
+$$
+
+Flattening only some neighbouring axes, first those that index rows and then those that index columns, turns a tensor
+into a matrix. This is called *matricization*; all matrices in this package come from it.
+
+Implements: cvec, rvec and partial flattening (chapter 2, "Flattening").
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Protocol
+
+from torch import Tensor
+
+from kfs.basics._checks import check_tensor
+from kfs.errors import FlatteningError, ShapeError
+
+
+class Vec(Protocol):
+    """A flattening: `cvec` or `rvec`."""
+
+    def __call__(self, t: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+        """Flatten the axes from `start_dim` to `end_dim`, both included."""
+        ...
+
+
+def cvec(t: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    """Flatten axes such that the first of them varies fastest.
+
+    Args:
+        t: A tensor of any rank; a scalar becomes a vector with one entry.
+        start_dim: The first axis to flatten.
+        end_dim: The last axis to flatten (included).
+
+    Returns:
+        `t` with the axes replaced by one; a vector by default.
+
+    Example:
+        >>> import torch
+        >>> cvec(torch.tensor([[1, 2], [3, 4]]))
+        tensor([1, 3, 2, 4])
+    """
+    start, end = _axes(t, start_dim, end_dim)
+    axes = list(range(t.ndim))
+    axes[start : end + 1] = reversed(axes[start : end + 1])
+    return t.permute(axes).flatten(start, end)
+
+
+def rvec(t: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
+    """Flatten axes such that the last of them varies fastest.
+
+    Args:
+        t: A tensor of any rank; a scalar becomes a vector with one entry.
+        start_dim: The first axis to flatten.
+        end_dim: The last axis to flatten (included).
+
+    Returns:
+        `t` with the axes replaced by one; a vector by default.
+
+    Example:
+        >>> import torch
+        >>> rvec(torch.tensor([[1, 2], [3, 4]]))
+        tensor([1, 2, 3, 4])
+    """
+    start, end = _axes(t, start_dim, end_dim)
+    return t.flatten(start, end)
+
+
+def unflatten_cvec(v: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
+    """Undo `cvec`: `unflatten_cvec(cvec(t), t.shape)` equals `t`.
+
+    Args:
+        v: A vector, or a tensor of which one axis is a flattened one.
+        shape: The shape that the axis had before.
+        dim: That axis.
+
+    Returns:
+        `v` with the axis replaced by axes of the given shape.
+    """
+    dim = _unflattened_axis(v, shape, dim)
+    t = v.reshape(*v.shape[:dim], *reversed(shape), *v.shape[dim + 1 :])
+    axes = list(range(t.ndim))
+    axes[dim : dim + len(shape)] = reversed(axes[dim : dim + len(shape)])
+    return t.permute(axes)
+
+
+def unflatten_rvec(v: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
+    """Undo `rvec`: `unflatten_rvec(rvec(t), t.shape)` equals `t`.
+
+    Args:
+        v: A vector, or a tensor of which one axis is a flattened one.
+        shape: The shape that the axis had before.
+        dim: That axis.
+
+    Returns:
+        `v` with the axis replaced by axes of the given shape.
+    """
+    dim = _unflattened_axis(v, shape, dim)
+    return v.reshape(*v.shape[:dim], *shape, *v.shape[dim + 1 :])
+
+
+def matricize(t: Tensor, row_ndim: int, vec: Vec) -> Tensor:
+    """Turn a tensor into a matrix: flatten its leading axes into rows and the others into columns.
+
+    Args:
+        t: The tensor.
+        row_ndim: How many leading axes index rows. Without row (or column) axes, there is one row (or column).
+        vec: `cvec` or `rvec`.
+
+    Returns:
+        A matrix.
+
+    Raises:
+        FlatteningError: If `vec` is neither `cvec` nor `rvec`.
+    """
+    check_vec(vec)
+    if row_ndim == 0:
+        t, row_ndim = t.unsqueeze(0), 1
+    if row_ndim == t.ndim:
+        t = t.unsqueeze(-1)
+    return vec(vec(t, 0, row_ndim - 1), 1, -1)
+
+
+def check_vec(vec: Vec) -> None:
+    """Refuse a flattening that is neither `cvec` nor `rvec`."""
+    if vec is not cvec and vec is not rvec:
+        raise FlatteningError(
+            f"vec is {vec!r}, expected one of the functions cvec and rvec.",
+            "Import them from kfs.basics.flattening and pass vec=cvec or vec=rvec.",
+        )
+
+
+def _axes(t: Tensor, start_dim: int, end_dim: int) -> tuple[int, int]:
+    """Return the range of axes as non-negative numbers, or say why it is none."""
+    check_tensor("t", t)
+    ndim = max(t.ndim, 1)  # a scalar is flattened like a vector of one entry
+    inside = all(-ndim <= dim < ndim for dim in (start_dim, end_dim))
+    if not inside or start_dim % ndim > end_dim % ndim:
+        raise ShapeError(
+            f"Axes {start_dim} to {end_dim} are no range of axes of a tensor of shape {list(t.shape)}.",
+            f"Choose start_dim <= end_dim, both from {-ndim} to {ndim - 1}.",
+        )
+    return start_dim % ndim, end_dim % ndim
+
+
+def _unflattened_axis(v: Tensor, shape: Sequence[int], dim: int) -> int:
+    """Return the axis to unflatten as a non-negative number, or say why its length does not fit."""
+    dim, _ = _axes(v, dim, dim)
+    if v.ndim == 0 or v.shape[dim] != prod(shape):
+        raise ShapeError(
+            f"Axis {dim} of a tensor of shape {list(v.shape)} cannot become {list(shape)} ({prod(shape)} entries).",
+            "Pass the vector that a flattening returned together with the shape that the tensor had before.",
+        )
+    return dim
+
+
+if __name__ == "__main__":
+    import torch
+
+    from kfs.verification import verify
+
+    A = torch.tensor([[1, 2], [3, 4]])
+    verify("cvec stacks the columns of a matrix", cvec(A), torch.tensor([1, 3, 2, 4]))
+    verify("rvec stacks the rows of a matrix", rvec(A), torch.tensor([1, 2, 3, 4]))
+
+    T = torch.arange(2 * 3 * 4).reshape(2, 3, 4)
+    verify("cvec of a tensor is rvec of it with reversed axes", cvec(T), rvec(T.permute(2, 1, 0)))
+    verify("unflatten_cvec undoes cvec", unflatten_cvec(cvec(T), T.shape), T)
+    verify("unflatten_rvec undoes rvec", unflatten_rvec(rvec(T), T.shape), T)
+
+    torch.manual_seed(0)
+    (n1, n2), (m1, m2) = (2, 3), (4, 5)
+    A, B = torch.randn(n1, n2, dtype=torch.float64), torch.randn(m1, m2, dtype=torch.float64)
+    v = torch.randn(n2 * m2, dtype=torch.float64)
+    V = unflatten_cvec(v, (m2, n2))
+    verify("(A x B) v = cvec(B V A^T) with V of shape m2 x n2", torch.kron(A, B) @ v, cvec(B @ V @ A.T))
+    V = unflatten_rvec(v, (n2, m2))
+    verify("(A x B) v = rvec(A V B^T) with V of shape n2 x m2", torch.kron(A, B) @ v, rvec(A @ V @ B.T))

@@ -1,0 +1,91 @@
+r"""How fast the Monte Carlo Fisher converges.
+
+An average of $M$ independent draws has $1/M$ of the variance of one draw. The Monte Carlo Fisher $\tilde{F}_M$ is
+such an average, with the exact Fisher $F$ as its mean, so its error in the Frobenius norm is
+
+$$
+\sqrt{ \mathbb{E} \lVert \tilde{F}_M - F \rVert^2 } = \sqrt{V / M},
+$$
+
+$$
+V = R^2 \sum_n \Big( \mathbb{E} \lVert g_n g_n^\top \rVert^2 - \big\lVert \mathbb{E}\, g_n g_n^\top \big\rVert^2 \Big).
+$$
+
+Four times as many samples halve the error. One sample, as common in training, gives a matrix of the right mean and
+a wrong everything else. For finitely many labels, even the constant $V$ can be computed.
+
+Implements: convergence of the Monte Carlo Fisher (chapter 2, "The Fisher").
+"""
+
+from torch import Tensor, stack, tensordot
+from torch.nn import Module, MSELoss
+
+from kfs.basics._per_datum import Params, gradients, parameter_pair, predictions
+from kfs.basics.exact_fishers import expected_labels
+from kfs.basics.label_sampling import hide_ignored
+from kfs.basics.reduction_factors import Loss, check_loss, criterion, reduction_factor
+from kfs.errors import LossError
+
+
+def one_sample_variance(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params) -> float:
+    """Compute the variance `V` of the Monte Carlo Fisher with one sample, summed over its entries.
+
+    Args:
+        model: The network, a function of one datum (no batch normalisation or dropout in training mode).
+        loss: A `CrossEntropyLoss` without class weights and label smoothing.
+        X: All inputs, stacked along the first axis.
+        y: All targets, likewise. They matter only for the reduction factor and for labels that are ignored.
+        params: A parameter of the model or its name; or two of them, for rows and for columns.
+
+    Returns:
+        The variance. With `M` samples the root mean squared error in the Frobenius norm is `sqrt(V / M)`.
+
+    Raises:
+        LossError: For the square loss, whose labels cannot be enumerated.
+    """
+    check_loss(loss)
+    if isinstance(loss, MSELoss):
+        raise LossError(
+            f"{loss} has infinitely many labels, so their fourth moments cannot be summed up.",
+            "Use CrossEntropyLoss, or estimate the variance from several seeds of mc_fisher.",
+        )
+    pair, c = parameter_pair(model, params), criterion(loss)
+    V = 0.0
+    for f_n, y_n in predictions(model, X, y):
+        weights, outer_products = [], []
+        for weight, label in expected_labels(loss, f_n):
+            g1, g2 = gradients(c(f_n, hide_ignored(loss, label, y_n)), pair)
+            weights.append(weight)
+            outer_products.append(tensordot(g1, g2, dims=0).flatten())
+        w, outer = stack(weights), stack(outer_products)
+        V += (w @ (outer - w @ outer) ** 2).sum().item()
+    return reduction_factor(loss, y) ** 2 * V
+
+
+if __name__ == "__main__":
+    import torch
+    from torch.nn import CrossEntropyLoss, Linear
+
+    from kfs.basics.exact_fishers import type1_fisher
+    from kfs.basics.mc_fishers import mc_fisher
+    from kfs.verification import verify_at_most
+
+    torch.manual_seed(0)
+    model, loss = Linear(2, 3, bias=False).double(), CrossEntropyLoss()
+    X, y = torch.randn(3, 2, dtype=torch.float64), torch.randint(3, (3,))
+    F = type1_fisher(model, loss, X, y, "weight")
+    V = one_sample_variance(model, loss, X, y, "weight")
+
+    samples, repeats = (1, 4, 16, 64), 24
+    errors = []
+    for M in samples:
+        draws = torch.stack([mc_fisher(model, loss, X, y, "weight", M, seed) for seed in range(repeats)])
+        errors.append(((draws - F) ** 2).flatten(1).sum(1).mean().sqrt())
+        # A mean of 24 squared errors scatters by some 20 percent, its root by 10; three times that is allowed.
+        ratio = errors[-1].item() / (V / M) ** 0.5
+        verify_at_most("the error with M draws is sqrt(V / M)", abs(ratio - 1), 0.3, case=f"M = {M}")
+
+    log_M, log_error = torch.tensor(samples).log(), torch.stack(errors).log()
+    slope = torch.stack([log_M, log_error]).cov()[0, 1] / log_M.var()
+    # The four errors scatter by 10 percent each and M spans a factor 64: the slope scatters by some 0.03.
+    verify_at_most("the error falls like M^(-1/2)", abs(slope.item() + 0.5), tolerance=0.1)

@@ -1,0 +1,75 @@
+r"""Monte Carlo Fisher products: multiply with the matrix, one would-be gradient at a time.
+
+The Monte Carlo Fisher is a sum of outer products, so multiplication with it needs one inner product per gradient,
+
+$$
+\tilde{F} v = \frac{R}{M} \sum_{n, m} \tilde{g}_{n,m} \, \langle \tilde{g}_{n,m}, v \rangle .
+$$
+
+For the same seed, the labels are those of the matrix in `mc_fishers`, and the product equals matrix times vector.
+
+Implements: multiplication with the Monte Carlo Fisher (chapter 2, "The Fisher").
+"""
+
+from torch import Tensor, zeros_like
+from torch.nn import Module
+
+from kfs.basics._checks import check_like
+from kfs.basics._per_datum import Params, parameter_pair
+from kfs.basics.mc_fishers import would_be_gradients
+from kfs.basics.reduction_factors import Loss, reduction_factor
+
+
+def mc_fisher_vp(
+    model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params, v: Tensor, mc_samples: int = 1, seed: int = 0
+) -> Tensor:
+    """Multiply the Monte Carlo Fisher with a tensor.
+
+    Args:
+        model: The network, a function of one datum (no batch normalisation or dropout in training mode).
+        loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
+        X: All inputs, stacked along the first axis.
+        y: All targets, likewise.
+        params: A parameter of the model or its name; or two of them, for rows and for columns.
+        v: A tensor like the parameter that indexes columns.
+        mc_samples: How many labels to draw per datum.
+        seed: Equal seeds give equal draws.
+
+    Returns:
+        A tensor like the parameter that indexes rows.
+
+    Example:
+        >>> import torch
+        >>> model, X, y = torch.nn.Linear(3, 2), torch.rand(5, 3), torch.rand(5, 2)
+        >>> mc_fisher_vp(model, torch.nn.MSELoss(), X, y, ("weight", "bias"), torch.ones(2)).shape
+        torch.Size([2, 3])
+    """
+    pair = parameter_pair(model, params)
+    check_like("v", v, "the parameter for columns", pair[1])
+    u = zeros_like(pair[0])
+    for g1, g2 in would_be_gradients(model, loss, X, y, pair, mc_samples, seed):
+        u += g1 * (g2 * v).sum()
+    return reduction_factor(loss, y) / mc_samples * u
+
+
+if __name__ == "__main__":
+    import torch
+    from torch.nn import CrossEntropyLoss, Linear, MSELoss, Sequential, Tanh
+
+    from kfs.basics.mc_fishers import mc_fisher
+    from kfs.verification import verify
+
+    torch.manual_seed(0)
+    N, M, seed = 4, 3, 42
+    model = Sequential(Linear(3, 2), Tanh(), Linear(2, 2)).double()
+    W, b = model[0].weight, model[0].bias
+    X = torch.randn(N, 3, dtype=torch.float64)
+    V, v = torch.randn_like(W), torch.randn_like(b)
+
+    for loss, y in ((MSELoss(), torch.randn(N, 2, dtype=torch.float64)), (CrossEntropyLoss(), torch.randint(2, (N,)))):
+        F = mc_fisher(model, loss, X, y, W, M, seed)
+        product = mc_fisher_vp(model, loss, X, y, W, V, M, seed)
+        verify("the product is tensor times vector", product, torch.tensordot(F, V), case=str(loss))
+        F = mc_fisher(model, loss, X, y, (W, b), M, seed)
+        product = mc_fisher_vp(model, loss, X, y, (W, b), v, M, seed)
+        verify("also for an off-diagonal block", product, F @ v, case=str(loss))

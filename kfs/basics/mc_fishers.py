@@ -1,0 +1,139 @@
+r"""The Monte Carlo Fisher: curvature from labels that the network draws itself.
+
+The type-I Fisher is the covariance of the log-likelihood's gradient, for labels that follow the *network's own*
+predictive distribution $r(y \mid f_n)$. The Monte Carlo version replaces that expectation by an average over $M$
+draws,
+
+$$
+\tilde{F}(\theta) = \frac{R}{M} \sum_{n=1}^N \sum_{m=1}^M \tilde{g}_{n,m} \tilde{g}_{n,m}^\top,
+\qquad
+\tilde{g}_{n,m} = \nabla_\theta\, c(f_n, \tilde{y}_{n,m}),
+\quad \tilde{y}_{n,m} \sim r(y \mid f_n).
+$$
+
+The $\tilde{g}$ are *would-be gradients*: those of labels that might have been. Being a sum of outer products the
+matrix is positive semi-definite. Only first derivatives are needed.
+
+The derivation via the KL divergence gives a factor $1/N$ in place of $R$. We use the reduction factor of the loss,
+so that every matrix in this package approximates the curvature of the same empirical risk.
+
+Implements: Monte Carlo-approximated type-I Fisher (chapter 2, "The Fisher").
+"""
+
+from collections.abc import Iterator
+
+from torch import Generator, Tensor, tensordot
+from torch.nn import Module
+
+from kfs.basics._per_datum import Params, empty_block, gradients, parameter_pair, predictions
+from kfs.basics.flattening import Vec, matricize, rvec
+from kfs.basics.label_sampling import hide_ignored, sample_label
+from kfs.basics.reduction_factors import Loss, criterion, reduction_factor
+from kfs.errors import DataError
+
+
+def mc_fisher(
+    model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params, mc_samples: int = 1, seed: int = 0
+) -> Tensor:
+    """Compute the Monte Carlo Fisher tensor with respect to one parameter, or a pair of them.
+
+    Args:
+        model: The network, a function of one datum (no batch normalisation or dropout in training mode).
+        loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
+        X: All inputs, stacked along the first axis.
+        y: All targets, likewise. They matter only for the reduction factor and for labels that are ignored.
+        params: A parameter of the model or its name; or two of them, for rows and for columns.
+        mc_samples: How many labels to draw per datum.
+        seed: Equal seeds give equal draws. PyTorch's global generator is not touched.
+
+    Returns:
+        A tensor of shape `[*rows.shape, *columns.shape]`.
+
+    Example:
+        >>> import torch
+        >>> model, X, y = torch.nn.Linear(3, 2), torch.rand(5, 3), torch.rand(5, 2)
+        >>> mc_fisher(model, torch.nn.MSELoss(), X, y, ("weight", "bias")).shape
+        torch.Size([2, 3, 2])
+    """
+    pair = parameter_pair(model, params)
+    F = empty_block(pair)
+    for g1, g2 in would_be_gradients(model, loss, X, y, pair, mc_samples, seed):
+        F += tensordot(g1, g2, dims=0)
+    return reduction_factor(loss, y) / mc_samples * F
+
+
+def vec_mc_fisher(
+    model: Module,
+    loss: Loss,
+    X: Tensor,
+    y: Tensor,
+    params: Params,
+    mc_samples: int = 1,
+    seed: int = 0,
+    vec: Vec = rvec,
+) -> Tensor:
+    """Compute the Monte Carlo Fisher matrix with respect to flattened parameters.
+
+    Args:
+        model: The network.
+        loss: A `MSELoss` or `CrossEntropyLoss`.
+        X: All inputs, stacked along the first axis.
+        y: All targets, likewise.
+        params: A parameter of the model or its name; or two of them, for rows and for columns.
+        mc_samples: How many labels to draw per datum.
+        seed: Equal seeds give equal draws.
+        vec: The flattening of both parameters, `cvec` or `rvec`.
+
+    Returns:
+        A matrix of shape `[rows.numel(), columns.numel()]`.
+    """
+    rows, _ = parameter_pair(model, params)
+    return matricize(mc_fisher(model, loss, X, y, params, mc_samples, seed), rows.ndim, vec)
+
+
+def would_be_gradients(
+    model: Module,
+    loss: Loss,
+    X: Tensor,
+    y: Tensor,
+    pair: tuple[Tensor, Tensor],
+    mc_samples: int,
+    seed: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield, datum by datum and draw by draw, the gradients with respect to both parameters for a label drawn."""
+    if mc_samples < 1:
+        raise DataError(f"mc_samples is {mc_samples}, so no label would be drawn.", "Draw at least one per datum.")
+    c = criterion(loss)
+    generator = Generator(pair[0].device).manual_seed(seed)
+    for f_n, y_n in predictions(model, X, y):
+        for _ in range(mc_samples):
+            label = hide_ignored(loss, sample_label(loss, f_n, generator), y_n)
+            yield gradients(c(f_n, label), pair)
+
+
+if __name__ == "__main__":
+    import torch
+    from torch.nn import CrossEntropyLoss, Linear, MSELoss, Sequential, Tanh
+
+    from kfs.basics.flattening import cvec
+    from kfs.basics.ggns import vec_ggn
+    from kfs.verification import verify, verify_at_most, verify_psd
+
+    torch.manual_seed(0)
+    N, M = 4, 1000
+    model = Sequential(Linear(2, 2), Tanh(), Linear(2, 2)).double()
+    W, b = model[0].weight, model[0].bias
+    X = torch.randn(N, 2, dtype=torch.float64)
+
+    for loss, y in ((MSELoss(), torch.randn(N, 2, dtype=torch.float64)), (CrossEntropyLoss(), torch.randint(2, (N,)))):
+        prediction = model(X)
+        for vec in (cvec, rvec):
+            F = vec_mc_fisher(model, loss, X, y, W, M, vec=vec)
+            G = vec_ggn(loss(prediction, y), prediction, W, vec=vec)
+            # Averages of M draws err by about sqrt(2/M) of their size (the variance of a squared normal is 2).
+            error = ((F - G).norm() / G.norm()).item()
+            case = f"{loss}, {vec.__name__}"
+            verify_at_most(f"{M} draws come close to the exact Fisher", error, 3 * (2 / M) ** 0.5, case)
+            verify_psd("the matrix has no negative eigenvalue", F, case=case)
+        mixed, swapped = (mc_fisher(model, loss, X, y, pair, M, seed=1) for pair in ((W, b), (b, W)))
+        verify("off-diagonal blocks are transposes of each other", mixed, swapped.permute(1, 2, 0), case=str(loss))

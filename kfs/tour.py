@@ -1,0 +1,124 @@
+"""The tour: run every definition as a program, show progress, and end in a table of what was verified.
+
+It knows how to run and report. What is verified, and how, is said by each definition itself.
+"""
+
+import runpy
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch.random import fork_rng
+
+from kfs import basics
+from kfs.errors import VerificationError
+from kfs.verification import Check, recording
+
+
+@dataclass(frozen=True)
+class Report:
+    """What running one definition gave.
+
+    Attributes:
+        name: The definition's file name without ending.
+        checks: What it verified, in order.
+        seconds: How long it took.
+        failure: Why it failed; `None` if it did not.
+    """
+
+    name: str
+    checks: tuple[Check, ...]
+    seconds: float
+    failure: str | None
+
+
+def definitions() -> list[Path]:
+    """Return the files of all definitions in reading order."""
+    folder = Path(basics.__file__).parent
+    return [folder / f"{name}.py" for names in basics.CONTENTS.values() for name in names]
+
+
+def run_definition(file: Path) -> Report:
+    """Run one file as `python FILE` would, in this process; the global random state is restored afterwards.
+
+    A failure is reported, not raised. A file that verifies nothing has failed.
+    """
+    failure = None
+    start = time.perf_counter()
+    with recording() as checks, redirect_stdout(StringIO()), fork_rng(devices=[]):
+        try:
+            runpy.run_path(str(file), run_name="__main__")
+        except VerificationError as error:
+            failure = str(error)
+        except Exception as error:  # noqa: BLE001 (one broken definition must not hide the others)
+            failure = f"{type(error).__name__}: {error}"
+    if failure is None and not checks:
+        failure = "The file verified nothing. Call kfs.verification.verify in its __main__ part."
+    return Report(file.stem, tuple(checks), time.perf_counter() - start, failure)
+
+
+def run_tour(console: Console) -> list[Report]:
+    """Run all definitions with a live progress display, print the table, and return the reports."""
+    reports = list(_with_progress(definitions(), console))
+    console.print(_table(reports))
+    num_checks, seconds = sum(len(r.checks) for r in reports), sum(r.seconds for r in reports)
+    failed = [r for r in reports if r.failure is not None]
+    for report in failed:
+        console.print(f"FAILED {report.name}: {report.failure}", style="bold red", markup=False)
+    verdict = f"{len(failed)} failed" if failed else "all as they should be"
+    console.print(f"{len(reports)} definitions, {num_checks} verified claims, {seconds:.1f} s: {verdict}.")
+    if not failed:
+        console.print("Read one and run it yourself: .venv/bin/python kfs/basics/ggns.py", markup=False)
+    return reports
+
+
+def _with_progress(files: list[Path], console: Console) -> Iterator[Report]:
+    """Run the files one by one, showing which one runs and how many are done."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:<30}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(files))
+        for file in files:
+            progress.update(task, description=file.stem)
+            yield run_definition(file)
+            progress.advance(task)
+
+
+def _table(reports: list[Report]) -> Table:
+    """Make a table: definition, what was verified, largest error. A claim made for several cases is one row."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("definition", no_wrap=True, style="bold")
+    table.add_column("what was verified")
+    table.add_column("largest error", justify="right", no_wrap=True)
+    for report in reports:
+        name = report.name
+        for claim, checks in _by_claim(report.checks).items():
+            cases = f" ({len(checks)} cases)" if len(checks) > 1 else ""
+            errors = [check.error for check in checks if check.error is not None]
+            table.add_row(name, escape(claim + cases), f"{max(errors):.1e}" if errors else "-")
+            name = ""
+        if report.failure is not None:
+            table.add_row(name, escape(report.failure), "FAILED", style="red")
+        table.add_section()
+    return table
+
+
+def _by_claim(checks: Iterable[Check]) -> dict[str, list[Check]]:
+    """Group checks of the same claim, in the order in which the claims were first made."""
+    grouped: dict[str, list[Check]] = {}
+    for check in checks:
+        grouped.setdefault(check.claim, []).append(check)
+    return grouped
