@@ -2,5 +2,4 @@
 
 from kfs.cli import app
 
-if __name__ == "__main__":
-    app(prog_name="kfs")
+app(prog_name="kfs")

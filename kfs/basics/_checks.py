@@ -17,14 +17,19 @@ def check_tensor(name: str, t: Tensor) -> None:
         )
 
 
-def check_node(name: str, t: Tensor) -> None:
-    """Refuse what cannot be differentiated: not a tensor, not real floating point, or outside any graph."""
+def check_floating(name: str, t: Tensor) -> None:
+    """Refuse anything but a tensor of real floating-point numbers."""
     check_tensor(name, t)
     if not t.is_floating_point():
         raise DtypeError(
             f"{name} has dtype {t.dtype}, but derivatives exist only for real floating-point tensors.",
             f"Convert it before the computation that uses it, e.g. {name}.to(torch.float64).",
         )
+
+
+def check_node(name: str, t: Tensor) -> None:
+    """Refuse what cannot be differentiated: not a tensor, not real floating point, or outside any graph."""
+    check_floating(name, t)
     if not t.requires_grad:
         raise GraphError(
             f"{name} is not part of a computation graph: it does not require gradients.",

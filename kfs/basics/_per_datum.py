@@ -6,13 +6,14 @@ The matrices themselves live in `mc_fishers`, `exact_fishers` and `emp_fishers`.
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from torch import Tensor, enable_grad, ones_like, zeros
+from torch import Tensor, ones_like, zeros
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from kfs.basics._checks import check_node, check_tensor
 from kfs.basics.jacobian_products import vjp
+from kfs.basics.reduction_factors import Loss, check_datum
 from kfs.errors import DataError, ModelError
 
 # A parameter of the model or its name; two of them for the block with rows from the first and columns from the second.
@@ -31,7 +32,7 @@ def parameter_pair(model: Module, params: Params) -> tuple[Tensor, Tensor]:
     return _parameter(model, pair[0]), _parameter(model, pair[1])
 
 
-def predictions(model: Module, X: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def predictions(model: Module, loss: Loss, X: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Evaluate the model on one datum after the other; yield the prediction, without batch axis, and the target."""
     _check_model(model)
     check_tensor("X", X)
@@ -42,14 +43,14 @@ def predictions(model: Module, X: Tensor, y: Tensor) -> Iterator[tuple[Tensor, T
             "Stack inputs and targets along the first axis, in the same order.",
         )
     for x_n, y_n in zip(X, y, strict=True):
-        with enable_grad():
-            f = model(x_n.unsqueeze(0))
+        f = model(x_n.unsqueeze(0))
         if not isinstance(f, Tensor) or f.shape[:1] != (1,):
             came = f"of shape {list(f.shape)}" if isinstance(f, Tensor) else f"a {type(f).__name__}"
             raise ModelError(
                 f"The model's output for one datum is {came}, expected a tensor whose first axis has length 1.",
                 "Wrap the model in a module that returns one prediction per datum along the first axis.",
             )
+        check_datum(loss, f[0], y_n)  # also where labels are drawn: the reduction factor counts the targets
         yield f[0], y_n
 
 
@@ -61,7 +62,7 @@ def gradients(c: Tensor, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 def empty_block(pair: tuple[Tensor, Tensor]) -> Tensor:
     """Return zeros of shape `[*rows.shape, *columns.shape]`."""
-    return zeros(*pair[0].shape, *pair[1].shape, dtype=pair[0].dtype, device=pair[0].device)
+    return zeros((*pair[0].shape, *pair[1].shape), dtype=pair[0].dtype, device=pair[0].device)
 
 
 def _parameter(model: Module, param: Param) -> Tensor:

@@ -9,7 +9,7 @@ $$
 Implements: multiplication with the empirical Fisher (chapter 2, "The Empirical Fisher").
 """
 
-from torch import Tensor, zeros_like
+from torch import Tensor, enable_grad, zeros_like
 from torch.nn import Module
 
 from kfs.basics._checks import check_like
@@ -18,6 +18,7 @@ from kfs.basics.emp_fishers import per_datum_gradients
 from kfs.basics.reduction_factors import Loss, reduction_factor
 
 
+@enable_grad()
 def empirical_fisher_vp(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params, v: Tensor) -> Tensor:
     """Multiply the empirical Fisher with a tensor.
 
@@ -55,8 +56,9 @@ if __name__ == "__main__":
 
     torch.manual_seed(0)
     N = 4
-    model = Sequential(Linear(3, 2), Tanh(), Linear(2, 2)).double()
-    W, b = model[0].weight, model[0].bias
+    first, last = Linear(3, 2), Linear(2, 2)
+    model = Sequential(first, Tanh(), last).double()
+    W, b = first.weight, first.bias
     X = torch.randn(N, 3, dtype=torch.float64)
     V, v = torch.randn_like(W), torch.randn_like(b)
 

@@ -18,7 +18,7 @@ Implements: empirical Fisher (chapter 2, "The Empirical Fisher").
 
 from collections.abc import Iterator
 
-from torch import Tensor, tensordot
+from torch import Tensor, enable_grad, tensordot
 from torch.nn import Module
 
 from kfs.basics._per_datum import Params, empty_block, gradients, parameter_pair, predictions
@@ -26,6 +26,7 @@ from kfs.basics.flattening import Vec, matricize, rvec
 from kfs.basics.reduction_factors import Loss, criterion, reduction_factor
 
 
+@enable_grad()
 def empirical_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params) -> Tensor:
     """Compute the empirical Fisher tensor with respect to one parameter, or a pair of them.
 
@@ -75,7 +76,7 @@ def per_datum_gradients(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, datum by datum, the criterion's gradients with respect to both parameters."""
     c = criterion(loss)
-    for f_n, y_n in predictions(model, X, y):
+    for f_n, y_n in predictions(model, loss, X, y):
         yield gradients(c(f_n, y_n), pair)
 
 
@@ -89,8 +90,9 @@ if __name__ == "__main__":
 
     torch.manual_seed(0)
     N = 4
-    model = Sequential(Linear(3, 2), Tanh(), Linear(2, 2)).double()
-    W, b = model[0].weight, model[0].bias
+    first, last = Linear(3, 2), Linear(2, 2)
+    model = Sequential(first, Tanh(), last).double()
+    W, b = first.weight, first.bias
     X = torch.randn(N, 3, dtype=torch.float64)
 
     for loss, y in ((MSELoss(), torch.randn(N, 2, dtype=torch.float64)), (CrossEntropyLoss(), torch.randint(2, (N,)))):

@@ -4,12 +4,12 @@ The Fisher information matrix can be written with second or with first derivativ
 expectation over labels that the network itself predicts,
 
 $$
-F^{\mathrm{II}} = R \sum_n \mathbb{E}_{r(y \mid f_n)} \big[ -\mathrm{H}_\theta \log r(y \mid f_n) \big],
+F^{\mathrm{II}} = R \sum_n \mathbb{E}_{r(y \mid f_n)} \big[ -\mathrm{H}_\theta \log\, r(y \mid f_n) \big],
 $$
 
 $$
 F^{\mathrm{I}} = R \sum_n \mathbb{E}_{r(y \mid f_n)} \big[
-  \nabla_\theta \log r(y \mid f_n)\, \nabla_\theta \log r(y \mid f_n)^\top \big].
+  \nabla_\theta \log\, r(y \mid f_n)\, \nabla_\theta \log\, r(y \mid f_n)^\top \big].
 $$
 
 Both are the same matrix. For the square loss and for cross-entropy it is moreover the GGN: the Hessian of their
@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from itertools import product
 from math import sqrt
 
-from torch import Tensor, eye, stack, tensor, tensordot
+from torch import Tensor, enable_grad, eye, stack, tensor, tensordot
 from torch.nn import Module, MSELoss
 
 from kfs.basics._per_datum import Params, empty_block, gradients, parameter_pair, predictions
@@ -42,6 +42,7 @@ from kfs.errors import DataError
 MAX_LABELS = 10_000
 
 
+@enable_grad()
 def type1_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params) -> Tensor:
     """Compute the type-I Fisher tensor: the exact covariance of would-be gradients.
 
@@ -57,13 +58,14 @@ def type1_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params
     """
     pair, c = parameter_pair(model, params), criterion(loss)
     F = empty_block(pair)
-    for f_n, y_n in predictions(model, X, y):
+    for f_n, y_n in predictions(model, loss, X, y):
         for weight, label in expected_labels(loss, f_n):
             g1, g2 = gradients(c(f_n, hide_ignored(loss, label, y_n)), pair)
             F += weight * tensordot(g1, g2, dims=0)
     return reduction_factor(loss, y) * F
 
 
+@enable_grad()
 def type2_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params) -> Tensor:
     """Compute the type-II Fisher tensor: the exact expectation of the negative log-likelihood's Hessian.
 
@@ -79,7 +81,7 @@ def type2_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params
     """
     pair, c = parameter_pair(model, params), criterion(loss)
     F = empty_block(pair)
-    for f_n, y_n in predictions(model, X, y):
+    for f_n, y_n in predictions(model, loss, X, y):
         labels = expected_labels(loss, f_n)
         expected_c = stack([weight * c(f_n, hide_ignored(loss, label, y_n)) for weight, label in labels]).sum()
         F += hessian(expected_c, *pair)
@@ -144,9 +146,10 @@ if __name__ == "__main__":
 
     torch.manual_seed(0)
     N = 3
-    model = Sequential(Linear(3, 2), Tanh(), Linear(2, 3)).double()
+    first, last = Linear(3, 2), Linear(2, 3)
+    model = Sequential(first, Tanh(), last).double()
     X = torch.randn(N, 3, dtype=torch.float64)
-    W = model[0].weight
+    W = first.weight
     for loss, y in ((MSELoss(), torch.randn(N, 3, dtype=torch.float64)), (CrossEntropyLoss(), torch.randint(3, (N,)))):
         prediction = model(X)
         risk = loss(prediction, y)
@@ -158,6 +161,6 @@ if __name__ == "__main__":
         verify_differs(
             "the Hessian is another matrix", vec_hessian(risk, W), vec_ggn(risk, prediction, W), case=str(loss)
         )
-    mixed = (model[0].weight, model[2].bias)
+    mixed = (first.weight, last.bias)
     one, two = (fisher(model, loss, X, y, mixed) for fisher in (vec_type1_fisher, vec_type2_fisher))
     verify("off-diagonal blocks agree, too", one, two)

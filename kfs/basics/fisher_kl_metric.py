@@ -15,7 +15,7 @@ The divergences are known,
 | loss | divergence of the predictions $f$ and $f'$ |
 |---|---|
 | `MSELoss` | $\tfrac12 \lVert f - f' \rVert^2$ |
-| `CrossEntropyLoss` | $\sum_k \sigma_k (\log \sigma_k - \log \sigma'_k)$ |
+| `CrossEntropyLoss` | $\sum_k \sigma_k (\log\, \sigma_k - \log\, \sigma'_k)$ |
 
 Implements: the Fisher as metric of the KL divergence (chapter 2, "The Fisher").
 """
@@ -66,9 +66,10 @@ if __name__ == "__main__":
 
     torch.manual_seed(0)
     N = 4
-    model = Sequential(Linear(3, 2), Tanh(), Linear(2, 2)).double()
+    first, last = Linear(3, 2), Linear(2, 2)
+    model = Sequential(first, Tanh(), last).double()
     X = torch.randn(N, 3, dtype=torch.float64)
-    W, step = model[0].weight, torch.randn(2, 3, dtype=torch.float64)
+    W, step = first.weight, torch.randn(2, 3, dtype=torch.float64)
 
     for loss, y in ((MSELoss(), torch.randn(N, 2, dtype=torch.float64)), (CrossEntropyLoss(), torch.randint(2, (N,)))):
         F = type2_fisher(model, loss, X, y, W) / (N * reduction_factor(loss, y))

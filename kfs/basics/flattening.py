@@ -104,7 +104,7 @@ def unflatten_cvec(v: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
         `v` with the axis replaced by axes of the given shape.
     """
     dim = _unflattened_axis(v, shape, dim)
-    t = v.reshape(*v.shape[:dim], *reversed(shape), *v.shape[dim + 1 :])
+    t = v.reshape((*v.shape[:dim], *reversed(shape), *v.shape[dim + 1 :]))
     axes = list(range(t.ndim))
     axes[dim : dim + len(shape)] = reversed(axes[dim : dim + len(shape)])
     return t.permute(axes)
@@ -122,7 +122,7 @@ def unflatten_rvec(v: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:
         `v` with the axis replaced by axes of the given shape.
     """
     dim = _unflattened_axis(v, shape, dim)
-    return v.reshape(*v.shape[:dim], *shape, *v.shape[dim + 1 :])
+    return v.reshape((*v.shape[:dim], *shape, *v.shape[dim + 1 :]))
 
 
 def matricize(t: Tensor, row_ndim: int, vec: Vec) -> Tensor:

@@ -65,15 +65,19 @@ def output_and_intermediates(model: Module, x: Tensor, names: Iterable[str]) -> 
         )
 
     seen: dict[str, Intermediates] = {}
-    versions: dict[str, tuple[int, int]] = {}
+    versions: dict[str, tuple[int, ...]] = {}  # PyTorch counts in-place changes of a tensor in its version
     with ExitStack() as hooks:  # removes every hook, also when the forward pass raises
         for name in names:
 
-            def keep(_module: Module, inputs: tuple[object, ...], output: object, name: str = name) -> None:
-                seen[name] = layer = _one_in_one_out(name, inputs, output, called_before=name in seen)
-                versions[name] = (layer.input._version, layer.output._version)
+            def before(_module: Module, inputs: tuple[object, ...], name: str = name) -> None:
+                versions[name] = tuple(x._version for x in inputs if isinstance(x, Tensor))
 
-            hooks.callback(modules[name].register_forward_hook(keep).remove)
+            def after(_module: Module, inputs: tuple[object, ...], output: object, name: str = name) -> None:
+                seen[name] = layer = _one_in_one_out(name, inputs, output, called_before=name in seen)
+                versions[name] += (layer.output._version,)
+
+            hooks.callback(modules[name].register_forward_pre_hook(before).remove)
+            hooks.callback(modules[name].register_forward_hook(after).remove)
         result = model(x)
 
     for name in names:
@@ -84,7 +88,7 @@ def output_and_intermediates(model: Module, x: Tensor, names: Iterable[str]) -> 
             )
         if versions[name] != (seen[name].input._version, seen[name].output._version):
             raise ModelError(
-                f"The input or output of layer {name!r} was overwritten by a later in-place operation.",
+                f"The input or output of layer {name!r} was overwritten by an in-place operation.",
                 "Use the out-of-place version, e.g. ReLU(inplace=False).",
             )
     return result, seen

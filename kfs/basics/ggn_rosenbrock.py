@@ -18,10 +18,8 @@ $$
 quadratic,
 
 $$
-\begin{aligned}
-\bar{f}(x) &= 1 - 2 x_1 + x_1^2 + \alpha \big[ \hat{x}_1^4 - 4 \hat{x}_1^3 x_1 + 4 \hat{x}_1^2 x_1^2 \\
-  &\quad + 2 \hat{x}_1^2 x_2 - 4 \hat{x}_1 x_1 x_2 + x_2^2 \big],
-\end{aligned}
+\bar{f}(x) = 1 - 2 x_1 + x_1^2 + \alpha \big[ \hat{x}_1^4 - 4 \hat{x}_1^3 x_1 + 4 \hat{x}_1^2 x_1^2
+  + 2 \hat{x}_1^2 x_2 - 4 \hat{x}_1 x_1 x_2 + x_2^2 \big],
 $$
 
 and its Hessian is the generalized Gauss-Newton matrix
@@ -41,7 +39,7 @@ $$
 $$
 
 Implements: GGN for the Rosenbrock function (chapter 2, "Partial Linearization, GGNs, GGNVPs"). The document's
-expansion of the linearised function has two slips: its constant is $\alpha \hat{x}_1^4$, not twice that, and the
+expansion of the linearized function has two slips: its constant is $\alpha \hat{x}_1^4$, not twice that, and the
 term $2 \hat{x}_1^2 x_2$ has a plus sign.
 """
 
@@ -72,8 +70,8 @@ def linearized_rosenbrock(x: Tensor, anchor: Tensor, alpha: float) -> Tensor:
     Returns:
         A scalar.
     """
-    x1, x2 = x
-    a1, _ = anchor
+    x1, x2 = x.unbind()
+    a1, _ = anchor.unbind()
     inside = a1**4 - 4 * a1**3 * x1 + 4 * a1**2 * x1**2 + 2 * a1**2 * x2 - 4 * a1 * x1 * x2 + x2**2
     return 1 - 2 * x1 + x1**2 + alpha * inside
 

@@ -25,6 +25,7 @@ Gauss-Newton"). The document states the one-dimensional chain rule with $g'$ and
 
 from torch import Tensor
 
+from kfs.basics._checks import check_node
 from kfs.basics.flattening import Vec, matricize, rvec
 from kfs.basics.hessians import vec_hessian
 from kfs.basics.jacobians import vec_jacobian
@@ -54,10 +55,12 @@ def ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
                 [ 0., 32.]])
     """
     a2 = a1 if a2 is None else a2
+    check_node("a1", a1)
+    check_node("a2", a2)
     H = vec_hessian(c, b)
     J1 = vec_jacobian(b, a1)
     J2 = J1 if a2 is a1 else vec_jacobian(b, a2)
-    return (J1.T @ H @ J2).reshape(*a1.shape, *a2.shape)
+    return (J1.T @ H @ J2).reshape((*a1.shape, *a2.shape))
 
 
 def vec_ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None, vec: Vec = rvec) -> Tensor:
@@ -89,10 +92,11 @@ if __name__ == "__main__":
 
     torch.manual_seed(0)
     N = 4
-    model = Sequential(Linear(3, 3), Tanh(), Linear(3, 2)).double()
+    first, last = Linear(3, 3), Linear(3, 2)
+    model = Sequential(first, Tanh(), last).double()
     X, y = torch.randn(N, 3, dtype=torch.float64), torch.randint(2, (N,))
     loss = CrossEntropyLoss()
-    W, b = model[0].weight, model[0].bias
+    W, b = first.weight, first.bias
 
     predictions = model(X)
     risk = loss(predictions, y)

@@ -1,6 +1,6 @@
 r"""The Hessian of the softmax cross-entropy criterion.
 
-With logits $f \in \mathbb{R}^C$ and $\sigma = \mathrm{softmax}(f)$, the criterion $c(f, y) = -\log \sigma_y$ has the
+With logits $f \in \mathbb{R}^C$ and $\sigma = \mathrm{softmax}(f)$, the criterion $c(f, y) = -\log\, \sigma_y$ has the
 gradient $\sigma - \mathrm{onehot}(y)$ and the Hessian
 
 $$
@@ -15,8 +15,6 @@ Hessian has the block above for each of them and is zero elsewhere.
 
 Implements: softmax cross-entropy loss Hessian (chapter 2, "Hessians, HVPs").
 """
-
-from itertools import product
 
 from torch import Tensor, diag, outer, zeros
 
@@ -45,12 +43,11 @@ def ce_hessian(logits: Tensor) -> Tensor:
     check_tensor("logits", logits)
     if logits.ndim == 0:
         raise ShapeError("logits is a scalar, so it has no class axis.", "Pass one datum's logits, shape [C, ...].")
-    sigma = logits.detach().softmax(0)
-    H = zeros(*logits.shape, *logits.shape, dtype=logits.dtype, device=logits.device)
-    for position in product(*map(range, logits.shape[1:])):
-        s = sigma[(slice(None), *position)]
-        H[(slice(None), *position, slice(None), *position)] = diag(s) - outer(s, s)
-    return H
+    sigma = logits.detach().softmax(0).reshape(logits.shape[0], -1)  # [C, positions]
+    H = zeros(*sigma.shape, *sigma.shape, dtype=sigma.dtype, device=sigma.device)
+    for position, s in enumerate(sigma.T):
+        H[:, position, :, position] = diag(s) - outer(s, s)
+    return H.reshape((*logits.shape, *logits.shape))
 
 
 if __name__ == "__main__":

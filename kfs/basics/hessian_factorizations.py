@@ -23,8 +23,6 @@ labels (no mass), label smoothing and probability targets.
 Implements: symmetric factorizations of both losses' Hessians (chapter 2, "The Generalized Gauss-Newton").
 """
 
-from itertools import product
-
 from torch import Tensor, diag, outer, tensordot, where, zeros, zeros_like
 from torch.nn import CrossEntropyLoss, MSELoss
 
@@ -58,13 +56,12 @@ def hessian_factor(loss: Loss, prediction: Tensor, target: Tensor) -> Tensor:
     f = prediction.detach()
     if isinstance(loss, MSELoss):
         return mse_hessian(f)
-    sigma, mass = f.softmax(0), _mass(loss, f, target)
-    S = zeros(*f.shape, *f.shape, dtype=f.dtype, device=f.device)
-    for position in product(*map(range, f.shape[1:])):
-        s = sigma[(slice(None), *position)]
-        factor = diag(s.sqrt()) - outer(s, s.sqrt())
-        S[(slice(None), *position, slice(None), *position)] = mass[position].sqrt() * factor
-    return S
+    sigma = f.softmax(0).reshape(f.shape[0], -1)  # [C, positions]
+    mass = _mass(loss, f, target).flatten()
+    S = zeros(*sigma.shape, *sigma.shape, dtype=f.dtype, device=f.device)
+    for position, (s, m) in enumerate(zip(sigma.T, mass, strict=True)):
+        S[:, position, :, position] = m.sqrt() * (diag(s.sqrt()) - outer(s, s.sqrt()))
+    return S.reshape((*f.shape, *f.shape))
 
 
 def _mass(loss: CrossEntropyLoss, f: Tensor, target: Tensor) -> Tensor:
@@ -77,7 +74,8 @@ def _mass(loss: CrossEntropyLoss, f: Tensor, target: Tensor) -> Tensor:
         p = zeros_like(f).scatter(0, labels.unsqueeze(0), 1.0)
     p = (1 - loss.label_smoothing) * p + loss.label_smoothing / f.shape[0]
     w = f.new_ones(f.shape[0]) if loss.weight is None else loss.weight
-    return counts * tensordot(w, p, dims=1)
+    mass: Tensor = counts * tensordot(w, p, dims=1)
+    return mass
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def mse_hessian(prediction: Tensor) -> Tensor:
     """
     check_tensor("prediction", prediction)
     identity = eye(prediction.numel(), dtype=prediction.dtype, device=prediction.device)
-    return identity.reshape(*prediction.shape, *prediction.shape)
+    return identity.reshape((*prediction.shape, *prediction.shape))
 
 
 if __name__ == "__main__":

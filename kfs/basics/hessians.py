@@ -19,7 +19,7 @@ The two matrices have the same entries in a different order. For a network with 
 $\theta^{(1)}, \dots, \theta^{(L)}$ the Hessian has $L \times L$ blocks; block $(k, l)$ takes the first derivative with
 respect to $\theta^{(k)}$ and the second with respect to $\theta^{(l)}$.
 
-Column by column: multiply with a one-hot tensor for every entry of $A$.
+Row by row: multiply with a one-hot tensor for every entry of $A$.
 
 Implements: general Hessian, cvec- and rvec-Hessian (chapter 2, "Hessians, HVPs" and "The Hessian").
 """
@@ -57,11 +57,11 @@ def hessian(c: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
     a2 = a1 if a2 is None else a2
     check_node("a1", a1)
     check_node("a2", a2)
-    H = zeros(*a1.shape, *a2.shape, dtype=a1.dtype, device=a1.device)
-    for index in product(*map(range, a2.shape)):
-        one_hot = zeros_like(a2)
+    H = zeros((*a1.shape, *a2.shape), dtype=a1.dtype, device=a1.device)
+    for index in product(*map(range, a1.shape)):
+        one_hot = zeros_like(a1)
         one_hot[index] = 1
-        H[(..., *index)] = mixed_hvp(c, a1, a2, one_hot)
+        H[index] = mixed_hvp(c, a2, a1, one_hot)  # second derivatives commute: a column of the transpose is a row
     return H
 
 

@@ -50,7 +50,7 @@ def jacobian(b: Tensor, a: Tensor) -> Tensor:
     """
     check_node("b", b)
     check_node("a", a)
-    J = zeros(*b.shape, *a.shape, dtype=a.dtype, device=a.device)
+    J = zeros((*b.shape, *a.shape), dtype=a.dtype, device=a.device)
     for index in product(*map(range, b.shape)):
         one_hot = zeros_like(b)
         one_hot[index] = 1

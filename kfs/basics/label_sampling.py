@@ -1,6 +1,6 @@
 r"""Label sampling: a loss function is a likelihood in disguise.
 
-The criteria of regression and classification are negative log-likelihoods, $c(f, y) = -\log r(y \mid f)$ up to a
+The criteria of regression and classification are negative log-likelihoods, $c(f, y) = -\log\, r(y \mid f)$ up to a
 constant. The network's prediction parameterises a distribution over targets:
 
 | loss | likelihood $r(y \mid f)$ |

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from torch import Tensor, enable_grad
 
-from kfs.basics._checks import check_like, check_tensor
+from kfs.basics._checks import check_floating, check_like
 from kfs.basics.jacobian_products import jvp
 
 
@@ -43,7 +43,7 @@ def linearize(f: Callable[[Tensor], Tensor], anchor: Tensor) -> Callable[[Tensor
         >>> tangent(torch.tensor(4.0))
         tensor(15.)
     """
-    check_tensor("anchor", anchor)
+    check_floating("anchor", anchor)
     with enable_grad():
         a0 = anchor.detach().clone().requires_grad_()
         b0 = f(a0)

@@ -8,7 +8,7 @@ $$
 $$
 
 $$
-V = R^2 \sum_n \Big( \mathbb{E} \lVert g_n g_n^\top \rVert^2 - \big\lVert \mathbb{E}\, g_n g_n^\top \big\rVert^2 \Big).
+V = R^2 \sum_n \Big( \mathbb{E} \lVert g_n g_n^\top \rVert^2 - \lVert \mathbb{E}\, g_n g_n^\top \rVert^2 \Big).
 $$
 
 Four times as many samples halve the error. One sample, as common in training, gives a matrix of the right mean and
@@ -17,7 +17,7 @@ a wrong everything else. For finitely many labels, even the constant $V$ can be 
 Implements: convergence of the Monte Carlo Fisher (chapter 2, "The Fisher").
 """
 
-from torch import Tensor, stack, tensordot
+from torch import Tensor, enable_grad, stack, tensordot
 from torch.nn import Module, MSELoss
 
 from kfs.basics._per_datum import Params, gradients, parameter_pair, predictions
@@ -27,6 +27,7 @@ from kfs.basics.reduction_factors import Loss, check_loss, criterion, reduction_
 from kfs.errors import LossError
 
 
+@enable_grad()
 def one_sample_variance(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params) -> float:
     """Compute the variance `V` of the Monte Carlo Fisher with one sample, summed over its entries.
 
@@ -51,7 +52,7 @@ def one_sample_variance(model: Module, loss: Loss, X: Tensor, y: Tensor, params:
         )
     pair, c = parameter_pair(model, params), criterion(loss)
     V = 0.0
-    for f_n, y_n in predictions(model, X, y):
+    for f_n, y_n in predictions(model, loss, X, y):
         weights, outer_products = [], []
         for weight, label in expected_labels(loss, f_n):
             g1, g2 = gradients(c(f_n, hide_ignored(loss, label, y_n)), pair)

@@ -11,7 +11,7 @@ For the same seed, the labels are those of the matrix in `mc_fishers`, and the p
 Implements: multiplication with the Monte Carlo Fisher (chapter 2, "The Fisher").
 """
 
-from torch import Tensor, zeros_like
+from torch import Tensor, enable_grad, zeros_like
 from torch.nn import Module
 
 from kfs.basics._checks import check_like
@@ -20,6 +20,7 @@ from kfs.basics.mc_fishers import would_be_gradients
 from kfs.basics.reduction_factors import Loss, reduction_factor
 
 
+@enable_grad()
 def mc_fisher_vp(
     model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params, v: Tensor, mc_samples: int = 1, seed: int = 0
 ) -> Tensor:
@@ -61,8 +62,9 @@ if __name__ == "__main__":
 
     torch.manual_seed(0)
     N, M, seed = 4, 3, 42
-    model = Sequential(Linear(3, 2), Tanh(), Linear(2, 2)).double()
-    W, b = model[0].weight, model[0].bias
+    first, last = Linear(3, 2), Linear(2, 2)
+    model = Sequential(first, Tanh(), last).double()
+    W, b = first.weight, first.bias
     X = torch.randn(N, 3, dtype=torch.float64)
     V, v = torch.randn_like(W), torch.randn_like(b)
 

@@ -22,7 +22,7 @@ Implements: Monte Carlo-approximated type-I Fisher (chapter 2, "The Fisher").
 
 from collections.abc import Iterator
 
-from torch import Generator, Tensor, tensordot
+from torch import Generator, Tensor, enable_grad, tensordot
 from torch.nn import Module
 
 from kfs.basics._per_datum import Params, empty_block, gradients, parameter_pair, predictions
@@ -32,6 +32,7 @@ from kfs.basics.reduction_factors import Loss, criterion, reduction_factor
 from kfs.errors import DataError
 
 
+@enable_grad()
 def mc_fisher(
     model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params, mc_samples: int = 1, seed: int = 0
 ) -> Tensor:
@@ -105,7 +106,7 @@ def would_be_gradients(
         raise DataError(f"mc_samples is {mc_samples}, so no label would be drawn.", "Draw at least one per datum.")
     c = criterion(loss)
     generator = Generator(pair[0].device).manual_seed(seed)
-    for f_n, y_n in predictions(model, X, y):
+    for f_n, y_n in predictions(model, loss, X, y):
         for _ in range(mc_samples):
             label = hide_ignored(loss, sample_label(loss, f_n, generator), y_n)
             yield gradients(c(f_n, label), pair)
@@ -120,9 +121,10 @@ if __name__ == "__main__":
     from kfs.verification import verify, verify_at_most, verify_psd
 
     torch.manual_seed(0)
-    N, M = 4, 1000
-    model = Sequential(Linear(2, 2), Tanh(), Linear(2, 2)).double()
-    W, b = model[0].weight, model[0].bias
+    N, M = 4, 400
+    first, last = Linear(2, 2), Linear(2, 2)
+    model = Sequential(first, Tanh(), last).double()
+    W, b = first.weight, first.bias
     X = torch.randn(N, 2, dtype=torch.float64)
 
     for loss, y in ((MSELoss(), torch.randn(N, 2, dtype=torch.float64)), (CrossEntropyLoss(), torch.randint(2, (N,)))):

@@ -8,18 +8,18 @@ $$
 $$
 
 PyTorch's loss modules mix the last two. Nearly every scaling bug in curvature code starts there, so we take them apart.
-The square loss leaves the customary one half in the criterion, hence a two in the factor; $\dim \mathcal{Y}$ is the
+The square loss leaves the customary one half in the criterion, hence a two in the factor; $\dim\, \mathcal{Y}$ is the
 number of entries of one target:
 
 | loss | criterion $c(f, y)$ | $R$ for `"sum"` | $R$ for `"mean"` |
 |---|---|---|---|
-| `MSELoss` | $\tfrac12 \lVert f - y \rVert^2$ | $2$ | $2 / (N \dim \mathcal{Y})$ |
-| `CrossEntropyLoss` | $-\log\, \mathrm{softmax}(f)_y$ | $1$ | $1 / (N \dim \mathcal{Y})$ |
+| `MSELoss` | $\tfrac12 \lVert f - y \rVert^2$ | $2$ | $2 / (N \dim\, \mathcal{Y})$ |
+| `CrossEntropyLoss` | $-\log\, \mathrm{softmax}(f)_y$ | $1$ | $1 / (N \dim\, \mathcal{Y})$ |
 
-A class label has $\dim \mathcal{Y} = 1$ however many classes there are, and a sequence of $S$ labels has
-$\dim \mathcal{Y} = S$. The mean is over *targets*, never over logits. With class weights $w$ or an ignored index it is
-a weighted one: $R_{\mathrm{mean}} = 1 / \sum w_{y}$ over the labels that count, and the criterion carries the weight
-of its own label.
+A class label has $\dim\, \mathcal{Y} = 1$ however many classes there are, and a sequence of $S$ labels has
+$\dim\, \mathcal{Y} = S$. The mean is over *targets*, never over logits. With class weights $w$ or an ignored index
+it is a weighted one: $R_{\mathrm{mean}} = 1 / \sum w_{y}$ over the labels that count, and the criterion carries the
+weight of its own label.
 
 Implements: square loss, cross-entropy loss and their reduction factors (chapter 2, "Empirical Risk Minimization").
 """
@@ -131,6 +131,11 @@ def check_datum(loss: Loss, f: Tensor, y: Tensor) -> None:
         raise ShapeError(
             "The prediction is a scalar, but cross-entropy needs one logit per class.",
             "Pass one datum's logits, shape [C, ...].",
+        )
+    if isinstance(loss, CrossEntropyLoss) and not labels and loss.ignore_index >= 0:
+        raise LossError(
+            f"The target is class probabilities, but ignore_index={loss.ignore_index}, which is for labels.",
+            "Leave ignore_index at its default of -100.",
         )
     if labels and y.dtype != int64:
         raise DtypeError(f"The target has dtype {y.dtype}, but class labels are torch.int64.", "Convert it: y.long().")

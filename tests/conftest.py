@@ -1,0 +1,19 @@
+"""Settings for all tests: repeatable property-based tests, and a check that no test leaves global state behind."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Derandomized: the same examples on every machine and in every run. No deadline: timing is no subject of unit tests.
+settings.register_profile("kfs", deadline=None, derandomize=True, max_examples=40)
+settings.load_profile("kfs")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> Iterator[None]:
+    """Start every test from the same random state, and insist on float32 as default dtype afterwards."""
+    torch.manual_seed(0)
+    yield
+    assert torch.get_default_dtype() == torch.float32

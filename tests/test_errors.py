@@ -1,0 +1,41 @@
+"""The promise of kfs.errors: every error that is raised states a cause and a way out."""
+
+import ast
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+
+import kfs
+from kfs import errors
+
+ERRORS = [e for _, e in inspect.getmembers(errors, inspect.isclass) if issubclass(e, errors.KfsError)]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_message_and_parts(error: type[errors.KfsError]) -> None:
+    e = error("It broke.", "Mend it.")
+    assert (e.cause, e.way_out, str(e)) == ("It broke.", "Mend it.", "It broke. Mend it.")
+    copy = pickle.loads(pickle.dumps(e))
+    assert type(copy) is error
+    assert str(copy) == str(e)
+    assert error.__doc__
+
+
+@pytest.mark.parametrize("error", [e for e in ERRORS if e is not errors.KfsError])
+def test_each_error_is_also_a_builtin_one(error: type[errors.KfsError]) -> None:
+    assert [base.__module__ for base in error.__bases__] == ["kfs.errors", "builtins"]
+
+
+def test_the_library_raises_nothing_else() -> None:
+    names = {e.__name__ for e in ERRORS}
+    raised = 0
+    for file in Path(kfs.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+                raised += 1
+                place = f"{file.name}:{node.lineno}"
+                assert node.exc.func.id in names, place
+                assert len(node.exc.args) == 2, f"{place}: state a cause and a way out"
+    assert raised > 20
