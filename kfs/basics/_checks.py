@@ -23,7 +23,7 @@ def check_floating(name: str, t: Tensor) -> None:
     if not t.is_floating_point():
         raise DtypeError(
             f"{name} has dtype {t.dtype}, but derivatives exist only for real floating-point tensors.",
-            f"Convert it before the computation that uses it, e.g. {name}.to(torch.float64).",
+            "Convert it with .to(torch.float64) before the computation that uses it.",
         )
 
 

@@ -18,7 +18,7 @@ Implements: softmax cross-entropy loss Hessian (chapter 2, "Hessians, HVPs").
 
 from torch import Tensor, diag, outer, zeros
 
-from kfs.basics._checks import check_tensor
+from kfs.basics._checks import check_floating
 from kfs.errors import ShapeError
 
 
@@ -40,7 +40,7 @@ def ce_hessian(logits: Tensor) -> Tensor:
         tensor([[ 0.25, -0.25],
                 [-0.25,  0.25]])
     """
-    check_tensor("logits", logits)
+    check_floating("logits", logits)
     if logits.ndim == 0:
         raise ShapeError("logits is a scalar, so it has no class axis.", "Pass one datum's logits, shape [C, ...].")
     sigma = logits.detach().softmax(0).reshape(logits.shape[0], -1)  # [C, positions]

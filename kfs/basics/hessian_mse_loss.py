@@ -15,7 +15,7 @@ Implements: square loss Hessian (chapter 2, "Hessians, HVPs").
 
 from torch import Tensor, eye
 
-from kfs.basics._checks import check_tensor
+from kfs.basics._checks import check_floating
 
 
 def mse_hessian(prediction: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def mse_hessian(prediction: Tensor) -> Tensor:
         tensor([[1., 0.],
                 [0., 1.]])
     """
-    check_tensor("prediction", prediction)
+    check_floating("prediction", prediction)
     identity = eye(prediction.numel(), dtype=prediction.dtype, device=prediction.device)
     return identity.reshape((*prediction.shape, *prediction.shape))
 

@@ -22,7 +22,7 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import MSELoss
 
-from kfs.basics._checks import check_tensor
+from kfs.basics._checks import check_floating
 from kfs.basics.reduction_factors import Loss, check_loss
 from kfs.errors import DtypeError, LossError, ShapeError
 
@@ -71,12 +71,7 @@ def hide_ignored(loss: Loss, label: Tensor, target: Tensor) -> Tensor:
 def check_likelihood(loss: Loss, prediction: Tensor) -> None:
     """Refuse a loss whose criterion is no negative log-likelihood, and a prediction that parameterises none."""
     check_loss(loss)
-    check_tensor("The prediction", prediction)
-    if not prediction.is_floating_point():
-        raise DtypeError(
-            f"The prediction has dtype {prediction.dtype}, expected real floating point.",
-            "Pass the network's output for one datum.",
-        )
+    check_floating("The prediction", prediction)
     if isinstance(loss, MSELoss):
         return
     if prediction.ndim == 0:

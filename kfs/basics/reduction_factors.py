@@ -31,7 +31,7 @@ from torch import Tensor, int64
 from torch.nn import CrossEntropyLoss, Module, MSELoss
 from torch.nn.functional import cross_entropy
 
-from kfs.basics._checks import check_tensor
+from kfs.basics._checks import check_floating, check_tensor
 from kfs.errors import DataError, DtypeError, LossError, ShapeError
 
 Loss: TypeAlias = MSELoss | CrossEntropyLoss
@@ -124,7 +124,9 @@ def check_loss(loss: Module) -> None:
 
 def check_datum(loss: Loss, f: Tensor, y: Tensor) -> None:
     """Refuse a prediction and a target of one datum that do not belong together."""
-    check_tensor("The prediction", f)
+    check_floating("The prediction", f)
+    if isinstance(loss, MSELoss):
+        check_floating("The target", y)
     check_tensor("The target", y)
     labels = isinstance(loss, CrossEntropyLoss) and not y.is_floating_point()
     if isinstance(loss, CrossEntropyLoss) and f.ndim == 0:

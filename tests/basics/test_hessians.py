@@ -128,6 +128,12 @@ def test_closed_forms_are_the_criterias_hessians(shape: tuple[int, ...]) -> None
     assert_close(ce_hessian(f), func.hessian(ce)(f.detach()))
 
 
+@pytest.mark.parametrize("closed_form", [ce_hessian, mse_hessian])
+def test_closed_forms_refuse_integers(closed_form: Any) -> None:
+    with pytest.raises(DtypeError, match=r"has dtype torch\.int64"):
+        closed_form(torch.tensor([1, 2]))
+
+
 def test_logits_need_a_class_axis() -> None:
     with pytest.raises(ShapeError, match="no class axis"):
         ce_hessian(torch.tensor(0.0))

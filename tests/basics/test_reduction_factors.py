@@ -121,6 +121,8 @@ def test_a_mean_over_nothing_is_refused() -> None:
         (nn.CrossEntropyLoss(), torch.zeros(3), torch.tensor(1.0), ShapeError, r"labels as torch\.int64"),
         (nn.CrossEntropyLoss(), torch.tensor(0.0), torch.tensor(0), ShapeError, "one logit per class"),
         (nn.CrossEntropyLoss(), torch.zeros(3), torch.tensor(1, dtype=torch.int32), DtypeError, r"y\.long\(\)"),
+        (nn.MSELoss(), torch.tensor([1]), torch.tensor([1.0]), DtypeError, r"prediction has dtype torch\.int64"),
+        (nn.MSELoss(), torch.tensor([1.0]), torch.tensor([1]), DtypeError, r"target has dtype torch\.int64"),
         (nn.CrossEntropyLoss(), [0.0, 0.0], torch.tensor(1), DtypeError, "prediction is a list"),
         (nn.MSELoss(), torch.zeros(3), [0.0, 0.0, 0.0], DtypeError, "target is a list"),
     ],
