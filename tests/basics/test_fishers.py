@@ -227,7 +227,7 @@ class NoTensor(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
         self.output = output
 
-    def forward(self, x: Tensor) -> Any:  # noqa: ARG002
+    def forward(self, x: Tensor) -> Any:
         return self.output
 
 

@@ -1,0 +1,8 @@
+"""Losses: criterion, reduction factor, derivatives and draws, vectorised over a batch, one file per family."""
+
+from kfs.losses.cross_entropy import TokenCrossEntropy
+from kfs.losses.custom import Custom
+from kfs.losses.interface import Loss
+from kfs.losses.lookup import describe
+
+__all__ = ["Custom", "Loss", "TokenCrossEntropy", "describe"]

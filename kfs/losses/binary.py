@@ -1,0 +1,53 @@
+r"""Binary cross-entropy with logits, `torch.nn.BCEWithLogitsLoss`: independent yes-or-no labels.
+
+With $\sigma = 1 / (1 + e^{-f})$, weight $w$, positive weight $p$ and target $y \in [0, 1]$, an entry's criterion is
+$-w\, [\, p\, y \log \sigma + (1 - y) \log (1 - \sigma)]$ with second derivative
+$w\, (p y + 1 - y)\, \sigma (1 - \sigma)$. The first two factors are the *mass* of the entry: how much it counts.
+The likelihood is Bernoulli's, each entry raised to its mass.
+"""
+
+from torch import Tensor, nn, ones_like
+
+from kfs.losses.counter import Draws
+from kfs.losses.interface import Elementwise, per_datum
+
+
+class BinaryCrossEntropy(Elementwise):
+    """`BCEWithLogitsLoss`, with `weight` and `pos_weight` (both may be broadcast over data)."""
+
+    def __init__(self, module: nn.BCEWithLogitsLoss) -> None:
+        """Take reduction and weights over."""
+        super().__init__("BCEWithLogitsLoss", module.reduction)
+        self.weight, self.pos_weight = module.weight, module.pos_weight
+
+    def criterion(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the weighted sum over entries."""
+        return per_datum(
+            nn.functional.binary_cross_entropy_with_logits(
+                f, y, self.weight, pos_weight=self.pos_weight, reduction="none"
+            )
+        )
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the mass times the probability, minus the mass that says yes."""
+        return self._mass(f, y) * f.sigmoid() - self._yes(f, y)
+
+    def second_derivative(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the mass times the variance of the label."""
+        return self._mass(f, y) * f.sigmoid() * (-f).sigmoid()
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
+        """Draw a label per entry."""
+        probability = f.sigmoid()
+        label = (draws.uniform(len(f), tuple(f.shape[1:]), f.device) < probability).to(f.dtype)
+        return self._mass(f, y).sqrt() * (probability - label)
+
+    def _yes(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the mass of the positive label, per entry."""
+        yes = y * (ones_like(f) if self.pos_weight is None else self.pos_weight)
+        return yes if self.weight is None else self.weight * yes
+
+    def _mass(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return how much every entry counts."""
+        no = (1 - y) * ones_like(f)
+        return self._yes(f, y) + (no if self.weight is None else self.weight * no)

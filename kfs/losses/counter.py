@@ -1,0 +1,82 @@
+r"""Random numbers that depend on what they are for, not on when they are drawn.
+
+Entry $e$ of draw $m$ for datum $n$ is a pure function of $(\mathrm{seed}, n, m, e)$. It is the same for every batch
+size, order, device and number of processes. The function is Threefry-2x32 with 20 rounds (Salmon et al., 2011), a keyed
+bijection of 64-bit counters, in integer tensor operations.
+"""
+
+from dataclasses import dataclass
+from math import pi, prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_PARITY = 0x1BD11BDA
+_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
+
+
+Words = TypeVar("Words", int, Tensor)
+
+
+def threefry(key: tuple[int, int], x0: Words, x1: Words) -> tuple[Words, Words]:
+    """Scramble pairs of 32-bit words under a key, one independent pair of words per counter.
+
+    Args:
+        key: Two words, each from 0 to 2**32 - 1.
+        x0: First words of the counters: an integer or an int64 tensor with values from 0 to 2**32 - 1.
+        x1: Second words, likewise.
+
+    Returns:
+        Two integers or int64 tensors with values from 0 to 2**32 - 1.
+
+    Example:
+        >>> [hex(word) for word in threefry((0, 0), 0, 0)]
+        ['0x6b200159', '0x99ba4efe']
+    """
+    keys = (*key, key[0] ^ key[1] ^ _PARITY)
+    x0, x1 = (x0 + keys[0]) & _MASK, (x1 + keys[1]) & _MASK
+    for block in range(5):
+        for rotation in _ROTATIONS[:4] if block % 2 == 0 else _ROTATIONS[4:]:
+            x0 = (x0 + x1) & _MASK
+            x1 = ((x1 << rotation) | (x1 >> (32 - rotation))) & _MASK
+            x1 = x1 ^ x0
+        x0 = (x0 + keys[(block + 1) % 3]) & _MASK
+        x1 = (x1 + keys[(block + 2) % 3] + block + 1) & _MASK
+    return x0, x1
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Random numbers for consecutive data of a data set.
+
+    Attributes:
+        seed: Equal seeds give equal numbers; from 0 to 2**64 - 1.
+        first: Index of the first datum within the data set.
+        sample: Index of the Monte Carlo sample.
+    """
+
+    seed: int
+    first: int
+    sample: int
+
+    def uniform(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Draw numbers strictly between 0 and 1, float64, shape `[num_data, *shape]`."""
+        w0, w1 = self._words(num_data, shape, device)
+        return (((w0 << 20) + (w1 >> 12)).double() + 0.5) * 2.0**-52
+
+    def normal(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Draw standard normal numbers, float64, shape `[num_data, *shape]` (Box-Muller)."""
+        w0, w1 = self._words(num_data, shape, device)
+        radius, angle = (w0.double() + 0.5) * 2.0**-32, w1.double() * (2 * pi * 2.0**-32)
+        return torch.sqrt(-2 * torch.log(radius)) * torch.cos(angle)
+
+    def _words(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return two int64 tensors `[num_data, *shape]` of independent uniform 32-bit words."""
+        key = threefry((self.seed & _MASK, self.seed >> 32), self.sample >> 32, self.sample & _MASK)
+        datum = torch.arange(self.first, self.first + num_data, device=device).unsqueeze(1)
+        entry = torch.arange(prod(shape), device=device).unsqueeze(0)
+        datum, entry = torch.broadcast_tensors(datum, entry)
+        w0, w1 = threefry(key, datum, entry)
+        return w0.reshape(num_data, *shape), w1.reshape(num_data, *shape)

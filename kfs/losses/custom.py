@@ -1,0 +1,158 @@
+r"""Any other loss: a function of one datum's prediction and target that returns a scalar.
+
+Gradient and Hessian come from automatic differentiation in prediction space, all data at once. The symmetric factor
+comes from the Hessian's eigendecomposition, $S = Q \sqrt{\Lambda}$. A criterion that is not convex has negative
+eigenvalues and no such factor; that is an error unless clipping them was asked for.
+
+Without a likelihood there is nothing to draw from. Give one as a function from a prediction to a distribution of
+`torch.distributions`; its negative log-density then serves for draws and for the Fisher.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.func import grad, hessian, jvp, vmap
+
+from kfs.errors import DtypeError, LossError, ShapeError
+from kfs.losses.counter import Draws
+from kfs.losses.interface import Loss
+
+
+class Custom(Loss):
+    """A loss that the user writes as a function of one datum.
+
+    Args:
+        function: `(f, y) -> scalar` for one datum, in torch operations that `torch.func.vmap` supports.
+        reduction: `"mean"` over data, or `"sum"`.
+        likelihood: `f -> torch.distributions.Distribution` for one datum's prediction, from which targets are drawn.
+        negative: What to do about negative eigenvalues of a Hessian when its symmetric factor is asked for:
+            `"refuse"` them, or `"clip"` them to zero.
+
+    Example:
+        >>> loss = Custom(lambda f, y: torch.cosh(f - y).log().sum())
+        >>> f, y = torch.zeros(2, 3), torch.ones(2, 3)
+        >>> loss.hessian_factor(f, y).shape
+        torch.Size([3, 2, 3])
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Tensor, Tensor], Tensor],
+        reduction: str = "mean",
+        likelihood: Callable[[Tensor], Distribution] | None = None,
+        negative: Literal["refuse", "clip"] = "refuse",
+    ) -> None:
+        """Store the function and what is known about it."""
+        super().__init__(getattr(function, "__name__", type(function).__name__), reduction)
+        if not callable(function):
+            raise LossError(
+                f"The loss is {function!r}, which is neither a supported loss module nor a function.",
+                "Pass a torch.nn loss module, or a function (f, y) -> scalar of one datum's prediction and target.",
+            )
+        if negative not in {"refuse", "clip"}:
+            raise LossError(f"negative={negative!r} is unknown.", "Choose negative='refuse' or negative='clip'.")
+        self.function, self.likelihood, self.negative = function, likelihood, negative
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        """Refuse functions that do not return one number per datum."""
+        if not len(f):
+            return
+        value = self.function(f[0].detach(), y[0])
+        if not isinstance(value, Tensor):
+            raise DtypeError(f"{self.name} returned a {type(value).__name__}.", "Return a scalar tensor.")
+        if value.ndim != 0:
+            raise ShapeError(
+                f"{self.name} returned shape {list(value.shape)} for one datum, expected a scalar.",
+                "Sum or average over the entries of one datum inside of the function.",
+            )
+
+    def count(self, y: Tensor) -> float:
+        """Return the number of data."""
+        return len(y)
+
+    def criterion(self, f: Tensor, y: Tensor) -> Tensor:
+        """Evaluate the function on every datum."""
+        values: Tensor = vmap(self.function)(f, y)
+        return values
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Differentiate the function on every datum."""
+        gradients: Tensor = vmap(grad(self.function))(f, y)
+        return gradients
+
+    def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """Differentiate the gradient in the directions `v`."""
+        columns = v.reshape(-1, *f.shape)
+        product: Tensor = vmap(lambda u: jvp(lambda f: self.gradient(f, y), (f,), (u,))[1])(columns)
+        return product.reshape(v.shape)
+
+    def hessian_factor(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the eigenvectors, scaled by the roots of their eigenvalues."""
+        return self._factor(vmap(hessian(self.function))(f, y), f)
+
+    def fisher_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """Multiply with the expected outer product of the log-density's gradient."""
+        S = self.fisher_factor(f, y)
+        S, columns = S.reshape(*S.shape[:2], -1), v.reshape(-1, len(f), f[0].numel())
+        return torch.einsum("kni,knj,cnj->cni", S, S, columns).reshape(v.shape)
+
+    def fisher_factor(self, f: Tensor, y: Tensor) -> Tensor:
+        """Average outer products over all labels, which must be finitely many."""
+        distribution = self._distribution()(f)
+        if not distribution.has_enumerate_support:
+            raise LossError(
+                f"The expectation over {type(distribution).__name__} has no closed form here.",
+                "Use the Monte Carlo Fisher (kind='type-1'), which draws from it.",
+            )
+        labels = distribution.enumerate_support()
+        roots = [distribution.log_prob(label).exp().sqrt() for label in labels]
+        if roots[0].shape != f.shape[:1]:
+            raise LossError(
+                f"The likelihood has {list(roots[0].shape[1:])} independent labels per datum; they are not enumerated.",
+                "Use the Monte Carlo Fisher (kind='type-1').",
+            )
+        gradients = [self._log_gradient(f, label) for label in labels]
+        return torch.stack([r.reshape(-1, *[1] * (f.ndim - 1)) * g for r, g in zip(roots, gradients, strict=True)])
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
+        """Draw a target per datum, by a generator that is seeded for this datum and sample alone."""
+        distribution = self._distribution()
+        seeds = (draws.uniform(len(f), (), f.device) * 2.0**52).long().tolist()
+        labels = []
+        devices = [f.device] if f.device.type == "cuda" else []
+        for f_n, seed in zip(f.detach(), seeds, strict=True):
+            with torch.random.fork_rng(devices=devices):
+                torch.manual_seed(seed)
+                labels.append(distribution(f_n).sample())
+        return self._log_gradient(f, torch.stack(labels))
+
+    def _log_gradient(self, f: Tensor, label: Tensor) -> Tensor:
+        """Return the gradient of the negative log-density of a label."""
+        distribution = self._distribution()
+        leaf = f.detach().requires_grad_()
+        with torch.enable_grad():
+            value = -distribution(leaf).log_prob(label).sum()
+        return torch.autograd.grad(value, leaf)[0]
+
+    def _distribution(self) -> Callable[[Tensor], Distribution]:
+        if self.likelihood is None:
+            raise self.no_likelihood("a function alone does not say which targets are likely")
+        return self.likelihood
+
+    def _factor(self, H: Tensor, f: Tensor) -> Tensor:
+        """Return columns `[K, *f.shape]` from Hessians of shape `[N, ..., ...]`."""
+        size = f[0].numel()
+        eigenvalues, Q = torch.linalg.eigh(H.reshape(len(f), size, size))
+        # Round-off of a symmetric eigensolver is some eps times the largest eigenvalue and the size.
+        floor = -10 * size * torch.finfo(f.dtype).eps * eigenvalues.abs().max()
+        if self.negative == "refuse" and (eigenvalues < floor).any():
+            raise LossError(
+                f"{self.name} is not convex in the prediction: its Hessian has the eigenvalue "
+                f"{eigenvalues.min().item():.2e}, and no symmetric factor.",
+                "Accept a changed matrix with kfs.losses.Custom(..., negative='clip'), or multiply, which needs none.",
+            )
+        S: Tensor = Q * eigenvalues.clamp(min=0).sqrt().unsqueeze(1)
+        return S.movedim(2, 0).reshape(size, *f.shape)

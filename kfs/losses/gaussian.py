@@ -1,0 +1,97 @@
+r"""Heteroscedastic regression, `torch.nn.GaussianNLLLoss`: the network predicts mean and variance.
+
+PyTorch's module takes three tensors. A network has one output, so the prediction is $[N, 2, \dots]$: mean $\mu$
+first, then variance $v$ (clamped from below at `eps`, as in PyTorch). With residual $r = \mu - y$ an entry's
+criterion is $\tfrac12 (\log v + r^2 / v)$, with
+
+$$
+\mathrm{H} = \begin{pmatrix} 1 / v & -r / v^2 \\ -r / v^2 & r^2 / v^3 - 1 / (2 v^2) \end{pmatrix},
+\qquad
+\mathrm{F} = \begin{pmatrix} 1 / v & 0 \\ 0 & 1 / (2 v^2) \end{pmatrix}.
+$$
+
+The Hessian is indefinite wherever $r^2 < v$, that is, mostly. The GGN inherits this. The Fisher is what one wants here.
+"""
+
+from torch import Tensor, nn, stack
+
+from kfs.errors import LossError, ShapeError
+from kfs.losses.counter import Draws
+from kfs.losses.interface import Loss, check_floating, diagonal_factor, per_datum
+
+
+class Gaussian(Loss):
+    """`GaussianNLLLoss` for a prediction that stacks mean and variance along axis 1."""
+
+    def __init__(self, module: nn.GaussianNLLLoss) -> None:
+        """Take all settings over."""
+        super().__init__("GaussianNLLLoss", module.reduction)
+        self.full, self.eps = module.full, module.eps
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        """Refuse anything but `[N, 2, ...]` for targets `[N, ...]`, and negative variances."""
+        check_floating("The targets", y)
+        if f.ndim < 2 or f.shape[1] != 2 or f.shape[:1] + f.shape[2:] != y.shape:
+            raise ShapeError(
+                f"GaussianNLLLoss: predictions have shape {list(f.shape)} and targets {list(y.shape)}.",
+                "Let the model return mean and variance stacked along axis 1: [N, 2, ...] for targets [N, ...].",
+            )
+        if (f.select(1, 1) < 0).any():
+            raise LossError(
+                "GaussianNLLLoss was given a negative variance.",
+                "Let the model return a positive second output, e.g. through softplus.",
+            )
+
+    def count(self, y: Tensor) -> float:
+        """Return the number of entries."""
+        return y.numel()
+
+    def criterion(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the sum over entries."""
+        mean, variance = f.unbind(1)
+        return per_datum(
+            nn.functional.gaussian_nll_loss(mean, y, variance, full=self.full, eps=self.eps, reduction="none")
+        )
+
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the gradient with respect to mean and variance."""
+        r, v = self._parts(f, y)
+        return stack([r / v, 0.5 * (1 / v - (r / v) ** 2)], 1)
+
+    def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """Multiply with the Hessian above, per entry."""
+        r, var = self._parts(f, y)
+        axis = v.ndim - f.ndim + 1
+        v0, v1 = v.unbind(axis)
+        off, last = -r / var**2, r**2 / var**3 - 0.5 / var**2
+        return stack([v0 / var + off * v1, off * v0 + last * v1], axis)
+
+    def hessian_factor(self, f: Tensor, y: Tensor) -> Tensor:
+        """Refuse: an indefinite matrix has no such factor."""
+        raise LossError(
+            "The Hessian of GaussianNLLLoss with respect to the variance is indefinite and has no symmetric factor.",
+            "Use the Fisher (type-1, type-2), which is positive semi-definite.",
+        )
+
+    def fisher_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """Multiply with the Fisher above, per entry."""
+        return self._fisher_diagonal(f, y) * v
+
+    def fisher_factor(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the square root of the Fisher above."""
+        return diagonal_factor(self._fisher_diagonal(f, y).sqrt())
+
+    def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
+        """Draw a target from the predicted distribution."""
+        _, v = self._parts(f, y)
+        noise = draws.normal(len(f), tuple(y.shape[1:]), f.device).to(f.dtype)
+        return self.gradient(f, f.select(1, 0) + v.sqrt() * noise)
+
+    def _fisher_diagonal(self, f: Tensor, y: Tensor) -> Tensor:
+        _, v = self._parts(f, y)
+        return stack([1 / v, 0.5 / v**2], 1)
+
+    def _parts(self, f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return residual and variance. PyTorch clamps the latter without tracking: derivatives ignore the clamp."""
+        mean, variance = f.unbind(1)
+        return mean - y, variance.clamp(min=self.eps)

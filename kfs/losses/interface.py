@@ -1,0 +1,148 @@
+r"""What the rest of the library needs to know about a loss, for a whole batch at once.
+
+A loss is $\mathcal{L} = R \sum_n c(f_n, y_n)$. A `Loss` describes its criterion $c$, by value and by derivatives
+with respect to the prediction, and what its reduction factor $R$ counts. It has no opinion about networks.
+
+Axes: predictions `f` are `[N, ...]`, targets `y` are `[N, ...]`, and columns `v` to multiply are `[..., N, ...]`,
+any number of leading axes followed by those of `f`. Two matrices per datum exist in prediction space:
+
+- the **Hessian** of the criterion for the target at hand. It makes the GGN.
+- the **Fisher** matrix: the covariance of the gradient if targets follow the model's likelihood. It makes the (type-I
+  and type-II) Fisher. For many losses it equals the Hessian. Where it does not, or where there is no likelihood, a
+  loss says so.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kfs.errors import DtypeError, LossError, ShapeError
+from kfs.losses.counter import Draws
+
+Reduction = Literal["mean", "sum"]
+
+
+class Loss(ABC):
+    """One family of losses.
+
+    Args:
+        name: What the user calls it, for messages.
+        reduction: `"mean"` or `"sum"`.
+        scale: The loss is `scale` times the sum of the criterion (or its mean).
+
+    Raises:
+        LossError: If the reduction is another one.
+    """
+
+    def __init__(self, name: str, reduction: str, scale: float = 1.0) -> None:
+        """Store name, reduction and scale."""
+        if reduction not in {"mean", "sum"}:
+            raise LossError(
+                f"{name} has reduction={reduction!r}, so it is not one number.",
+                "Choose reduction='mean' or reduction='sum'.",
+            )
+        self.name = name
+        self.reduction = reduction
+        self.scale = scale
+
+    @abstractmethod
+    def check(self, f: Tensor, y: Tensor) -> None:
+        """Refuse predictions and targets that do not belong together."""
+
+    @abstractmethod
+    def count(self, y: Tensor) -> float:
+        """Return what a mean over these targets divides by; additive over batches."""
+
+    @abstractmethod
+    def criterion(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the criterion of every datum, `[N]`, differentiable with respect to `f`."""
+
+    @abstractmethod
+    def gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the criterion's gradient with respect to `f`, shaped like it."""
+
+    @abstractmethod
+    def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """Multiply every datum's Hessian with its part of `v`, `[..., *f.shape]`."""
+
+    @abstractmethod
+    def hessian_factor(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return columns `[K, *f.shape]` whose outer products sum up to every datum's Hessian."""
+
+    def fisher_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """Multiply every datum's Fisher matrix with its part of `v`. By default, it equals the Hessian."""
+        return self.hessian_product(f, y, v)
+
+    def fisher_factor(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return columns `[K, *f.shape]` whose outer products sum up to every datum's Fisher matrix."""
+        return self.hessian_factor(f, y)
+
+    @abstractmethod
+    def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
+        """Return a random vector per datum, shaped like `f`, whose expected outer product is the Fisher matrix.
+
+        It is the gradient for a label drawn from the likelihood. The true target matters only where it is weighted or
+        missing: the weight belongs to the datum, not to the label that was drawn.
+        """
+
+    def reduction_factor(self, count: float) -> float:
+        """Return `R`, given the count of all targets."""
+        return self.scale if self.reduction == "sum" else self.scale / count
+
+    def no_likelihood(self, why: str) -> LossError:
+        """Return the error for a question that only a likelihood answers."""
+        return LossError(
+            f"{self.name} has no Fisher matrix and no labels to draw: {why}.",
+            "Use the GGN or the empirical Fisher, or state a likelihood: kfs.losses.Custom(..., likelihood=...).",
+        )
+
+
+class Elementwise(Loss):
+    """A loss whose criterion is a sum over entries: targets are shaped like predictions and Hessians are diagonal."""
+
+    def check(self, f: Tensor, y: Tensor) -> None:
+        """Refuse targets of another shape (PyTorch would broadcast them) and integers."""
+        check_floating("The targets", y)
+        if f.shape != y.shape:
+            raise ShapeError(
+                f"{self.name}: predictions have shape {list(f.shape)}, but targets have shape {list(y.shape)}.",
+                "Give both the same shape; they are not broadcast.",
+            )
+
+    def count(self, y: Tensor) -> float:
+        """Return the number of entries."""
+        return y.numel()
+
+    @abstractmethod
+    def second_derivative(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the second derivative of every entry's criterion, shaped like `f`."""
+
+    def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """Multiply with a diagonal matrix."""
+        return self.second_derivative(f, y) * v
+
+    def hessian_factor(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the square root of a diagonal matrix."""
+        return diagonal_factor(self.second_derivative(f, y).sqrt())
+
+
+def per_datum(t: Tensor) -> Tensor:
+    """Sum all entries of each datum: `[N, ...]` to `[N]`."""
+    return t.reshape(t.shape[0], -1).sum(1)
+
+
+def diagonal_factor(root: Tensor) -> Tensor:
+    """Return one column per entry of a datum: `root` `[N, ...]` at that entry and zero elsewhere, `[K, N, ...]`."""
+    num_data, size = root.shape[0], root[0].numel() if root.shape[0] else 0
+    return torch.diag_embed(root.reshape(num_data, size)).movedim(2, 0).reshape(size, *root.shape)
+
+
+def check_floating(name: str, t: Tensor) -> None:
+    """Refuse anything but real floating-point tensors."""
+    if not t.is_floating_point():
+        raise DtypeError(
+            f"{name} have dtype {t.dtype}, expected real floating point.",
+            "Convert them, e.g. with .to(torch.float32).",
+        )

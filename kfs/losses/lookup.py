@@ -1,0 +1,55 @@
+"""From what the user calls a loss to its description."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from kfs.errors import LossError
+from kfs.losses.binary import BinaryCrossEntropy
+from kfs.losses.cross_entropy import CrossEntropy
+from kfs.losses.custom import Custom
+from kfs.losses.gaussian import Gaussian
+from kfs.losses.huber import Huber
+from kfs.losses.interface import Loss
+from kfs.losses.poisson import Poisson
+from kfs.losses.square import Square
+
+DESCRIPTIONS: dict[type[nn.Module], Callable[..., Loss]] = {
+    nn.MSELoss: Square,
+    nn.CrossEntropyLoss: CrossEntropy,
+    nn.BCEWithLogitsLoss: BinaryCrossEntropy,
+    nn.PoissonNLLLoss: Poisson,
+    nn.GaussianNLLLoss: Gaussian,
+    nn.HuberLoss: Huber,
+    nn.SmoothL1Loss: Huber,
+}
+
+
+def describe(loss: object) -> Loss:
+    """Return the description of a loss.
+
+    Args:
+        loss: A supported loss module of `torch.nn` (not a subclass, which may compute anything), a `Loss`, or a
+            function `(f, y) -> scalar` of one datum, which is averaged over the data.
+
+    Returns:
+        The description.
+
+    Raises:
+        LossError: If it is none of these.
+
+    Example:
+        >>> describe(nn.MSELoss()).reduction_factor(10)
+        0.2
+    """
+    if isinstance(loss, Loss):
+        return loss
+    if type(loss) in DESCRIPTIONS:
+        return DESCRIPTIONS[type(loss)](loss)  # type: ignore[index]
+    if isinstance(loss, nn.Module) or not callable(loss):
+        raise LossError(
+            f"The loss {loss!r} is not supported.",
+            f"Use one of {[t.__name__ for t in DESCRIPTIONS]}, or a function (f, y) -> scalar of one datum's "
+            "prediction and target (kfs.losses.Custom, which also takes a reduction and a likelihood).",
+        )
+    return Custom(loss)

@@ -1,0 +1,195 @@
+"""Every description against PyTorch's own values, autodiff, and its own draws."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, func, nn
+from torch.distributions import Categorical
+
+from kfs.errors import DtypeError, LossError, ShapeError
+from kfs.losses import Custom, Loss, TokenCrossEntropy, describe
+from kfs.losses.counter import Draws
+from tests.losses.cases import CASES, Case, double_well, log_cosh
+
+all_cases = pytest.mark.parametrize("case", CASES, ids=str)
+# Round-off of float64, times the few hundred operations behind an entry.
+TOLERANCE = 1e-11
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def dense(loss: Loss, f: Tensor, y: Tensor) -> Tensor:
+    """Every datum's Hessian by autodiff, `[N, size, size]`."""
+    size = f[0].numel()
+    H = [
+        func.hessian(lambda f, y=y[n : n + 1]: loss.criterion(f.unsqueeze(0), y).sum())(f[n]).reshape(size, size)
+        for n in range(len(f))
+    ]
+    return torch.stack(H)
+
+
+def squared(S: Tensor) -> Tensor:
+    """Sum of outer products of columns `[K, N, ...]`, per datum."""
+    S = S.reshape(*S.shape[:2], -1)
+    return torch.einsum("kni,knj->nij", S, S)
+
+
+@all_cases
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_value_is_pytorchs(case: Case, reduction: str) -> None:
+    loss, f, y = case.make()
+    loss.check(f, y)
+    mean, total = case.pytorch(f, y), loss.criterion(f, y).sum()
+    assert loss.criterion(f, y).shape == (len(f),)
+    close(loss.reduction_factor(loss.count(y)) * total, mean)
+    if reduction == "sum" and isinstance(case.loss, nn.Module) and not case.value:
+        module = copy.copy(case.loss)
+        module.reduction = "sum"  # type: ignore[assignment]
+        close(describe(module).reduction_factor(loss.count(y)) * total, module(f, y))
+
+
+@all_cases
+def test_counts_add_up(case: Case) -> None:
+    loss, _, y = case.make()
+    assert loss.count(y[:1]) + loss.count(y[1:]) == pytest.approx(loss.count(y))
+
+
+@all_cases
+def test_derivatives_are_autodiffs(case: Case) -> None:
+    loss, f, y = case.make()
+    close(loss.gradient(f, y), func.grad(lambda f: loss.criterion(f, y).sum())(f))
+    H = dense(loss, f, y)
+    v = torch.randn(2, 3, *f.shape, dtype=f.dtype)
+    expected = torch.einsum("nij,abnj->abni", H, v.reshape(2, 3, len(f), -1)).reshape(v.shape)
+    close(loss.hessian_product(f, y, v), expected)
+    close(loss.hessian_product(f, y, v[0, 0]), expected[0, 0])
+
+
+@all_cases
+def test_factors_are_roots_of_the_hessian_where_it_is_convex(case: Case) -> None:
+    loss, f, y = case.make()
+    if case.convex:
+        close(squared(loss.hessian_factor(f, y)), dense(loss, f, y))
+    else:
+        with pytest.raises(LossError, match="no symmetric factor"):
+            loss.hessian_factor(f, y)
+
+
+@all_cases
+def test_fisher_is_the_covariance_of_sampled_gradients(case: Case) -> None:
+    loss, f, y = case.make()
+    samples = 800
+    if case.fisher == "none":
+        calls: list[Callable[[], Tensor]] = [
+            lambda: loss.fisher_factor(f, y),
+            lambda: loss.fisher_product(f, y, f),
+            lambda: loss.sampled_gradient(f, y, Draws(0, 0, 0)),
+        ]
+        for call in calls:
+            with pytest.raises(LossError, match=r"no Fisher matrix and no labels to draw.*likelihood="):
+                call()
+        return
+    g = torch.stack([loss.sampled_gradient(f, y, Draws(0, 0, m)) for m in range(samples)])
+    assert g.dtype == f.dtype
+    covariance = squared(g) / samples
+    if case.fisher == "draws":
+        with pytest.raises(LossError, match="no closed form here"):
+            loss.fisher_factor(f, y)
+        F = dense(loss, f, y)
+    else:
+        F = squared(loss.fisher_factor(f, y))
+        if case.fisher == "equal":
+            close(F, dense(loss, f, y))
+        else:
+            assert not torch.allclose(F, dense(loss, f, y), atol=1e-3)
+        v = torch.randn(2, *f.shape, dtype=f.dtype)
+        product = torch.einsum("nij,anj->ani", F, v.reshape(2, len(f), -1)).reshape(v.shape)
+        close(loss.fisher_product(f, y, v), product)
+    # Averages of products of fourth moment near 3 err by sqrt(2 / samples); counts have heavier tails.
+    scale = F.abs().amax((1, 2), keepdim=True).clamp(min=1e-12)
+    assert ((covariance - F) / scale).abs().max() < 8 * (2 / samples) ** 0.5
+    mean = g.mean(0).reshape(len(f), -1) / scale.squeeze(2).sqrt()
+    assert mean.abs().max() < 5 / samples**0.5
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.fisher != "none"], ids=str)
+def test_draws_do_not_depend_on_the_batch_split(case: Case) -> None:
+    loss, f, y = case.make()
+    together = loss.sampled_gradient(f, y, Draws(5, 10, 1))
+    apart = [loss.sampled_gradient(f[n : n + 1], y[n : n + 1], Draws(5, 10 + n, 1)) for n in range(len(f))]
+    close(torch.cat(apart), together)
+    state = torch.get_rng_state()
+    other = loss.sampled_gradient(f, y, Draws(6, 10, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(other, together)
+
+
+class Sub(nn.MSELoss):
+    pass
+
+
+@pytest.mark.parametrize("loss", [nn.L1Loss(), Sub(), 3, None], ids=str)
+def test_unknown_losses_are_refused(loss: Any) -> None:
+    with pytest.raises(LossError, match=r"is not supported\. Use one of \['MSELoss'"):
+        describe(loss)
+
+
+def test_bad_settings_are_refused() -> None:
+    for make in (nn.MSELoss, nn.CrossEntropyLoss, nn.HuberLoss):
+        with pytest.raises(LossError, match="reduction='none'"):
+            describe(make(reduction="none"))
+    with pytest.raises(LossError, match="beta=0 is the absolute value"):
+        describe(nn.SmoothL1Loss(beta=0.0))
+    with pytest.raises(LossError, match="negative='drop' is unknown"):
+        Custom(log_cosh, negative="drop")  # type: ignore[arg-type]
+    with pytest.raises(LossError, match="neither a supported loss module nor a function"):
+        Custom(3)  # type: ignore[arg-type]
+
+
+def test_clipping_drops_the_negative_part() -> None:
+    f, y = torch.tensor([[0.1, 3.0]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
+    loss = Custom(double_well, negative="clip")
+    H = dense(loss, f, y)
+    assert H[0, 0, 0] < 0 < H[0, 1, 1]
+    close(squared(loss.hessian_factor(f, y)), H.clamp(min=0))
+
+
+def many(f: Tensor, y: Tensor) -> Tensor:
+    return f - y
+
+
+@pytest.mark.parametrize(
+    ("loss", "f", "y", "error", "message"),
+    [
+        (nn.MSELoss(), torch.zeros(2, 3), torch.zeros(2, 1), ShapeError, "not broadcast"),
+        (nn.MSELoss(), torch.zeros(2, 3), torch.zeros(2, 3).long(), DtypeError, "targets have dtype torch.int64"),
+        (nn.CrossEntropyLoss(), torch.zeros(2), torch.zeros(2).long(), ShapeError, "no class axis"),
+        (nn.CrossEntropyLoss(), torch.zeros(2, 3), torch.zeros(2).int(), DtypeError, "y.long"),
+        (nn.CrossEntropyLoss(), torch.zeros(2, 5, 3), torch.zeros(2, 5).long(), ShapeError, "TokenCrossEntropy"),
+        (nn.CrossEntropyLoss(ignore_index=1), torch.zeros(2, 3), torch.zeros(2, 3), LossError, "ignore_index=1"),
+        (TokenCrossEntropy(), torch.zeros(2, 3), torch.zeros(2).long(), ShapeError, r"logits \[N, S, C\]"),
+        (nn.GaussianNLLLoss(), torch.zeros(2, 3), torch.zeros(2), ShapeError, "stacked along axis 1"),
+        (nn.GaussianNLLLoss(), -torch.ones(2, 2), torch.zeros(2), LossError, "negative variance"),
+        (many, torch.zeros(2, 3), torch.zeros(2, 3), ShapeError, r"many returned shape \[3\] for one datum"),
+        (lambda f, y: 1.0, torch.zeros(2, 3), torch.zeros(2, 3), DtypeError, "returned a float"),  # noqa: ARG005
+    ],
+)
+def test_mismatched_data_are_refused(loss: Any, f: Tensor, y: Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        describe(loss).check(f, y)
+
+
+def test_likelihoods_that_cannot_be_summed_or_drawn_are_refused() -> None:
+    loss = Custom(log_cosh, likelihood=lambda f: Categorical(logits=f))
+    f = torch.zeros(2, 4, 3)  # four labels of three classes per datum
+    with pytest.raises(LossError, match=r"\[4\] independent labels per datum"):
+        loss.fisher_factor(f, f)
+    rate = describe(nn.PoissonNLLLoss(log_input=False))
+    with pytest.raises(LossError, match="negative rate"):
+        rate.sampled_gradient(-torch.ones(2, 1), torch.ones(2, 1), Draws(0, 0, 0))
+    Custom(log_cosh).check(torch.zeros(0, 2), torch.zeros(0, 2))  # nothing to check
