@@ -10,6 +10,9 @@ from hypothesis import settings
 settings.register_profile("kfs", deadline=None, derandomize=True, max_examples=40)
 settings.load_profile("kfs")
 
+# Small tensors gain nothing from threads, and lose much where other processes compete for the cores.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> Iterator[None]:

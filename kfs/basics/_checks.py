@@ -3,7 +3,7 @@
 Checks of losses live with the losses (`reduction_factors`), those of models and data in `_per_datum`.
 """
 
-from torch import Tensor
+from torch import Tensor, is_inference_mode_enabled
 
 from kfs.errors import DtypeError, GraphError, ShapeError
 
@@ -11,10 +11,8 @@ from kfs.errors import DtypeError, GraphError, ShapeError
 def check_tensor(name: str, t: Tensor) -> None:
     """Refuse anything but a tensor."""
     if not isinstance(t, Tensor):
-        raise DtypeError(
-            f"{name} is a {type(t).__name__}, expected a torch.Tensor.",
-            "Check the order of the arguments; a flattening is passed as vec=cvec or vec=rvec.",
-        )
+        way_out = "A flattening is passed as vec=cvec or vec=rvec." if callable(t) else "Convert it to a tensor."
+        raise DtypeError(f"{name} is a {type(t).__name__}, expected a torch.Tensor.", way_out)
 
 
 def check_floating(name: str, t: Tensor) -> None:
@@ -23,17 +21,32 @@ def check_floating(name: str, t: Tensor) -> None:
     if not t.is_floating_point():
         raise DtypeError(
             f"{name} has dtype {t.dtype}, but derivatives exist only for real floating-point tensors.",
-            "Convert it with .to(torch.float64) before the computation that uses it.",
+            "Start the computation from such a tensor, e.g. of dtype torch.float64.",
         )
 
 
 def check_node(name: str, t: Tensor) -> None:
-    """Refuse what cannot be differentiated: not a tensor, not real floating point, or outside any graph."""
+    """Refuse what cannot be differentiated: no floating-point tensor, outside any graph, or with altered gradients."""
     check_floating(name, t)
+    check_no_inference_mode()
     if not t.requires_grad:
         raise GraphError(
             f"{name} is not part of a computation graph: it does not require gradients.",
             "Call requires_grad_() on the leaves before the forward pass, and run that outside of torch.no_grad().",
+        )
+    if t._backward_hooks:
+        raise GraphError(
+            f"{name} has hooks, which may change the derivatives that pass through it.",
+            "Remove them: call remove() on what register_hook returned.",
+        )
+
+
+def check_no_inference_mode() -> None:
+    """Refuse to work inside of inference mode, where PyTorch records no graph and derivatives would be zero."""
+    if is_inference_mode_enabled():
+        raise GraphError(
+            "torch.inference_mode() is on, in which PyTorch records nothing to differentiate.",
+            "Leave it; torch.no_grad() is fine around calls of kfs.",
         )
 
 
@@ -52,10 +65,15 @@ def check_like(name: str, t: Tensor, of: str, reference: Tensor) -> None:
     if t.shape != reference.shape:
         raise ShapeError(
             f"{name} has shape {list(t.shape)}, but {of} has shape {list(reference.shape)}.",
-            f"{name} must have the shape of {of}.",
+            f"Give {name} the shape of {of}.",
         )
+    check_same_kind(name, t, of, reference)
+
+
+def check_same_kind(name: str, t: Tensor, of: str, reference: Tensor) -> None:
+    """Refuse a tensor whose dtype or device is not the reference's."""
     if t.dtype != reference.dtype or t.device != reference.device:
         raise DtypeError(
             f"{name} is {t.dtype} on {t.device}, but {of} is {reference.dtype} on {reference.device}.",
-            f"Convert it: {name}.to({of}).",
+            f"Convert one of them, e.g. {name}.to('{reference.device}', {reference.dtype}).",
         )

@@ -1,40 +1,49 @@
-"""What the Fisher definitions share: predictions one datum at a time, and gradients with respect to two parameters.
+"""What the Fisher definitions share: predictions one datum at a time, gradients, and sums of their outer products.
 
 The matrices themselves live in `mc_fishers`, `exact_fishers` and `emp_fishers`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
-from torch import Tensor, ones_like, zeros
+import torch
+from torch import Tensor, ones_like, tensordot, zeros, zeros_like
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
-from kfs.basics._checks import check_node, check_tensor
-from kfs.basics.jacobian_products import vjp
-from kfs.basics.reduction_factors import Loss, check_datum
-from kfs.errors import DataError, ModelError
+from kfs.basics._checks import check_floating, check_like, check_no_inference_mode, check_same_kind, check_tensor
+from kfs.basics.jacobian_products import pull_back
+from kfs.basics.reduction_factors import Loss, check_datum, reduction_factor
+from kfs.errors import DataError, GraphError, ModelError
 
 # A parameter of the model or its name; two of them for the block with rows from the first and columns from the second.
 Param: TypeAlias = Tensor | str
-Params: TypeAlias = Param | tuple[Param, Param]
+Params: TypeAlias = Param | tuple[Param, Param] | list[Param]
+Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
-def parameter_pair(model: Module, params: Params) -> tuple[Tensor, Tensor]:
+def parameter_pair(model: Module, params: Params) -> Pair:
     """Return the parameters that index rows and columns of the wanted block."""
-    pair = tuple(params) if isinstance(params, (tuple, list)) else (params, params)
-    if len(pair) != 2:
+    if not isinstance(model, Module):
+        raise ModelError(f"The model is a {type(model).__name__}, expected a torch.nn.Module.", "Wrap it in a module.")
+    check_no_inference_mode()
+    chosen = tuple(params) if isinstance(params, (tuple, list)) else (params, params)
+    if len(chosen) != 2:
         raise ModelError(
-            f"params has {len(pair)} entries, expected one parameter, or two for an off-diagonal block.",
+            f"params has {len(chosen)} entries, expected one parameter, or two for an off-diagonal block.",
             "Compute the blocks of a larger matrix one by one.",
         )
-    return _parameter(model, pair[0]), _parameter(model, pair[1])
+    rows, columns = (_parameter(model, param) for param in chosen)
+    check_same_kind("The parameter for columns", columns, "the one for rows", rows)
+    return rows, columns
 
 
-def predictions(model: Module, loss: Loss, X: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Evaluate the model on one datum after the other; yield the prediction, without batch axis, and the target."""
-    _check_model(model)
+def predictions(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) -> Iterator[tuple[Tensor, Tensor]]:
+    """Evaluate the model on one datum after the other; yield the prediction, without batch axis, and the target.
+
+    Everything is checked before the first one is yielded.
+    """
     check_tensor("X", X)
     check_tensor("y", y)
     if X.ndim == 0 or y.ndim == 0 or len(X) != len(y) or len(X) == 0:
@@ -42,52 +51,119 @@ def predictions(model: Module, loss: Loss, X: Tensor, y: Tensor) -> Iterator[tup
             f"X has shape {list(X.shape)} and y has shape {list(y.shape)}: not one target for each of N > 0 inputs.",
             "Stack inputs and targets along the first axis, in the same order.",
         )
+    reduction_factor(loss, y)
+    _check_model(model, loss, X, y, pair)
     for x_n, y_n in zip(X, y, strict=True):
-        f = model(x_n.unsqueeze(0))
+        yield model(x_n.unsqueeze(0))[0], y_n
+
+
+def gradients(c: Tensor, pair: Pair) -> tuple[Tensor, Tensor]:
+    """Differentiate a scalar with respect to both parameters of a pair; zero where this datum does not use one."""
+    g1, g2 = (pull_back(c, p, ones_like(c), create_graph=False) for p in pair)
+    return zeros_like(pair[0]) if g1 is None else g1, zeros_like(pair[1]) if g2 is None else g2
+
+
+def sum_of_outer_products(terms: Iterable[tuple[Tensor, Tensor]], pair: Pair) -> Tensor:
+    """Add up the outer products of gradients, shape `[*rows.shape, *columns.shape]`."""
+    total = empty_block(pair)
+    for g1, g2 in terms:
+        total += tensordot(g1, g2, dims=0)
+    return total
+
+
+def sum_of_products(terms: Iterable[tuple[Tensor, Tensor]], pair: Pair, v: Tensor) -> Tensor:
+    """Multiply the sum of the outer products of gradients with `v`, without forming it; shaped like the rows."""
+    check_like("v", v, "the parameter for columns", pair[1])
+    total = zeros_like(pair[0])
+    for g1, g2 in terms:
+        total += g1 * (g2 * v.detach()).sum()
+    return total
+
+
+def empty_block(pair: Pair) -> Tensor:
+    """Return zeros of shape `[*rows.shape, *columns.shape]`."""
+    return zeros((*pair[0].shape, *pair[1].shape), dtype=pair[0].dtype, device=pair[0].device)
+
+
+def _parameter(model: Module, param: Param) -> Tensor:
+    """Look a parameter up by name, or check that a tensor is one of the model's; refuse a frozen one."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    name = param if isinstance(param, str) else next((name for name, p in named.items() if p is param), None)
+    if name not in named:
+        what = f"named {param!r}" if isinstance(param, str) else "that is the given one"
+        raise ModelError(
+            f"The model has no parameter {what}.", f"Pass one of its parameters, or a name from {list(named)}."
+        )
+    tensor = named[name]
+    check_floating(f"Parameter {name!r}", tensor)
+    if not tensor.requires_grad:
+        raise GraphError(f"Parameter {name!r} is frozen.", "Call requires_grad_(True) on it.")
+    if tensor._backward_hooks:
+        raise GraphError(
+            f"Parameter {name!r} has hooks, which may change its gradients.",
+            "Remove them: call remove() on what register_hook returned.",
+        )
+    return tensor
+
+
+def _check_model(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) -> None:
+    """Refuse a model whose prediction for one datum is not a function of that datum and the parameters."""
+    for name, module in model.named_modules():
+        if module.training and isinstance(module, _BatchNorm):
+            raise ModelError(
+                f"Module {name!r} ({type(module).__name__}) is in training mode: its output for one datum depends on "
+                "the rest of the batch, so per-datum derivatives are not defined.",
+                "Call model.eval() first.",
+            )
+    with _watched(model):
+        together = model(X)
+        alone = [model(x_n.unsqueeze(0)) for x_n in X]
+    for n, (f, y_n) in enumerate(zip(alone, y, strict=True)):
         if not isinstance(f, Tensor) or f.shape[:1] != (1,):
             came = f"of shape {list(f.shape)}" if isinstance(f, Tensor) else f"a {type(f).__name__}"
             raise ModelError(
                 f"The model's output for one datum is {came}, expected a tensor whose first axis has length 1.",
                 "Wrap the model in a module that returns one prediction per datum along the first axis.",
             )
-        check_datum(loss, f[0], y_n)  # also where labels are drawn: the reduction factor counts the targets
-        yield f[0], y_n
-
-
-def gradients(c: Tensor, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Differentiate a scalar with respect to both parameters of a pair."""
-    g1 = vjp(c, pair[0], ones_like(c))
-    return g1, g1 if pair[1] is pair[0] else vjp(c, pair[1], ones_like(c))
-
-
-def empty_block(pair: tuple[Tensor, Tensor]) -> Tensor:
-    """Return zeros of shape `[*rows.shape, *columns.shape]`."""
-    return zeros((*pair[0].shape, *pair[1].shape), dtype=pair[0].dtype, device=pair[0].device)
-
-
-def _parameter(model: Module, param: Param) -> Tensor:
-    """Look a parameter up by name, or check that a tensor is one of the model's."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    if isinstance(param, str):
-        if param not in named:
-            raise ModelError(f"The model has no parameter named {param!r}.", f"Choose from {list(named)}.")
-        param = named[param]
-    elif not any(param is p for p in named.values()):
-        raise ModelError(
-            "params holds something that is no parameter of the model.",
-            f"Pass one of the model's own parameter tensors, or a name from {list(named)}.",
-        )
-    check_node("The parameter", param)
-    return param
-
-
-def _check_model(model: Module) -> None:
-    """Refuse a model whose prediction for one datum depends on other data or on chance."""
-    for name, module in model.named_modules():
-        random = isinstance(module, _DropoutNd) and module.p > 0
-        if module.training and (random or isinstance(module, _BatchNorm)):
-            raise ModelError(
-                f"Module {name!r} ({type(module).__name__}) is in training mode: its output for one datum depends on "
-                f"{'chance' if random else 'the rest of the batch'}, so per-datum derivatives are not defined.",
-                "Call model.eval() first.",
+        if (f.isnan() | (f == torch.inf)).any():
+            raise DataError(
+                f"The prediction for datum {n} is not finite.",
+                "Look for NaN or infinity in the data or the parameters.",
             )
+        check_datum(loss, f[0], y_n)
+    # Batched and single products round differently: half of the digits must agree.
+    if not torch.allclose(together, torch.cat(alone), rtol=torch.finfo(together.dtype).eps ** 0.5, atol=1e-6):
+        raise ModelError(
+            "The model's prediction for a datum changes with the other data in the batch.",
+            "Use a model without batch statistics; call model.eval() if it has them in training mode only.",
+        )
+    for role, p in zip(("rows", "columns"), pair, strict=True):
+        if pull_back(together, p, ones_like(together), create_graph=False) is None:
+            raise GraphError(f"The prediction does not depend on the parameter for {role}.", "Choose one that it uses.")
+
+
+@contextmanager
+def _watched(model: Module) -> Iterator[None]:
+    """Restore random state and buffers, and refuse a model that changed them."""
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+
+    def random_states() -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+
+    before = random_states()
+    buffers = {name: (b, b._version, b.clone()) for name, b in model.named_buffers()}
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+            drew = not all(map(torch.equal, random_states(), before))
+    finally:
+        changed = [name for name, (b, version, _) in buffers.items() if b._version != version]
+        with torch.no_grad():
+            for name in changed:
+                buffers[name][0].copy_(buffers[name][2])
+    if changed or drew:
+        what = f"changed its buffers {changed}" if changed else "drew random numbers"
+        raise ModelError(
+            f"The model {what} in the forward pass, so its prediction is not a function of its input.",
+            "Call model.eval() first, and remove randomness that does not depend on the mode.",
+        )

@@ -9,11 +9,10 @@ $$
 Implements: multiplication with the empirical Fisher (chapter 2, "The Empirical Fisher").
 """
 
-from torch import Tensor, enable_grad, zeros_like
+from torch import Tensor, enable_grad
 from torch.nn import Module
 
-from kfs.basics._checks import check_like
-from kfs.basics._per_datum import Params, parameter_pair
+from kfs.basics._per_datum import Params, parameter_pair, sum_of_products
 from kfs.basics.emp_fishers import per_datum_gradients
 from kfs.basics.reduction_factors import Loss, reduction_factor
 
@@ -33,6 +32,12 @@ def empirical_fisher_vp(model: Module, loss: Loss, X: Tensor, y: Tensor, params:
     Returns:
         A tensor like the parameter that indexes rows.
 
+    Raises:
+        LossError: If the loss is not supported here.
+        ModelError: If the model is not a function of one datum, or has no such parameter.
+        GraphError: If the parameter is frozen or not used.
+        DataError: If data or targets do not fit.
+
     Example:
         >>> import torch
         >>> model, X, y = torch.nn.Linear(3, 2), torch.rand(5, 3), torch.rand(5, 2)
@@ -40,10 +45,7 @@ def empirical_fisher_vp(model: Module, loss: Loss, X: Tensor, y: Tensor, params:
         torch.Size([2])
     """
     pair = parameter_pair(model, params)
-    check_like("v", v, "the parameter for columns", pair[1])
-    u = zeros_like(pair[0])
-    for g1, g2 in per_datum_gradients(model, loss, X, y, pair):
-        u += g1 * (g2 * v).sum()
+    u = sum_of_products(per_datum_gradients(model, loss, X, y, pair), pair, v)
     return reduction_factor(loss, y) * u
 
 

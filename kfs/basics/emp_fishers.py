@@ -8,7 +8,8 @@ $$
 
 It is cheap, since the gradients are those of training, and popular for that reason. But it is *not* the Fisher. The
 expectation over the network's own predictions is gone, and with it the connection to curvature: where the network
-fits the data, $g_n = 0$ and the empirical Fisher vanishes, while Fisher and GGN do not (Kunstner et al., 2019).
+fits its targets, $g_n = 0$ and the empirical Fisher vanishes; with the square loss, Fisher and GGN stay the same
+there, since they do not depend on targets at all (Kunstner et al., 2019 discuss what follows).
 
 As everywhere in this package, $R$ is the loss's reduction factor, and $g_n$ is the gradient of the *criterion* of
 one datum; the gradient of the averaged loss is not what is multiplied here.
@@ -18,11 +19,11 @@ Implements: empirical Fisher (chapter 2, "The Empirical Fisher").
 
 from collections.abc import Iterator
 
-from torch import Tensor, enable_grad, tensordot
+from torch import Tensor, enable_grad
 from torch.nn import Module
 
-from kfs.basics._per_datum import Params, empty_block, gradients, parameter_pair, predictions
-from kfs.basics.flattening import Vec, matricize, rvec
+from kfs.basics._per_datum import Pair, Params, gradients, parameter_pair, predictions, sum_of_outer_products
+from kfs.basics.flattening import Vec, check_vec, matricize, rvec
 from kfs.basics.reduction_factors import Loss, criterion, reduction_factor
 
 
@@ -40,6 +41,12 @@ def empirical_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Pa
     Returns:
         A tensor of shape `[*rows.shape, *columns.shape]`.
 
+    Raises:
+        LossError: If the loss is not supported here.
+        ModelError: If the model is not a function of one datum, or has no such parameter.
+        GraphError: If the parameter is frozen or not used.
+        DataError: If data or targets do not fit.
+
     Example:
         >>> import torch
         >>> model, X, y = torch.nn.Linear(3, 2), torch.rand(5, 3), torch.rand(5, 2)
@@ -47,9 +54,7 @@ def empirical_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Pa
         torch.Size([2, 3, 2, 3])
     """
     pair = parameter_pair(model, params)
-    E = empty_block(pair)
-    for g1, g2 in per_datum_gradients(model, loss, X, y, pair):
-        E += tensordot(g1, g2, dims=0)
+    E = sum_of_outer_products(per_datum_gradients(model, loss, X, y, pair), pair)
     return reduction_factor(loss, y) * E
 
 
@@ -67,16 +72,15 @@ def vec_empirical_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params
     Returns:
         A matrix of shape `[rows.numel(), columns.numel()]`.
     """
+    check_vec(vec)
     rows, _ = parameter_pair(model, params)
     return matricize(empirical_fisher(model, loss, X, y, params), rows.ndim, vec)
 
 
-def per_datum_gradients(
-    model: Module, loss: Loss, X: Tensor, y: Tensor, pair: tuple[Tensor, Tensor]
-) -> Iterator[tuple[Tensor, Tensor]]:
+def per_datum_gradients(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, datum by datum, the criterion's gradients with respect to both parameters."""
     c = criterion(loss)
-    for f_n, y_n in predictions(model, loss, X, y):
+    for f_n, y_n in predictions(model, loss, X, y, pair):
         yield gradients(c(f_n, y_n), pair)
 
 

@@ -12,9 +12,11 @@ F^{\mathrm{I}} = R \sum_n \mathbb{E}_{r(y \mid f_n)} \big[
   \nabla_\theta \log\, r(y \mid f_n)\, \nabla_\theta \log\, r(y \mid f_n)^\top \big].
 $$
 
-Both are the same matrix. For the square loss and for cross-entropy it is moreover the GGN: the Hessian of their
-criterion with respect to the *prediction* does not depend on the label, so that an expectation over labels changes
-nothing.
+Both are the same matrix. For the square loss and for cross-entropy it is moreover the GGN. Split the Hessian by the
+chain rule into the GGN and the term with the network's second derivatives. The first has no label in it: the Hessian
+of these criteria with respect to the *prediction* does not depend on the label, so an expectation changes nothing.
+The second is linear in $\nabla_f \log\, r(y \mid f)$, whose expectation is zero. (For probability targets in place of
+labels, this holds if they sum to one.)
 
 To verify this we evaluate the expectations without sampling. A distribution over finitely many labels is summed up.
 For the Gaussian, a rule with $2C$ points $f \pm \sqrt{C}\, e_i$ of equal weight integrates all polynomials in $y$
@@ -29,12 +31,13 @@ from collections.abc import Iterator
 from itertools import product
 from math import sqrt
 
-from torch import Tensor, enable_grad, eye, stack, tensor, tensordot
+from torch import Tensor, enable_grad, eye, ones_like, stack, tensor, tensordot
 from torch.nn import Module, MSELoss
 
 from kfs.basics._per_datum import Params, empty_block, gradients, parameter_pair, predictions
-from kfs.basics.flattening import Vec, matricize, rvec
+from kfs.basics.flattening import Vec, check_vec, matricize, rvec
 from kfs.basics.hessians import hessian
+from kfs.basics.jacobian_products import pull_back
 from kfs.basics.label_sampling import check_likelihood, hide_ignored
 from kfs.basics.reduction_factors import Loss, criterion, reduction_factor
 from kfs.errors import DataError
@@ -55,10 +58,16 @@ def type1_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params
 
     Returns:
         A tensor of shape `[*rows.shape, *columns.shape]`.
+
+    Raises:
+        LossError: If the loss is not supported here.
+        ModelError: If the model is not a function of one datum, or has no such parameter.
+        GraphError: If the parameter is frozen or not used.
+        DataError: If data or targets do not fit.
     """
     pair, c = parameter_pair(model, params), criterion(loss)
     F = empty_block(pair)
-    for f_n, y_n in predictions(model, loss, X, y):
+    for f_n, y_n in predictions(model, loss, X, y, pair):
         for weight, label in expected_labels(loss, f_n):
             g1, g2 = gradients(c(f_n, hide_ignored(loss, label, y_n)), pair)
             F += weight * tensordot(g1, g2, dims=0)
@@ -78,30 +87,63 @@ def type2_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params
 
     Returns:
         A tensor of shape `[*rows.shape, *columns.shape]`.
+
+    Raises:
+        LossError: If the loss is not supported here.
+        ModelError: If the model is not a function of one datum, or has no such parameter.
+        GraphError: If the parameter is frozen or not used.
+        DataError: If data or targets do not fit.
     """
     pair, c = parameter_pair(model, params), criterion(loss)
     F = empty_block(pair)
-    for f_n, y_n in predictions(model, loss, X, y):
+    for f_n, y_n in predictions(model, loss, X, y, pair):
         labels = expected_labels(loss, f_n)
         expected_c = stack([weight * c(f_n, hide_ignored(loss, label, y_n)) for weight, label in labels]).sum()
-        F += hessian(expected_c, *pair)
+        if all(pull_back(expected_c, p, ones_like(expected_c), create_graph=False) is not None for p in pair):
+            F += hessian(expected_c, *pair)  # zero for a datum that does not use a parameter
     return reduction_factor(loss, y) * F
 
 
 def vec_type1_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params, vec: Vec = rvec) -> Tensor:
-    """Compute the type-I Fisher matrix with respect to flattened parameters; arguments as in `type1_fisher`."""
+    """Compute the type-I Fisher matrix with respect to flattened parameters.
+
+    Args:
+        model: The network.
+        loss: A `MSELoss` or `CrossEntropyLoss`.
+        X: All inputs, stacked along the first axis.
+        y: All targets, likewise.
+        params: A parameter of the model or its name; or two of them, for rows and for columns.
+        vec: The flattening of both parameters, `cvec` or `rvec`.
+
+    Returns:
+        A matrix of shape `[rows.numel(), columns.numel()]`.
+    """
+    check_vec(vec)
     rows, _ = parameter_pair(model, params)
     return matricize(type1_fisher(model, loss, X, y, params), rows.ndim, vec)
 
 
 def vec_type2_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params, vec: Vec = rvec) -> Tensor:
-    """Compute the type-II Fisher matrix with respect to flattened parameters; arguments as in `type2_fisher`."""
+    """Compute the type-II Fisher matrix with respect to flattened parameters.
+
+    Args:
+        model: The network.
+        loss: A `MSELoss` or `CrossEntropyLoss`.
+        X: All inputs, stacked along the first axis.
+        y: All targets, likewise.
+        params: A parameter of the model or its name; or two of them, for rows and for columns.
+        vec: The flattening of both parameters, `cvec` or `rvec`.
+
+    Returns:
+        A matrix of shape `[rows.numel(), columns.numel()]`.
+    """
+    check_vec(vec)
     rows, _ = parameter_pair(model, params)
     return matricize(type2_fisher(model, loss, X, y, params), rows.ndim, vec)
 
 
 def expected_labels(loss: Loss, prediction: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return weights and labels that turn an expectation over the likelihood into a finite sum.
+    """Yield weights and labels that turn an expectation over the likelihood into a finite sum.
 
     Args:
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.

@@ -1,16 +1,16 @@
 r"""The Fisher is the metric of the KL divergence.
 
 How far apart are two networks? The distance of their parameters says little. The KL divergence of what they
-*predict* says more, averaged over the inputs. For two nearby parameter vectors it is a quadratic form, and its
-matrix is the Fisher,
+*predict* says more, averaged over the inputs. For two nearby parameter vectors it is, to second order, a quadratic
+form, and its matrix is the Fisher,
 
 $$
 \frac1N \sum_n \mathrm{KL}\big( r(\cdot \mid f_n(\theta)) \,\Vert\, r(\cdot \mid f_n(\theta + \Delta)) \big)
   = \tfrac12\, \Delta^\top F\, \Delta + O(\lVert \Delta \rVert^3).
 $$
 
-Here $F = F_R / (N R)$, where $F_R$ is the Fisher with the loss's reduction factor $R$, as computed in this package.
-The divergences are known,
+Here $F = F_R / (N R)$, where $F_R$ is the Fisher with the loss's reduction factor $R$, as computed in this package
+(for data without missing labels: the divergence knows none). The divergences are known,
 
 | loss | divergence of the predictions $f$ and $f'$ |
 |---|---|

@@ -66,7 +66,7 @@ def cvec(t: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
         >>> cvec(torch.tensor([[1, 2], [3, 4]]))
         tensor([1, 3, 2, 4])
     """
-    start, end = _axes(t, start_dim, end_dim)
+    start, end = _axes("t", t, start_dim, end_dim)
     axes = list(range(t.ndim))
     axes[start : end + 1] = reversed(axes[start : end + 1])
     return t.permute(axes).flatten(start, end)
@@ -88,7 +88,7 @@ def rvec(t: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor:
         >>> rvec(torch.tensor([[1, 2], [3, 4]]))
         tensor([1, 2, 3, 4])
     """
-    start, end = _axes(t, start_dim, end_dim)
+    start, end = _axes("t", t, start_dim, end_dim)
     return t.flatten(start, end)
 
 
@@ -140,6 +140,7 @@ def matricize(t: Tensor, row_ndim: int, vec: Vec) -> Tensor:
         FlatteningError: If `vec` is neither `cvec` nor `rvec`.
     """
     check_vec(vec)
+    check_tensor("t", t)
     if row_ndim == 0:
         t, row_ndim = t.unsqueeze(0), 1
     if row_ndim == t.ndim:
@@ -156,9 +157,9 @@ def check_vec(vec: Vec) -> None:
         )
 
 
-def _axes(t: Tensor, start_dim: int, end_dim: int) -> tuple[int, int]:
+def _axes(name: str, t: Tensor, start_dim: int, end_dim: int) -> tuple[int, int]:
     """Return the range of axes as non-negative numbers, or say why it is none."""
-    check_tensor("t", t)
+    check_tensor(name, t)
     ndim = max(t.ndim, 1)  # a scalar is flattened like a vector of one entry
     inside = all(-ndim <= dim < ndim for dim in (start_dim, end_dim))
     if not inside or start_dim % ndim > end_dim % ndim:
@@ -171,7 +172,7 @@ def _axes(t: Tensor, start_dim: int, end_dim: int) -> tuple[int, int]:
 
 def _unflattened_axis(v: Tensor, shape: Sequence[int], dim: int) -> int:
     """Return the axis to unflatten as a non-negative number, or say why its length does not fit."""
-    dim, _ = _axes(v, dim, dim)
+    dim, _ = _axes("v", v, dim, dim)
     if v.ndim == 0 or v.shape[dim] != prod(shape):
         raise ShapeError(
             f"Axis {dim} of a tensor of shape {list(v.shape)} cannot become {list(shape)} ({prod(shape)} entries).",

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
+from kfs.basics._checks import check_no_inference_mode
 from kfs.errors import ModelError
 
 
@@ -55,8 +56,11 @@ def output_and_intermediates(model: Module, x: Tensor, names: Iterable[str]) -> 
         >>> layers["0"].input.shape, layers["0"].output.shape
         (torch.Size([5, 3]), torch.Size([5, 2]))
     """
-    modules = dict(model.named_modules())
-    names = list(names)
+    check_no_inference_mode()
+    if isinstance(names, str):
+        raise ModelError(f"names is the string {names!r}.", f"Pass a list of names: [{names!r}].")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = list(dict.fromkeys(names))
     unknown = [name for name in names if name not in modules]
     if unknown:
         raise ModelError(

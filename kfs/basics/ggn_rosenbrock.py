@@ -45,12 +45,14 @@ term $2 \hat{x}_1^2 x_2$ has a plus sign.
 
 from math import sqrt
 
-from torch import Tensor, stack
+from torch import Tensor, full_like, stack
+
+from kfs.errors import ShapeError
 
 
 def rosenbrock_inner(x: Tensor, alpha: float) -> Tensor:
     """Evaluate the non-convex inner function `h`. Shape `[2]` in, shape `[2]` out."""
-    x1, x2 = x
+    x1, x2 = _coordinates(x, alpha)
     return stack([1 - x1, sqrt(alpha) * (x2 - x1**2)])
 
 
@@ -70,24 +72,33 @@ def linearized_rosenbrock(x: Tensor, anchor: Tensor, alpha: float) -> Tensor:
     Returns:
         A scalar.
     """
-    x1, x2 = x.unbind()
-    a1, _ = anchor.unbind()
+    x1, x2 = _coordinates(x, alpha)
+    a1, _ = _coordinates(anchor, alpha)
     inside = a1**4 - 4 * a1**3 * x1 + 4 * a1**2 * x1**2 + 2 * a1**2 * x2 - 4 * a1 * x1 * x2 + x2**2
     return 1 - 2 * x1 + x1**2 + alpha * inside
 
 
 def rosenbrock_ggn(x: Tensor, alpha: float) -> Tensor:
     """Return the Gauss-Newton matrix of the Rosenbrock function in closed form. Shape `[2]` in, `[2, 2]` out."""
-    x1, _ = x.detach()
-    corner = -2 * alpha * x1
-    return 2 * stack([stack([1 + 4 * alpha * x1**2, corner]), stack([corner, alpha + 0 * x1])])
+    x1, _ = _coordinates(x.detach(), alpha)
+    corner, last = -2 * alpha * x1, full_like(x1, alpha)
+    return 2 * stack([stack([1 + 4 * alpha * x1**2, corner]), stack([corner, last])])
 
 
 def rosenbrock_hessian(x: Tensor, alpha: float) -> Tensor:
     """Return the Hessian of the Rosenbrock function in closed form. Shape `[2]` in, `[2, 2]` out."""
-    x1, x2 = x.detach()
-    corner = -2 * alpha * x1
-    return 2 * stack([stack([1 + 6 * alpha * x1**2 - 2 * alpha * x2, corner]), stack([corner, alpha + 0 * x1])])
+    x1, x2 = _coordinates(x.detach(), alpha)
+    corner, last = -2 * alpha * x1, full_like(x1, alpha)
+    return 2 * stack([stack([1 + 6 * alpha * x1**2 - 2 * alpha * x2, corner]), stack([corner, last])])
+
+
+def _coordinates(x: Tensor, alpha: float) -> tuple[Tensor, ...]:
+    """Return both coordinates of a point, or say why it is none."""
+    if x.shape != (2,) or alpha <= 0:
+        raise ShapeError(
+            f"The point has shape {list(x.shape)} and alpha is {alpha}.", "Pass a point of shape [2] and alpha > 0."
+        )
+    return x.unbind()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ $$
 $$
 
 The GGN is the first term: what is left if second derivatives of $h$ are ignored. Equivalently, linearize $h$ and
-take the Hessian of what results. If $g$ is convex then the GGN is positive semi-definite, whatever $h$ is.
+take the Hessian of what results, at the point of linearization. If $g$ is convex then the GGN is positive
+semi-definite, whatever $h$ is.
 
 In deep learning $h$ is the network and $g$ the loss. Feed all data at once ($B$ holds $N$ predictions and $c$ is
 the empirical risk) and the GGN is
@@ -25,7 +26,7 @@ Gauss-Newton"). The document states the one-dimensional chain rule with $g'$ and
 
 from torch import Tensor
 
-from kfs.basics._checks import check_node
+from kfs.basics._checks import check_node, check_same_kind
 from kfs.basics.flattening import Vec, matricize, rvec
 from kfs.basics.hessians import vec_hessian
 from kfs.basics.jacobians import vec_jacobian
@@ -57,6 +58,9 @@ def ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
     a2 = a1 if a2 is None else a2
     check_node("a1", a1)
     check_node("a2", a2)
+    check_node("b", b)
+    check_same_kind("a1", a1, "b", b)
+    check_same_kind("a2", a2, "b", b)
     H = vec_hessian(c, b)
     J1 = vec_jacobian(b, a1)
     J2 = J1 if a2 is a1 else vec_jacobian(b, a2)

@@ -1,7 +1,8 @@
 r"""The GGN of linear regression: a Kronecker product, exactly.
 
 Least squares with a linear model scores $f_n = W x_n$ by $\tfrac12 \lVert f_n - y_n \rVert^2$. Insert the layer's
-Jacobian (a Kronecker product) and the criterion's Hessian (the identity) into the GGN, and everything collapses:
+Jacobian (a Kronecker product) and the criterion's Hessian (the identity) into the GGN of their sum ($R = 1$), and
+everything collapses:
 
 $$
 \mathrm{G}^{\mathrm{cvec}}_W = \Big( \sum_n x_n x_n^\top \Big) \otimes I
@@ -18,6 +19,7 @@ Implements: GGN of linear regression (chapter 2, "Partial Linearization, GGNs, G
 
 from torch import Tensor, eye, kron
 
+from kfs.basics._checks import check_tensor
 from kfs.basics.flattening import Vec, check_vec, cvec
 from kfs.errors import ShapeError
 
@@ -37,6 +39,7 @@ def linear_regression_ggn(X: Tensor, d_out: int, vec: Vec) -> Tensor:
         ShapeError: If `X` is no matrix.
     """
     check_vec(vec)
+    check_tensor("X", X)
     if X.ndim != 2:
         raise ShapeError(f"X has shape {list(X.shape)}, expected a matrix.", "Pass inputs as rows, shape [N, d_in].")
     A, B = X.T @ X, eye(d_out, dtype=X.dtype, device=X.device)

@@ -19,7 +19,7 @@ Implements: softmax cross-entropy loss Hessian (chapter 2, "Hessians, HVPs").
 from torch import Tensor, diag, outer, zeros
 
 from kfs.basics._checks import check_floating
-from kfs.errors import ShapeError
+from kfs.basics.reduction_factors import check_logits
 
 
 def ce_hessian(logits: Tensor) -> Tensor:
@@ -41,8 +41,7 @@ def ce_hessian(logits: Tensor) -> Tensor:
                 [-0.25,  0.25]])
     """
     check_floating("logits", logits)
-    if logits.ndim == 0:
-        raise ShapeError("logits is a scalar, so it has no class axis.", "Pass one datum's logits, shape [C, ...].")
+    check_logits(logits)
     sigma = logits.detach().softmax(0).reshape(logits.shape[0], -1)  # [C, positions]
     H = zeros(*sigma.shape, *sigma.shape, dtype=sigma.dtype, device=sigma.device)
     for position, s in enumerate(sigma.T):

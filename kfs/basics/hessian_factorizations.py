@@ -28,6 +28,7 @@ from torch.nn import CrossEntropyLoss, MSELoss
 
 from kfs.basics.hessian_mse_loss import mse_hessian
 from kfs.basics.reduction_factors import Loss, check_datum, check_loss
+from kfs.errors import LossError
 
 
 def hessian_factor(loss: Loss, prediction: Tensor, target: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ def hessian_factor(loss: Loss, prediction: Tensor, target: Tensor) -> Tensor:
 def _mass(loss: CrossEntropyLoss, f: Tensor, target: Tensor) -> Tensor:
     """Return the weighted mass `sum_k w_k p_k` that the target puts on the classes, per position: `[...]`."""
     if target.is_floating_point():
-        counts, p = f.new_ones(target.shape[1:]), target.detach()
+        counts, p = f.new_ones(target.shape[1:]), target.detach().to(f.dtype)
     else:
         counts = (target != loss.ignore_index).to(f.dtype)
         labels = where(target != loss.ignore_index, target, 0)
@@ -75,6 +76,11 @@ def _mass(loss: CrossEntropyLoss, f: Tensor, target: Tensor) -> Tensor:
     p = (1 - loss.label_smoothing) * p + loss.label_smoothing / f.shape[0]
     w = f.new_ones(f.shape[0]) if loss.weight is None else loss.weight
     mass: Tensor = counts * tensordot(w, p, dims=1)
+    if (mass < 0).any():
+        raise LossError(
+            "The target has a negative mass (a negative class weight or probability), so no real factor exists.",
+            "Use weights and probabilities that are not negative.",
+        )
     return mass
 
 

@@ -10,7 +10,11 @@ $$
 
 The right-hand side (Pearlmutter, 1994) needs first derivatives only: take the gradient, then its VJP with $V$. Two
 backward passes, no matrix. Nothing requires both derivatives to be with respect to the *same* tensor. With
-two, $A_1$ for the rows and $A_2$ for the columns, we get the off-diagonal blocks of a network's Hessian.
+two, $A_1$ for the rows and $A_2$ for the columns, we get the off-diagonal blocks of a network's Hessian. The two must
+be independent variables: neither may be computed from the other.
+
+Everything here relies on backward passes that can be differentiated themselves. A custom `autograd.Function` whose
+backward pass hides its dependence on the input (by detaching it) looks like a function without curvature.
 
 Implements: Hessian-vector products (chapter 2, "Hessians, HVPs").
 """
@@ -18,7 +22,8 @@ Implements: Hessian-vector products (chapter 2, "Hessians, HVPs").
 from torch import Tensor, ones_like, zeros_like
 
 from kfs.basics._checks import check_like, check_node, check_scalar
-from kfs.basics.jacobian_products import differentiate, vjp
+from kfs.basics.jacobian_products import no_path, pull_back
+from kfs.errors import GraphError
 
 
 def hvp(c: Tensor, a: Tensor, v: Tensor) -> Tensor:
@@ -64,12 +69,25 @@ def mixed_hvp(c: Tensor, a1: Tensor, a2: Tensor, v: Tensor) -> Tensor:
     check_node("a1", a1)
     check_node("a2", a2)
     check_like("v", v, "a2", a2)
-    gradient = vjp(c, a2, ones_like(c), create_graph=True)
-    product = differentiate(gradient, a1, v, create_graph=False)
+    if a1 is not a2 and (_depends(a1, a2) or _depends(a2, a1)):
+        raise GraphError(
+            "One of a1 and a2 was computed from the other, so they cannot be varied independently.",
+            "Choose two tensors of which neither enters the computation of the other.",
+        )
+    gradient = pull_back(c, a2, ones_like(c), create_graph=True)
+    if gradient is None:
+        raise no_path("c", "a2")
+    product = pull_back(gradient, a1, v, create_graph=False)
     if product is None:  # the gradient does not change with a1; make sure that c does
-        vjp(c, a1, ones_like(c))
+        if not _depends(c, a1):
+            raise no_path("c", "a1")
         return zeros_like(a1)
     return product
+
+
+def _depends(b: Tensor, a: Tensor) -> bool:
+    """Return whether `b` was computed from `a`."""
+    return not b.is_leaf and pull_back(b, a, ones_like(b), create_graph=False) is not None
 
 
 if __name__ == "__main__":

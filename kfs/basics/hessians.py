@@ -28,7 +28,7 @@ from itertools import product
 
 from torch import Tensor, zeros, zeros_like
 
-from kfs.basics._checks import check_node
+from kfs.basics._checks import check_node, check_scalar
 from kfs.basics.flattening import Vec, matricize, rvec
 from kfs.basics.hessian_product import mixed_hvp
 
@@ -55,13 +55,15 @@ def hessian(c: Tensor, a1: Tensor, a2: Tensor | None = None) -> Tensor:
                 [8., 2.]])
     """
     a2 = a1 if a2 is None else a2
+    check_node("c", c)
+    check_scalar("c", c)
     check_node("a1", a1)
     check_node("a2", a2)
     H = zeros((*a1.shape, *a2.shape), dtype=a1.dtype, device=a1.device)
     for index in product(*map(range, a1.shape)):
         one_hot = zeros_like(a1)
         one_hot[index] = 1
-        H[index] = mixed_hvp(c, a2, a1, one_hot)  # second derivatives commute: a column of the transpose is a row
+        H[index] = mixed_hvp(c, a2, a1, one_hot)  # a row is a column of the transpose
     return H
 
 

@@ -20,7 +20,7 @@ linear in $w$, therefore its own VJP with respect to $w$ is multiplication with 
 Implements: VJPs and JVPs (chapter 2, "Jacobians, JVP, VJPs").
 """
 
-from torch import Tensor, autograd, zeros_like
+from torch import Tensor, autograd, linspace, zeros_like
 
 from kfs.basics._checks import check_like, check_node
 from kfs.errors import GraphError
@@ -52,12 +52,9 @@ def vjp(b: Tensor, a: Tensor, v: Tensor, create_graph: bool = False) -> Tensor:
     check_node("b", b)
     check_node("a", a)
     check_like("v", v, "b", b)
-    u = differentiate(b, a, v, create_graph)
+    u = pull_back(b, a, v, create_graph)
     if u is None:
-        raise GraphError(
-            "b was not computed from a: there is no path between them in the computation graph.",
-            "Pass the very tensor that entered the computation, not a copy, a slice or a detached version of it.",
-        )
+        raise no_path("b", "a")
     return u
 
 
@@ -88,24 +85,59 @@ def jvp(b: Tensor, a: Tensor, v: Tensor) -> Tensor:
     check_like("v", v, "a", a)
     w = zeros_like(b, requires_grad=True)
     u = vjp(b, a, w, create_graph=True)
-    product = differentiate(u, w, v, create_graph=v.requires_grad)
-    return zeros_like(b) if product is None else product
+    product = pull_back(u, w, v, create_graph=v.requires_grad)
+    if product is not None:
+        return product
+    probe = linspace(1, 2, b.numel(), dtype=b.dtype, device=b.device).reshape(b.shape)
+    if vjp(b, a, probe).count_nonzero():  # the derivative is not zero, but how it depends on w was not recorded
+        raise GraphError(
+            "The backward pass from b to a cannot be differentiated, as with @once_differentiable functions.",
+            "Write that function's backward pass in differentiable operations.",
+        )
+    return zeros_like(b)
 
 
-def differentiate(b: Tensor, a: Tensor, v: Tensor, create_graph: bool) -> Tensor | None:
-    """Return `v^T J` with the Jacobian of `b` with respect to `a`, or `None` if `b` does not depend on `a`."""
+def pull_back(b: Tensor, a: Tensor, v: Tensor, create_graph: bool) -> Tensor | None:
+    """Return `v^T J` with the Jacobian of `b` with respect to `a`, or `None` if no path leads from `a` to `b`."""
     if not b.requires_grad:
         return None
+    kept = [(t, t.grad) for t in (b, a) if t.retains_grad]  # autograd would add to their .grad
     try:
         (u,) = autograd.grad(b, a, v, retain_graph=True, create_graph=create_graph, allow_unused=True)
     except RuntimeError as error:
-        if "a second time" not in str(error):
-            raise
-        raise GraphError(
-            "The computation graph has been freed by an earlier backward pass.",
-            "Evaluate the network again, or pass retain_graph=True to that backward pass.",
-        ) from error
+        for symptom, (cause, way_out) in _AUTOGRAD_ERRORS.items():
+            if symptom in str(error):
+                raise GraphError(cause, way_out) from error
+        raise
+    finally:
+        for t, grad in kept:
+            t.grad = grad
     return u
+
+
+def no_path(b: str, a: str) -> GraphError:
+    """Return the error for two tensors of which one was not computed from the other."""
+    return GraphError(
+        f"{b} was not computed from {a}: there is no path between them in the computation graph.",
+        "Pass the very tensor that entered the computation, not a copy, a slice or a detached version of it.",
+    )
+
+
+# What PyTorch's messages contain, and what that means here.
+_AUTOGRAD_ERRORS = {
+    "a second time": (
+        "The computation graph has been freed by an earlier backward pass.",
+        "Evaluate the network again, or pass retain_graph=True to that backward pass.",
+    ),
+    "modified by an inplace operation": (
+        "A tensor of the computation graph has been overwritten since the forward pass (by an optimizer step, say).",
+        "Evaluate the network again, or replace the in-place operation.",
+    ),
+    "is not implemented": (
+        "An operation in the computation graph has no second derivative in PyTorch.",
+        "Use another implementation, for attention: with torch.nn.attention.sdpa_kernel(SDPBackend.MATH).",
+    ),
+}
 
 
 if __name__ == "__main__":

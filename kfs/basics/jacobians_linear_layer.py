@@ -15,7 +15,7 @@ $$
 \mathrm{J}^{\mathrm{rvec}}_{\tilde{W}} z = I \otimes \tilde{x}^\top.
 $$
 
-This structure, and nothing else, is what KFAC exploits. Note that the two flattenings have the factors in *opposite
+This structure is what KFAC starts from. Note that the two flattenings have the factors in *opposite
 order*.
 
 Implements: Jacobians of a linear layer with respect to its weights (chapter 2, "Jacobians, JVP, VJPs").
@@ -23,6 +23,7 @@ Implements: Jacobians of a linear layer with respect to its weights (chapter 2, 
 
 from torch import Tensor, cat, eye, kron, ones
 
+from kfs.basics._checks import check_tensor
 from kfs.basics.flattening import Vec, check_vec, cvec
 from kfs.errors import ShapeError
 
@@ -36,6 +37,9 @@ def append_one(x: Tensor) -> Tensor:
     Returns:
         Shape `[d_in + 1]` or `[d_in + 1, S]`.
     """
+    check_tensor("x", x)
+    if x.ndim == 0:
+        raise ShapeError("x is a scalar.", "Pass one input [d_in], or several as columns [d_in, S].")
     return cat([x, ones(1, *x.shape[1:], dtype=x.dtype, device=x.device)])
 
 
@@ -54,6 +58,7 @@ def linear_layer_jacobian(x: Tensor, d_out: int, vec: Vec) -> Tensor:
         ShapeError: If `x` is no vector.
     """
     check_vec(vec)
+    check_tensor("x", x)
     if x.ndim != 1:
         raise ShapeError(f"x has shape {list(x.shape)}, expected a vector.", "Pass the input of one datum.")
     identity = eye(d_out, dtype=x.dtype, device=x.device)

@@ -25,6 +25,7 @@ Implements: Jacobians of a linear layer with weight sharing (chapter 2, commente
 
 from torch import Tensor, eye, kron
 
+from kfs.basics._checks import check_tensor
 from kfs.basics.flattening import Vec, check_vec, cvec
 from kfs.errors import ShapeError
 
@@ -44,6 +45,7 @@ def shared_linear_layer_jacobian(X: Tensor, d_out: int, vec: Vec) -> Tensor:
         ShapeError: If `X` is no matrix.
     """
     check_vec(vec)
+    check_tensor("X", X)
     if X.ndim != 2:
         raise ShapeError(f"X has shape {list(X.shape)}, expected a matrix.", "Pass one datum's inputs as columns.")
     identity = eye(d_out, dtype=X.dtype, device=X.device)

@@ -13,7 +13,8 @@ Minimising the empirical risk is maximum likelihood estimation. We can therefore
 predictions the entries (square loss) or positions (cross-entropy) are independent.
 
 Class weights and label smoothing break the disguise: $-w_y \log\, \mathrm{softmax}(f)_y$ is not the negative logarithm
-of a distribution. Sampling is refused there. A label that equals `ignore_index` is missing, and stays missing.
+of a distribution. Sampling is refused there. A label that equals `ignore_index` is missing, and stays missing. Where
+targets are probabilities, a draw is still a label: the likelihood depends on the prediction alone.
 
 Implements: probabilistic interpretation of both losses (chapter 2, "Probabilistic Interpretation").
 """
@@ -23,8 +24,8 @@ from torch import Generator, Tensor
 from torch.nn import MSELoss
 
 from kfs.basics._checks import check_floating
-from kfs.basics.reduction_factors import Loss, check_loss
-from kfs.errors import DtypeError, LossError, ShapeError
+from kfs.basics.reduction_factors import Loss, check_logits, check_loss
+from kfs.errors import DtypeError, LossError
 
 
 def sample_label(loss: Loss, prediction: Tensor, generator: Generator | None = None) -> Tensor:
@@ -49,6 +50,11 @@ def sample_label(loss: Loss, prediction: Tensor, generator: Generator | None = N
     """
     check_likelihood(loss, prediction)
     f = prediction.detach()
+    if not isinstance(generator, Generator | None):
+        raise DtypeError(
+            f"generator is a {type(generator).__name__}, expected a torch.Generator.",
+            "Make one from a seed: torch.Generator().manual_seed(seed).",
+        )
     if generator is not None and generator.device.type != f.device.type:
         raise DtypeError(
             f"The generator is on {generator.device}, but the prediction is on {f.device}.",
@@ -74,11 +80,7 @@ def check_likelihood(loss: Loss, prediction: Tensor) -> None:
     check_floating("The prediction", prediction)
     if isinstance(loss, MSELoss):
         return
-    if prediction.ndim == 0:
-        raise ShapeError(
-            "The prediction is a scalar, but cross-entropy needs one logit per class.",
-            "Pass one datum's logits, shape [C, ...].",
-        )
+    check_logits(prediction)
     if loss.weight is not None or loss.label_smoothing != 0:
         raise LossError(
             f"{loss} with class weights or label smoothing is not the negative logarithm of a distribution.",

@@ -10,7 +10,7 @@ the value at the anchor plus a Jacobian-vector product with the distance to the 
 value *and the same Jacobian* as $f$, but it is affine in $A$, so its second derivative is zero.
 
 This is how a non-convex composition becomes convex: in $g(h(A))$ with convex $g$, linearize $h$ only. What remains
-is a convex function whose Hessian is the generalized Gauss-Newton matrix.
+is a convex function whose Hessian at the anchor is the generalized Gauss-Newton matrix.
 
 Implements: linearization, vector and tensor case (chapter 2, "Partial Linearization, GGNs, GGNVPs").
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from torch import Tensor, enable_grad
 
-from kfs.basics._checks import check_floating, check_like
+from kfs.basics._checks import check_floating, check_like, check_node
 from kfs.basics.jacobian_products import jvp
 
 
@@ -47,6 +47,7 @@ def linearize(f: Callable[[Tensor], Tensor], anchor: Tensor) -> Callable[[Tensor
     with enable_grad():
         a0 = anchor.detach().clone().requires_grad_()
         b0 = f(a0)
+    check_node("The function's value", b0)
 
     def linearized(a: Tensor) -> Tensor:
         check_like("a", a, "anchor", a0)

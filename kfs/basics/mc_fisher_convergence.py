@@ -11,8 +11,8 @@ $$
 V = R^2 \sum_n \Big( \mathbb{E} \lVert g_n g_n^\top \rVert^2 - \lVert \mathbb{E}\, g_n g_n^\top \rVert^2 \Big).
 $$
 
-Four times as many samples halve the error. One sample, as common in training, gives a matrix of the right mean and
-a wrong everything else. For finitely many labels, even the constant $V$ can be computed.
+Four times as many samples halve the error. One sample, as common in training, has the right mean and is otherwise
+far from it. For finitely many labels, even the constant $V$ can be computed.
 
 Implements: convergence of the Monte Carlo Fisher (chapter 2, "The Fisher").
 """
@@ -52,12 +52,12 @@ def one_sample_variance(model: Module, loss: Loss, X: Tensor, y: Tensor, params:
         )
     pair, c = parameter_pair(model, params), criterion(loss)
     V = 0.0
-    for f_n, y_n in predictions(model, loss, X, y):
+    for f_n, y_n in predictions(model, loss, X, y, pair):
         weights, outer_products = [], []
         for weight, label in expected_labels(loss, f_n):
             g1, g2 = gradients(c(f_n, hide_ignored(loss, label, y_n)), pair)
             weights.append(weight)
-            outer_products.append(tensordot(g1, g2, dims=0).flatten())
+            outer_products.append(tensordot(g1, g2, dims=0).flatten().to(weight.dtype))
         w, outer = stack(weights), stack(outer_products)
         V += (w @ (outer - w @ outer) ** 2).sum().item()
     return reduction_factor(loss, y) ** 2 * V

@@ -11,11 +11,10 @@ For the same seed, the labels are those of the matrix in `mc_fishers`, and the p
 Implements: multiplication with the Monte Carlo Fisher (chapter 2, "The Fisher").
 """
 
-from torch import Tensor, enable_grad, zeros_like
+from torch import Tensor, enable_grad
 from torch.nn import Module
 
-from kfs.basics._checks import check_like
-from kfs.basics._per_datum import Params, parameter_pair
+from kfs.basics._per_datum import Params, parameter_pair, sum_of_products
 from kfs.basics.mc_fishers import would_be_gradients
 from kfs.basics.reduction_factors import Loss, reduction_factor
 
@@ -39,6 +38,12 @@ def mc_fisher_vp(
     Returns:
         A tensor like the parameter that indexes rows.
 
+    Raises:
+        LossError: If the loss is not supported here.
+        ModelError: If the model is not a function of one datum, or has no such parameter.
+        GraphError: If the parameter is frozen or not used.
+        DataError: If data or targets do not fit.
+
     Example:
         >>> import torch
         >>> model, X, y = torch.nn.Linear(3, 2), torch.rand(5, 3), torch.rand(5, 2)
@@ -46,10 +51,7 @@ def mc_fisher_vp(
         torch.Size([2, 3])
     """
     pair = parameter_pair(model, params)
-    check_like("v", v, "the parameter for columns", pair[1])
-    u = zeros_like(pair[0])
-    for g1, g2 in would_be_gradients(model, loss, X, y, pair, mc_samples, seed):
-        u += g1 * (g2 * v).sum()
+    u = sum_of_products(would_be_gradients(model, loss, X, y, pair, mc_samples, seed), pair, v)
     return reduction_factor(loss, y) / mc_samples * u
 
 

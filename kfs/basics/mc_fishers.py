@@ -15,18 +15,19 @@ The $\tilde{g}$ are *would-be gradients*: those of labels that might have been. 
 matrix is positive semi-definite. Only first derivatives are needed.
 
 The derivation via the KL divergence gives a factor $1/N$ in place of $R$. We use the reduction factor of the loss,
-so that every matrix in this package approximates the curvature of the same empirical risk.
+so that every matrix in this package approximates the curvature of the same empirical risk. Labels are drawn datum
+by datum from one seeded stream, so they change if `mc_samples` or the order of the data does.
 
 Implements: Monte Carlo-approximated type-I Fisher (chapter 2, "The Fisher").
 """
 
 from collections.abc import Iterator
 
-from torch import Generator, Tensor, enable_grad, tensordot
+from torch import Generator, Tensor, enable_grad
 from torch.nn import Module
 
-from kfs.basics._per_datum import Params, empty_block, gradients, parameter_pair, predictions
-from kfs.basics.flattening import Vec, matricize, rvec
+from kfs.basics._per_datum import Pair, Params, gradients, parameter_pair, predictions, sum_of_outer_products
+from kfs.basics.flattening import Vec, check_vec, matricize, rvec
 from kfs.basics.label_sampling import hide_ignored, sample_label
 from kfs.basics.reduction_factors import Loss, criterion, reduction_factor
 from kfs.errors import DataError
@@ -50,6 +51,12 @@ def mc_fisher(
     Returns:
         A tensor of shape `[*rows.shape, *columns.shape]`.
 
+    Raises:
+        LossError: If the loss is not supported here.
+        ModelError: If the model is not a function of one datum, or has no such parameter.
+        GraphError: If the parameter is frozen or not used.
+        DataError: If data or targets do not fit.
+
     Example:
         >>> import torch
         >>> model, X, y = torch.nn.Linear(3, 2), torch.rand(5, 3), torch.rand(5, 2)
@@ -57,9 +64,7 @@ def mc_fisher(
         torch.Size([2, 3, 2])
     """
     pair = parameter_pair(model, params)
-    F = empty_block(pair)
-    for g1, g2 in would_be_gradients(model, loss, X, y, pair, mc_samples, seed):
-        F += tensordot(g1, g2, dims=0)
+    F = sum_of_outer_products(would_be_gradients(model, loss, X, y, pair, mc_samples, seed), pair)
     return reduction_factor(loss, y) / mc_samples * F
 
 
@@ -88,6 +93,7 @@ def vec_mc_fisher(
     Returns:
         A matrix of shape `[rows.numel(), columns.numel()]`.
     """
+    check_vec(vec)
     rows, _ = parameter_pair(model, params)
     return matricize(mc_fisher(model, loss, X, y, params, mc_samples, seed), rows.ndim, vec)
 
@@ -97,16 +103,19 @@ def would_be_gradients(
     loss: Loss,
     X: Tensor,
     y: Tensor,
-    pair: tuple[Tensor, Tensor],
+    pair: Pair,
     mc_samples: int,
     seed: int,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, datum by datum and draw by draw, the gradients with respect to both parameters for a label drawn."""
-    if mc_samples < 1:
-        raise DataError(f"mc_samples is {mc_samples}, so no label would be drawn.", "Draw at least one per datum.")
+    if not isinstance(mc_samples, int) or mc_samples < 1 or not isinstance(seed, int):
+        raise DataError(
+            f"mc_samples is {mc_samples!r} and seed is {seed!r}, expected integers.",
+            "Draw at least one label per datum: mc_samples >= 1.",
+        )
     c = criterion(loss)
     generator = Generator(pair[0].device).manual_seed(seed)
-    for f_n, y_n in predictions(model, loss, X, y):
+    for f_n, y_n in predictions(model, loss, X, y, pair):
         for _ in range(mc_samples):
             label = hide_ignored(loss, sample_label(loss, f_n, generator), y_n)
             yield gradients(c(f_n, label), pair)

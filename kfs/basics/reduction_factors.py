@@ -17,7 +17,8 @@ number of entries of one target:
 | `CrossEntropyLoss` | $-\log\, \mathrm{softmax}(f)_y$ | $1$ | $1 / (N \dim\, \mathcal{Y})$ |
 
 A class label has $\dim\, \mathcal{Y} = 1$ however many classes there are, and a sequence of $S$ labels has
-$\dim\, \mathcal{Y} = S$. The mean is over *targets*, never over logits. With class weights $w$ or an ignored index
+$\dim\, \mathcal{Y} = S$, also where probabilities stand in for each label. The mean is over *targets*, never over
+logits. With class weights $w$ or an ignored index
 it is a weighted one: $R_{\mathrm{mean}} = 1 / \sum w_{y}$ over the labels that count, and the criterion carries the
 weight of its own label.
 
@@ -27,11 +28,11 @@ Implements: square loss, cross-entropy loss and their reduction factors (chapter
 from collections.abc import Callable
 from typing import TypeAlias
 
-from torch import Tensor, int64
+from torch import Size, Tensor, int64
 from torch.nn import CrossEntropyLoss, Module, MSELoss
 from torch.nn.functional import cross_entropy
 
-from kfs.basics._checks import check_floating, check_tensor
+from kfs.basics._checks import check_floating, check_like, check_tensor
 from kfs.errors import DataError, DtypeError, LossError, ShapeError
 
 Loss: TypeAlias = MSELoss | CrossEntropyLoss
@@ -60,10 +61,10 @@ def reduction_factor(loss: Loss, target: Tensor) -> float:
         0.25
     """
     check_loss(loss)
-    check_tensor("target", target)
+    check_tensor("The target", target)
     if target.ndim == 0 or target.numel() == 0:
         raise DataError(
-            f"target has shape {list(target.shape)}: there is no datum in it.",
+            f"The target has shape {list(target.shape)}: there is no datum in it.",
             "Pass all targets, stacked along the first axis.",
         )
     if isinstance(loss, MSELoss):
@@ -125,23 +126,31 @@ def check_loss(loss: Module) -> None:
 def check_datum(loss: Loss, f: Tensor, y: Tensor) -> None:
     """Refuse a prediction and a target of one datum that do not belong together."""
     check_floating("The prediction", f)
+    check_tensor("The target", y)
     if isinstance(loss, MSELoss):
         check_floating("The target", y)
-    check_tensor("The target", y)
-    labels = isinstance(loss, CrossEntropyLoss) and not y.is_floating_point()
-    if isinstance(loss, CrossEntropyLoss) and f.ndim == 0:
+        _check_target_shape(f, y, f.shape)
+        return
+    check_logits(f)
+    if loss.weight is not None:
+        check_like("The loss's weight", loss.weight, "a prediction's class axis", f.reshape(f.shape[0], -1)[:, 0])
+    _check_labels(loss, y)
+    _check_target_shape(f, y, f.shape if y.is_floating_point() else f.shape[1:])
+    if not y.is_floating_point():
+        _check_range(loss, y, f.shape[0])
+
+
+def check_logits(f: Tensor) -> None:
+    """Refuse a prediction without classes."""
+    if f.ndim == 0 or f.numel() == 0:
         raise ShapeError(
-            "The prediction is a scalar, but cross-entropy needs one logit per class.",
+            f"The prediction has shape {list(f.shape)}, but cross-entropy needs one logit per class.",
             "Pass one datum's logits, shape [C, ...].",
         )
-    if isinstance(loss, CrossEntropyLoss) and not labels and loss.ignore_index >= 0:
-        raise LossError(
-            f"The target is class probabilities, but ignore_index={loss.ignore_index}, which is for labels.",
-            "Leave ignore_index at its default of -100.",
-        )
-    if labels and y.dtype != int64:
-        raise DtypeError(f"The target has dtype {y.dtype}, but class labels are torch.int64.", "Convert it: y.long().")
-    expected = f.shape[1:] if labels else f.shape
+
+
+def _check_target_shape(f: Tensor, y: Tensor, expected: Size) -> None:
+    """Refuse a target of another shape than expected."""
     if y.shape != expected:
         raise ShapeError(
             f"The prediction has shape {list(f.shape)}, so one datum's target has shape {list(expected)}, "
@@ -150,11 +159,40 @@ def check_datum(loss: Loss, f: Tensor, y: Tensor) -> None:
         )
 
 
+def _check_labels(loss: CrossEntropyLoss, y: Tensor) -> None:
+    """Refuse targets that are neither class labels nor class probabilities."""
+    if y.is_floating_point() and loss.ignore_index >= 0:
+        raise LossError(
+            f"The target is class probabilities, but ignore_index={loss.ignore_index}, which is for labels.",
+            "Leave ignore_index at its default of -100.",
+        )
+    if not y.is_floating_point() and y.dtype != int64:
+        raise DtypeError(f"The target has dtype {y.dtype}, but class labels are torch.int64.", "Convert it: y.long().")
+
+
+def _check_range(loss: CrossEntropyLoss, y: Tensor, num_classes: int) -> None:
+    """Refuse labels that are no class."""
+    counted = y[y != loss.ignore_index]
+    if counted.numel() and not 0 <= counted.min() <= counted.max() < num_classes:
+        raise DataError(
+            f"Labels go from {counted.min().item()} to {counted.max().item()}, but there are {num_classes} classes.",
+            f"Use labels from 0 to {num_classes - 1}, or ignore_index ({loss.ignore_index}) for missing ones.",
+        )
+
+
 def _num_labels(loss: CrossEntropyLoss, target: Tensor) -> float:
     """Return what PyTorch's mean divides by: the number of labels, weighted if they are, without the ignored ones."""
+    _check_labels(loss, target)
     if target.is_floating_point():
+        if target.ndim < 2:
+            raise ShapeError(
+                f"The target has shape {list(target.shape)}, dtype {target.dtype}: neither labels nor probabilities.",
+                "Pass labels [N, ...] as torch.int64, or probabilities [N, C, ...].",
+            )
         return target.numel() / target.shape[1]
     counted = target[target != loss.ignore_index]
+    if loss.weight is not None:
+        _check_range(loss, target, len(loss.weight))
     total = counted.numel() if loss.weight is None else loss.weight[counted].sum().item()
     if total == 0:
         raise DataError(

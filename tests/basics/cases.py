@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfs.basics.reduction_factors import Loss
-
-# A float64 round-off of 2.2e-16, times the some thousand operations behind an entry of size one.
-ROUND_OFF = 1e-12
+from kfs.verification import ROUND_OFF
 
 # Shapes from scalars to rank three; sides differ from each other often enough to reveal mixed-up axes.
 shapes = st.lists(st.integers(1, 3), max_size=3).map(tuple)
@@ -48,7 +46,7 @@ class Parallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.columns(x))
-        prediction: Tensor = self.rows(hidden.transpose(1, 2))
+        prediction: Tensor = self.rows(hidden.transpose(1, 2)).transpose(1, 2)
         return prediction
 
 
@@ -98,6 +96,13 @@ CASES = [
     Case("ce-sequence", Parallel, nn.CrossEntropyLoss(), lambda: (_inputs(3, 2, 3), torch.randint(2, (3, 2)))),
     Case("ce-ignored", Parallel, nn.CrossEntropyLoss(), lambda: (_inputs(3, 2, 3), _labels_with_a_gap())),
     Case("ce-probabilities", mlp, nn.CrossEntropyLoss(), lambda: (_inputs(4, 3), _inputs(4, 3).softmax(1))),
+    Case(
+        "ce-weighted-probabilities",
+        mlp,
+        nn.CrossEntropyLoss(WEIGHT),
+        lambda: (_inputs(4, 3), _inputs(4, 3).softmax(1)),
+        False,
+    ),
     Case("ce-weighted", mlp, nn.CrossEntropyLoss(WEIGHT), lambda: (_inputs(4, 3), torch.randint(3, (4,))), False),
     Case(
         "ce-smoothed",

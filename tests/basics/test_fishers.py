@@ -29,13 +29,29 @@ from kfs.errors import DataError, DtypeError, FlatteningError, GraphError, LossE
 from tests.basics.cases import CASES, LIKELIHOODS, Case, assert_close, mlp
 
 Fisher = Callable[[nn.Module, Any, Tensor, Tensor, Params], Tensor]
-FISHERS: list[Fisher] = [mc_fisher, type1_fisher, type2_fisher, empirical_fisher]
+
+
+def multiplied(product: Any) -> Fisher:
+    """A product with ones, called like a matrix."""
+
+    def fisher(model: nn.Module, loss: Any, X: Tensor, y: Tensor, params: Params) -> Tensor:
+        columns = params[-1] if isinstance(params, (tuple, list)) else params
+        known = isinstance(model, nn.Module) and columns in dict(model.named_parameters())
+        v = torch.ones_like(model.get_parameter(str(columns))) if known else torch.ones(1)
+        return product(model, loss, X, y, params, v)  # type: ignore[no-any-return]
+
+    fisher.__name__ = product.__name__
+    return fisher
+
+
+PRODUCTS = [multiplied(mc_fisher_vp), multiplied(empirical_fisher_vp)]
+FISHERS: list[Fisher] = [mc_fisher, type1_fisher, type2_fisher, empirical_fisher, *PRODUCTS]
 
 
 def parameter_pairs(model: nn.Module) -> list[tuple[str, str]]:
-    """The first weight with itself, with its bias and with the last weight; a bias with itself."""
-    names = [name for name, _ in model.named_parameters()]
-    return [(names[0], names[0]), (names[0], names[1]), (names[0], names[2]), (names[1], names[1])]
+    """The first weight with itself, its bias and the last weight; both biases (of one shape in some cases); a bias."""
+    W1, b1, W2, b2 = (name for name, _ in model.named_parameters())
+    return [(W1, W1), (W1, b1), (W1, W2), (b1, b2), (b1, b1)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -56,7 +72,9 @@ def test_empirical_fisher_is_built_from_pytorchs_own_loss(case: Case) -> None:
         expected = R * (g1.T @ g2)
         E = empirical_fisher(model, loss, X, y, (rows, columns))
         assert_close(matricize(E, named[rows].ndim, rvec), expected)
-        assert_close(vec_empirical_fisher(model, loss, X, y, (named[rows], named[columns]), rvec), expected)
+        for vec in (cvec, rvec):
+            matrix = vec_empirical_fisher(model, loss, X, y, (named[rows], named[columns]), vec)
+            assert_close(matrix, matricize(E, named[rows].ndim, vec))
         v = torch.randn_like(named[columns])
         product = empirical_fisher_vp(model, loss, X, y, (rows, columns), v)
         assert_close(product, torch.tensordot(E, v, dims=v.ndim))
@@ -87,7 +105,7 @@ def test_both_exact_fishers_are_the_ggn(case: Case) -> None:
             assert_close(vec_type2_fisher(model, loss, X, y, pair, vec), matricize(two, ndim, vec))
     W = parameter_pairs(model)[0][0]
     E = empirical_fisher(model, loss, X, y, W)
-    assert not torch.allclose(E, type2_fisher(model, loss, X, y, W), atol=1e-4)
+    assert (E - type2_fisher(model, loss, X, y, W)).abs().max() > 1e-3  # far beyond round-off
 
 
 def test_label_rules_have_the_likelihoods_moments() -> None:
@@ -109,6 +127,7 @@ def test_label_rules_have_the_likelihoods_moments() -> None:
 def test_too_many_labels_are_refused() -> None:
     with pytest.raises(DataError, match="10 classes at 5 positions have 100000 combinations"):
         next(expected_labels(nn.CrossEntropyLoss(), torch.zeros(10, 5)))
+    assert next(expected_labels(nn.CrossEntropyLoss(), torch.zeros(10, 4)))[1].shape == (4,)
 
 
 @pytest.mark.parametrize("case", LIKELIHOODS, ids=str)
@@ -136,13 +155,46 @@ def test_monte_carlo_fisher_converges_like_one_over_root_m(case: Case) -> None:
     model, loss, X, y = case.make()
     b = parameter_pairs(model)[-1][0]
     F, V = type1_fisher(model, loss, X, y, b), one_sample_variance(model, loss, X, y, b)
-    repeats = 30
-    for M in (1, 16):
+    for M, repeats in ((1, 160), (16, 40)):
         draws = torch.stack([mc_fisher(model, loss, X, y, b, M, seed) for seed in range(repeats)])
         mean_square = ((draws - F) ** 2).flatten(1).sum(1).mean().item()
-        # The average of 30 squared errors scatters by some 25 percent; thrice that is allowed.
-        assert mean_square == pytest.approx(V / M, rel=0.75)
-    assert one_sample_variance(model, loss, X, y, b) > 0
+        # A squared error scatters by about its own size, more so for M = 1; the mean of many by some 15 percent.
+        assert V / M / 1.5 < mean_square < V / M * 1.5
+
+
+@pytest.mark.parametrize("fisher", [mc_fisher, type1_fisher, type2_fisher, empirical_fisher])
+def test_a_datum_whose_labels_are_all_missing_contributes_nothing(fisher: Fisher) -> None:
+    model, loss, X, _ = CASES[6].make()
+    y = torch.tensor([[0, 1], [-100, -100]])
+    both, first = (fisher(model, loss, X[:n], y[:n], "columns.weight") for n in (2, 1))
+    assert_close(both, first)  # the mean is over the labels that count
+    summed = nn.CrossEntropyLoss(reduction="sum")
+    assert one_sample_variance(model, summed, X[1:2], y[1:], "columns.weight") == 0
+
+
+class Routed(nn.Module):
+    """Sends every datum through one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [(self.left if row[0] > 0 else self.right)(row) for row in x]
+        return torch.stack(rows)
+
+
+def test_data_that_do_not_use_a_parameter_count_as_zero() -> None:
+    model, loss = Routed().double(), nn.MSELoss()
+    X, y = torch.randn(2, 6, 3, dtype=torch.float64)
+    used = X[:, 0] > 0
+    assert 0 < used.sum() < 6
+    prediction = model(X)
+    G = ggn(loss(prediction, y), prediction, model.left.weight)
+    for fisher in (type1_fisher, type2_fisher):
+        assert_close(fisher(model, loss, X, y, "left.weight"), G)
+    E = empirical_fisher(model, loss, X, y, "left.weight")
+    assert_close(E, empirical_fisher(model, loss, X[used], y[used], "left.weight") * used.sum() / 6)
 
 
 def test_convergence_constant_needs_finitely_many_labels() -> None:
@@ -231,7 +283,7 @@ class NoTensor(nn.Module):
         return self.output
 
 
-class OneMember(nn.Module):
+class UnusedParameter(nn.Module):
     """A parameter that the prediction does not use."""
 
     def __init__(self) -> None:
@@ -249,16 +301,16 @@ def test_bad_models_and_data_are_refused(fisher: Fisher) -> None:
     for inputs, targets in ((X, y[:3]), (X[:0], y[:0]), (X[0, 0], y)):
         with pytest.raises(DataError, match="one target for each"):
             fisher(model, loss, inputs, targets, "0.weight")
-    with pytest.raises(ModelError, match=r"no parameter named 'weight'\. Choose from \['0\.weight'"):
+    with pytest.raises(ModelError, match=r"no parameter named 'weight'\. .*name from \['0\.weight'"):
         fisher(model, loss, X, y, "weight")
-    with pytest.raises(ModelError, match="no parameter of the model"):
+    with pytest.raises(ModelError, match="no parameter that is the given one"):
         fisher(model, loss, X, y, torch.rand(2, 3))
     with pytest.raises(ModelError, match="params has 3 entries"):
         fisher(model, loss, X, y, ("0.weight", "0.bias", "2.bias"))  # type: ignore[arg-type]
-    with pytest.raises(GraphError, match="was not computed from"):
-        fisher(OneMember(), loss, X, y, "unused.weight")
+    with pytest.raises(GraphError, match="does not depend on the parameter for rows"):
+        fisher(UnusedParameter(), loss, X, y, "unused.weight")
     model.requires_grad_(False)
-    with pytest.raises(GraphError, match=r"parameter is not part of a computation graph.*requires_grad_"):
+    with pytest.raises(GraphError, match=r"Parameter '0\.weight' is frozen.*requires_grad_"):
         fisher(model, loss, X, y, "0.weight")
     with pytest.raises(LossError, match="reduction='none'"):
         fisher(mlp(), nn.MSELoss(reduction="none"), X, y, "0.weight")
@@ -268,10 +320,58 @@ def test_bad_models_and_data_are_refused(fisher: Fisher) -> None:
     coupled = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     with pytest.raises(ModelError, match=r"'1' \(BatchNorm1d\).*rest of the batch.*model\.eval\(\)"):
         fisher(coupled, loss, X, y, "0.weight")
-    assert fisher(coupled.eval(), loss, X, y, "0.weight").shape == (3, 3, 3, 3)
-    random = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
-    with pytest.raises(ModelError, match=r"'1' \(Dropout\).*depends on chance"):
-        fisher(random, loss, X, y, "0.weight")
+    assert fisher(coupled.eval(), loss, X, y, "0.weight").isfinite().all()
+    X[1, 2] = torch.nan
+    with pytest.raises(DataError, match="prediction for datum 1 is not finite"):
+        fisher(mlp(), loss, X, y, "0.weight")
+    with pytest.raises(ModelError, match=r"expected a torch\.nn\.Module"):
+        fisher(torch.exp, loss, X, y, "0.weight")  # type: ignore[arg-type]
+
+
+class Centred(nn.Module):
+    """Subtracts the mean of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("fisher", FISHERS)
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.Dropout(0.5), "drew random numbers"),
+        (nn.RReLU(), "drew random numbers"),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), "changed its buffers"),
+        (Centred(), "changes with the other data"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_models_that_are_no_function_of_one_datum_are_refused(fisher: Fisher, layer: nn.Module, message: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), layer)
+    X, y = torch.rand(2, 4, 3)
+    state = torch.get_rng_state()
+    buffers = [b.clone() for b in model.buffers()]
+    with pytest.raises(ModelError, match=message):
+        fisher(model, nn.MSELoss(), X, y, "0.weight")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, model.buffers(), buffers))
+
+
+@pytest.mark.parametrize("fisher", FISHERS)
+def test_hooks_inference_mode_and_mixed_dtypes_are_refused(fisher: Fisher) -> None:
+    first, last = nn.Linear(3, 2), nn.Linear(2, 3)
+    model = nn.Sequential(first, nn.Dropout(0.0), last)
+    X, y = torch.rand(2, 4, 3)
+    assert fisher(model, nn.MSELoss(), X, y, "0.weight").isfinite().all()
+    with torch.inference_mode(), pytest.raises(GraphError, match="inference_mode"):
+        fisher(model, nn.MSELoss(), X, y, "0.weight")
+    hook = first.weight.register_hook(lambda g: g.clamp(max=0.01))
+    with pytest.raises(GraphError, match=r"Parameter '0\.weight' has hooks"):
+        fisher(model, nn.MSELoss(), X, y, "0.weight")
+    hook.remove()
+    last.double()
+    with pytest.raises(DtypeError, match=r"columns is torch\.float64 on cpu, but the one for rows is torch\.float32"):
+        fisher(model, nn.MSELoss(), X, y, ("0.bias", "2.bias"))
 
 
 @pytest.mark.parametrize("fisher", [mc_fisher, type1_fisher, type2_fisher])
@@ -297,8 +397,17 @@ def test_bad_vectors_and_sample_counts_are_refused() -> None:
             product(model, loss, X, y, ("0.weight", "0.bias"), torch.zeros(2, 3, dtype=torch.float64))
         with pytest.raises(DtypeError, match=r"v is torch\.float32"):
             product(model, loss, X, y, ("0.weight", "0.bias"), torch.zeros(2))
-    with pytest.raises(DataError, match="mc_samples is 0"):
-        mc_fisher(model, loss, X, y, "0.weight", mc_samples=0)
+    wrong: list[dict[str, Any]] = [{"mc_samples": 0}, {"mc_samples": 2.0}, {"seed": None}]
+    for settings in wrong:
+        with pytest.raises(DataError, match="expected integers"):
+            mc_fisher(model, loss, X, y, "0.weight", **settings)
+
+
+@pytest.mark.parametrize("product", [mc_fisher_vp, empirical_fisher_vp])
+def test_products_with_a_parameter_carry_no_graph(product: Any) -> None:
+    model, loss, X, y = CASES[0].make()
+    W = model.get_parameter("0.weight")
+    assert not product(model, loss, X, y, W, W).requires_grad
 
 
 def test_tied_parameters_are_found_under_every_name() -> None:

@@ -4,22 +4,25 @@ from torch import Tensor, nn
 
 from kfs.basics.forward_pass import output_and_intermediates
 from kfs.basics.jacobian_products import vjp
-from kfs.errors import ModelError
+from kfs.errors import GraphError, ModelError
 from tests.basics.cases import assert_close
 
 
 class Twice(nn.Module):
-    """Calls one layer twice and another one never, and one with keywords only."""
+    """Has layers that are not called once with one tensor in and one tensor out."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.unused = nn.Linear(2, 2)
         self.by_keyword = nn.Linear(2, 2)
+        self.two_in = nn.Bilinear(2, 2, 2)
+        self.two_out = nn.RNN(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.by_keyword(input=self.layer(self.layer(x)))
-        return result
+        output, _ = self.two_out(self.two_in(result, result))
+        return output  # type: ignore[no-any-return]
 
 
 class Broken(nn.Module):
@@ -71,6 +74,21 @@ def test_hooks_are_removed_when_the_forward_pass_raises() -> None:
     mine.remove()
 
 
+def test_names_are_a_list_of_names_each_wanted_once() -> None:
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer, nn.Identity())
+    with pytest.raises(ModelError, match=r"string '0'\. Pass a list of names: \['0'\]"):
+        output_and_intermediates(model, torch.rand(1, 2), "0")
+    _, layers = output_and_intermediates(model, torch.rand(1, 2), ["0", "0"])
+    assert list(layers) == ["0"]
+    model.add_module("again", nn.Identity())
+    model.alias = layer  # a second name for the same module, which is then called twice
+    with pytest.raises(ModelError, match="'alias' was called more than once"):
+        output_and_intermediates(model, torch.rand(1, 2), ["alias"])
+    with torch.inference_mode(), pytest.raises(GraphError, match="inference_mode"):
+        output_and_intermediates(model, torch.rand(1, 2), ["0"])
+
+
 def test_unknown_names_are_refused_before_anything_runs() -> None:
     model = Broken()
     with pytest.raises(ModelError, match=r"no layers named \['fc'\]\. Choose from \['layer'\]"):
@@ -84,6 +102,8 @@ def test_unknown_names_are_refused_before_anything_runs() -> None:
         ("layer", "called more than once"),
         ("unused", "was not called"),
         ("by_keyword", "one tensor, passed by position"),
+        ("two_in", "one tensor, passed by position"),
+        ("two_out", "one tensor, passed by position"),
     ],
 )
 def test_layers_without_one_input_and_output_are_refused(name: str, message: str) -> None:

@@ -83,5 +83,7 @@ def test_bad_predictions_and_generators_are_refused() -> None:
         sample_label(nn.CrossEntropyLoss(), torch.tensor(0.0))
     with pytest.raises(DtypeError, match=r"prediction has dtype torch\.int64"):
         sample_label(nn.MSELoss(), torch.tensor([1, 2]))
+    with pytest.raises(DtypeError, match=r"generator is a int.*manual_seed"):
+        sample_label(nn.MSELoss(), torch.zeros(3), 0)  # type: ignore[arg-type]
     with pytest.raises(DtypeError, match="generator is on cpu, but the prediction is on meta"):
         sample_label(nn.MSELoss(), torch.zeros(3, device="meta"), Generator())

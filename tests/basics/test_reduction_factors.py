@@ -103,6 +103,19 @@ def test_missing_data_are_refused(target: torch.Tensor) -> None:
         reduction_factor(nn.MSELoss(), target)
 
 
+def test_odd_labels_are_refused_where_they_are_counted() -> None:
+    weighted = nn.CrossEntropyLoss(torch.tensor([1.0, 10.0]))
+    with pytest.raises(DtypeError, match=r"y\.long\(\)"):
+        reduction_factor(weighted, torch.tensor([1, 1], dtype=torch.uint8))
+    for label in (-1, 2):
+        with pytest.raises(DataError, match="but there are 2 classes"):
+            reduction_factor(weighted, torch.tensor([0, label]))
+    with pytest.raises(ShapeError, match="neither labels nor probabilities"):
+        reduction_factor(nn.CrossEntropyLoss(), torch.tensor([0.0, 1.0]))
+    with pytest.raises(LossError, match="ignore_index=1"):
+        reduction_factor(nn.CrossEntropyLoss(ignore_index=1), torch.rand(2, 3))
+
+
 def test_a_mean_over_nothing_is_refused() -> None:
     ignored = torch.tensor([-100, -100])
     with pytest.raises(DataError, match="0/0"):
@@ -121,6 +134,16 @@ def test_a_mean_over_nothing_is_refused() -> None:
         (nn.CrossEntropyLoss(), torch.zeros(3), torch.tensor(1.0), ShapeError, r"labels as torch\.int64"),
         (nn.CrossEntropyLoss(), torch.tensor(0.0), torch.tensor(0), ShapeError, "one logit per class"),
         (nn.CrossEntropyLoss(), torch.zeros(3), torch.tensor(1, dtype=torch.int32), DtypeError, r"y\.long\(\)"),
+        (nn.CrossEntropyLoss(), torch.zeros(3), torch.tensor(3), DataError, "from 3 to 3, but there are 3 classes"),
+        (nn.CrossEntropyLoss(), torch.zeros(0), torch.tensor(0), ShapeError, "one logit per class"),
+        (nn.CrossEntropyLoss(torch.ones(2)), torch.zeros(3), torch.tensor(0), ShapeError, r"weight has shape \[2\]"),
+        (
+            nn.CrossEntropyLoss(torch.ones(3).double()),
+            torch.zeros(3),
+            torch.tensor(0),
+            DtypeError,
+            "weight is torch.fl",
+        ),
         (nn.MSELoss(), torch.tensor([1]), torch.tensor([1.0]), DtypeError, r"prediction has dtype torch\.int64"),
         (nn.MSELoss(), torch.tensor([1.0]), torch.tensor([1]), DtypeError, r"target has dtype torch\.int64"),
         (nn.CrossEntropyLoss(), [0.0, 0.0], torch.tensor(1), DtypeError, "prediction is a list"),

@@ -83,7 +83,7 @@ def test_factors_are_roots_of_the_hessian_where_it_is_convex(case: Case) -> None
 @all_cases
 def test_fisher_is_the_covariance_of_sampled_gradients(case: Case) -> None:
     loss, f, y = case.make()
-    samples = 800
+    samples = 400
     if case.fisher == "none":
         calls: list[Callable[[], Tensor]] = [
             lambda: loss.fisher_factor(f, y),
