@@ -29,11 +29,12 @@ format: $(VENV)/.dev  ## format the code and mend what ruff can mend
 docs: $(VENV)/.docs  ## build the book into docs/site
 	@$(BIN)/python docs/build.py
 
-bench: $(VENV)/.bench  ## measure the cost of derivative products in units of forward+backward
-	@$(BIN)/python benchmarks/products.py
+bench: .venv-bench/.peers  ## measure our products and our peers' in units of forward+backward
+	@.venv-bench/bin/python -m benchmarks.products
+	@.venv-bench/bin/python -m benchmarks.operators
 
 clean:  ## remove .venv and everything that is built
-	rm -rf $(VENV) docs/site benchmarks/results .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-bench docs/site benchmarks/results .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -46,7 +47,16 @@ $(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
 	@$(INSTALL) --editable .
 	@touch $@
 
-$(VENV)/.dev $(VENV)/.docs $(VENV)/.bench: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing kfs[$*] into $(VENV) (once; PyTorch is large) ..."
 	@$(INSTALL) --editable '.[$*]'
+	@touch $@
+
+# An environment of its own: peers must not change what is tested. One that cannot be installed is reported, not fatal.
+.venv-bench/.peers: pyproject.toml constraints.txt benchmarks/peers.txt
+	@$(MAKE) --no-print-directory VENV=.venv-bench .venv-bench/bin/python
+	@echo "Installing kfs[bench] and its peers into .venv-bench (once; PyTorch is large) ..."
+	@.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	@.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers.txt \
+	  || echo "Not all peers could be installed; those that are missing are left out."
 	@touch $@

@@ -1,51 +1,23 @@
 """Cost of derivative products, kfs.basics against torch.func, in units of one forward and backward pass.
 
-Prints a Markdown table and writes benchmarks/results/products.json and products.png. Everything is measured in one run,
-in turn. Every product includes its forward pass. The FLOP column is what the matrix products alone predict.
+Everything is measured in one run, in turn. Every product includes its forward pass. The FLOP column, and the lines in
+the plot, are what the matrix products alone predict.
 """
 
-import json
-import platform
-import statistics
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from rich.progress import track
 from torch import Tensor
 from torch.func import functional_call, grad, jvp, vjp
 from torch.nn import CrossEntropyLoss, Linear, ReLU, Sequential
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfs import __version__
+from benchmarks.report import RESULTS, Row, medians, write
 from kfs.basics import ggn_product, hessian_product, jacobian_products
 
-RESULTS = Path(__file__).parent / "results"
 WIDTHS, BATCH, REPEATS = (784, 512, 512, 10), 256, 15
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured product.
-
-    Attributes:
-        product: Which product.
-        library: Whose implementation.
-        seconds: Median time.
-        ratio: That time in units of forward and backward.
-        flop_ratio: FLOPs of the matrix products in units of forward and backward.
-    """
-
-    product: str
-    library: str
-    seconds: float
-    ratio: float
-    flop_ratio: float
 
 
 class MatrixProductFlops(TorchDispatchMode):
@@ -112,68 +84,21 @@ def programs() -> dict[tuple[str, str], Callable[[], object]]:
 
 
 def measure(repeats: int = REPEATS) -> list[Row]:
-    """Time all programs in turn, `repeats` times, and return the medians and FLOPs relative to forward and backward."""
+    """Count FLOPs and time all programs."""
     tasks = programs()
     flops = {}
     for key, program in tasks.items():
-        with MatrixProductFlops() as counter:  # also a warm-up
+        with MatrixProductFlops() as counter:
             program()
         flops[key] = counter.total
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in tasks}
-    for _ in track(range(repeats), "Measuring", transient=True):
-        for key, program in tasks.items():
-            start = time.perf_counter()
-            program()
-            times[key].append(time.perf_counter() - start)
-    seconds = {key: statistics.median(values) for key, values in times.items()}
+    seconds = medians(tasks, repeats, "Products")
     unit = ("forward+backward", "torch")
-    return [Row(*key, seconds[key], seconds[key] / seconds[unit], flops[key] / flops[unit]) for key in tasks]
-
-
-def draw(rows: list[Row], file: Path) -> None:
-    """Draw the ratios as bars, and the FLOP ratios as lines across them."""
-    products = list(dict.fromkeys(row.product for row in rows[1:]))
-    libraries = list(dict.fromkeys(row.library for row in rows[1:]))
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    width = 0.8 / len(libraries)
-    for i, library in enumerate(libraries):
-        chosen = [row for row in rows if row.library == library]
-        places = [products.index(row.product) + (i - (len(libraries) - 1) / 2) * width for row in chosen]
-        axes.bar(places, [row.ratio for row in chosen], 0.9 * width, label=library)
-        left, right = [place - width / 2 for place in places], [place + width / 2 for place in places]
-        label = "FLOPs" if i == 0 else ""
-        axes.hlines([row.flop_ratio for row in chosen], left, right, colors="black", label=label)
-    axes.set_xticks(range(len(products)), products)
-    axes.set_ylabel("cost in units of forward+backward")
-    axes.set_title(f"Derivative products, MLP {'-'.join(map(str, WIDTHS))}, batch {BATCH}")
-    axes.legend(frameon=False)
-    figure.savefig(file, dpi=150)
+    return [Row("MLP", *key, seconds[key], seconds[key] / seconds[unit], flops[key] / flops[unit]) for key in tasks]
 
 
 def main(results: Path = RESULTS, repeats: int = REPEATS) -> None:
-    """Measure, print the table, and write table and plot."""
-    rows = measure(repeats)
-    results.mkdir(parents=True, exist_ok=True)
-    environment = {
-        "kfs": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "widths": WIDTHS,
-        "batch": BATCH,
-        "repeats": repeats,
-    }
-    text = json.dumps({"environment": environment, "rows": [asdict(row) for row in rows]}, indent=2)
-    (results / "products.json").write_text(text + "\n", encoding="utf-8")
-    draw(rows, results / "products.png")
-    print("| product | library | milliseconds | time / (forward+backward) | FLOPs / (forward+backward) |")
-    print("|---|---|---|---|---|")
-    for row in rows:
-        print(f"| {row.product} | {row.library} | {1e3 * row.seconds:.2f} | {row.ratio:.2f} | {row.flop_ratio:.2f} |")
-    print(f"Written: {results / 'products.json'}, {results / 'products.png'}")
+    """Measure, and write table, JSON and plot."""
+    write(measure(repeats), "products", {"widths": WIDTHS, "batch": BATCH, "repeats": repeats}, results)
 
 
 if __name__ == "__main__":

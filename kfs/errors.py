@@ -56,5 +56,9 @@ class ModelError(KfsError, ValueError):
     """A model does not have what was asked for, or is not a function of one datum."""
 
 
+class SolverError(KfsError, ArithmeticError):
+    """An iteration cannot reach a solution."""
+
+
 class VerificationError(KfsError, AssertionError):
     """A numerical claim turned out to be false."""

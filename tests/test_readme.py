@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.losses.cases import CASES
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_python_blocks_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     namespace: dict[str, object] = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
@@ -27,3 +29,31 @@ def test_make_targets_exist() -> None:
 def test_files_exist() -> None:
     for name in re.findall(r"`((?:kfs|docs|benchmarks|tests)/[\w/.]*)`", README):
         assert (ROOT / name).exists(), name
+
+
+def test_loss_table_is_true() -> None:
+    rows = re.findall(r"^\| (.*?(?:Loss|Cross|Custom).*?) \| (.*?) \| (.*?) \| (.*?) \|$", README, flags=re.MULTILINE)
+    claims = {name: cells for name, *cells in rows}
+    groups = {
+        "mse": "`MSELoss`",
+        "ce": "`CrossEntropyLoss`",
+        "masked-lm": "`kfs.losses.TokenCrossEntropy`",
+        "causal-lm": "`kfs.losses.TokenCrossEntropy`",
+        "bce": "`BCEWithLogitsLoss`",
+        "poisson": "`PoissonNLLLoss`",
+        "gaussian": "`GaussianNLLLoss`",
+        "huber": "`HuberLoss`",
+        "smooth": "`HuberLoss`",
+        "log": "a function",
+        "double": "a function",
+        "my": "a function",
+    }
+    assert len(claims) == len(set(groups.values()))
+    for case in CASES:
+        group = groups.get(case.name, groups.get(case.name.split("-")[0], ""))
+        (cells,) = [cells for name, cells in claims.items() if name.startswith(group)]
+        ggn, type2, type1 = cells
+        if group != "a function":
+            assert (ggn == "yes") == case.convex, case
+            assert type2.startswith("yes") == type1.startswith("yes") == (case.fisher != "none"), case
+            assert ("equals the GGN" in type2) == (case.fisher == "equal") or "log_input" in type2, case

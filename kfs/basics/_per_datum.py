@@ -4,7 +4,6 @@ The matrices themselves live in `mc_fishers`, `exact_fishers` and `emp_fishers`.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -16,6 +15,7 @@ from kfs.basics._checks import check_floating, check_like, check_no_inference_mo
 from kfs.basics.jacobian_products import pull_back
 from kfs.basics.reduction_factors import Loss, check_datum, reduction_factor
 from kfs.errors import DataError, GraphError, ModelError
+from kfs.state import no_randomness, restored
 
 # A parameter of the model or its name; two of them for the block with rows from the first and columns from the second.
 Param: TypeAlias = Tensor | str
@@ -115,7 +115,7 @@ def _check_model(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) ->
                 "the rest of the batch, so per-datum derivatives are not defined.",
                 "Call model.eval() first.",
             )
-    with _watched(model):
+    with restored(model, pair[0].device), no_randomness(pair[0].device):
         together = model(X)
         alone = [model(x_n.unsqueeze(0)) for x_n in X]
     for n, (f, y_n) in enumerate(zip(alone, y, strict=True)):
@@ -140,30 +140,3 @@ def _check_model(model: Module, loss: Loss, X: Tensor, y: Tensor, pair: Pair) ->
     for role, p in zip(("rows", "columns"), pair, strict=True):
         if pull_back(together, p, ones_like(together), create_graph=False) is None:
             raise GraphError(f"The prediction does not depend on the parameter for {role}.", "Choose one that it uses.")
-
-
-@contextmanager
-def _watched(model: Module) -> Iterator[None]:
-    """Restore random state and buffers, and refuse a model that changed them."""
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-
-    def random_states() -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
-
-    before = random_states()
-    buffers = {name: (b, b._version, b.clone()) for name, b in model.named_buffers()}
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-            drew = not all(map(torch.equal, random_states(), before))
-    finally:
-        changed = [name for name, (b, version, _) in buffers.items() if b._version != version]
-        with torch.no_grad():
-            for name in changed:
-                buffers[name][0].copy_(buffers[name][2])
-    if changed or drew:
-        what = f"changed its buffers {changed}" if changed else "drew random numbers"
-        raise ModelError(
-            f"The model {what} in the forward pass, so its prediction is not a function of its input.",
-            "Call model.eval() first, and remove randomness that does not depend on the mode.",
-        )

@@ -130,7 +130,7 @@ class Elementwise(Loss):
 
 def per_datum(t: Tensor) -> Tensor:
     """Sum all entries of each datum: `[N, ...]` to `[N]`."""
-    return t.reshape(t.shape[0], -1).sum(1)
+    return t.flatten(1).sum(1) if t.ndim > 1 else t
 
 
 def diagonal_factor(root: Tensor) -> Tensor:

@@ -1,0 +1,87 @@
+"""Cost of products with Hessian, GGN and empirical Fisher, for one and for ten columns, beside curvlinops if installed.
+
+Everything is measured in one run, in turn, in units of a forward and backward pass on the same data. Products include
+everything that a user's `A @ V` includes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import CrossEntropyLoss
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.problems import Problem, problems
+from benchmarks.report import RESULTS, Row, medians, write
+from kfs import GGN, EmpiricalRisk, Fisher, Hessian
+
+COLUMNS, REPEATS = (1, 10), 9
+
+
+def kfs_operators(problem: Problem) -> dict[str, Any]:
+    """Return our operators by name."""
+    risk = EmpiricalRisk(problem.model, CrossEntropyLoss(), (problem.X, problem.y))
+    return {"Hessian": Hessian(risk), "GGN": GGN(risk), "empirical Fisher": Fisher(risk, "empirical")}
+
+
+def curvlinops_operators(problem: Problem) -> dict[str, Any]:
+    """Return curvlinops' operators by name; none if it is not installed."""
+    try:
+        import curvlinops  # noqa: PLC0415 (a peer, not a dependency)
+    except ImportError:
+        return {}
+    params = [p for p in problem.model.parameters() if p.requires_grad]
+    arguments = (problem.model, CrossEntropyLoss(), params, [(problem.X, problem.y)])
+    peers = {
+        "Hessian": curvlinops.HessianLinearOperator,
+        "GGN": curvlinops.GGNLinearOperator,
+        "empirical Fisher": curvlinops.EFLinearOperator,
+    }
+    return {name: make(*arguments, check_deterministic=False) for name, make in peers.items()}
+
+
+def programs(problem: Problem) -> dict[tuple[str, str], Callable[[], object]]:
+    """Return what is measured on a problem; all libraries get the same columns."""
+    loss = CrossEntropyLoss()
+    size = sum(p.numel() for p in problem.model.parameters())
+    columns = {k: torch.randn(size, k) for k in COLUMNS}
+
+    def forward_backward() -> None:
+        loss(problem.model(problem.X), problem.y).backward()
+        problem.model.zero_grad()
+
+    def with_math_attention(operator: Any, k: int) -> object:
+        with sdpa_kernel(SDPBackend.MATH):  # curvlinops leaves the choice to the user, and the others cannot do it
+            return operator @ columns[k]
+
+    tasks: dict[tuple[str, str], Callable[[], object]] = {("forward+backward", "torch"): forward_backward}
+    for name, operator in kfs_operators(problem).items():
+        for k in COLUMNS:
+            tasks[f"{name}, {k}", "kfs"] = partial(operator.__matmul__, columns[k])
+    for name, operator in curvlinops_operators(problem).items():
+        for k in COLUMNS:
+            tasks[f"{name}, {k}", "curvlinops"] = partial(with_math_attention, operator, k)
+    return tasks
+
+
+def measure(chosen: list[Problem], repeats: int = REPEATS) -> list[Row]:
+    """Time all programs on the problems."""
+    rows = []
+    for problem in chosen:
+        seconds = medians(programs(problem), repeats, problem.name)
+        unit = seconds["forward+backward", "torch"]
+        rows += [
+            Row(problem.name, program, library, value, value / unit) for (program, library), value in seconds.items()
+        ]
+    return rows
+
+
+def main(results: Path = RESULTS, repeats: int = REPEATS, scale: int = 1) -> None:
+    """Measure, and write table, JSON and plot."""
+    write(measure(problems(scale), repeats), "operators", {"columns": COLUMNS, "repeats": repeats}, results)
+
+
+if __name__ == "__main__":
+    main()

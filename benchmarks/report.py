@@ -1,0 +1,101 @@
+"""What all benchmarks share: timing in turn, the environment, and table, JSON and plot from the same rows."""
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.progress import track
+
+from kfs import __version__
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured program.
+
+    Attributes:
+        problem: On which model and data.
+        program: What was computed.
+        library: Whose implementation.
+        seconds: Median time.
+        ratio: That time in units of the problem's forward and backward pass.
+        flop_ratio: FLOPs of the matrix products in the same units; `None` if they were not counted.
+    """
+
+    problem: str
+    program: str
+    library: str
+    seconds: float
+    ratio: float
+    flop_ratio: float | None = None
+
+
+def medians(programs: Mapping[Any, Callable[[], object]], repeats: int, task: str) -> dict[Any, float]:
+    """Run all programs once to warm up, then `repeats` times in turn, and return the median times."""
+    for program in programs.values():
+        program()
+    times: dict[Any, list[float]] = {key: [] for key in programs}
+    for _ in track(range(repeats), task, transient=True):
+        for key, program in programs.items():
+            start = time.perf_counter()
+            program()
+            times[key].append(time.perf_counter() - start)
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
+def write(rows: list[Row], name: str, settings: dict[str, object], results: Path) -> None:
+    """Print a Markdown table, and write JSON and plot."""
+    results.mkdir(parents=True, exist_ok=True)
+    environment = {
+        "kfs": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        **settings,
+    }
+    text = json.dumps({"environment": environment, "rows": [asdict(row) for row in rows]}, indent=2)
+    (results / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    draw(rows, name, results / f"{name}.png")
+    print("| problem | program | library | milliseconds | time / (forward+backward) | FLOPs / (forward+backward) |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        flops = "" if row.flop_ratio is None else f"{row.flop_ratio:.2f}"
+        print(
+            f"| {row.problem} | {row.program} | {row.library} | {1e3 * row.seconds:.2f} | {row.ratio:.2f} | {flops} |"
+        )
+    print(f"Written: {results / name}.json, {results / name}.png")
+
+
+def draw(rows: list[Row], title: str, file: Path) -> None:
+    """Draw one panel per problem: ratios as bars, FLOP ratios as lines across them."""
+    problems = list(dict.fromkeys(row.problem for row in rows))
+    libraries = list(dict.fromkeys(row.library for row in rows))
+    figure = Figure(figsize=(7, 3.2 * len(problems)), layout="constrained")
+    FigureCanvasAgg(figure)
+    width = 0.8 / len(libraries)
+    for axes, problem in zip(figure.subplots(len(problems), squeeze=False)[:, 0], problems, strict=True):
+        inside = [row for row in rows if row.problem == problem]
+        programs = list(dict.fromkeys(row.program for row in inside))
+        for i, library in enumerate(libraries):
+            chosen = [row for row in inside if row.library == library]
+            places = [programs.index(row.program) + (i - (len(libraries) - 1) / 2) * width for row in chosen]
+            axes.bar(places, [row.ratio for row in chosen], 0.9 * width, label=library)
+            counted = [(place, row.flop_ratio) for place, row in zip(places, chosen, strict=True) if row.flop_ratio]
+            for place, flops in counted:
+                axes.hlines(flops, place - width / 2, place + width / 2, colors="black")
+        axes.set_xticks(range(len(programs)), programs)
+        axes.set_ylabel("time / (forward+backward)")
+        axes.set_title(f"{title}: {problem}")
+        axes.legend(frameon=False)
+    figure.savefig(file, dpi=150)

@@ -1,0 +1,259 @@
+r"""Curvature operators of an empirical risk: what they share, and the four of them.
+
+Each is a sum over data, $R \sum_n (\dots)$, accumulated batch by batch, so that a result does not depend on how the
+data are split. GGN and Fisher have the form $R \sum_n J_n^\top M_n J_n$ and differ only in the small matrix $M_n$
+in prediction space, which the loss knows. The Hessian is differentiated twice.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.conv import _ConvNd
+
+from kfs.errors import LossError, ModelError
+from kfs.losses.counter import Draws
+from kfs.operators.derivatives import gradients_of_columns, leaves_and_rest, pull_back, push_forward
+from kfs.operators.interface import LinearOperator, Submatrix
+from kfs.operators.space import Columns, Space
+from kfs.risk import Batch, EmpiricalRisk
+
+Blocks = bool | Literal["parameter", "layer"]
+
+
+class Curvature(LinearOperator):
+    """A symmetric operator on a risk's parameters that is a sum over data.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        block_diagonal: Keep only the diagonal blocks: `"parameter"` (or `True`) for one block per parameter, `"layer"`
+            for one block per module with parameters.
+        chunk_size: How many columns are multiplied at once; more take more memory. By default 16, and 1 for models with
+            convolutions, which PyTorch runs slower for several columns at once than one after the other.
+    """
+
+    symmetric = True
+
+    def __init__(self, risk: EmpiricalRisk, *, block_diagonal: Blocks = False, chunk_size: int | None = None) -> None:
+        """Set up the space of the risk's parameters."""
+        space = parameter_space(risk)
+        super().__init__(space, space)
+        self.risk, self.chunk_size = risk, choose_chunk_size(risk, chunk_size)
+        self.blocks = _blocks(list(risk.params), block_diagonal)
+
+    @abstractmethod
+    def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
+        """Multiply a batch's block with some parameters' columns and rows, without the reduction factor."""
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply, batch by batch and block by block."""
+        return self.block(columns, list(self.codomain.shapes))
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply: the operator is symmetric."""
+        return self.multiply(columns)
+
+    def block(self, columns: Columns, rows: list[str]) -> Columns:
+        """Multiply the block that has some parameters' columns (those given) and some parameters' rows."""
+        some = next(iter(columns.values()))
+        total = {name: some.new_zeros(len(some), *self.codomain.shapes[name]) for name in rows}
+        with self.risk.untouched(), torch.enable_grad():
+            for batch in self.risk.batches(type(self).__name__):
+                for names in self.blocks:
+                    inside = {name: columns[name] for name in names if name in columns}
+                    wanted = [name for name in names if name in rows]
+                    if inside and wanted:
+                        for name, t in self.product(batch, inside, wanted).items():
+                            total[name] += t
+        return {name: self.risk.reduction_factor * t for name, t in total.items()}
+
+    def submatrix(self, rows: Iterable[str], columns: Iterable[str] | None = None) -> LinearOperator:
+        """Return the block with these parameters' rows and columns; nothing else is computed."""
+        return CurvatureBlock(self, rows, rows if columns is None else columns)
+
+
+class CurvatureBlock(Submatrix):
+    """A block of a curvature operator, computed without the rest."""
+
+    base: Curvature
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply the block."""
+        return self.base.block(columns, list(self.codomain.shapes))
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply the block on the other side of the diagonal."""
+        return self.base.block(columns, list(self.domain.shapes))
+
+
+class Hessian(Curvature):
+    """The Hessian of the risk: all second derivatives.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(10, 3), torch.rand(10, 2)))
+        >>> H = Hessian(risk)
+        >>> H.shape, (H @ torch.ones(8)).shape, (H @ risk.gradient())["bias"].shape
+        ((8, 8), torch.Size([8]), torch.Size([2]))
+    """
+
+    def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
+        """Differentiate the gradient."""
+        leaves, rest = leaves_and_rest(self.risk, {*columns, *rows})
+        f = self.risk.predict(leaves | rest, batch)
+        self.risk.finite(f.detach(), batch)
+        c = self.risk.loss.criterion(f, batch.y).sum()
+        moving, fixed = [leaves[name] for name in columns], [leaves[name] for name in rows]
+        gradient = torch.autograd.grad(c, moving, create_graph=True, allow_unused=True)
+        used = [(g, t) for g, t in zip(gradient, columns.values(), strict=True) if g is not None and g.requires_grad]
+        num_columns = len(next(iter(columns.values())))
+        zeros = {name: leaves[name].new_zeros(num_columns, *leaves[name].shape) for name in rows}
+        if not used:
+            return zeros
+        second = gradients_of_columns([g for g, _ in used], fixed, [t for _, t in used])
+        return {name: zeros[name] if t is None else t for name, t in zip(rows, second, strict=True)}
+
+
+class Sandwich(Curvature):
+    """A curvature operator of the form `R sum_n J_n^T M_n J_n`."""
+
+    @abstractmethod
+    def middle(self, f: Tensor, batch: Batch, u: Tensor) -> Tensor:
+        """Multiply `[K, *f.shape]` with every datum's matrix in prediction space."""
+
+    @abstractmethod
+    def factor(self, f: Tensor, batch: Batch) -> Tensor:
+        """Return columns `[K, *f.shape]` whose outer products sum up to every datum's matrix in prediction space."""
+
+    def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
+        """Push forward, multiply in prediction space, pull back."""
+        leaves, rest = leaves_and_rest(self.risk, {*columns, *rows})
+        f, Jv = push_forward(self.risk, batch, leaves, rest, columns)
+        u = self.middle(f.detach(), batch, Jv)
+        return pull_back(f, {name: leaves[name] for name in rows}, u)
+
+    def diagonal(self) -> Tensor:
+        """Compute the diagonal exactly, as a flat vector: sums of squared per-datum gradients, one datum at a time."""
+        total = {name: torch.zeros_like(p) for name, p in self.risk.params.items()}
+        with self.risk.untouched(), torch.enable_grad():
+            leaves = self.risk.leaves()
+            for batch in self.risk.batches(f"{type(self).__name__} diagonal"):
+                f = self.risk.predict(leaves, batch)
+                self.risk.finite(f.detach(), batch)
+                S = self.factor(f.detach(), batch)
+                for n in range(len(f)):
+                    for start in range(0, len(S), self.chunk_size):
+                        u = torch.zeros_like(S[start : start + self.chunk_size])
+                        u[:, n] = S[start : start + self.chunk_size, n]
+                        for name, g in pull_back(f, leaves, u, keep_graph=True).items():
+                            total[name] += (g**2).sum(0)
+        flat = self.domain.flatten({name: t.unsqueeze(0) for name, t in total.items()})
+        return self.risk.reduction_factor * flat.squeeze(0)
+
+
+class GGN(Sandwich):
+    """The generalized Gauss-Newton matrix: the Hessian of the risk of the linearized model.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(10, 3), torch.rand(10, 2)))
+        >>> torch.allclose(GGN(risk).to_dense(), Hessian(risk).to_dense())  # the model is linear
+        True
+    """
+
+    def middle(self, f: Tensor, batch: Batch, u: Tensor) -> Tensor:
+        """Multiply with the criterion's Hessian."""
+        return self.risk.loss.hessian_product(f, batch.y, u)
+
+    def factor(self, f: Tensor, batch: Batch) -> Tensor:
+        """Return the factor of the criterion's Hessian."""
+        return self.risk.loss.hessian_factor(f, batch.y)
+
+
+class Fisher(Sandwich):
+    """The Fisher information matrix, times the number of data and the reduction factor.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        kind: `"type-2"` for the exact matrix, `"type-1"` for a Monte Carlo estimate with labels drawn from the model's
+            likelihood, `"empirical"` for the labels at hand.
+        mc_samples: Draws per datum for `"type-1"`.
+        seed: Equal seeds give equal draws, however the data are split into batches.
+        block_diagonal: As in `Curvature`.
+        chunk_size: As in `Curvature`.
+    """
+
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        kind: Literal["type-1", "type-2", "empirical"] = "type-2",
+        *,
+        mc_samples: int = 1,
+        seed: int = 0,
+        block_diagonal: Blocks = False,
+        chunk_size: int | None = None,
+    ) -> None:
+        """Check the settings."""
+        super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size)
+        if kind not in {"type-1", "type-2", "empirical"}:
+            raise LossError(f"kind is {kind!r}.", "Choose 'type-1' (Monte Carlo), 'type-2' (exact) or 'empirical'.")
+        if not isinstance(mc_samples, int) or mc_samples < 1 or not isinstance(seed, int) or not 0 <= seed < 2**64:
+            raise LossError(
+                f"mc_samples is {mc_samples!r} and seed is {seed!r}.",
+                "Use integers: at least one sample, and a seed from 0 to 2**64 - 1.",
+            )
+        self.kind, self.mc_samples, self.seed = kind, mc_samples, seed
+
+    def middle(self, f: Tensor, batch: Batch, u: Tensor) -> Tensor:
+        """Multiply with the prediction-space Fisher, or with an outer product of gradients."""
+        if self.kind == "type-2":
+            return self.risk.loss.fisher_product(f, batch.y, u)
+        S = self.factor(f, batch).reshape(-1, len(f), f[0].numel())
+        weights = torch.einsum("mni,kni->kmn", S, u.reshape(len(u), len(f), -1))
+        result: Tensor = torch.einsum("mni,kmn->kni", S, weights)
+        return result.reshape(u.shape)
+
+    def factor(self, f: Tensor, batch: Batch) -> Tensor:
+        """Return the gradients whose outer products make the matrix, or an exact factor."""
+        loss = self.risk.loss
+        if self.kind == "type-2":
+            return loss.fisher_factor(f, batch.y)
+        if self.kind == "empirical":
+            return loss.gradient(f, batch.y).unsqueeze(0)
+        draws = [Draws(self.seed, batch.first, sample) for sample in range(self.mc_samples)]
+        gradients = torch.stack([loss.sampled_gradient(f, batch.y, d) for d in draws])
+        return gradients.div(self.mc_samples**0.5)
+
+
+def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None) -> int:
+    """Return how many columns to multiply at once: what the user says, or what is fast for the model."""
+    if chunk_size is None:
+        modules = risk.model.modules() if isinstance(risk.model, Module) else ()
+        return 1 if any(isinstance(module, _ConvNd) for module in modules) else 16
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ModelError(f"chunk_size is {chunk_size!r}.", "Multiply at least one column at once.")
+    return chunk_size
+
+
+def parameter_space(risk: EmpiricalRisk) -> Space:
+    """Return the space of a risk's parameters."""
+    return Space({name: p.shape for name, p in risk.params.items()}, risk.dtype, risk.device)
+
+
+def _blocks(names: list[str], block_diagonal: Blocks) -> list[list[str]]:
+    """Group the parameters whose mutual derivatives are kept."""
+    if block_diagonal is False:
+        return [names]
+    if block_diagonal is True or block_diagonal == "parameter":
+        return [[name] for name in names]
+    if block_diagonal == "layer":
+        layers: dict[str, list[str]] = {}
+        for name in names:
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+        return list(layers.values())
+    raise ModelError(
+        f"block_diagonal is {block_diagonal!r}.", "Choose False, 'parameter' (the same as True) or 'layer'."
+    )

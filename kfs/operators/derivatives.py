@@ -1,0 +1,167 @@
+r"""Derivatives of a batch's predictions, many columns at once: $J v$ and $J^\top u$ from one forward pass.
+
+Columns are pushed forward by forward-mode differentiation, all of them together (`vmap`); the same forward pass
+records the graph through which they come back. Models with operations that have no forward mode fall back to two
+backward passes.
+"""
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import jvp, vmap
+from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
+from torch.overrides import TorchFunctionMode
+
+from kfs.errors import GraphError, ModelError
+from kfs.operators.space import Columns
+from kfs.risk import Batch, EmpiricalRisk, Params
+from kfs.state import random_model
+
+
+class ConstantPadding(TorchFunctionMode):
+    """Makes forward mode agree with backward mode for `F.embedding`: the row `padding_idx` is a constant there.
+
+    PyTorch drops that row's gradient in the backward pass, but not its tangent in the forward pass, so that `J` and
+    `J^T` would not be transposes of each other.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+        kwargs = kwargs or {}
+        if func is not F.embedding:
+            return func(*args, **kwargs)
+        call = inspect.signature(F.embedding).bind(*args, **kwargs)
+        call.apply_defaults()
+        index, weight, padding = (call.arguments[name] for name in ("input", "weight", "padding_idx"))
+        if call.arguments["scale_grad_by_freq"]:
+            raise ModelError(
+                "An embedding has scale_grad_by_freq=True: what PyTorch calls its gradient is not the derivative.",
+                "Switch it off.",
+            )
+        if padding is None or call.arguments["max_norm"] is not None:
+            return func(*args, **kwargs)
+        moves = (index != padding % len(weight)).unsqueeze(-1)
+        return torch.where(moves, F.embedding(index, weight), F.embedding(index, weight.detach()))
+
+
+# What PyTorch's messages contain where an operation, or a custom autograd.Function, has no forward mode.
+_NO_FORWARD_MODE = ("forward AD", "forward mode AD", "forward-mode AD", "setup_context")
+
+
+def leaves_and_rest(risk: EmpiricalRisk, names: Iterable[str]) -> tuple[Params, Params]:
+    """Return leaves of a new graph for some parameters, and the values of the others."""
+    chosen = set(names)
+    leaves = {name: p.detach().requires_grad_() for name, p in risk.params.items() if name in chosen}
+    return leaves, {name: p.detach() for name, p in risk.params.items() if name not in chosen}
+
+
+def push_forward(
+    risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, columns: Columns
+) -> tuple[Tensor, Tensor]:
+    """Evaluate the model and multiply columns with its Jacobian.
+
+    Args:
+        risk: Says what the model is.
+        batch: The data.
+        leaves: Parameters to differentiate with respect to.
+        rest: The other parameters.
+        columns: Tensors `[K, *shape]` for some of the leaves; the others do not move.
+
+    Returns:
+        Predictions `[N, ...]`, connected to the leaves, and Jacobian products `[K, N, ...]`, detached.
+    """
+    num_columns = len(next(iter(columns.values())))
+    try:
+        with ConstantPadding():
+            f, Jv = _forward_mode(risk, batch, leaves, rest, columns)
+    except (NotImplementedError, RuntimeError) as error:
+        if "random operation" in str(error):
+            raise random_model() from error
+        if any(symptom in str(error) for symptom in _NO_FORWARD_MODE):
+            f, Jv = _double_backward(risk, batch, leaves, rest, columns)
+        elif "vmap" in str(error) and num_columns > 1:
+            singles = [{name: t[k : k + 1] for name, t in columns.items()} for k in range(num_columns)]
+            results = [push_forward(risk, batch, leaves, rest, single) for single in singles]
+            f, Jv = results[-1][0], torch.cat([Jv for _, Jv in results])
+        else:
+            raise
+    risk.finite(f.detach(), batch)
+    return f, Jv
+
+
+def _forward_mode(
+    risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, columns: Columns
+) -> tuple[Tensor, Tensor]:
+    """Push columns forward with the predictions. One column needs no `vmap`."""
+    num_columns = len(next(iter(columns.values())))
+    still = {name: p for name, p in leaves.items() if name not in columns} | rest
+    if num_columns == 1:
+        with forward_ad.dual_level():
+            moving = {name: forward_ad.make_dual(leaves[name], t[0]) for name, t in columns.items()}
+            f, tangent = forward_ad.unpack_dual(risk.predict(moving | still, batch))
+        return f, (torch.zeros_like(f) if tangent is None else tangent).detach().unsqueeze(0)
+
+    def predict(params: Params) -> Tensor:
+        return risk.predict(params | still, batch)
+
+    moving = {name: leaves[name] for name in columns}
+    # The predictions do not depend on the column, so they come without that axis.
+    f, Jv = vmap(lambda v: jvp(predict, (moving,), (v,))[:2], out_dims=(None, 0))(columns)  # type: ignore[arg-type]
+    return f, Jv.detach()
+
+
+def _double_backward(
+    risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, columns: Columns
+) -> tuple[Tensor, Tensor]:
+    """Multiply by differentiating the backward pass: it is linear in what is sent back."""
+    f = risk.predict(leaves | rest, batch)
+    w = torch.zeros_like(f, requires_grad=True)
+    moving = [leaves[name] for name in columns]
+    pulled = torch.autograd.grad(f, moving, w, create_graph=True, allow_unused=True)
+    used = [(g, t) for g, t in zip(pulled, columns.values(), strict=True) if g is not None and g.requires_grad]
+    Jv = [
+        torch.autograd.grad([g for g, _ in used], w, [t[k] for _, t in used], retain_graph=True)[0]
+        if used
+        else w.detach()
+        for k in range(len(next(iter(columns.values()))))
+    ]
+    return f, torch.stack(Jv)
+
+
+def pull_back(f: Tensor, leaves: Params, u: Tensor, keep_graph: bool = False) -> Columns:
+    """Multiply columns `[K, *f.shape]` with the transposed Jacobian, for all leaves: `[K, *shape]` each."""
+    gradients = dict(zip(leaves, gradients_of_columns([f], list(leaves.values()), [u], keep_graph), strict=True))
+    unused = [name for name, g in gradients.items() if g is None]
+    if unused:
+        raise GraphError(
+            f"The prediction does not depend on the parameters {unused}.",
+            "Leave them out of the risk with params=.",
+        )
+    return {name: g for name, g in gradients.items() if g is not None}
+
+
+def gradients_of_columns(
+    outputs: list[Tensor], inputs: list[Tensor], columns: list[Tensor], keep_graph: bool = False
+) -> list[Tensor | None]:
+    """Send columns back through a graph, together if PyTorch can: `[K, *input.shape]`, or `None` where not used."""
+    num_columns = len(columns[0])
+    if num_columns > 1:
+        try:
+            return list(
+                torch.autograd.grad(
+                    outputs, inputs, columns, allow_unused=True, is_grads_batched=True, retain_graph=True
+                )
+            )
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
+    singles = [
+        torch.autograd.grad(
+            outputs, inputs, [c[k] for c in columns], allow_unused=True, retain_graph=keep_graph or k + 1 < num_columns
+        )
+        for k in range(num_columns)
+    ]
+    return [None if parts[0] is None else torch.stack(parts) for parts in zip(*singles, strict=True)]

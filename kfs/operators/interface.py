@@ -1,0 +1,283 @@
+"""What every linear operator can do: multiply, be combined with others, become dense, and go to SciPy.
+
+Contracts, for operators `A`, `B`, numbers `a` and vectors `v` that fit:
+
+    (A @ B) @ v == A @ (B @ v)          (A + B) @ v == A @ v + B @ v        (a * A) @ v == a * (A @ v)
+    A.T.T @ v == A @ v                  A.shift(a) @ v == A @ v + a * v     A.to_dense() @ v == A @ v
+
+A vector may be flat, a matrix of columns, or a dictionary like the risk's parameters; the answer has the same form.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, overload
+
+import torch
+from torch import Tensor
+
+from kfs.errors import ShapeError
+from kfs.operators.space import Columns, Space, Vector
+
+if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator as ScipyOperator
+
+
+class LinearOperator(ABC):
+    """A linear map between two spaces of named tensors.
+
+    Attributes:
+        domain: What it acts on.
+        codomain: Where the answer lives.
+        symmetric: Whether it equals its transpose.
+        chunk_size: How many columns are multiplied at once. More are faster and take more memory.
+    """
+
+    symmetric = False
+    chunk_size = 16
+
+    def __init__(self, domain: Space, codomain: Space) -> None:
+        """Store the spaces."""
+        self.domain, self.codomain = domain, codomain
+
+    @abstractmethod
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply columns of the domain, at most `chunk_size` of them."""
+
+    @abstractmethod
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply columns of the codomain with the transpose."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        return self.codomain.size, self.domain.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The matrix's dtype."""
+        return self.codomain.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the matrix lives."""
+        return self.codomain.device
+
+    @overload
+    def __matmul__(self, v: Tensor) -> Tensor: ...
+    @overload
+    def __matmul__(self, v: dict[str, Tensor]) -> dict[str, Tensor]: ...
+    @overload
+    def __matmul__(self, v: "LinearOperator") -> "LinearOperator": ...
+    def __matmul__(self, v: "Vector | LinearOperator") -> "Vector | LinearOperator":
+        """Multiply a flat vector, a matrix of columns or a dictionary; or compose with another operator."""
+        if isinstance(v, LinearOperator):
+            return Product(self, v)
+        columns, form = self.domain.read(v)
+        num_columns = len(next(iter(columns.values())))
+        if num_columns == 0:
+            empty = torch.zeros(0, self.codomain.size, dtype=self.dtype, device=self.device)
+            return self.codomain.write(self.codomain.unflatten(empty), form)
+        parts = [
+            self.multiply({name: t[start : start + self.chunk_size] for name, t in columns.items()})
+            for start in range(0, num_columns, self.chunk_size)
+        ]
+        result = {name: torch.cat([part[name] for part in parts]) for name in self.codomain.shapes}
+        return self.codomain.write(result, form)
+
+    @property
+    def T(self) -> "LinearOperator":  # noqa: N802 (as in NumPy and PyTorch)
+        """The transpose."""
+        return self if self.symmetric else Transposed(self)
+
+    def __add__(self, other: "LinearOperator") -> "LinearOperator":
+        """Add two operators."""
+        return Sum(self, other)
+
+    def __sub__(self, other: "LinearOperator") -> "LinearOperator":
+        """Subtract an operator."""
+        return Sum(self, -1.0 * other)
+
+    def __mul__(self, factor: float) -> "LinearOperator":
+        """Scale by a number."""
+        return Scaled(self, factor)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> "LinearOperator":
+        """Change the sign."""
+        return Scaled(self, -1.0)
+
+    def shift(self, delta: float) -> "LinearOperator":
+        """Add `delta` times the identity."""
+        return Sum(self, Scaled(Identity(self.domain), delta))
+
+    def submatrix(self, rows: Iterable[str], columns: Iterable[str] | None = None) -> "LinearOperator":
+        """Return the block with these parameters' rows and columns (the same ones by default)."""
+        return Submatrix(self, rows, rows if columns is None else columns)
+
+    def to_dense(self, flattening: str = "rvec") -> Tensor:
+        """Form the matrix, column by column.
+
+        Args:
+            flattening: How each parameter is flattened, `"rvec"` (as flat vectors are) or `"cvec"`.
+
+        Returns:
+            A matrix of this operator's shape.
+        """
+        rows, columns = self.codomain.order(flattening), self.domain.order(flattening)
+        dense = self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.device)
+        return dense[rows][:, columns]
+
+    def to_scipy(self) -> "ScipyOperator":
+        """Return a SciPy operator that multiplies NumPy vectors with this one, on this one's device and dtype."""
+        from scipy.sparse.linalg import LinearOperator as ScipyOperator  # noqa: PLC0415 (slow to import)
+
+        def product(operator: LinearOperator):  # type: ignore[no-untyped-def]
+            def call(v):  # type: ignore[no-untyped-def]
+                t = torch.as_tensor(v, dtype=self.dtype, device=self.device)
+                return (operator @ t).cpu().numpy()
+
+            return call
+
+        forward, backward = product(self), product(self.T)
+        dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+        return ScipyOperator(
+            self.shape, matvec=forward, matmat=forward, rmatvec=backward, rmatmat=backward, dtype=dtype
+        )
+
+
+class Identity(LinearOperator):
+    """The identity."""
+
+    symmetric = True
+
+    def __init__(self, space: Space) -> None:
+        """Map a space to itself."""
+        super().__init__(space, space)
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Return the columns."""
+        return columns
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Return the columns."""
+        return columns
+
+
+class Transposed(LinearOperator):
+    """The transpose of an operator."""
+
+    def __init__(self, base: LinearOperator) -> None:
+        """Swap the spaces."""
+        super().__init__(base.codomain, base.domain)
+        self.base, self.chunk_size = base, base.chunk_size
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply with the transpose."""
+        return self.base.multiply_transposed(columns)
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply with the operator itself."""
+        return self.base.multiply(columns)
+
+    @property
+    def T(self) -> LinearOperator:  # noqa: N802
+        """The operator itself."""
+        return self.base
+
+
+class Scaled(LinearOperator):
+    """A number times an operator."""
+
+    def __init__(self, base: LinearOperator, factor: float) -> None:
+        """Store both."""
+        super().__init__(base.domain, base.codomain)
+        self.base, self.factor = base, float(factor)
+        self.symmetric, self.chunk_size = base.symmetric, base.chunk_size
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply, then scale."""
+        return {name: self.factor * t for name, t in self.base.multiply(columns).items()}
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply with the transpose, then scale."""
+        return {name: self.factor * t for name, t in self.base.multiply_transposed(columns).items()}
+
+
+class Sum(LinearOperator):
+    """The sum of two operators on the same spaces."""
+
+    def __init__(self, one: LinearOperator, other: LinearOperator) -> None:
+        """Check that the sum exists."""
+        _check_spaces(one.domain, other.domain, "added")
+        _check_spaces(one.codomain, other.codomain, "added")
+        super().__init__(one.domain, one.codomain)
+        self.one, self.other = one, other
+        self.symmetric = one.symmetric and other.symmetric
+        self.chunk_size = min(one.chunk_size, other.chunk_size)
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply with both and add."""
+        one, other = self.one.multiply(columns), self.other.multiply(columns)
+        return {name: one[name] + other[name] for name in one}
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply with both transposes and add."""
+        one, other = self.one.multiply_transposed(columns), self.other.multiply_transposed(columns)
+        return {name: one[name] + other[name] for name in one}
+
+
+class Product(LinearOperator):
+    """One operator after another."""
+
+    def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
+        """Check that the product exists."""
+        _check_spaces(left.domain, right.codomain, "multiplied")
+        super().__init__(right.domain, left.codomain)
+        self.left, self.right = left, right
+        self.chunk_size = min(left.chunk_size, right.chunk_size)
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply with the right one first."""
+        return self.left.multiply(self.right.multiply(columns))
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply with the transposes in the opposite order."""
+        return self.right.multiply_transposed(self.left.multiply_transposed(columns))
+
+
+class Submatrix(LinearOperator):
+    """Some rows and columns of an operator, by parameter."""
+
+    def __init__(self, base: LinearOperator, rows: Iterable[str], columns: Iterable[str]) -> None:
+        """Choose the parameters."""
+        super().__init__(base.domain.subspace(columns), base.codomain.subspace(rows))
+        self.base, self.chunk_size = base, base.chunk_size
+        self.symmetric = base.symmetric and self.domain == self.codomain
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Fill up with zeros, multiply, and cut out."""
+        result = self.base.multiply(_padded(columns, self.base.domain))
+        return {name: result[name] for name in self.codomain.shapes}
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Fill up with zeros, multiply with the transpose, and cut out."""
+        result = self.base.multiply_transposed(_padded(columns, self.base.codomain))
+        return {name: result[name] for name in self.domain.shapes}
+
+
+def _padded(columns: Columns, space: Space) -> Columns:
+    """Return columns of a larger space, zero in the missing tensors."""
+    some = next(iter(columns.values()))
+    return {
+        name: columns[name] if name in columns else some.new_zeros(len(some), *shape)
+        for name, shape in space.shapes.items()
+    }
+
+
+def _check_spaces(one: Space, other: Space, verb: str) -> None:
+    if one != other:
+        raise ShapeError(
+            f"Operators on {list(one.shapes)} ({one.size} numbers) and {list(other.shapes)} cannot be {verb}.",
+            "Build both from risks with the same params.",
+        )

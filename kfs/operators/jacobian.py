@@ -1,0 +1,59 @@
+"""The Jacobian of all predictions with respect to the parameters, and its transpose."""
+
+import torch
+
+from kfs.operators.curvature import choose_chunk_size, parameter_space
+from kfs.operators.derivatives import leaves_and_rest, pull_back, push_forward
+from kfs.operators.interface import LinearOperator
+from kfs.operators.space import Columns, Space
+from kfs.risk import EmpiricalRisk
+
+PREDICTION = "prediction"
+
+
+class Jacobian(LinearOperator):
+    """The Jacobian of the predictions for all data, `[N, ...]` flattened by rows, with respect to the parameters.
+
+    Args:
+        risk: Model, data and parameters; of the loss nothing is used.
+        chunk_size: How many columns are multiplied at once; by default as in `Curvature`.
+
+    Example:
+        >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(10, 3), torch.rand(10, 2)))
+        >>> J = Jacobian(risk)
+        >>> J.shape, (J.T @ torch.ones(20)).shape
+        ((20, 8), torch.Size([8]))
+    """
+
+    def __init__(self, risk: EmpiricalRisk, *, chunk_size: int | None = None) -> None:
+        """Evaluate the model on one batch, to learn the predictions' shape."""
+        domain = parameter_space(risk)
+        with risk.untouched(), torch.no_grad():
+            batch = next(iter(risk.batches()))
+            shape = risk.predict(risk.params, batch).shape[1:]
+        super().__init__(domain, Space({PREDICTION: (risk.num_data, *shape)}, risk.dtype, risk.device))
+        self.risk, self.chunk_size = risk, choose_chunk_size(risk, chunk_size)
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Push columns forward, batch by batch."""
+        parts = []
+        with self.risk.untouched(), torch.enable_grad():
+            leaves, rest = leaves_and_rest(self.risk, columns)
+            for batch in self.risk.batches("Jacobian"):
+                _, Jv = push_forward(self.risk, batch, leaves, rest, columns)
+                parts.append(Jv)
+        return {PREDICTION: torch.cat(parts, dim=1)}
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Pull columns back, batch by batch."""
+        u = columns[PREDICTION]
+        total = {name: u.new_zeros(len(u), *shape) for name, shape in self.domain.shapes.items()}
+        with self.risk.untouched(), torch.enable_grad():
+            leaves, rest = leaves_and_rest(self.risk, total)
+            for batch in self.risk.batches("Jacobian.T"):
+                f = self.risk.predict(leaves | rest, batch)
+                self.risk.finite(f.detach(), batch)
+                part = u[:, batch.first : batch.first + len(f)]
+                for name, t in pull_back(f, leaves, part).items():
+                    total[name] += t
+        return total

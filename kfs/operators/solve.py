@@ -1,0 +1,137 @@
+r"""Linear systems with operators: conjugate gradients and Neumann series.
+
+Both need products only. Curvature is rarely positive definite by itself; solve with `A.shift(damping)`.
+"""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from kfs.errors import ShapeError, SolverError
+from kfs.operators.interface import LinearOperator
+
+Vec = TypeVar("Vec", Tensor, dict[str, Tensor])
+
+
+@dataclass(frozen=True)
+class Solution(Generic[Vec]):
+    """An approximate solution and how it was reached.
+
+    Attributes:
+        x: The solution, in the form of the right-hand side.
+        iterations: How many products were needed.
+        residuals: Relative residual norm `|b - A x| / |b|` after every iteration, the largest over columns.
+        converged: Whether the last one is below the tolerance.
+    """
+
+    x: Vec
+    iterations: int
+    residuals: tuple[float, ...]
+    converged: bool
+
+
+def solve(
+    A: LinearOperator,
+    b: Vec,
+    *,
+    preconditioner: LinearOperator | None = None,
+    tolerance: float = 1e-6,
+    max_iterations: int | None = None,
+    progress: bool = False,
+) -> Solution[Vec]:
+    """Solve `A x = b` by conjugate gradients, all columns of `b` at once.
+
+    Args:
+        A: A symmetric positive definite operator, such as `GGN(risk).shift(1e-3)`.
+        b: A flat vector, a matrix of columns, or a dictionary like the risk's params.
+        preconditioner: A symmetric positive definite operator that approximates the inverse of `A`.
+        tolerance: Stop when every column's residual is below this fraction of its right-hand side.
+        max_iterations: Stop after so many iterations in any case; by default after as many as `A` has rows.
+        progress: Whether to show the residual while iterating.
+
+    Returns:
+        The solution with an iteration report. Look at `converged`.
+
+    Raises:
+        SolverError: If `A` turns out not to be positive definite.
+
+    Example:
+        >>> from kfs import EmpiricalRisk, GGN
+        >>> _ = torch.manual_seed(0)
+        >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(10, 3), torch.rand(10, 2)))
+        >>> solution = solve(GGN(risk).shift(0.1), risk.gradient())
+        >>> solution.converged, solution.x["bias"].shape
+        (True, torch.Size([2]))
+    """
+    _check_square(A)
+    columns, form = A.domain.read(b)
+    B = A.domain.flatten(columns).T
+    limit = A.shape[0] if max_iterations is None else max_iterations
+    scale = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
+
+    X, R = torch.zeros_like(B), B.clone()
+    Z = R if preconditioner is None else preconditioner @ R
+    P, rho = Z.clone(), (R * Z).sum(0)
+    residuals: list[float] = [float((R.norm(dim=0) / scale).max())]
+    with Progress(disable=not progress, transient=True) as bar:
+        task = bar.add_task("conjugate gradients", total=limit)
+        while residuals[-1] > tolerance and len(residuals) <= limit:
+            AP = A @ P
+            curvature = (P * AP).sum(0)
+            active = R.norm(dim=0) > tolerance * scale
+            if (curvature[active] <= 0).any() or not curvature.isfinite().all():
+                raise SolverError(
+                    f"The operator is not positive definite: a direction has curvature {curvature.min().item():.2e}.",
+                    "Shift it by a larger damping: A.shift(damping), or use the GGN or the Fisher, not the Hessian.",
+                )
+            step = torch.where(active, rho / curvature, 0)
+            X, R = X + step * P, R - step * AP
+            Z = R if preconditioner is None else preconditioner @ R
+            rho_before, rho = rho, (R * Z).sum(0)
+            P = Z + torch.where(active, rho / rho_before, 0) * P
+            residuals.append(float((R.norm(dim=0) / scale).max()))
+            bar.update(task, advance=1, description=f"residual {residuals[-1]:.1e}")
+    x = A.domain.write(A.domain.unflatten(X.T), form)
+    return Solution(x, len(residuals) - 1, tuple(residuals[1:]), residuals[-1] <= tolerance)  # type: ignore[arg-type]
+
+
+def neumann(A: LinearOperator, b: Vec, *, scale: float, terms: int = 100) -> Solution[Vec]:
+    """Approximate the solution of `A x = b` by a Neumann series, `x = scale * sum_k (I - scale * A)^k b`.
+
+    Args:
+        A: A symmetric operator.
+        b: A flat vector, a matrix of columns, or a dictionary like the risk's params.
+        scale: Less than two over the largest eigenvalue; the series converges then if `A` is positive definite.
+        terms: How many terms to add up.
+
+    Returns:
+        The truncated series, with the residual after every term.
+
+    Raises:
+        SolverError: If the series diverges.
+    """
+    _check_square(A)
+    columns, form = A.domain.read(b)
+    B = A.domain.flatten(columns).T
+    norm = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
+    X, R = torch.zeros_like(B), B
+    residuals: list[float] = []
+    for _ in range(terms):
+        X = X + scale * R  # R is the residual b - A x, and also the next term over the scale
+        R = R - scale * (A @ R)
+        residuals.append(float((R.norm(dim=0) / norm).max()))
+        if not residuals[-1] < 1e6:
+            raise SolverError(
+                f"The Neumann series diverges: the residual is {residuals[-1]:.1e} after {len(residuals)} terms.",
+                "Choose a scale below two over the largest eigenvalue, and a positive definite operator.",
+            )
+    x = A.domain.write(A.domain.unflatten(X.T), form)
+    return Solution(x, terms, tuple(residuals), bool(residuals) and residuals[-1] < 1)  # type: ignore[arg-type]
+
+
+def _check_square(A: LinearOperator) -> None:
+    if A.domain != A.codomain:
+        raise ShapeError(f"The operator has shape {list(A.shape)}.", "Pass one that maps a space to itself.")

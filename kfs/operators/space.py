@@ -1,0 +1,127 @@
+"""The vectors that operators act on: named tensors, flat vectors and matrices of columns, and the way between them."""
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kfs.basics.flattening import cvec, rvec
+from kfs.errors import DtypeError, FlatteningError, ModelError, ShapeError
+
+# Some vectors at once: every name's tensors, stacked along a leading axis, `[K, *shape]`.
+Columns: TypeAlias = dict[str, Tensor]
+Vector: TypeAlias = Tensor | Mapping[str, Tensor]
+Form: TypeAlias = Literal["vector", "matrix", "dict"]
+FLATTENINGS = {"cvec": cvec, "rvec": rvec}
+
+
+class Space:
+    """A space of named tensors. Its flat vectors are all tensors in order, each flattened by rows, concatenated.
+
+    Args:
+        shapes: Shape of every tensor, by name, in order.
+        dtype: The tensors' dtype.
+        device: Where they live.
+
+    Example:
+        >>> space = Space({"W": (2, 3), "b": (2,)}, torch.float32, torch.device("cpu"))
+        >>> space.size
+        8
+    """
+
+    def __init__(self, shapes: Mapping[str, Iterable[int]], dtype: torch.dtype, device: torch.device) -> None:
+        """Store the shapes."""
+        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+        self.sizes = {name: prod(shape) for name, shape in self.shapes.items()}
+        self.size = sum(self.sizes.values())
+        self.dtype, self.device = dtype, device
+
+    def __eq__(self, other: object) -> bool:
+        """Compare names, shapes and order."""
+        return isinstance(other, Space) and list(self.shapes.items()) == list(other.shapes.items())
+
+    def __hash__(self) -> int:
+        """Hash names and shapes."""
+        return hash(tuple(self.shapes.items()))
+
+    def subspace(self, names: Iterable[str]) -> "Space":
+        """Return the space of some of the tensors, in this space's order."""
+        names = [names] if isinstance(names, str) else list(names)
+        unknown = [name for name in names if name not in self.shapes]
+        if unknown or not names:
+            raise ModelError(f"There are no parameters {unknown or names}.", f"Choose from {list(self.shapes)}.")
+        return Space({n: s for n, s in self.shapes.items() if n in names}, self.dtype, self.device)
+
+    def read(self, v: Vector) -> tuple[Columns, Form]:
+        """Take a vector, a matrix of columns or a dictionary apart.
+
+        Returns:
+            The columns, and the form that they came in.
+        """
+        if isinstance(v, Mapping):
+            return self._read_dict(v), "dict"
+        if not isinstance(v, Tensor):
+            raise DtypeError(
+                f"A {type(v).__name__} cannot be multiplied.",
+                "Pass a flat vector, a matrix of columns, or a dictionary like the risk's params.",
+            )
+        self._check_kind("The vector", v)
+        if v.ndim not in {1, 2} or v.shape[0] != self.size:
+            raise ShapeError(
+                f"The vector has shape {list(v.shape)}, but the operator acts on {self.size} numbers.",
+                f"Pass shape [{self.size}], columns of shape [{self.size}, K], or a dictionary like the risk's params.",
+            )
+        flat = v.unsqueeze(0) if v.ndim == 1 else v.T
+        return self.unflatten(flat), "vector" if v.ndim == 1 else "matrix"
+
+    def write(self, columns: Columns, form: Form) -> Vector:
+        """Put columns together again, in the form that they came in."""
+        if form == "dict":
+            return {name: t.squeeze(0) for name, t in columns.items()}
+        flat = self.flatten(columns)
+        return flat.squeeze(0) if form == "vector" else flat.T
+
+    def flatten(self, columns: Columns) -> Tensor:
+        """Return the columns as rows of a matrix, `[K, size]`."""
+        return torch.cat([columns[name].reshape(-1, size) for name, size in self.sizes.items()], dim=1)
+
+    def unflatten(self, flat: Tensor) -> Columns:
+        """Undo `flatten`."""
+        parts = flat.split(list(self.sizes.values()), dim=1)
+        return {
+            name: part.reshape(len(flat), *shape)
+            for part, (name, shape) in zip(parts, self.shapes.items(), strict=True)
+        }
+
+    def order(self, flattening: str) -> Tensor:
+        """Return the places of a flat vector's entries if every tensor is flattened by `"rvec"` or `"cvec"`."""
+        if flattening not in FLATTENINGS:
+            raise FlatteningError(f"flattening is {flattening!r}.", "Choose flattening='cvec' or flattening='rvec'.")
+        vec = FLATTENINGS[flattening]
+        index = self.unflatten(torch.arange(self.size, device=self.device).unsqueeze(0))
+        return torch.cat([vec(t.squeeze(0)) for t in index.values()])
+
+    def _read_dict(self, v: Mapping[str, Tensor]) -> Columns:
+        if set(v) != set(self.shapes):
+            missing, extra = set(self.shapes) - set(v), set(v) - set(self.shapes)
+            raise ShapeError(
+                f"The dictionary lacks {sorted(missing)} and has {sorted(extra)} too many.",
+                "Give it the keys of the risk's params.",
+            )
+        for name, shape in self.shapes.items():
+            self._check_kind(f"{name!r}", v[name])
+            if v[name].shape != shape:
+                raise ShapeError(
+                    f"{name!r} has shape {list(v[name].shape)}, but the parameter has shape {list(shape)}.",
+                    "Pass tensors shaped like the risk's params.",
+                )
+        return {name: v[name].unsqueeze(0) for name in self.shapes}
+
+    def _check_kind(self, name: str, t: Tensor) -> None:
+        if t.dtype != self.dtype or t.device.type != self.device.type:
+            raise DtypeError(
+                f"{name} is {t.dtype} on {t.device}, but the operator is {self.dtype} on {self.device}.",
+                f"Convert it: .to('{self.device}', {self.dtype}).",
+            )

@@ -1,0 +1,114 @@
+r"""Eigenvalues of symmetric operators: the outermost ones exactly, and the density of all of them.
+
+The density comes from stochastic Lanczos quadrature (Golub & Meurant, 2009; Ubaru et al., 2017): a few Lanczos
+steps from a random vector give nodes and weights of a quadrature rule for the spectrum, and the average over
+vectors approximates all of it.
+"""
+
+from dataclasses import dataclass
+from math import pi, sqrt
+
+import torch
+from scipy.sparse.linalg import eigsh
+from torch import Tensor
+
+from kfs.errors import ShapeError
+from kfs.operators.interface import LinearOperator
+from kfs.operators.probes import rademacher
+
+
+def eigenvalues(
+    A: LinearOperator, k: int = 6, *, largest: bool = True, tolerance: float = 0.0, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Compute some eigenvalues and eigenvectors by the Lanczos method (SciPy's `eigsh`).
+
+    Args:
+        A: A symmetric operator.
+        k: How many, fewer than rows.
+        largest: Whether the largest ones are wanted, or the smallest.
+        tolerance: Relative accuracy; 0 for machine precision.
+        seed: Of the start vector.
+
+    Returns:
+        The eigenvalues in descending order, `[k]`, and the eigenvectors as columns, `[D, k]`.
+
+    Raises:
+        ShapeError: If `k` is not between 1 and the number of rows minus 1, or if the operator is not symmetric.
+    """
+    _check_symmetric(A)
+    if not 1 <= k < A.shape[0]:
+        raise ShapeError(f"k is {k} for {A.shape[0]} rows.", "Choose 1 <= k < rows, or use to_dense() for all of them.")
+    start = rademacher(A.shape[0], 1, A.dtype, torch.device("cpu"), seed).squeeze(1).numpy()
+    values, vectors = eigsh(A.to_scipy(), k=k, which="LA" if largest else "SA", v0=start, tol=tolerance)
+    order = torch.from_numpy(values).argsort(descending=True)
+    to = {"dtype": A.dtype, "device": A.device}
+    return torch.from_numpy(values)[order].to(**to), torch.from_numpy(vectors)[:, order].to(**to)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Density:
+    """A spectral density: point masses that can be smoothed.
+
+    Attributes:
+        nodes: Where the masses are, `[M]`.
+        weights: How large they are, `[M]`; they sum up to one.
+    """
+
+    nodes: Tensor
+    weights: Tensor
+
+    def on(self, grid: Tensor, width: float) -> Tensor:
+        """Smooth with a normal density of the given width and evaluate on a grid."""
+        distance = (grid.unsqueeze(1) - self.nodes) / width
+        kernel = torch.exp(-0.5 * distance**2) / (width * sqrt(2 * pi))
+        density: Tensor = kernel @ self.weights
+        return density
+
+    def expectation(self, power: int) -> float:
+        """Return the mean of a power of the eigenvalues, `trace(A^power) / rows`."""
+        return float((self.weights * self.nodes**power).sum())
+
+
+def spectral_density(A: LinearOperator, *, num_vectors: int = 10, num_steps: int = 30, seed: int = 0) -> Density:
+    """Estimate the density of all eigenvalues by stochastic Lanczos quadrature.
+
+    Args:
+        A: A symmetric operator.
+        num_vectors: Random vectors to average over.
+        num_steps: Lanczos steps per vector; it integrates polynomials up to twice this degree.
+        seed: Equal seeds give equal results.
+
+    Returns:
+        The density.
+    """
+    _check_symmetric(A)
+    V = rademacher(A.shape[0], num_vectors, A.dtype, A.device, seed)
+    nodes, weights = zip(*(_quadrature(A, v / v.norm(), min(num_steps, A.shape[0])) for v in V.T), strict=True)
+    return Density(torch.cat(nodes), torch.cat(weights) / num_vectors)
+
+
+def _quadrature(A: LinearOperator, v: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
+    """Run Lanczos from a unit vector, with full reorthogonalisation, and return nodes and weights."""
+    basis, alphas, betas = [v], [], []
+    while True:
+        w = A @ basis[-1]
+        alphas.append(basis[-1] @ w)
+        Q = torch.stack(basis, 1)
+        for _ in range(2):  # once is not enough in finite precision (Giraud et al., 2005)
+            w = w - Q @ (Q.T @ w)
+        beta = w.norm()
+        if len(alphas) == num_steps or beta <= 10 * torch.finfo(w.dtype).eps * abs(alphas[0]):
+            break
+        betas.append(beta)
+        basis.append(w / beta)
+    T = torch.diag(torch.stack(alphas))
+    if betas:
+        off = torch.diag(torch.stack(betas), 1)
+        T = T + off + off.T
+    nodes, vectors = torch.linalg.eigh(T)
+    return nodes, vectors[0] ** 2
+
+
+def _check_symmetric(A: LinearOperator) -> None:
+    if not A.symmetric:
+        raise ShapeError(f"An operator of shape {list(A.shape)} is not known to be symmetric.", "Pass a symmetric one.")

@@ -1,0 +1,367 @@
+r"""EmpiricalRisk: model, loss, data and parameters. The one noun that everything else takes.
+
+$$
+\mathcal{L}(\theta) = R \sum_{n=1}^N c(f(x_n, \theta), y_n)
+$$
+
+The reduction factor $R$ is that of the whole data set, counted once, whatever the batches are. Nothing that is computed
+here or from here changes the model, its gradients, its mode, its buffers or the random state, not even after an error.
+What the loss knows lives in `kfs.losses`; derivatives beyond the gradient live in `kfs.operators`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from kfs.errors import DataError, DtypeError, GraphError, ModelError
+from kfs.losses import Loss, describe
+from kfs.state import no_randomness, restored
+
+Params = dict[str, Tensor]
+
+
+class Batch(NamedTuple):
+    """Some consecutive data.
+
+    Attributes:
+        x: What the model takes: a tensor, a tuple of arguments or a dictionary of keyword arguments.
+        y: Targets, `[N, ...]`.
+        first: Index of the first datum within the data set.
+    """
+
+    x: Any
+    y: Tensor
+    first: int
+
+
+class EmpiricalRisk:
+    """The empirical risk of a model on a data set, as a function of (some of) its parameters.
+
+    Args:
+        model: A `torch.nn.Module`, or a function `f(params, x)` with `params` a dictionary of tensors.
+        loss: A loss module of `torch.nn`, a `kfs.losses.Loss`, or a function of one datum's prediction and target.
+        data: One `(X, y)`, a mapping (a batch as in Hugging Face), an iterable of batches, or a `DataLoader`. It is
+            iterated more than once and must give the same data in the same order every time.
+        params: For a module, which parameters to consider: a list of names, or a dictionary of names and values. By
+            default all that require gradients. For a function, the dictionary of its parameters.
+        unpack: Splits a batch into `(x, y)`. By default pairs are taken apart, and mappings at their key `"labels"`.
+        progress: Whether to show progress over batches.
+
+    Attributes:
+        loss: The description of the loss.
+        params: The parameters that are considered, by name.
+
+    Raises:
+        ModelError: If the model draws random numbers or mixes data, or a parameter is unknown.
+        DataError: If the data can be iterated only once, or a batch cannot be taken apart.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> X, y = torch.rand(10, 3), torch.rand(10, 2)
+        >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), (X, y))
+        >>> risk.num_data, risk.reduction_factor
+        (10, 0.1)
+        >>> risk.gradient()["weight"].shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[Params, Any], Tensor],
+        loss: object,
+        data: object,
+        params: Sequence[str] | Mapping[str, Tensor] | None = None,
+        unpack: Callable[[Any], tuple[Any, Tensor]] | None = None,
+        progress: bool = False,
+    ) -> None:
+        """Check what can be checked without running the model."""
+        self.model = model
+        self.loss: Loss = describe(loss)
+        self.params = _module_params(model, params) if isinstance(model, nn.Module) else _function_params(params)
+        self.progress = progress
+        self._data = _as_batches(data)
+        self._unpack = _default_unpack if unpack is None else unpack
+        self._counted: tuple[int, float] | None = None
+        self.check_model()
+
+    @property
+    def num_data(self) -> int:
+        """The number of data, counted on first use."""
+        return self._count()[0]
+
+    @property
+    def reduction_factor(self) -> float:
+        """The factor `R`, for the whole data set."""
+        return self.loss.reduction_factor(self._count()[1])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are; batches are moved there."""
+        return next(iter(self.params.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' common dtype."""
+        return next(iter(self.params.values())).dtype
+
+    def value(self) -> float:
+        """Evaluate the risk. It equals the loss module's value on all data at once.
+
+        Raises:
+            DataError: If a prediction or the value is not finite.
+        """
+        total = 0.0
+        with self.untouched(), torch.no_grad():
+            for batch in self.batches("value"):
+                f = self.predict(self.params, batch)
+                self.finite(f, batch)
+                total += float(self.loss.criterion(f, batch.y).double().sum())
+        return self.reduction_factor * total
+
+    def gradient(self) -> Params:
+        """Compute the gradient of the risk with respect to the parameters, by name. Model gradients are not touched."""
+        total = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        with self.untouched(), torch.enable_grad():
+            leaves = self.leaves()
+            for batch in self.batches("gradient"):
+                f = self.predict(leaves, batch)
+                self.finite(f.detach(), batch)
+                c = self.loss.criterion(f, batch.y).sum()
+                for name, g in zip(total, differentiate(c, leaves), strict=True):
+                    total[name] += g
+        return {name: self.reduction_factor * g for name, g in total.items()}
+
+    def leaves(self) -> Params:
+        """Return the parameters' values as leaves of a new computation graph."""
+        return {name: p.detach().requires_grad_() for name, p in self.params.items()}
+
+    def predict(self, params: Params, batch: Batch) -> Tensor:
+        """Evaluate the model on a batch, at the given parameters, and check what comes out.
+
+        Args:
+            params: Values for the parameters, by name, such as `leaves()`.
+            batch: From `batches()`.
+
+        Returns:
+            Predictions `[N, ...]`: the model's output, or its `logits` (as in Hugging Face).
+        """
+        with no_randomness(self.device):
+            if isinstance(self.model, nn.Module):
+                args, kwargs = _arguments(batch.x)
+                f = functional_call(self.model, params, args, kwargs)
+            else:
+                f = self.model(params, batch.x)
+        f = getattr(f, "logits", f)
+        if not isinstance(f, Tensor):
+            raise ModelError(
+                f"The model returned a {type(f).__name__}, expected a tensor of predictions (or one in .logits).",
+                "Wrap the model such that it returns the tensor that the loss takes.",
+            )
+        if f.shape[:1] != batch.y.shape[:1]:
+            raise DataError(
+                f"The model returned shape {list(f.shape)} for targets of shape {list(batch.y.shape)}: not one "
+                "prediction for each target.",
+                "Put the batch axis first in both, or say how batches are split with unpack=.",
+            )
+        self.loss.check(f, batch.y)
+        return f
+
+    def finite(self, f: Tensor, batch: Batch) -> None:
+        """Refuse predictions with NaN or positive infinity (negative infinity masks a class)."""
+        bad = (f.isnan() | (f == torch.inf)).nonzero()
+        if len(bad):
+            raise DataError(
+                f"The prediction for datum {batch.first + int(bad[0, 0])} is not finite.",
+                "Look for NaN or infinity in the data or the parameters.",
+            )
+
+    def batches(self, task: str = "") -> Iterator[Batch]:
+        """Iterate over the data, on the parameters' device, with progress if asked for."""
+        data: Iterable[Any] = self._data
+        if self.progress:
+            data = track(data, task, total=len(data) if isinstance(data, Sized) else None, transient=True)
+        first = 0
+        for raw in data:
+            x, y = self._unpack(raw)
+            if not isinstance(y, Tensor) or y.ndim == 0:
+                raise DataError(
+                    f"The targets of a batch are {y!r:.80}, expected a tensor [N, ...].",
+                    "Pass batches (x, y), or say how they are split with unpack=.",
+                )
+            yield Batch(_to(x, self.device), y.to(self.device), first)
+            first += len(y)
+        if self._counted is not None and first != self._counted[0]:
+            raise DataError(
+                f"The data had {self._counted[0]} targets at first, and {first} now.",
+                "Pass data that can be iterated repeatedly with the same result.",
+            )
+
+    def check_model(self) -> None:
+        """Refuse a module whose prediction for one datum depends on chance or on other data."""
+        if not isinstance(self.model, nn.Module):
+            return
+        for name, module in self.model.named_modules():
+            random = isinstance(module, _DropoutNd) and module.p > 0
+            if module.training and (random or isinstance(module, _BatchNorm)):
+                raise ModelError(
+                    f"Module {name!r} ({type(module).__name__}) is in training mode: the prediction for one datum "
+                    f"depends on {'chance' if random else 'the rest of its batch'}, so curvature is not defined.",
+                    "Call model.eval() first.",
+                )
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Run the model such that random state and buffers are as before, and that every derivative exists.
+
+        Raises:
+            ModelError: If the model is in a training mode that matters, or changed a buffer.
+        """
+        self.check_model()
+        # The faster attention kernels cannot be differentiated twice or forward.
+        with restored(self.model, self.device), sdpa_kernel(SDPBackend.MATH):
+            yield
+
+    def _count(self) -> tuple[int, float]:
+        """Count data and targets once."""
+        if self._counted is None:
+            num_data, count = 0, 0.0
+            for batch in self.batches("counting"):
+                num_data += len(batch.y)
+                count += self.loss.count(batch.y)
+            if num_data == 0:
+                raise DataError("The data set is empty.", "Pass at least one batch with at least one datum.")
+            if count == 0:
+                raise DataError(
+                    "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",
+                    "Pass data with targets that count, or use reduction='sum'.",
+                )
+            self._counted = (num_data, count)
+        return self._counted
+
+
+def differentiate(c: Tensor, leaves: Params) -> list[Tensor]:
+    """Return the gradient of a scalar with respect to all leaves, or say which one it does not depend on."""
+    gradients = torch.autograd.grad(c, list(leaves.values()), allow_unused=True)
+    unused = [name for name, g in zip(leaves, gradients, strict=True) if g is None]
+    if unused:
+        raise GraphError(
+            f"The prediction does not depend on the parameters {unused}.",
+            "Leave them out with params=.",
+        )
+    return list(gradients)
+
+
+def _module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor] | None) -> Params:
+    """Choose parameters of a module, all trainable ones by default."""
+    named = dict(model.named_parameters())
+    if params is None:
+        chosen: Params = {name: p for name, p in named.items() if p.requires_grad}
+        if not chosen:
+            raise ModelError(
+                "No parameter of the model requires gradients, so there is nothing to differentiate.",
+                f"Name those to consider: params=[...] with names from {list(named)}.",
+            )
+        return _checked(chosen)
+    if isinstance(params, str):
+        params = [params]
+    unknown = [name for name in params if name not in named]
+    if unknown:
+        raise ModelError(f"The model has no parameters {unknown}.", f"Choose from {list(named)}.")
+    values = params if isinstance(params, Mapping) else named
+    for name in params:
+        if values[name].shape != named[name].shape:
+            raise ModelError(
+                f"Parameter {name!r} has shape {list(named[name].shape)}, but the given value has shape "
+                f"{list(values[name].shape)}.",
+                "Pass values shaped like the model's.",
+            )
+    return _checked({name: values[name] for name in params})
+
+
+def _function_params(params: object) -> Params:
+    """Check the parameters of a function."""
+    if not isinstance(params, Mapping):
+        raise ModelError(
+            f"The model is a function, but params is {type(params).__name__}.",
+            "Pass its parameters as a dictionary: params={'W': W, ...}; the function is called as f(params, x).",
+        )
+    return _checked(dict(params))
+
+
+def _checked(params: Params) -> Params:
+    """Refuse no parameters, integers, and mixed dtypes or devices."""
+    if not params:
+        raise ModelError("There are no parameters to consider.", "Name at least one with params=.")
+    for name, p in params.items():
+        if not isinstance(p, Tensor) or not p.is_floating_point():
+            kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
+            raise DtypeError(
+                f"Parameter {name!r} is {kind}, expected a tensor of real floating-point numbers.",
+                "Leave it out with params=.",
+            )
+    kinds = {(p.dtype, p.device) for p in params.values()}
+    if len(kinds) > 1:
+        raise DtypeError(
+            f"Parameters have different dtypes or devices: {sorted(map(str, kinds))}.",
+            "Choose those of one kind with params=, or convert the model.",
+        )
+    return params
+
+
+def _as_batches(data: object) -> Iterable[Any]:
+    """Return an iterable of raw batches that can be iterated more than once."""
+    pair = isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor)
+    if pair or isinstance(data, Mapping):
+        return [data]
+    if not isinstance(data, Iterable) or isinstance(data, Tensor):
+        raise DataError(
+            f"data is a {type(data).__name__}.",
+            "Pass (X, y), an iterable of batches (a list, a DataLoader), or a mapping.",
+        )
+    if iter(data) is data:
+        raise DataError(
+            f"data is a {type(data).__name__}, which can be iterated only once, but curvature needs several passes.",
+            "Pass list(data), or an object that starts anew at every iteration, such as a DataLoader.",
+        )
+    return data
+
+
+def _default_unpack(batch: Any) -> tuple[Any, Tensor]:
+    """Split a pair, or a mapping at its labels."""
+    if isinstance(batch, Mapping):
+        if "labels" not in batch:
+            raise DataError(
+                f"A batch is a mapping with the keys {list(batch)}, none of which is 'labels'.",
+                "Say how to split it: unpack=lambda batch: (x, y).",
+            )
+        return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise DataError(
+        f"A batch is a {type(batch).__name__}, expected a pair (x, y) or a mapping.",
+        "Say how to split it: unpack=lambda batch: (x, y).",
+    )
+
+
+def _arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments of a module for a batch's input."""
+    if isinstance(x, Mapping):
+        return (), dict(x)
+    return (tuple(x), {}) if isinstance(x, (tuple, list)) else ((x,), {})
+
+
+def _to(x: Any, device: torch.device) -> Any:
+    """Move all tensors in a batch's input to a device."""
+    if isinstance(x, Mapping):
+        return {key: _to(value, device) for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        return tuple(_to(value, device) for value in x)
+    return x.to(device) if isinstance(x, Tensor) else x

@@ -1,0 +1,87 @@
+"""Language models of Hugging Face as they are: batches as mappings, logits in the output, shifted labels."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+
+from kfs import GGN, EmpiricalRisk, Fisher, Hessian
+from kfs.basics.ggn_product import ggnvp
+from kfs.basics.hessian_product import mixed_hvp
+from kfs.losses import TokenCrossEntropy
+
+SIZE: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 8,
+    "max_position_embeddings": 6,
+}
+
+
+def gpt2() -> Any:
+    config = GPT2Config(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    return GPT2LMHeadModel(config).double().eval()
+
+
+def bert() -> Any:
+    return BertForMaskedLM(BertConfig(**SIZE)).double().eval()
+
+
+def batch(num_data: int) -> dict[str, Tensor]:
+    tokens = torch.randint(11, (num_data, 5))
+    mask = torch.ones_like(tokens)
+    mask[0, -1] = 0
+    labels = tokens.clone()
+    labels[0, -1] = labels[-1, 2] = -100
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+@pytest.fixture(params=["gpt2", "bert"])
+def problem(request: pytest.FixtureRequest) -> tuple[Any, TokenCrossEntropy, list[dict[str, Tensor]]]:
+    causal = request.param == "gpt2"
+    return gpt2() if causal else bert(), TokenCrossEntropy(shift=causal), [batch(2), batch(1)]
+
+
+def test_value_is_the_models_own(problem: Any) -> None:
+    model, loss, batches = problem
+    together = {key: torch.cat([b[key] for b in batches]) for key in batches[0]}
+    # The models compute their loss in float32 whatever their own dtype is.
+    assert EmpiricalRisk(model, loss, batches).value() == pytest.approx(model(**together).loss.item(), rel=1e-6)
+
+
+def test_products_are_the_definitions(problem: Any) -> None:
+    model, loss, batches = problem
+    risk = EmpiricalRisk(model, loss, batches)
+    H, G, F = Hessian(risk), GGN(risk), Fisher(risk, "type-1", mc_samples=2)
+    v = {name: torch.randn_like(p) for name, p in risk.params.items()}
+
+    # One parameter moves; the answers' rows for another one, by definition, on all data at once.
+    moved, watched = "attention.self.query.weight", "attention.self.value.bias"
+    names = list(risk.params)
+    if moved not in " ".join(names):
+        moved, watched = "h.0.attn.c_attn.weight", "h.1.mlp.c_fc.bias"
+    column, row = (next(name for name in names if part in name) for part in (moved, watched))
+    together = {key: torch.cat([b[key] for b in batches]) for key in batches[0]}
+    labels = together.pop("labels")
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        logits = model(**together).logits
+    value = risk.reduction_factor * loss.criterion(logits, labels).sum()
+    p, q = model.get_parameter(column), model.get_parameter(row)
+    product = H.submatrix([row], [column]) @ {column: v[column]}
+    torch.testing.assert_close(product[row], mixed_hvp(value, q, p, v[column]), rtol=1e-9, atol=1e-12)
+    product = G.submatrix([column]) @ {column: v[column]}
+    torch.testing.assert_close(product[column], ggnvp(value, logits, p, v[column]), rtol=1e-9, atol=1e-12)
+
+    for operator in (H, G, F):
+        answer = operator @ v
+        assert all(t.isfinite().all() for t in answer.values())
+        w = {name: torch.randn_like(p) for name, p in risk.params.items()}
+        one = sum((w[name] * answer[name]).sum() for name in w)
+        other = sum((v[name] * t).sum() for name, t in (operator @ w).items())
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    positive = sum((v[name] * t).sum() for name, t in (F @ v).items())
+    assert positive > 0

@@ -1,0 +1,299 @@
+"""Curvature operators against kfs.basics, for every kind of model."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs.basics.emp_fishers import vec_empirical_fisher
+from kfs.basics.ggns import vec_ggn
+from kfs.basics.hessians import vec_hessian
+from kfs.basics.jacobians import vec_jacobian
+from kfs.errors import DtypeError, FlatteningError, GraphError, LossError, ModelError, ShapeError
+from kfs.losses.counter import Draws
+from kfs.operators import GGN, Fisher, Hessian, Jacobian, LinearOperator, derivatives
+from kfs.risk import EmpiricalRisk
+from tests.operators.contract import check_contract, close
+from tests.operators.problems import PROBLEMS, Problem
+
+all_problems = pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+
+
+def assemble(blocks: dict[tuple[str, str], Tensor], names: list[str]) -> Tensor:
+    return torch.cat([torch.cat([blocks[row, column] for column in names], 1) for row in names])
+
+
+def dense(kind: str, problem: Problem) -> Tensor:
+    """The matrix by definition, block by block."""
+    risk, model, X, y = problem.make()
+    names = list(risk.params)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        prediction = model(X)
+        value = problem.loss(prediction, y)
+        p = {name: model.get_parameter(name) for name in names}
+        if kind == "jacobian":
+            return torch.cat([vec_jacobian(prediction, p[name]) for name in names], 1)
+        blocks = {}
+        for row, column in product(names, names):
+            if kind == "hessian":
+                blocks[row, column] = vec_hessian(value, p[row], p[column])
+            elif kind == "ggn":
+                blocks[row, column] = vec_ggn(value, prediction, p[row], p[column])
+            else:
+                blocks[row, column] = vec_empirical_fisher(model, problem.loss, X, y, (row, column))  # type: ignore[arg-type]
+    return assemble(blocks, names)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "hessian": Hessian,
+    "ggn": GGN,
+    "type-2": lambda risk, **kw: Fisher(risk, "type-2", **kw),
+    "empirical": lambda risk, **kw: Fisher(risk, "empirical", **kw),
+}
+ORACLE = {"hessian": "hessian", "ggn": "ggn", "type-2": "ggn", "empirical": "empirical"}
+
+
+@all_problems
+@pytest.mark.parametrize("kind", list(OPERATORS))
+def test_curvature_is_the_definition(problem: Problem, kind: str) -> None:
+    risk, *_ = problem.make()
+    check_contract(OPERATORS[kind](risk), dense(ORACLE[kind], problem))
+
+
+@all_problems
+def test_jacobian_is_the_definition(problem: Problem) -> None:
+    risk, *_ = problem.make()
+    check_contract(Jacobian(risk), dense("jacobian", problem))
+
+
+@all_problems
+@pytest.mark.parametrize("kind", list(OPERATORS))
+def test_batches_chunks_and_blocks(problem: Problem, kind: str) -> None:
+    whole, *_, y = problem.make()
+    split, *_ = problem.make((1, len(y) - 3, 2))
+    expected = OPERATORS[kind](whole).to_dense()
+    close(OPERATORS[kind](split, chunk_size=len(expected) // 2 + 1).to_dense(), expected)
+
+    for blocks in (True, "parameter", "layer"):
+        operator = OPERATORS[kind](split, block_diagonal=blocks)
+        mask = torch.zeros_like(expected)
+        places = torch.arange(len(expected)).split(list(operator.domain.sizes.values()))
+        layer = [name.rpartition(".")[0] if blocks == "layer" else name for name in operator.domain.shapes]
+        for (i, one), (j, other) in product(enumerate(places), enumerate(places)):
+            if layer[i] == layer[j]:
+                mask[one[:, None], other] = 1
+        assert 0 < mask.mean() < 1 or len(places) == 1
+        if problem.name == "mlp-ce":
+            check_contract(operator, mask * expected)
+        else:
+            close(operator.to_dense(), mask * expected)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[:3] + PROBLEMS[-1:], ids=str)
+def test_monte_carlo_fisher_is_a_sum_over_its_draws(problem: Problem) -> None:
+    whole, _, X, y = problem.make()
+    split, *_ = problem.make((1, len(y) - 1))
+    M, seed = 3, 11
+    F = Fisher(split, "type-1", mc_samples=M, seed=seed)
+
+    J = dense("jacobian", problem).reshape(len(X), -1, F.shape[1])
+    with torch.no_grad(), whole.untouched():
+        (batch,) = whole.batches()
+        f = whole.predict(whole.params, batch)
+        draws = torch.stack([whole.loss.sampled_gradient(f, y, Draws(seed, 0, m)) for m in range(M)])
+    g = torch.einsum("mni,nid->mnd", draws.reshape(M, len(X), -1), J).reshape(-1, F.shape[1])
+    check_contract(F, whole.reduction_factor / M * g.T @ g)
+    close(F.diagonal(), F.to_dense().diagonal())
+    other = Fisher(split, "type-1", mc_samples=M, seed=seed + 1)
+    assert not torch.allclose(other.to_dense(), F.to_dense())
+
+
+@pytest.mark.parametrize("problem", [PROBLEMS[0], PROBLEMS[1], PROBLEMS[3], PROBLEMS[-1]], ids=str)
+@pytest.mark.parametrize("kind", ["ggn", "type-2", "empirical"])
+def test_diagonals_are_exact(problem: Problem, kind: str) -> None:
+    risk, *_ = problem.make((2, len(problem.make()[3]) - 2))
+    operator = OPERATORS[kind](risk)
+    close(operator.diagonal(), operator.to_dense().diagonal())
+
+
+def function_model(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return torch.tanh(x @ params["0.weight"].T + params["0.bias"]) @ params["2.weight"].T + params["2.bias"]
+
+
+@pytest.mark.parametrize("kind", list(OPERATORS))
+def test_functions_are_models_too(kind: str) -> None:
+    problem = PROBLEMS[1]
+    risk, model, X, y = problem.make()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    functional = EmpiricalRisk(function_model, problem.loss, (X, y), params=params)
+    close(OPERATORS[kind](functional).to_dense(), OPERATORS[kind](risk).to_dense())
+
+
+@pytest.mark.parametrize("kind", list(OPERATORS))
+def test_float32(kind: str) -> None:
+    problem = PROBLEMS[1]
+    risk, model, X, y = problem.make()
+    expected = OPERATORS[kind](risk).to_dense()
+    single = EmpiricalRisk(model.float(), problem.loss, (X.float(), y))
+    result = OPERATORS[kind](single).to_dense()
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(
+        result.double(), expected, rtol=1e-4, atol=1e-5
+    )  # eps 1.2e-7 times some hundred operations
+
+
+def test_the_operators_are_related() -> None:
+    problem = PROBLEMS[0]
+    risk, *_ = problem.make()
+    J = Jacobian(risk)
+    G = (risk.reduction_factor * (J.T @ J)).to_dense()  # the square loss has the identity in between
+    close(G, GGN(risk).to_dense())
+    assert not torch.allclose(G, Hessian(risk).to_dense())
+
+
+class NoForwardMode(torch.autograd.Function):
+    """A cube with a backward pass that can be differentiated, and without forward mode."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+class Cube(nn.Module):
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoForwardMode.apply(x) if self.own else x**3  # type: ignore[no-untyped-call]
+
+
+def test_operations_without_forward_mode_fall_back() -> None:
+    X, y = torch.randn(4, 3, dtype=torch.float64), torch.randint(3, (4,))
+    results: list[list[LinearOperator]] = []
+    for own in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), Cube(own), nn.Linear(3, 3)).double()
+        risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y))
+        results.append([GGN(risk), Jacobian(risk), GGN(risk, chunk_size=1)])
+    for ours, plain in zip(*results, strict=True):
+        close(ours.to_dense(), plain.to_dense())
+
+
+def test_embeddings_that_scale_their_gradient_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(3, 2, scale_grad_by_freq=True), nn.Flatten()).double()
+    risk = EmpiricalRisk(model, nn.MSELoss(), (torch.randint(3, (4, 2)), torch.randn(4, 4, dtype=torch.float64)))
+    with pytest.raises(ModelError, match="scale_grad_by_freq"):
+        GGN(risk).to_dense()
+
+
+def refuse_vmap(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("vmap: we do not yet support aten::something")
+
+
+@pytest.mark.parametrize("kind", list(OPERATORS))
+def test_operations_that_vmap_does_not_support_fall_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    risk, *_ = PROBLEMS[1].make()
+    expected = OPERATORS[kind](risk).to_dense()
+    original = torch.autograd.grad
+
+    def grad(*args: Any, is_grads_batched: bool = False, **kwargs: Any) -> Any:
+        return refuse_vmap() if is_grads_batched else original(*args, **kwargs)
+
+    monkeypatch.setattr(derivatives, "vmap", refuse_vmap)
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    close(OPERATORS[kind](risk).to_dense(), expected)
+
+
+def test_other_errors_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    risk, *_ = PROBLEMS[1].make()
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(derivatives, "vmap", fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        GGN(risk).to_dense()
+    monkeypatch.setattr(torch.autograd, "grad", fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        Jacobian(risk).T @ torch.ones(15, 2, dtype=torch.float64)
+
+
+def test_bad_settings_are_refused() -> None:
+    risk, *_ = PROBLEMS[0].make()
+    for wrong in (0, 2.5):
+        with pytest.raises(ModelError, match="at least one column"):
+            GGN(risk, chunk_size=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="block_diagonal is 'block'"):
+        Hessian(risk, block_diagonal="block")  # type: ignore[arg-type]
+    with pytest.raises(LossError, match="kind is 'mc'"):
+        Fisher(risk, "mc")  # type: ignore[arg-type]
+    wrong_settings: list[dict[str, Any]] = [{"mc_samples": 0}, {"mc_samples": 1.5}, {"seed": -1}, {"seed": 0.5}]
+    for settings in wrong_settings:
+        with pytest.raises(LossError, match="at least one sample"):
+            Fisher(risk, "type-1", **settings)
+
+
+def test_bad_vectors_are_refused() -> None:
+    risk, *_ = PROBLEMS[0].make()
+    H = Hessian(risk)
+    v = {name: torch.ones_like(p) for name, p in risk.params.items()}
+    with pytest.raises(ShapeError, match=r"shape \[3\], but the operator acts on 31 numbers"):
+        H @ torch.ones(3, dtype=torch.float64)
+    with pytest.raises(ShapeError, match="acts on 31 numbers"):
+        H @ torch.ones(31, 1, 1, dtype=torch.float64)
+    with pytest.raises(DtypeError, match=r"vector is torch\.float32 on cpu, but the operator is torch\.float64"):
+        H @ torch.ones(31)
+    with pytest.raises(DtypeError, match="A list cannot be multiplied"):
+        H @ [1.0]  # type: ignore[operator]
+    with pytest.raises(ShapeError, match=r"lacks \['0.weight'\] and has \['w'\] too many"):
+        H @ {("w" if name == "0.weight" else name): t for name, t in v.items()}
+    with pytest.raises(ShapeError, match=r"'0.bias' has shape \[1\], but the parameter has shape \[4\]"):
+        H @ (v | {"0.bias": torch.ones(1, dtype=torch.float64)})
+    with pytest.raises(FlatteningError, match="flattening='cvec' or flattening='rvec'"):
+        H.to_dense("vec")
+    with pytest.raises(ModelError, match=r"no parameters \['w'\]"):
+        H.submatrix(["w"])
+    assert H.submatrix("0.bias").shape == (4, 4)
+    subset, *_ = PROBLEMS[3].make()
+    with pytest.raises(ShapeError, match="risks with the same params"):
+        H + Hessian(subset)
+    with pytest.raises(ShapeError, match="risks with the same params"):
+        H @ Hessian(subset)
+    assert H.domain != 3
+    assert hash(H.domain) == hash(Hessian(risk).domain)
+
+
+class Constant(nn.Module):
+    """A prediction in which one parameter has no influence and another one has no curvature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope, self.unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.slope
+
+
+def test_unused_parameters_and_vanishing_curvature() -> None:
+    model = Constant().double()
+    X, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    risk = EmpiricalRisk(model, nn.MSELoss(), (X, y))
+    for operator in (GGN(risk), Jacobian(risk).T):
+        with pytest.raises(GraphError, match=r"does not depend on the parameters \['unused'\]"):
+            operator.to_dense()
+    H = Hessian(risk).to_dense()
+    assert H[3].abs().max() == H[:, 3].abs().max() == 0
+    linear = EmpiricalRisk(model, lambda f, y: (f * y).sum(), (X, y))
+    assert Hessian(linear).to_dense().abs().max() == 0
+    assert Hessian(linear, chunk_size=1).to_dense().abs().max() == 0
+    column = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    assert (Jacobian(risk) @ column).abs().max() == 0
