@@ -46,7 +46,7 @@ class Curvature(LinearOperator):
 
     @abstractmethod
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
-        """Multiply a batch's block with some parameters' columns and rows, without the reduction factor."""
+        """Multiply a batch's block with some parameters' columns and rows; the result may be overwritten."""
 
     def multiply(self, columns: Columns) -> Columns:
         """Multiply, batch by batch and block by block."""
@@ -58,8 +58,7 @@ class Curvature(LinearOperator):
 
     def block(self, columns: Columns, rows: list[str]) -> Columns:
         """Multiply the block that has some parameters' columns (those given) and some parameters' rows."""
-        some = next(iter(columns.values()))
-        total = {name: some.new_zeros(len(some), *self.codomain.shapes[name]) for name in rows}
+        total: Columns = {}
         with self.risk.untouched(), torch.enable_grad():
             for batch in self.risk.batches(type(self).__name__):
                 for names in self.blocks:
@@ -67,8 +66,10 @@ class Curvature(LinearOperator):
                     wanted = [name for name in names if name in rows]
                     if inside and wanted:
                         for name, t in self.product(batch, inside, wanted).items():
-                            total[name] += t
-        return {name: self.risk.reduction_factor * t for name, t in total.items()}
+                            total[name] = total[name].add_(t) if name in total else t
+        some = next(iter(columns.values()))
+        zeros = {n: some.new_zeros(len(some), *self.codomain.shapes[n]) for n in rows if n not in total}
+        return {name: zeros[name] if name in zeros else total[name] for name in rows}
 
     def submatrix(self, rows: Iterable[str], columns: Iterable[str] | None = None) -> LinearOperator:
         """Return the block with these parameters' rows and columns; nothing else is computed."""
@@ -105,7 +106,7 @@ class Hessian(Curvature):
         leaves, rest = leaves_and_rest(self.risk, {*columns, *rows})
         f = self.risk.predict(leaves | rest, batch)
         self.risk.finite(f.detach(), batch)
-        c = self.risk.loss.criterion(f, batch.y).sum()
+        c = self.risk.reduction_factor * self.risk.loss.criterion(f, batch.y).sum()
         moving, fixed = [leaves[name] for name in columns], [leaves[name] for name in rows]
         gradient = torch.autograd.grad(c, moving, create_graph=True, allow_unused=True)
         used = [(g, t) for g, t in zip(gradient, columns.values(), strict=True) if g is not None and g.requires_grad]
@@ -132,7 +133,7 @@ class Sandwich(Curvature):
         """Push forward, multiply in prediction space, pull back."""
         leaves, rest = leaves_and_rest(self.risk, {*columns, *rows})
         f, Jv = push_forward(self.risk, batch, leaves, rest, columns)
-        u = self.middle(f.detach(), batch, Jv)
+        u = self.risk.reduction_factor * self.middle(f.detach(), batch, Jv)  # cheapest to scale in prediction space
         return pull_back(f, {name: leaves[name] for name in rows}, u)
 
     def diagonal(self) -> Tensor:
@@ -211,10 +212,11 @@ class Fisher(Sandwich):
         """Multiply with the prediction-space Fisher, or with an outer product of gradients."""
         if self.kind == "type-2":
             return self.risk.loss.fisher_product(f, batch.y, u)
-        S = self.factor(f, batch).reshape(-1, len(f), f[0].numel())
-        weights = torch.einsum("mni,kni->kmn", S, u.reshape(len(u), len(f), -1))
-        result: Tensor = torch.einsum("mni,kmn->kni", S, weights)
-        return result.reshape(u.shape)
+        result = torch.zeros_like(u)
+        for g in self.factor(f, batch):
+            inner = (g * u).reshape(len(u), len(f), -1).sum(2)
+            result += inner.reshape(*inner.shape, *[1] * (f.ndim - 1)) * g
+        return result
 
     def factor(self, f: Tensor, batch: Batch) -> Tensor:
         """Return the gradients whose outer products make the matrix, or an exact factor."""

@@ -1,8 +1,8 @@
-r"""Derivatives of a batch's predictions, many columns at once: $J v$ and $J^\top u$ from one forward pass.
+r"""Derivatives of a batch's predictions: $J v$ and $J^\top u$, for many columns at once.
 
-Columns are pushed forward by forward-mode differentiation, all of them together (`vmap`); the same forward pass
-records the graph through which they come back. Models with operations that have no forward mode fall back to two
-backward passes.
+Columns are pushed forward by forward-mode differentiation, all of them together (`vmap`), and come back through the
+graph of one forward pass. Operations without forward mode fall back to two backward passes, operations that `vmap` does
+not know to one column after the other.
 """
 
 import inspect
@@ -107,10 +107,11 @@ def _forward_mode(
     def predict(params: Params) -> Tensor:
         return risk.predict(params | still, batch)
 
-    moving = {name: leaves[name] for name in columns}
-    # The predictions do not depend on the column, so they come without that axis.
-    f, Jv = vmap(lambda v: jvp(predict, (moving,), (v,))[:2], out_dims=(None, 0))(columns)  # type: ignore[arg-type]
-    return f, Jv.detach()
+    moving = {name: leaves[name].detach() for name in columns}
+    still = {name: p.detach() for name, p in still.items()}
+    with torch.no_grad():  # recording the columns' graph costs more than a second forward pass for the predictions
+        Jv: Tensor = vmap(lambda v: jvp(predict, (moving,), (v,))[1])(columns)
+    return risk.predict(leaves | rest, batch), Jv
 
 
 def _double_backward(

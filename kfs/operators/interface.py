@@ -81,6 +81,8 @@ class LinearOperator(ABC):
             self.multiply({name: t[start : start + self.chunk_size] for name, t in columns.items()})
             for start in range(0, num_columns, self.chunk_size)
         ]
+        if len(parts) == 1:
+            return self.codomain.write(parts[0], form)
         result = {name: torch.cat([part[name] for part in parts]) for name in self.codomain.shapes}
         return self.codomain.write(result, form)
 
