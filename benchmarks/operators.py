@@ -4,6 +4,7 @@ Everything is measured in one run, in turn, in units of a forward and backward p
 everything that a user's `A @ V` includes.
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ def programs(problem: Problem) -> dict[tuple[str, str], Callable[[], object]]:
     """Return what is measured on a problem; all libraries get the same columns."""
     loss = CrossEntropyLoss()
     size = sum(p.numel() for p in problem.model.parameters())
-    columns = {k: torch.randn(size, k) for k in COLUMNS}
+    columns = {k: torch.randn(size, k, device=problem.X.device) for k in COLUMNS}
 
     def forward_backward() -> None:
         loss(problem.model(problem.X), problem.y).backward()
@@ -78,10 +79,11 @@ def measure(chosen: list[Problem], repeats: int = REPEATS) -> list[Row]:
     return rows
 
 
-def main(results: Path = RESULTS, repeats: int = REPEATS, scale: int = 1) -> None:
-    """Measure, and write table, JSON and plot."""
-    write(measure(problems(scale), repeats), "operators", {"columns": COLUMNS, "repeats": repeats}, results)
+def main(results: Path = RESULTS, repeats: int = REPEATS, scale: int = 1, device: str = "cpu") -> None:
+    """Measure on a device, and write table, JSON and plot."""
+    settings = {"columns": COLUMNS, "repeats": repeats, "device": device}
+    write(measure(problems(scale, device), repeats), "operators", settings, results)
 
 
 if __name__ == "__main__":
-    main()
+    main(device=sys.argv[1] if len(sys.argv) > 1 else "cpu")

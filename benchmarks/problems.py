@@ -53,15 +53,16 @@ class GPT(nn.Module):
         return result.transpose(1, 2)
 
 
-def problems(scale: int = 1) -> list[Problem]:
-    """Return all problems; a larger `scale` divides batch sizes, for tests."""
+def problems(scale: int = 1, device: str = "cpu") -> list[Problem]:
+    """Return all problems on a device; a larger `scale` divides batch sizes, for tests."""
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
     conv = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     conv += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     cnn = nn.Sequential(*conv, nn.Flatten(), nn.Linear(32 * 8 * 8, 10))
-    return [
+    made = [
         Problem("MLP", mlp, torch.randn(256 // scale, 784), torch.randint(10, (256 // scale,))),
         Problem("CNN", cnn, torch.randn(64 // scale, 3, 32, 32), torch.randint(10, (64 // scale,))),
         Problem("GPT", GPT(), torch.randint(64, (16 // scale, 32)), torch.randint(64, (16 // scale, 32))),
     ]
+    return [Problem(p.name, p.model.to(device), p.X.to(device), p.y.to(device)) for p in made]

@@ -47,10 +47,18 @@ def medians(programs: Mapping[Any, Callable[[], object]], repeats: int, task: st
     times: dict[Any, list[float]] = {key: [] for key in programs}
     for _ in track(range(repeats), task, transient=True):
         for key, program in programs.items():
+            synchronize()
             start = time.perf_counter()
             program()
+            synchronize()
             times[key].append(time.perf_counter() - start)
     return {key: statistics.median(values) for key, values in times.items()}
+
+
+def synchronize() -> None:
+    """Wait for the accelerator, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def write(rows: list[Row], name: str, settings: dict[str, object], results: Path) -> None:

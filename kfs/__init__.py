@@ -1,6 +1,7 @@
 """kfs, KFAC from scratch: curvature matrices of neural networks and their Kronecker-factored approximations.
 
-The definitions live in `kfs.basics`, one file each. Every file runs and checks itself.
+Start with `EmpiricalRisk` (model, loss, data) and the linear operators on it. Solvers and estimators are in
+`kfs.operators`, losses in `kfs.losses`, and the definitions, one runnable file each, in `kfs.basics`.
 """
 
 from kfs.operators import GGN, Fisher, Hessian, Jacobian

@@ -32,7 +32,7 @@ class Curvature(LinearOperator):
         block_diagonal: Keep only the diagonal blocks: `"parameter"` (or `True`) for one block per parameter, `"layer"`
             for one block per module with parameters.
         chunk_size: How many columns are multiplied at once; more take more memory. By default 16, and 1 for models with
-            convolutions, which PyTorch runs slower for several columns at once than one after the other.
+            convolutions on a CPU, where PyTorch runs them slower together than one after the other.
     """
 
     symmetric = True
@@ -233,7 +233,7 @@ class Fisher(Sandwich):
 def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None) -> int:
     """Return how many columns to multiply at once: what the user says, or what is fast for the model."""
     if chunk_size is None:
-        modules = risk.model.modules() if isinstance(risk.model, Module) else ()
+        modules = risk.model.modules() if isinstance(risk.model, Module) and risk.device.type == "cpu" else ()
         return 1 if any(isinstance(module, _ConvNd) for module in modules) else 16
     if not isinstance(chunk_size, int) or chunk_size < 1:
         raise ModelError(f"chunk_size is {chunk_size!r}.", "Multiply at least one column at once.")
