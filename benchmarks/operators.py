@@ -24,7 +24,12 @@ COLUMNS, REPEATS = (1, 10), 9
 def kfs_operators(problem: Problem) -> dict[str, Any]:
     """Return our operators by name."""
     risk = EmpiricalRisk(problem.model, CrossEntropyLoss(), (problem.X, problem.y))
-    return {"Hessian": Hessian(risk), "GGN": GGN(risk), "empirical Fisher": Fisher(risk, "empirical")}
+    return {
+        "Hessian": Hessian(risk),
+        "GGN": GGN(risk),
+        "GGN, graph reused": GGN(risk, reuse=True),
+        "empirical Fisher": Fisher(risk, "empirical"),
+    }
 
 
 def curvlinops_operators(problem: Problem) -> dict[str, Any]:

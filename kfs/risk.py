@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from kfs.errors import DataError, DtypeError, GraphError, ModelError
+from kfs.errors import DataError, DtypeError, ModelError
 from kfs.losses import Loss, describe
 from kfs.state import no_randomness, restored
 
@@ -127,7 +127,10 @@ class EmpiricalRisk:
         return self.reduction_factor * total
 
     def gradient(self) -> Params:
-        """Compute the gradient of the risk with respect to the parameters, by name. Model gradients are not touched."""
+        """Compute the gradient of the risk by parameter name; zero for a parameter that is not used.
+
+        The model's own `.grad` fields are not touched.
+        """
         total = {name: torch.zeros_like(p) for name, p in self.params.items()}
         with self.untouched(), torch.enable_grad():
             leaves = self.leaves()
@@ -135,8 +138,10 @@ class EmpiricalRisk:
                 f = self.predict(leaves, batch)
                 self.finite(f.detach(), batch)
                 c = self.loss.criterion(f, batch.y).sum()
-                for name, g in zip(total, differentiate(c, leaves), strict=True):
-                    total[name] += g
+                gradients = torch.autograd.grad(c, list(leaves.values()), allow_unused=True)
+                for name, g in zip(total, gradients, strict=True):
+                    if g is not None:  # a parameter that this batch does not use
+                        total[name] += g
         return {name: self.reduction_factor * g for name, g in total.items()}
 
     def leaves(self) -> Params:
@@ -245,18 +250,6 @@ class EmpiricalRisk:
                 )
             self._counted = (num_data, count)
         return self._counted
-
-
-def differentiate(c: Tensor, leaves: Params) -> list[Tensor]:
-    """Return the gradient of a scalar with respect to all leaves, or say which one it does not depend on."""
-    gradients = torch.autograd.grad(c, list(leaves.values()), allow_unused=True)
-    unused = [name for name, g in zip(leaves, gradients, strict=True) if g is None]
-    if unused:
-        raise GraphError(
-            f"The prediction does not depend on the parameters {unused}.",
-            "Leave them out with params=.",
-        )
-    return list(gradients)
 
 
 def _module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor] | None) -> Params:

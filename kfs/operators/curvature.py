@@ -16,7 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from kfs.errors import LossError, ModelError
 from kfs.losses.counter import Draws
-from kfs.operators.derivatives import gradients_of_columns, leaves_and_rest, pull_back, push_forward
+from kfs.operators.derivatives import Linearization, gradients_of_columns, leaves_and_rest, pull_back, push_forward
 from kfs.operators.interface import LinearOperator, Submatrix
 from kfs.operators.space import Columns, Space
 from kfs.risk import Batch, EmpiricalRisk
@@ -46,7 +46,7 @@ class Curvature(LinearOperator):
 
     @abstractmethod
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
-        """Multiply a batch's block with some parameters' columns and rows; the result may be overwritten."""
+        """Multiply a batch's block with some parameters' columns and rows."""
 
     def multiply(self, columns: Columns) -> Columns:
         """Multiply, batch by batch and block by block."""
@@ -66,7 +66,7 @@ class Curvature(LinearOperator):
                     wanted = [name for name in names if name in rows]
                     if inside and wanted:
                         for name, t in self.product(batch, inside, wanted).items():
-                            total[name] = total[name].add_(t) if name in total else t
+                            total[name] = total[name] + t if name in total else t  # t may be shared: not in place
         some = next(iter(columns.values()))
         zeros = {n: some.new_zeros(len(some), *self.codomain.shapes[n]) for n in rows if n not in total}
         return {name: zeros[name] if name in zeros else total[name] for name in rows}
@@ -119,7 +119,29 @@ class Hessian(Curvature):
 
 
 class Sandwich(Curvature):
-    """A curvature operator of the form `R sum_n J_n^T M_n J_n`."""
+    """A curvature operator of the form `R sum_n J_n^T M_n J_n`.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        reuse: Keep every batch's computation graph after the first product with one column. Later ones, as in `solve`
+            and `eigenvalues`, then need no forward pass, at the price of the memory for all activations.
+        block_diagonal: As in `Curvature`.
+        chunk_size: As in `Curvature`.
+    """
+
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        *,
+        reuse: bool = False,
+        block_diagonal: Blocks = False,
+        chunk_size: int | None = None,
+    ) -> None:
+        """Start without any graph."""
+        super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size)
+        self.reuse = reuse
+        self._kept: dict[int, Linearization] = {}
+        self._versions: list[int] = []
 
     @abstractmethod
     def middle(self, f: Tensor, batch: Batch, u: Tensor) -> Tensor:
@@ -131,10 +153,24 @@ class Sandwich(Curvature):
 
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
         """Push forward, multiply in prediction space, pull back."""
+        if self.reuse and len(next(iter(columns.values()))) == 1:  # several columns are faster in forward mode
+            linearization = self._linearization(batch)
+            Jv = linearization.push_forward(columns)
+            u = self.risk.reduction_factor * self.middle(linearization.f.detach(), batch, Jv)
+            return linearization.pull_back(u, rows)
         leaves, rest = leaves_and_rest(self.risk, {*columns, *rows})
         f, Jv = push_forward(self.risk, batch, leaves, rest, columns)
         u = self.risk.reduction_factor * self.middle(f.detach(), batch, Jv)  # cheapest to scale in prediction space
         return pull_back(f, {name: leaves[name] for name in rows}, u)
+
+    def _linearization(self, batch: Batch) -> Linearization:
+        """Return the batch's graphs, new ones if parameters have changed in the meantime."""
+        versions = [p._version for p in self.risk.params.values()]
+        if versions != self._versions:
+            self._kept, self._versions = {}, versions
+        if batch.first not in self._kept:
+            self._kept[batch.first] = Linearization(self.risk, batch, self.risk.leaves(), {})
+        return self._kept[batch.first]
 
     def diagonal(self) -> Tensor:
         """Compute the diagonal exactly, as a flat vector: sums of squared per-datum gradients, one datum at a time."""
@@ -157,6 +193,13 @@ class Sandwich(Curvature):
 
 class GGN(Sandwich):
     """The generalized Gauss-Newton matrix: the Hessian of the risk of the linearized model.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        reuse: Keep every batch's computation graph after the first product with one column. Later ones, as in `solve`
+            and `eigenvalues`, then need no forward pass, at the price of the memory for all activations.
+        block_diagonal: As in `Curvature`.
+        chunk_size: As in `Curvature`.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -183,6 +226,7 @@ class Fisher(Sandwich):
             likelihood, `"empirical"` for the labels at hand.
         mc_samples: Draws per datum for `"type-1"`.
         seed: Equal seeds give equal draws, however the data are split into batches.
+        reuse: As in `GGN`.
         block_diagonal: As in `Curvature`.
         chunk_size: As in `Curvature`.
     """
@@ -194,11 +238,12 @@ class Fisher(Sandwich):
         *,
         mc_samples: int = 1,
         seed: int = 0,
+        reuse: bool = False,
         block_diagonal: Blocks = False,
         chunk_size: int | None = None,
     ) -> None:
         """Check the settings."""
-        super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size)
+        super().__init__(risk, reuse=reuse, block_diagonal=block_diagonal, chunk_size=chunk_size)
         if kind not in {"type-1", "type-2", "empirical"}:
             raise LossError(f"kind is {kind!r}.", "Choose 'type-1' (Monte Carlo), 'type-2' (exact) or 'empirical'.")
         if not isinstance(mc_samples, int) or mc_samples < 1 or not isinstance(seed, int) or not 0 <= seed < 2**64:

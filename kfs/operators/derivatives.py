@@ -16,7 +16,7 @@ from torch.func import jvp, vmap
 from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
 from torch.overrides import TorchFunctionMode
 
-from kfs.errors import GraphError, ModelError
+from kfs.errors import ModelError
 from kfs.operators.space import Columns
 from kfs.risk import Batch, EmpiricalRisk, Params
 from kfs.state import random_model
@@ -117,31 +117,58 @@ def _forward_mode(
 def _double_backward(
     risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, columns: Columns
 ) -> tuple[Tensor, Tensor]:
-    """Multiply by differentiating the backward pass: it is linear in what is sent back."""
-    f = risk.predict(leaves | rest, batch)
-    w = torch.zeros_like(f, requires_grad=True)
-    moving = [leaves[name] for name in columns]
-    pulled = torch.autograd.grad(f, moving, w, create_graph=True, allow_unused=True)
-    used = [(g, t) for g, t in zip(pulled, columns.values(), strict=True) if g is not None and g.requires_grad]
-    Jv = [
-        torch.autograd.grad([g for g, _ in used], w, [t[k] for _, t in used], retain_graph=True)[0]
-        if used
-        else w.detach()
-        for k in range(len(next(iter(columns.values()))))
-    ]
-    return f, torch.stack(Jv)
+    """Multiply by differentiating the backward pass."""
+    linearization = Linearization(risk, batch, leaves, rest)
+    return linearization.f, linearization.push_forward(columns)
+
+
+class Linearization:
+    """A batch's predictions with the graphs to multiply with their Jacobian and its transpose, as often as wanted.
+
+    The backward pass from predictions to parameters is linear in what is sent back. Differentiating it multiplies with
+    the Jacobian (Townsend, 2017), so that no further forward pass is needed. Both graphs stay in memory.
+
+    Args:
+        risk: Says what the model is.
+        batch: The data.
+        leaves: Parameters to differentiate with respect to.
+        rest: The other parameters.
+    """
+
+    def __init__(self, risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params) -> None:
+        """Run one forward pass, and one backward pass that can be differentiated."""
+        self.leaves = leaves
+        self.f = risk.predict(leaves | rest, batch)
+        risk.finite(self.f.detach(), batch)
+        self._sent_back = torch.zeros_like(self.f, requires_grad=True)
+        arrived = torch.autograd.grad(
+            self.f, list(leaves.values()), self._sent_back, create_graph=True, allow_unused=True
+        )
+        self._arrived = dict(zip(leaves, arrived, strict=True))
+
+    def push_forward(self, columns: Columns) -> Tensor:
+        """Multiply columns for some of the leaves with the Jacobian: `[K, N, ...]`."""
+        used = [(g, columns[name]) for name, g in self._arrived.items() if name in columns and g is not None]
+        used = [(g, t) for g, t in used if g.requires_grad]
+        if not used:
+            num_columns = len(next(iter(columns.values())))
+            return torch.zeros(num_columns, *self.f.shape, dtype=self.f.dtype, device=self.f.device)
+        (Jv,) = gradients_of_columns([g for g, _ in used], [self._sent_back], [t for _, t in used], keep_graph=True)
+        assert Jv is not None  # noqa: S101 (what arrived was sent back)
+        return Jv
+
+    def pull_back(self, u: Tensor, names: Iterable[str]) -> Columns:
+        """Multiply columns `[K, N, ...]` with the transposed Jacobian, for some of the leaves."""
+        return pull_back(self.f, {name: self.leaves[name] for name in names}, u, keep_graph=True)
 
 
 def pull_back(f: Tensor, leaves: Params, u: Tensor, keep_graph: bool = False) -> Columns:
     """Multiply columns `[K, *f.shape]` with the transposed Jacobian, for all leaves: `[K, *shape]` each."""
-    gradients = dict(zip(leaves, gradients_of_columns([f], list(leaves.values()), [u], keep_graph), strict=True))
-    unused = [name for name, g in gradients.items() if g is None]
-    if unused:
-        raise GraphError(
-            f"The prediction does not depend on the parameters {unused}.",
-            "Leave them out of the risk with params=.",
-        )
-    return {name: g for name, g in gradients.items() if g is not None}
+    gradients = gradients_of_columns([f], list(leaves.values()), [u], keep_graph)
+    return {
+        name: p.new_zeros(len(u), *p.shape) if g is None else g
+        for (name, p), g in zip(leaves.items(), gradients, strict=True)
+    }
 
 
 def gradients_of_columns(

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
+from kfs import losses as kfs_losses
 from kfs.basics.emp_fishers import vec_empirical_fisher
 from kfs.basics.ggns import vec_ggn
 from kfs.basics.hessians import vec_hessian
 from kfs.basics.jacobians import vec_jacobian
-from kfs.errors import DtypeError, FlatteningError, GraphError, LossError, ModelError, ShapeError
+from kfs.errors import DtypeError, FlatteningError, LossError, ModelError, ShapeError
 from kfs.losses.counter import Draws
 from kfs.operators import GGN, Fisher, Hessian, Jacobian, LinearOperator, derivatives
 from kfs.risk import EmpiricalRisk
@@ -117,6 +119,23 @@ def test_diagonals_are_exact(problem: Problem, kind: str) -> None:
     risk, *_ = problem.make((2, len(problem.make()[3]) - 2))
     operator = OPERATORS[kind](risk)
     close(operator.diagonal(), operator.to_dense().diagonal())
+
+
+@all_problems
+@pytest.mark.parametrize("kind", ["ggn", "type-2", "empirical"])
+def test_reused_graphs_give_the_same_products(problem: Problem, kind: str) -> None:
+    risk, model, *_ = problem.make((1, len(problem.make()[3]) - 1))
+    kept = OPERATORS[kind](risk, reuse=True, chunk_size=1)
+    expected = OPERATORS[kind](risk).to_dense()
+    close(kept.to_dense(), expected)
+    close(kept @ expected[:, 0], expected @ expected[:, 0])
+    name = next(iter(risk.params))
+    block = kept.submatrix([name])
+    close(block.to_dense(), expected[: block.shape[0], : block.shape[0]])
+    with torch.no_grad():
+        model.get_parameter(name).mul_(2)
+    close(kept.to_dense(), OPERATORS[kind](risk).to_dense())
+    assert not torch.allclose(kept.to_dense(), expected)
 
 
 def function_model(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -287,13 +306,46 @@ def test_unused_parameters_and_vanishing_curvature() -> None:
     model = Constant().double()
     X, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
     risk = EmpiricalRisk(model, nn.MSELoss(), (X, y))
-    for operator in (GGN(risk), Jacobian(risk).T):
-        with pytest.raises(GraphError, match=r"does not depend on the parameters \['unused'\]"):
-            operator.to_dense()
-    H = Hessian(risk).to_dense()
-    assert H[3].abs().max() == H[:, 3].abs().max() == 0
+    for operator in (Hessian(risk), GGN(risk), GGN(risk, chunk_size=1), Fisher(risk, "empirical")):
+        dense = operator.to_dense()
+        assert dense[3].abs().max() == dense[:, 3].abs().max() == 0
+        assert dense[:3, :3].abs().max() > 0
+    assert Jacobian(risk).to_dense()[:, 3].abs().max() == 0
+    assert (Jacobian(risk).T @ torch.ones(12, dtype=torch.float64))[3] == 0
+    assert GGN(risk).diagonal()[3] == 0
     linear = EmpiricalRisk(model, lambda f, y: (f * y).sum(), (X, y))
-    assert Hessian(linear).to_dense().abs().max() == 0
-    assert Hessian(linear, chunk_size=1).to_dense().abs().max() == 0
+    for chunk_size in (1, 4):
+        assert Hessian(linear, chunk_size=chunk_size).to_dense().abs().max() == 0
     column = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
     assert (Jacobian(risk) @ column).abs().max() == 0
+    alone = GGN(EmpiricalRisk(model, nn.MSELoss(), (X, y), params=["unused"]), reuse=True)
+    assert (alone @ column[3:]).abs().max() == 0
+
+
+def half_norm(f: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001
+    return 0.5 * (f**2).sum()
+
+
+class Itself(nn.Module):
+    """Predicts its parameter, so that the Hessian of half its norm is the identity."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.p.expand(len(x), 3)
+
+
+@pytest.mark.parametrize("kind", list(OPERATORS))
+def test_vectors_are_not_overwritten(kind: str) -> None:
+    X = torch.zeros(4, 1, dtype=torch.float64)
+    loss = kfs_losses.Custom(half_norm, reduction="sum", likelihood=lambda f: Categorical(logits=f))
+    risk = EmpiricalRisk(Itself().double(), loss, [(X, X)] * 3)
+    for shape in ((3,), (3, 2)):
+        v = torch.randn(shape, dtype=torch.float64)
+        copy = v.clone()
+        result = OPERATORS[kind](risk) @ v
+        assert torch.equal(v, copy)
+        if kind in {"hessian", "ggn"}:
+            close(result, 12 * v)
