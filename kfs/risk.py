@@ -11,6 +11,7 @@ What the loss knows lives in `kfs.losses`; derivatives beyond the gradient live 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from kfs.basics._checks import check_no_inference_mode
 from kfs.errors import DataError, DtypeError, ModelError
+from kfs.exact_derivatives import ExactDerivatives
 from kfs.losses import Loss, describe
 from kfs.state import no_randomness, restored
 
@@ -124,6 +127,8 @@ class EmpiricalRisk:
                 f = self.predict(self.params, batch)
                 self.finite(f, batch)
                 total += float(self.loss.criterion(f, batch.y).double().sum())
+        if not isfinite(total):
+            raise DataError("The risk is not finite.", "Look for NaN or infinity in the targets.")
         return self.reduction_factor * total
 
     def gradient(self) -> Params:
@@ -158,7 +163,7 @@ class EmpiricalRisk:
         Returns:
             Predictions `[N, ...]`: the model's output, or its `logits` (as in Hugging Face).
         """
-        with no_randomness(self.device):
+        with no_randomness(self.device), ExactDerivatives():
             if isinstance(self.model, nn.Module):
                 args, kwargs = _arguments(batch.x)
                 f = functional_call(self.model, params, args, kwargs)
@@ -189,25 +194,34 @@ class EmpiricalRisk:
             )
 
     def batches(self, task: str = "") -> Iterator[Batch]:
-        """Iterate over the data, on the parameters' device, with progress if asked for."""
+        """Iterate over the data, on the parameters' device, with progress if asked for; empty batches are left out.
+
+        A loader that shuffles does so in the same way every time.
+        """
         data: Iterable[Any] = self._data
         if self.progress:
             data = track(data, task, total=len(data) if isinstance(data, Sized) else None, transient=True)
         first = 0
-        for raw in data:
+        for raw in _repeatably(data):
             x, y = self._unpack(raw)
             if not isinstance(y, Tensor) or y.ndim == 0:
                 raise DataError(
                     f"The targets of a batch are {y!r:.80}, expected a tensor [N, ...].",
                     "Pass batches (x, y), or say how they are split with unpack=.",
                 )
-            yield Batch(_to(x, self.device), y.to(self.device), first)
+            if len(y):
+                yield Batch(_to(x, self.device), y.to(self.device), first)
             first += len(y)
         if self._counted is not None and first != self._counted[0]:
             raise DataError(
                 f"The data had {self._counted[0]} targets at first, and {first} now.",
                 "Pass data that can be iterated repeatedly with the same result.",
             )
+
+    def tensors(self, batch: Batch) -> list[Tensor]:
+        """Return everything that the predictions for a batch depend on: parameters, buffers and data."""
+        model = [*self.model.parameters(), *self.model.buffers()] if isinstance(self.model, nn.Module) else []
+        return [*self.params.values(), *model, *_leaves_of(batch.x), batch.y]
 
     def check_model(self) -> None:
         """Refuse a module whose prediction for one datum depends on chance or on other data."""
@@ -221,6 +235,12 @@ class EmpiricalRisk:
                     f"depends on {'chance' if random else 'the rest of its batch'}, so curvature is not defined.",
                     "Call model.eval() first.",
                 )
+            if isinstance(module, _BatchNorm) and module.running_mean is None:
+                raise ModelError(
+                    f"Module {name!r} ({type(module).__name__}) keeps no running statistics: the prediction for one "
+                    "datum depends on the rest of its batch, so curvature is not defined.",
+                    "Use track_running_stats=True, or another normalisation.",
+                )
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
@@ -230,6 +250,7 @@ class EmpiricalRisk:
             ModelError: If the model is in a training mode that matters, or changed a buffer.
         """
         self.check_model()
+        check_no_inference_mode()
         # The faster attention kernels cannot be differentiated twice or forward.
         with restored(self.model, self.device), sdpa_kernel(SDPBackend.MATH):
             yield
@@ -319,7 +340,7 @@ def _as_batches(data: object) -> Iterable[Any]:
             f"data is a {type(data).__name__}.",
             "Pass (X, y), an iterable of batches (a list, a DataLoader), or a mapping.",
         )
-    if iter(data) is data:
+    if isinstance(data, Iterator):
         raise DataError(
             f"data is a {type(data).__name__}, which can be iterated only once, but curvature needs several passes.",
             "Pass list(data), or an object that starts anew at every iteration, such as a DataLoader.",
@@ -348,13 +369,34 @@ def _arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and keyword arguments of a module for a batch's input."""
     if isinstance(x, Mapping):
         return (), dict(x)
-    return (tuple(x), {}) if isinstance(x, (tuple, list)) else ((x,), {})
+    return (tuple(x), {}) if type(x) in {tuple, list} else ((x,), {})
 
 
 def _to(x: Any, device: torch.device) -> Any:
     """Move all tensors in a batch's input to a device."""
     if isinstance(x, Mapping):
         return {key: _to(value, device) for key, value in x.items()}
-    if isinstance(x, (tuple, list)):
+    if type(x) in {tuple, list}:
         return tuple(_to(value, device) for value in x)
-    return x.to(device) if isinstance(x, Tensor) else x
+    return x.to(device) if hasattr(x, "to") else x  # tensors, packed sequences
+
+
+def _leaves_of(x: Any) -> list[Tensor]:
+    """Return all tensors in a batch's input."""
+    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
+    return [x] if isinstance(x, Tensor) else [t for part in parts for t in _leaves_of(part)]
+
+
+def _repeatably(data: Iterable[Any]) -> Iterator[Any]:
+    """Iterate such that random numbers used for it (shuffling, augmentation) are the same every time, and no others."""
+    iterator, position = None, 0
+    while True:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(position)
+            iterator = iter(data) if iterator is None else iterator
+            try:
+                raw = next(iterator)
+            except StopIteration:
+                return
+        yield raw
+        position += 1

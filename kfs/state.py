@@ -5,6 +5,7 @@ A model that needs them changed is not a function of its input, and is refused.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -34,6 +35,12 @@ def restored(model: object, device: torch.device) -> Iterator[None]:
         with torch.no_grad():
             for name in changed:
                 buffers[name][0].copy_(buffers[name][2])
+        for name, (b, _, _) in buffers.items():
+            path, _, leaf = name.rpartition(".")
+            owner = cast("Module", model).get_submodule(path)
+            if owner._buffers[leaf] is not b:  # assigned anew instead of changed
+                owner._buffers[leaf] = b
+                changed.append(name)
     if changed:
         raise ModelError(
             f"The model changed its buffers {changed} in the forward pass, so its prediction depends on its past.",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfs import GGN, Hessian
-from kfs.errors import DataError, DtypeError, LossError, ModelError, ShapeError
+from kfs.errors import DataError, DtypeError, GraphError, LossError, ModelError, ShapeError
 from kfs.risk import EmpiricalRisk
 from tests.losses.cases import CASES, Case
 from tests.operators.problems import PROBLEMS, Problem
@@ -138,6 +138,57 @@ def test_user_state_is_untouched() -> None:
     assert [p.requires_grad for p in model.parameters()] == [True, False, True, True]
     assert list(model._forward_hooks) == [hook.id]
     assert not model.training
+
+
+class Counting(nn.Module):
+    """Assigns its buffer anew in every forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x
+
+
+def test_reassigned_buffers_are_put_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), Counting()).double()
+    with pytest.raises(ModelError, match=r"changed its buffers \['1.calls'\]"):
+        EmpiricalRisk(model, nn.CrossEntropyLoss(), data()).value()
+    assert model.get_buffer("1.calls") == 0
+
+
+def test_batch_statistics_inference_mode_and_targets_that_are_not_finite_are_refused() -> None:
+    X, y = data()
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, track_running_stats=False)).double().eval()
+    with pytest.raises(ModelError, match="keeps no running statistics"):
+        EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y))
+    with torch.inference_mode(), pytest.raises(GraphError, match="inference_mode"):
+        EmpiricalRisk(linear(), nn.CrossEntropyLoss(), (X, y)).gradient()
+    targets = torch.full((7, 2), torch.nan, dtype=torch.float64)
+    with pytest.raises(DataError, match="risk is not finite"):
+        EmpiricalRisk(linear(), nn.MSELoss(), (X, targets)).value()
+
+
+class Last(nn.Module):
+    """Takes a packed sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(2, 2, batch_first=True)
+
+    def forward(self, x: Any) -> Tensor:
+        return self.rnn(x)[1][0]  # type: ignore[no-any-return]
+
+
+def test_packed_sequences_are_inputs() -> None:
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 4, 2).double(), torch.tensor([4, 3, 2]), batch_first=True)
+    y = torch.randn(3, 2).double()
+    model = Last().double()
+    risk = EmpiricalRisk(model, nn.MSELoss(), (packed, y))
+    assert risk.value() == pytest.approx(nn.MSELoss()(model(packed), y).item())
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ linear in $w$, therefore its own VJP with respect to $w$ is multiplication with 
 Implements: VJPs and JVPs (chapter 2, "Jacobians, JVP, VJPs").
 """
 
-from torch import Tensor, autograd, linspace, zeros_like
+from torch import Tensor, autograd, linspace, ones_like, zeros_like
 
 from kfs.basics._checks import check_like, check_node
 from kfs.errors import GraphError
@@ -83,7 +83,7 @@ def jvp(b: Tensor, a: Tensor, v: Tensor) -> Tensor:
     check_node("b", b)
     check_node("a", a)
     check_like("v", v, "a", a)
-    w = zeros_like(b, requires_grad=True)
+    w = ones_like(b, requires_grad=True)  # any point will do; some backward passes have a pole at zero
     u = vjp(b, a, w, create_graph=True)
     product = pull_back(u, w, v, create_graph=v.requires_grad)
     if product is not None:

@@ -9,7 +9,7 @@ The likelihood is Bernoulli's, each entry raised to its mass.
 from torch import Tensor, nn, ones_like
 
 from kfs.losses.counter import Draws
-from kfs.losses.interface import Elementwise, per_datum
+from kfs.losses.interface import Elementwise, per_datum, root
 
 
 class BinaryCrossEntropy(Elementwise):
@@ -22,6 +22,7 @@ class BinaryCrossEntropy(Elementwise):
 
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the weighted sum over entries."""
+        y = y.to(f.dtype)
         return per_datum(
             nn.functional.binary_cross_entropy_with_logits(
                 f, y, self.weight, pos_weight=self.pos_weight, reduction="none"
@@ -40,7 +41,7 @@ class BinaryCrossEntropy(Elementwise):
         """Draw a label per entry."""
         probability = f.sigmoid()
         label = (draws.uniform(len(f), tuple(f.shape[1:]), f.device) < probability).to(f.dtype)
-        return self._mass(f, y).sqrt() * (probability - label)
+        return root(self._mass(f, y)) * (probability - label)
 
     def _yes(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the mass of the positive label, per entry."""

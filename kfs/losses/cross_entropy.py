@@ -13,9 +13,10 @@ $\tilde{y} \sim \sigma$.
 import torch
 from torch import Tensor, nn
 
-from kfs.errors import DtypeError, LossError, ShapeError
+from kfs.errors import DataError, DtypeError, LossError, ShapeError
 from kfs.losses.counter import Draws
 from kfs.losses.interface import Loss, per_datum
+from kfs.losses.interface import root as root_of
 
 
 class CrossEntropy(Loss):
@@ -45,6 +46,17 @@ class CrossEntropy(Loss):
                 "Pass labels as int64 and probabilities shaped like the logits. If classes are along the last axis, "
                 "use kfs.losses.TokenCrossEntropy.",
             )
+        if self.weight is not None and self.weight.shape != f.shape[1:2]:
+            raise ShapeError(
+                f"CrossEntropyLoss: weight has shape {list(self.weight.shape)}, but there are {f.shape[1]} classes.",
+                "Give one weight per class.",
+            )
+        counted = y[y != self.ignore_index] if labels else y[:0]
+        if counted.numel() and not 0 <= counted.min() <= counted.max() < f.shape[1]:
+            raise DataError(
+                f"Labels go from {counted.min().item()} to {counted.max().item()}, but there are {f.shape[1]} classes.",
+                f"Use labels from 0 to {f.shape[1] - 1}, or ignore_index ({self.ignore_index}) for missing ones.",
+            )
         if not labels and self.ignore_index >= 0:
             raise LossError(
                 f"Targets are probabilities, but ignore_index={self.ignore_index}, which is for labels.",
@@ -63,8 +75,8 @@ class CrossEntropy(Loss):
         return per_datum(
             nn.functional.cross_entropy(
                 f,
-                y,
-                weight=self.weight,
+                y.to(f.dtype) if y.is_floating_point() else y,
+                weight=None if self.weight is None else self.weight.to(f),
                 ignore_index=self.ignore_index,
                 label_smoothing=self.label_smoothing,
                 reduction="none",
@@ -92,7 +104,7 @@ class CrossEntropy(Loss):
         # Per position, with the column index k first: sqrt(mass) (sqrt(sigma_k) e_k - sigma sqrt(sigma_k)).
         columns = torch.diag_embed(root.movedim(1, 2)).movedim(3, 0).movedim(2, 3)  # [k, N, C, P]
         columns = columns - sigma * root.movedim(1, 0).unsqueeze(2)
-        columns = torch.diag_embed(mass.sqrt() * columns)  # [k, N, C, P, P]: a column touches its own position only
+        columns = torch.diag_embed(root_of(mass) * columns)  # [k, N, C, P, P]: a column touches its own position only
         return columns.movedim(4, 1).reshape(-1, *f.shape)
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
@@ -101,7 +113,7 @@ class CrossEntropy(Loss):
         u = draws.uniform(len(f), (1, *f.shape[2:]), f.device)
         cumulative = sigma.double().cumsum(1)
         label = (cumulative < u * cumulative[:, -1:]).sum(1, keepdim=True)
-        return mass.sqrt() * (sigma - torch.zeros_like(f).scatter(1, label, 1.0))
+        return root_of(mass) * (sigma - torch.zeros_like(f).scatter(1, label, 1.0))
 
     def _target(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the weighted mass that the targets put on the classes, shaped like `f`."""
@@ -114,7 +126,7 @@ class CrossEntropy(Loss):
         if self.label_smoothing:
             p = (1 - self.label_smoothing) * p + self.label_smoothing / f.shape[1]
         if self.weight is not None:
-            p = self.weight.reshape(-1, *[1] * (f.ndim - 2)) * p
+            p = self.weight.to(f).reshape(-1, *[1] * (f.ndim - 2)) * p
         return p if counts is None else counts * p
 
 

@@ -101,41 +101,41 @@ class Custom(Loss):
 
     def fisher_factor(self, f: Tensor, y: Tensor) -> Tensor:
         """Average outer products over all labels, which must be finitely many."""
-        distribution = self._distribution()(f)
-        if not distribution.has_enumerate_support:
+        likelihood = self._distribution()
+        distributions = [likelihood(f_n) for f_n in f.detach()]
+        if not all(d.has_enumerate_support for d in distributions):
             raise LossError(
-                f"The expectation over {type(distribution).__name__} has no closed form here.",
+                f"The expectation over {type(distributions[0]).__name__} has no closed form here.",
                 "Use the Monte Carlo Fisher (kind='type-1'), which draws from it.",
             )
-        labels = distribution.enumerate_support()
-        roots = [distribution.log_prob(label).exp().sqrt() for label in labels]
-        if roots[0].shape != f.shape[:1]:
+        labels = torch.stack([d.enumerate_support() for d in distributions], 1)  # [K, N, ...]
+        if labels.ndim != 2:
             raise LossError(
-                f"The likelihood has {list(roots[0].shape[1:])} independent labels per datum; they are not enumerated.",
+                f"The likelihood has {list(labels.shape[2:])} independent labels per datum; they are not enumerated.",
                 "Use the Monte Carlo Fisher (kind='type-1').",
             )
-        gradients = [self._log_gradient(f, label) for label in labels]
-        return torch.stack([r.reshape(-1, *[1] * (f.ndim - 1)) * g for r, g in zip(roots, gradients, strict=True)])
+        roots = torch.stack([d.log_prob(labels[:, n]).exp().sqrt() for n, d in enumerate(distributions)], 1)
+        gradients = torch.stack([self._log_gradient(f, label) for label in labels])
+        return roots.reshape(*roots.shape, *[1] * (f.ndim - 1)) * gradients
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
-        """Draw a target per datum, by a generator that is seeded for this datum and sample alone."""
-        distribution = self._distribution()
+        """Draw a target per datum on the CPU, by a generator that is seeded for this datum and sample alone."""
+        likelihood = self._distribution()
         seeds = (draws.uniform(len(f), (), f.device) * 2.0**52).long().tolist()
         labels = []
-        devices = [f.device] if f.device.type == "cuda" else []
-        for f_n, seed in zip(f.detach(), seeds, strict=True):
-            with torch.random.fork_rng(devices=devices):
-                torch.manual_seed(seed)
-                labels.append(distribution(f_n).sample())
-        return self._log_gradient(f, torch.stack(labels))
+        for f_n, seed in zip(f.detach().cpu(), seeds, strict=True):
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(seed)
+                labels.append(likelihood(f_n).sample())
+        return self._log_gradient(f, torch.stack(labels).to(f.device))
 
-    def _log_gradient(self, f: Tensor, label: Tensor) -> Tensor:
-        """Return the gradient of the negative log-density of a label."""
-        distribution = self._distribution()
+    def _log_gradient(self, f: Tensor, labels: Tensor) -> Tensor:
+        """Return the gradient of the negative log-density of every datum's label."""
+        likelihood = self._distribution()
         leaf = f.detach().requires_grad_()
         with torch.enable_grad():
-            value = -distribution(leaf).log_prob(label).sum()
-        return torch.autograd.grad(value, leaf)[0]
+            values = [-likelihood(f_n).log_prob(label).sum() for f_n, label in zip(leaf, labels, strict=True)]
+        return torch.autograd.grad(torch.stack(values).sum(), leaf)[0]
 
     def _distribution(self) -> Callable[[Tensor], Distribution]:
         if self.likelihood is None:

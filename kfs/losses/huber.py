@@ -31,7 +31,7 @@ class Huber(Elementwise):
 
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the sum over entries."""
-        return per_datum(nn.functional.huber_loss(f, y, reduction="none", delta=self.delta))
+        return per_datum(nn.functional.huber_loss(f, y.to(f.dtype), reduction="none", delta=self.delta))
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the residual, clipped."""

@@ -125,7 +125,7 @@ class Elementwise(Loss):
 
     def hessian_factor(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the square root of a diagonal matrix."""
-        return diagonal_factor(self.second_derivative(f, y).sqrt())
+        return diagonal_factor(root(self.second_derivative(f, y)))
 
 
 def per_datum(t: Tensor) -> Tensor:
@@ -133,10 +133,20 @@ def per_datum(t: Tensor) -> Tensor:
     return t.flatten(1).sum(1) if t.ndim > 1 else t
 
 
-def diagonal_factor(root: Tensor) -> Tensor:
-    """Return one column per entry of a datum: `root` `[N, ...]` at that entry and zero elsewhere, `[K, N, ...]`."""
-    num_data, size = root.shape[0], root[0].numel() if root.shape[0] else 0
-    return torch.diag_embed(root.reshape(num_data, size)).movedim(2, 0).reshape(size, *root.shape)
+def root(curvature: Tensor) -> Tensor:
+    """Return the square root of curvatures, or say that there is none."""
+    if (curvature < 0).any():
+        raise LossError(
+            "A target gives the criterion a negative curvature, which has no real factor.",
+            "Use targets and weights in the loss's range (probabilities from 0 to 1, counts from 0).",
+        )
+    return curvature.sqrt()
+
+
+def diagonal_factor(entries: Tensor) -> Tensor:
+    """Return one column per entry of a datum: `entries` `[N, ...]` there and zero elsewhere, `[K, N, ...]`."""
+    num_data, size = entries.shape[0], entries[0].numel()
+    return torch.diag_embed(entries.reshape(num_data, size)).movedim(2, 0).reshape(size, *entries.shape)
 
 
 def check_floating(name: str, t: Tensor) -> None:

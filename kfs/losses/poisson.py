@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kfs.errors import LossError
 from kfs.losses.counter import Draws
-from kfs.losses.interface import Elementwise, diagonal_factor, per_datum
+from kfs.losses.interface import Elementwise, diagonal_factor, per_datum, root
 
 
 class Poisson(Elementwise):
@@ -46,7 +46,7 @@ class Poisson(Elementwise):
 
     def fisher_factor(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the square root of the last column of the table above."""
-        return diagonal_factor(self.second_derivative(f, self._rate(f)).sqrt())
+        return diagonal_factor(root(self.second_derivative(f, self._rate(f))))
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a count per entry."""
@@ -54,14 +54,13 @@ class Poisson(Elementwise):
         return self.gradient(f, count.to(f.dtype))
 
     def _rate(self, f: Tensor) -> Tensor:
-        if self.module.log_input:
-            return f.exp()
-        if (f < 0).any():
+        rate = f.exp() if self.module.log_input else f
+        if (rate < 0).any() or not rate.isfinite().all():
             raise LossError(
-                "PoissonNLLLoss(log_input=False) was given a negative rate, for which no counts can be drawn.",
-                "Let the model predict the logarithm of the rate (log_input=True), or make its output positive.",
+                "PoissonNLLLoss was given a negative or infinite rate, for which no counts can be drawn.",
+                "Let the model predict the logarithm of the rate (log_input=True), and keep it in range.",
             )
-        return f
+        return rate
 
 
 def poisson_quantile(u: Tensor, rate: Tensor) -> Tensor:
@@ -74,11 +73,14 @@ def poisson_quantile(u: Tensor, rate: Tensor) -> Tensor:
     Returns:
         Counts as float64.
     """
+    # Beyond 2**40 counts, a normal distribution differs by less than the bisection could resolve.
+    large = rate > 2.0**40
+    approximate = torch.round(rate + rate.sqrt() * torch.special.ndtri(u))
+    rate = torch.where(large, 1.0, rate)
     # No quantile that 52 bits can ask for is further than 9 standard deviations and a few counts from the rate.
     low, high = torch.full_like(rate, -1), torch.ceil(rate + 9 * rate.sqrt() + 40)
     while (high - low > 1).any():
         middle = torch.floor((low + high) / 2)
         reached = torch.special.gammaincc(middle + 1, rate.clamp(min=1e-300)) >= u
         low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
-        low = torch.where(high - low < 1, high - 1, low)
-    return high
+    return torch.where(large, approximate, high)

@@ -73,6 +73,7 @@ class Curvature(LinearOperator):
 
     def submatrix(self, rows: Iterable[str], columns: Iterable[str] | None = None) -> LinearOperator:
         """Return the block with these parameters' rows and columns; nothing else is computed."""
+        rows = [rows] if isinstance(rows, str) else list(rows)
         return CurvatureBlock(self, rows, rows if columns is None else columns)
 
 
@@ -108,7 +109,9 @@ class Hessian(Curvature):
         self.risk.finite(f.detach(), batch)
         c = self.risk.reduction_factor * self.risk.loss.criterion(f, batch.y).sum()
         moving, fixed = [leaves[name] for name in columns], [leaves[name] for name in rows]
-        gradient = torch.autograd.grad(c, moving, create_graph=True, allow_unused=True)
+        gradient: tuple[Tensor | None, ...] = (None,) * len(moving)
+        if c.requires_grad:
+            gradient = torch.autograd.grad(c, moving, create_graph=True, allow_unused=True)
         used = [(g, t) for g, t in zip(gradient, columns.values(), strict=True) if g is not None and g.requires_grad]
         num_columns = len(next(iter(columns.values())))
         zeros = {name: leaves[name].new_zeros(num_columns, *leaves[name].shape) for name in rows}
@@ -140,8 +143,7 @@ class Sandwich(Curvature):
         """Start without any graph."""
         super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size)
         self.reuse = reuse
-        self._kept: dict[int, Linearization] = {}
-        self._versions: list[int] = []
+        self._kept: dict[int, tuple[Linearization, list[Tensor]]] = {}
 
     @abstractmethod
     def middle(self, f: Tensor, batch: Batch, u: Tensor) -> Tensor:
@@ -164,13 +166,15 @@ class Sandwich(Curvature):
         return pull_back(f, {name: leaves[name] for name in rows}, u)
 
     def _linearization(self, batch: Batch) -> Linearization:
-        """Return the batch's graphs, new ones if parameters have changed in the meantime."""
-        versions = [p._version for p in self.risk.params.values()]
-        if versions != self._versions:
-            self._kept, self._versions = {}, versions
-        if batch.first not in self._kept:
-            self._kept[batch.first] = Linearization(self.risk, batch, self.risk.leaves(), {})
-        return self._kept[batch.first]
+        """Return the batch's graphs; new ones if the data, or any parameter or buffer, have changed in the meantime."""
+        now = self.risk.tensors(batch)
+        if batch.first in self._kept:
+            linearization, before = self._kept[batch.first]
+            if len(now) == len(before) and all(map(torch.equal, now, before)):
+                return linearization
+        linearization = Linearization(self.risk, batch, self.risk.leaves(), {})
+        self._kept[batch.first] = linearization, [t.clone() for t in now]
+        return linearization
 
     def diagonal(self) -> Tensor:
         """Compute the diagonal exactly, as a flat vector: sums of squared per-datum gradients, one datum at a time."""

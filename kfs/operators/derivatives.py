@@ -5,47 +5,16 @@ graph of one forward pass. Operations without forward mode fall back to two back
 not know to one column after the other.
 """
 
-import inspect
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import jvp, vmap
-from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
-from torch.overrides import TorchFunctionMode
 
-from kfs.errors import ModelError
 from kfs.operators.space import Columns
 from kfs.risk import Batch, EmpiricalRisk, Params
 from kfs.state import random_model
-
-
-class ConstantPadding(TorchFunctionMode):
-    """Makes forward mode agree with backward mode for `F.embedding`: the row `padding_idx` is a constant there.
-
-    PyTorch drops that row's gradient in the backward pass, but not its tangent in the forward pass, so that `J` and
-    `J^T` would not be transposes of each other.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
-        kwargs = kwargs or {}
-        if func is not F.embedding:
-            return func(*args, **kwargs)
-        call = inspect.signature(F.embedding).bind(*args, **kwargs)
-        call.apply_defaults()
-        index, weight, padding = (call.arguments[name] for name in ("input", "weight", "padding_idx"))
-        if call.arguments["scale_grad_by_freq"]:
-            raise ModelError(
-                "An embedding has scale_grad_by_freq=True: what PyTorch calls its gradient is not the derivative.",
-                "Switch it off.",
-            )
-        if padding is None or call.arguments["max_norm"] is not None:
-            return func(*args, **kwargs)
-        moves = (index != padding % len(weight)).unsqueeze(-1)
-        return torch.where(moves, F.embedding(index, weight), F.embedding(index, weight.detach()))
-
 
 # What PyTorch's messages contain where an operation, or a custom autograd.Function, has no forward mode.
 _NO_FORWARD_MODE = ("forward AD", "forward mode AD", "forward-mode AD", "setup_context")
@@ -75,8 +44,7 @@ def push_forward(
     """
     num_columns = len(next(iter(columns.values())))
     try:
-        with ConstantPadding():
-            f, Jv = _forward_mode(risk, batch, leaves, rest, columns)
+        f, Jv = _forward_mode(risk, batch, leaves, rest, columns)
     except (NotImplementedError, RuntimeError) as error:
         if "random operation" in str(error):
             raise random_model() from error
@@ -140,7 +108,10 @@ class Linearization:
         self.leaves = leaves
         self.f = risk.predict(leaves | rest, batch)
         risk.finite(self.f.detach(), batch)
-        self._sent_back = torch.zeros_like(self.f, requires_grad=True)
+        self._arrived: dict[str, Tensor | None] = {}
+        if not self.f.requires_grad:
+            return
+        self._sent_back = torch.ones_like(self.f, requires_grad=True)  # some backward passes have a pole at zero
         arrived = torch.autograd.grad(
             self.f, list(leaves.values()), self._sent_back, create_graph=True, allow_unused=True
         )
@@ -164,6 +135,8 @@ class Linearization:
 
 def pull_back(f: Tensor, leaves: Params, u: Tensor, keep_graph: bool = False) -> Columns:
     """Multiply columns `[K, *f.shape]` with the transposed Jacobian, for all leaves: `[K, *shape]` each."""
+    if not f.requires_grad:
+        return {name: p.new_zeros(len(u), *p.shape) for name, p in leaves.items()}
     gradients = gradients_of_columns([f], list(leaves.values()), [u], keep_graph)
     return {
         name: p.new_zeros(len(u), *p.shape) if g is None else g
@@ -183,9 +156,8 @@ def gradients_of_columns(
                     outputs, inputs, columns, allow_unused=True, is_grads_batched=True, retain_graph=True
                 )
             )
-        except RuntimeError as error:
-            if "vmap" not in str(error):
-                raise
+        except RuntimeError:
+            pass  # some operations cannot be batched; if something else is wrong, it shows again below
     singles = [
         torch.autograd.grad(
             outputs, inputs, [c[k] for c in columns], allow_unused=True, retain_graph=keep_graph or k + 1 < num_columns

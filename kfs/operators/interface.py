@@ -115,6 +115,7 @@ class LinearOperator(ABC):
 
     def submatrix(self, rows: Iterable[str], columns: Iterable[str] | None = None) -> "LinearOperator":
         """Return the block with these parameters' rows and columns (the same ones by default)."""
+        rows = [rows] if isinstance(rows, str) else list(rows)
         return Submatrix(self, rows, rows if columns is None else columns)
 
     def to_dense(self, flattening: str = "rvec") -> Tensor:

@@ -1,7 +1,9 @@
 """The Jacobian of all predictions with respect to the parameters, and its transpose."""
 
 import torch
+from torch import Tensor
 
+from kfs.errors import ShapeError
 from kfs.operators.curvature import choose_chunk_size, parameter_space
 from kfs.operators.derivatives import leaves_and_rest, pull_back, push_forward
 from kfs.operators.interface import LinearOperator
@@ -40,7 +42,8 @@ class Jacobian(LinearOperator):
         with self.risk.untouched(), torch.enable_grad():
             leaves, rest = leaves_and_rest(self.risk, columns)
             for batch in self.risk.batches("Jacobian"):
-                _, Jv = push_forward(self.risk, batch, leaves, rest, columns)
+                f, Jv = push_forward(self.risk, batch, leaves, rest, columns)
+                self._check_shape(f)
                 parts.append(Jv)
         return {PREDICTION: torch.cat(parts, dim=1)}
 
@@ -53,7 +56,17 @@ class Jacobian(LinearOperator):
             for batch in self.risk.batches("Jacobian.T"):
                 f = self.risk.predict(leaves | rest, batch)
                 self.risk.finite(f.detach(), batch)
+                self._check_shape(f)
                 part = u[:, batch.first : batch.first + len(f)]
                 for name, t in pull_back(f, leaves, part).items():
                     total[name] += t
         return total
+
+    def _check_shape(self, f: Tensor) -> None:
+        """Refuse batches whose predictions have another shape than those of the first batch."""
+        expected = self.codomain.shapes[PREDICTION][1:]
+        if f.shape[1:] != expected:
+            raise ShapeError(
+                f"Predictions have shape {list(f.shape[1:])} per datum in one batch, {list(expected)} in the first.",
+                "Pad the data such that all predictions have one shape.",
+            )

@@ -3,6 +3,7 @@ r"""Linear systems with operators: conjugate gradients and Neumann series.
 Both need products only. Curvature is rarely positive definite by itself; solve with `A.shift(damping)`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from kfs.errors import ShapeError, SolverError
 from kfs.operators.interface import LinearOperator
+from kfs.operators.space import Form
 
 Vec = TypeVar("Vec", Tensor, dict[str, Tensor])
 
@@ -67,38 +69,62 @@ def solve(
         (True, torch.Size([2]))
     """
     _check_square(A)
-    columns, form = A.domain.read(b)
-    B = A.domain.flatten(columns).T
+    B, form = _right_hand_side(A, b)
     limit = A.shape[0] if max_iterations is None else max_iterations
-    scale = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
-
-    X, R = torch.zeros_like(B), B.clone()
-    Z = R if preconditioner is None else preconditioner @ R
-    P, rho = Z.clone(), (R * Z).sum(0)
-    residuals: list[float] = [float((R.norm(dim=0) / scale).max())]
+    scale = B.abs().amax(0).clamp(min=torch.finfo(B.dtype).tiny)  # keeps squares of tiny numbers from vanishing
+    B = B / scale
+    norm = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
+    X, residuals = torch.zeros_like(B), [float((B.norm(dim=0) / norm).amax())]
     with Progress(disable=not progress, transient=True) as bar:
         task = bar.add_task("conjugate gradients", total=limit)
         while residuals[-1] > tolerance and len(residuals) <= limit:
-            AP = A @ P
-            curvature = (P * AP).sum(0)
-            active = R.norm(dim=0) > tolerance * scale
-            if (curvature[active] <= 0).any() or not curvature.isfinite().all():
-                raise SolverError(
-                    f"The operator is not positive definite: a direction has curvature {curvature.min().item():.2e}.",
-                    "Shift it by a larger damping: A.shift(damping), or use the GGN or the Fisher, not the Hessian.",
-                )
-            step = torch.where(active, rho / curvature, 0)
-            X, R = X + step * P, R - step * AP
-            Z = R if preconditioner is None else preconditioner @ R
-            rho_before, rho = rho, (R * Z).sum(0)
-            P = Z + torch.where(active, rho / rho_before, 0) * P
-            residuals.append(float((R.norm(dim=0) / scale).max()))
-            bar.update(task, advance=1, description=f"residual {residuals[-1]:.1e}")
-    x = A.domain.write(A.domain.unflatten(X.T), form)
+            # The residual that the iteration updates drifts away from the true one, so start again from that.
+            before = residuals[-1]
+            for better, estimate in _conjugate_gradients(A, B, X, norm, tolerance, preconditioner):
+                X = better
+                residuals.append(estimate)
+                bar.update(task, advance=1, description=f"residual {estimate:.1e}")
+                if len(residuals) > limit:
+                    break
+            residuals[-1] = float(((B - A @ X).norm(dim=0) / norm).amax())
+            if residuals[-1] > 0.5 * before:  # no better than before: this precision has no more to give
+                break
+    x = A.domain.write(A.domain.unflatten((scale * X).T), form)
     return Solution(x, len(residuals) - 1, tuple(residuals[1:]), residuals[-1] <= tolerance)  # type: ignore[arg-type]
 
 
-def neumann(A: LinearOperator, b: Vec, *, scale: float, terms: int = 100) -> Solution[Vec]:
+def _conjugate_gradients(
+    A: LinearOperator,
+    B: Tensor,
+    X: Tensor,
+    norm: Tensor,
+    tolerance: float,
+    preconditioner: LinearOperator | None,
+) -> Iterator[tuple[Tensor, float]]:
+    """Yield better and better solutions, starting from `X`, with estimates of their residuals."""
+    R = B - A @ X
+    Z = R if preconditioner is None else preconditioner @ R
+    P, rho = Z, (R * Z).sum(0)
+    residual = torch.inf
+    while residual > tolerance:
+        AP = A @ P
+        curvature = (P * AP).sum(0)
+        active = R.norm(dim=0) > tolerance * norm
+        if (curvature[active] <= 0).any() or not curvature.isfinite().all():
+            raise SolverError(
+                f"The operator is not positive definite: a direction has curvature {curvature.min().item():.2e}.",
+                "Shift it by a larger damping: A.shift(damping), or use the GGN or the Fisher, not the Hessian.",
+            )
+        step = torch.where(active, rho / curvature, 0)
+        X, R = X + step * P, R - step * AP
+        Z = R if preconditioner is None else preconditioner @ R
+        rho_before, rho = rho, (R * Z).sum(0)
+        P = Z + torch.where(active, rho / rho_before, 0) * P
+        residual = float((R.norm(dim=0) / norm).amax())
+        yield X, residual
+
+
+def neumann(A: LinearOperator, b: Vec, *, scale: float, terms: int = 100, tolerance: float = 1e-6) -> Solution[Vec]:
     """Approximate the solution of `A x = b` by a Neumann series, `x = scale * sum_k (I - scale * A)^k b`.
 
     Args:
@@ -106,6 +132,7 @@ def neumann(A: LinearOperator, b: Vec, *, scale: float, terms: int = 100) -> Sol
         b: A flat vector, a matrix of columns, or a dictionary like the risk's params.
         scale: Less than two over the largest eigenvalue; the series converges then if `A` is positive definite.
         terms: How many terms to add up.
+        tolerance: What counts as converged: the residual as a fraction of the right-hand side.
 
     Returns:
         The truncated series, with the residual after every term.
@@ -114,12 +141,11 @@ def neumann(A: LinearOperator, b: Vec, *, scale: float, terms: int = 100) -> Sol
         SolverError: If the series diverges.
     """
     _check_square(A)
-    columns, form = A.domain.read(b)
-    B = A.domain.flatten(columns).T
+    B, form = _right_hand_side(A, b)
     norm = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
     X, R = torch.zeros_like(B), B
     residuals: list[float] = []
-    for _ in range(terms):
+    for _ in range(max(terms, 1)):
         X = X + scale * R  # R is the residual b - A x, and also the next term over the scale
         R = R - scale * (A @ R)
         residuals.append(float((R.norm(dim=0) / norm).max()))
@@ -129,9 +155,23 @@ def neumann(A: LinearOperator, b: Vec, *, scale: float, terms: int = 100) -> Sol
                 "Choose a scale below two over the largest eigenvalue, and a positive definite operator.",
             )
     x = A.domain.write(A.domain.unflatten(X.T), form)
-    return Solution(x, terms, tuple(residuals), bool(residuals) and residuals[-1] < 1)  # type: ignore[arg-type]
+    return Solution(x, len(residuals), tuple(residuals), residuals[-1] <= tolerance)  # type: ignore[arg-type]
 
 
 def _check_square(A: LinearOperator) -> None:
-    if A.domain != A.codomain:
-        raise ShapeError(f"The operator has shape {list(A.shape)}.", "Pass one that maps a space to itself.")
+    if A.domain != A.codomain or not A.symmetric:
+        raise ShapeError(
+            f"The operator has shape {list(A.shape)} and is not known to be symmetric.",
+            "Pass a symmetric one that maps a space to itself.",
+        )
+
+
+def _right_hand_side(A: LinearOperator, b: Vec) -> tuple[Tensor, Form]:
+    """Return the right-hand side as a matrix of columns, and the form that it came in."""
+    columns, form = A.domain.read(b)
+    B = A.domain.flatten(columns).T
+    if B.shape[1] == 0:
+        raise ShapeError("The right-hand side has no columns.", "Pass at least one.")
+    if not B.isfinite().all():
+        raise SolverError("The right-hand side is not finite.", "Look for NaN or infinity in it.")
+    return B, form

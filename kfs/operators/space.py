@@ -73,7 +73,7 @@ class Space:
                 f"The vector has shape {list(v.shape)}, but the operator acts on {self.size} numbers.",
                 f"Pass shape [{self.size}], columns of shape [{self.size}, K], or a dictionary like the risk's params.",
             )
-        flat = v.unsqueeze(0) if v.ndim == 1 else v.T
+        flat = v.detach().unsqueeze(0) if v.ndim == 1 else v.detach().T
         return self.unflatten(flat), "vector" if v.ndim == 1 else "matrix"
 
     def write(self, columns: Columns, form: Form) -> Vector:
@@ -85,7 +85,9 @@ class Space:
 
     def flatten(self, columns: Columns) -> Tensor:
         """Return the columns as rows of a matrix, `[K, size]`."""
-        return torch.cat([columns[name].reshape(-1, size) for name, size in self.sizes.items()], dim=1)
+        return torch.cat(
+            [columns[name].reshape(columns[name].shape[0], size) for name, size in self.sizes.items()], dim=1
+        )
 
     def unflatten(self, flat: Tensor) -> Columns:
         """Undo `flatten`."""
@@ -117,7 +119,7 @@ class Space:
                     f"{name!r} has shape {list(v[name].shape)}, but the parameter has shape {list(shape)}.",
                     "Pass tensors shaped like the risk's params.",
                 )
-        return {name: v[name].unsqueeze(0) for name in self.shapes}
+        return {name: v[name].detach().unsqueeze(0) for name in self.shapes}
 
     def _check_kind(self, name: str, t: Tensor) -> None:
         if t.dtype != self.dtype or t.device.type != self.device.type:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import pi, sqrt
 
 import torch
-from scipy.sparse.linalg import eigsh
+from scipy.sparse.linalg import ArpackError, eigsh
 from torch import Tensor
 
-from kfs.errors import ShapeError
+from kfs.errors import ShapeError, SolverError
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import rademacher
 
@@ -34,12 +34,19 @@ def eigenvalues(
 
     Raises:
         ShapeError: If `k` is not between 1 and the number of rows minus 1, or if the operator is not symmetric.
+        SolverError: If the iteration fails.
     """
     _check_symmetric(A)
     if not 1 <= k < A.shape[0]:
         raise ShapeError(f"k is {k} for {A.shape[0]} rows.", "Choose 1 <= k < rows, or use to_dense() for all of them.")
     start = rademacher(A.shape[0], 1, A.dtype, torch.device("cpu"), seed).squeeze(1).numpy()
-    values, vectors = eigsh(A.to_scipy(), k=k, which="LA" if largest else "SA", v0=start, tol=tolerance)
+    try:
+        values, vectors = eigsh(A.to_scipy(), k=k, which="LA" if largest else "SA", v0=start, tol=tolerance)
+    except ArpackError as error:
+        raise SolverError(
+            f"The Lanczos method failed: {error}.",
+            "Ask for fewer eigenvalues or less accuracy; a zero operator has none to find.",
+        ) from error
     order = torch.from_numpy(values).argsort(descending=True)
     to = {"dtype": A.dtype, "device": A.device}
     return torch.from_numpy(values)[order].to(**to), torch.from_numpy(vectors)[:, order].to(**to)  # type: ignore[call-overload]

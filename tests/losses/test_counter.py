@@ -69,3 +69,10 @@ def test_poisson_quantiles_are_scipys() -> None:
         assert torch.equal(q[:-2], expected[:-2]), u
         # For large rates the two libraries' incomplete gamma functions round differently in the far tails.
         assert ((q - expected).abs() / (1 + rate.sqrt())).max() < 0.05
+
+
+def test_poisson_quantiles_of_enormous_rates_are_normal() -> None:
+    rate = torch.tensor([1e15, 1e20], dtype=torch.float64)
+    u = torch.tensor([0.5, 0.9], dtype=torch.float64)
+    expected = rate + rate.sqrt() * torch.from_numpy(stats.norm.ppf(u.numpy()))
+    assert torch.allclose(poisson_quantile(u, rate), expected, rtol=1e-12)

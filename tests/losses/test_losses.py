@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, func, nn
-from torch.distributions import Categorical
+from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
-from kfs.errors import DtypeError, LossError, ShapeError
+from kfs.errors import DataError, DtypeError, LossError, ShapeError
 from kfs.losses import Custom, Loss, TokenCrossEntropy, describe
 from kfs.losses.counter import Draws
 from tests.losses.cases import CASES, Case, double_well, log_cosh
@@ -172,6 +172,21 @@ def many(f: Tensor, y: Tensor) -> Tensor:
         (nn.CrossEntropyLoss(), torch.zeros(2, 3), torch.zeros(2).int(), DtypeError, "y.long"),
         (nn.CrossEntropyLoss(), torch.zeros(2, 5, 3), torch.zeros(2, 5).long(), ShapeError, "TokenCrossEntropy"),
         (nn.CrossEntropyLoss(ignore_index=1), torch.zeros(2, 3), torch.zeros(2, 3), LossError, "ignore_index=1"),
+        (
+            nn.CrossEntropyLoss(),
+            torch.zeros(2, 3),
+            torch.tensor([0, 3]),
+            DataError,
+            "from 0 to 3, but there are 3 classes",
+        ),
+        (nn.CrossEntropyLoss(), torch.zeros(2, 3), torch.tensor([0, -1]), DataError, "from -1 to 0"),
+        (
+            nn.CrossEntropyLoss(torch.ones(2)),
+            torch.zeros(2, 3),
+            torch.tensor([0, 1]),
+            ShapeError,
+            "one weight per class",
+        ),
         (TokenCrossEntropy(), torch.zeros(2, 3), torch.zeros(2).long(), ShapeError, r"logits \[N, S, C\]"),
         (nn.GaussianNLLLoss(), torch.zeros(2, 3), torch.zeros(2), ShapeError, "stacked along axis 1"),
         (nn.GaussianNLLLoss(), -torch.ones(2, 2), torch.zeros(2), LossError, "negative variance"),
@@ -190,6 +205,48 @@ def test_likelihoods_that_cannot_be_summed_or_drawn_are_refused() -> None:
     with pytest.raises(LossError, match=r"\[4\] independent labels per datum"):
         loss.fisher_factor(f, f)
     rate = describe(nn.PoissonNLLLoss(log_input=False))
-    with pytest.raises(LossError, match="negative rate"):
+    with pytest.raises(LossError, match="negative or infinite rate"):
         rate.sampled_gradient(-torch.ones(2, 1), torch.ones(2, 1), Draws(0, 0, 0))
     Custom(log_cosh).check(torch.zeros(0, 2), torch.zeros(0, 2))  # nothing to check
+
+
+def first_entry(f: Tensor) -> Normal:
+    return Normal(f[0], 1.0)
+
+
+def test_likelihoods_are_those_of_one_datum() -> None:
+    f, y = torch.randn(6, 1, dtype=torch.float64), torch.randn(6, 1, dtype=torch.float64)
+    ours = Custom(log_cosh, likelihood=first_entry)
+    other = Custom(log_cosh, likelihood=lambda f: Independent(Normal(f, torch.ones_like(f)), 1))
+    close(ours.sampled_gradient(f, y, Draws(0, 0, 0)), other.sampled_gradient(f, y, Draws(0, 0, 0)))
+    coin = Custom(log_cosh, likelihood=lambda f: Bernoulli(logits=f[0]))
+    close(squared(coin.fisher_factor(f, y)).squeeze(2), f.sigmoid() * (-f).sigmoid())
+
+
+@pytest.mark.parametrize(
+    ("loss", "f", "y"),
+    [
+        (nn.BCEWithLogitsLoss(pos_weight=torch.tensor(0.1)), torch.zeros(2, 1), torch.full((2, 1), 3.0)),
+        (nn.CrossEntropyLoss(), torch.zeros(2, 3), torch.full((2, 3), -1.0)),
+        (nn.PoissonNLLLoss(log_input=False), torch.ones(2, 1), torch.full((2, 1), -1.0)),
+    ],
+)
+def test_targets_of_negative_curvature_have_no_factor(loss: Any, f: Tensor, y: Tensor) -> None:
+    with pytest.raises(LossError, match="negative curvature"):
+        describe(loss).hessian_factor(f, y)
+
+
+def test_settings_and_targets_follow_the_predictions_dtype() -> None:
+    f = torch.randn(4, 3, dtype=torch.float64)
+    weight = torch.tensor([0.5, 1.0, 3.0])
+    losses: list[tuple[Any, Tensor]] = [
+        (nn.CrossEntropyLoss(weight), torch.randint(3, (4,))),
+        (nn.CrossEntropyLoss(), torch.rand(4, 3).softmax(1)),
+        (nn.HuberLoss(), torch.randn(4, 3)),
+        (nn.BCEWithLogitsLoss(), torch.rand(4, 3)),
+    ]
+    for module, y in losses:
+        loss = describe(module)
+        leaf = f.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss.criterion(leaf, y).sum(), leaf)
+        torch.testing.assert_close(loss.gradient(f, y), gradient)

@@ -1,13 +1,14 @@
 """Curvature operators against kfs.basics, for every kind of model."""
 
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
+from torch.utils.data import DataLoader, TensorDataset
 
 from kfs import losses as kfs_losses
 from kfs.basics.emp_fishers import vec_empirical_fisher
@@ -207,11 +208,88 @@ def test_operations_without_forward_mode_fall_back() -> None:
         close(ours.to_dense(), plain.to_dense())
 
 
-def test_embeddings_that_scale_their_gradient_are_refused() -> None:
-    model = nn.Sequential(nn.Embedding(3, 2, scale_grad_by_freq=True), nn.Flatten()).double()
+@pytest.mark.parametrize("setting", [{"scale_grad_by_freq": True}, {"max_norm": 0.1}])
+def test_embeddings_that_change_gradient_or_weight_are_refused(setting: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Embedding(3, 2, **setting), nn.Flatten()).double()
+    before = model.get_parameter("0.weight").clone()
     risk = EmpiricalRisk(model, nn.MSELoss(), (torch.randint(3, (4, 2)), torch.randn(4, 4, dtype=torch.float64)))
-    with pytest.raises(ModelError, match="scale_grad_by_freq"):
-        GGN(risk).to_dense()
+    for call in (risk.value, risk.gradient, GGN(risk).to_dense, Hessian(risk).to_dense):
+        with pytest.raises(ModelError, match="scale_grad_by_freq or max_norm"):
+            call()
+    assert torch.equal(model.get_parameter("0.weight"), before)
+
+
+def test_weight_normalisation_has_a_symmetric_hessian() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).double()
+    X, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(nn.Sequential(layer, nn.Tanh()), nn.MSELoss(), (X, y))
+    names = list(risk.params)
+    sizes = [p.numel() for p in risk.params.values()]
+    shapes = [p.shape for p in risk.params.values()]
+
+    def spelled_out(theta: Tensor) -> Tensor:
+        p = {n.rpartition(".")[2]: t.reshape(s) for n, t, s in zip(names, theta.split(sizes), shapes, strict=True)}
+        v = p["original1"]
+        W = p["original0"] * v / v.norm(dim=1, keepdim=True)
+        return nn.functional.mse_loss(torch.tanh(X @ W.T + p["bias"]), y)
+
+    theta = torch.cat([p.detach().flatten() for p in risk.params.values()])
+    close(Hessian(risk).to_dense(), torch.func.hessian(spelled_out)(theta))
+
+
+def test_reused_graphs_notice_every_change() -> None:
+    risk, model, X, y = PROBLEMS[3].make()  # a subset of the parameters
+    X = X.clone()
+    batches = [(X[:0], y[:0]), (X[:2], y[:2]), (X[2:], y[2:])]
+    risk = EmpiricalRisk(model, PROBLEMS[3].loss, batches, params=PROBLEMS[3].params)
+    kept, v = GGN(risk, reuse=True), torch.randn(16, dtype=torch.float64)
+    results = [kept @ v]
+    close(results[0], GGN(risk) @ v)
+    with torch.no_grad():
+        model.get_parameter("0.weight").mul_(2)  # not among the parameters that are considered
+    results.append(kept @ v)
+    close(results[1], GGN(risk) @ v)
+    model.get_parameter("2.weight").data.mul_(3)  # does not count as a change for autograd
+    results.append(kept @ v)
+    close(results[2], GGN(risk) @ v)
+    X.mul_(2)
+    results.append(kept @ v)
+    close(results[3], GGN(risk) @ v)
+    assert all((a - b).abs().max() > 1e-6 for a, b in pairwise(results))
+
+
+def test_shuffling_loaders_are_repeatable_and_leave_the_random_state_alone() -> None:
+    _, model, X, y = PROBLEMS[1].make()
+    loader = DataLoader(TensorDataset(X, y), batch_size=2, shuffle=True)
+    state = torch.get_rng_state()
+    risk = EmpiricalRisk(model, PROBLEMS[1].loss, loader)
+    assert risk.num_data == 5
+    assert torch.equal(torch.get_rng_state(), state)
+    J = Jacobian(risk)
+    forward = J.to_dense()
+    torch.rand(3)
+    close(J.T.to_dense().T, forward)
+    F = Fisher(risk, "type-1")
+    first = F.to_dense()
+    torch.rand(3)
+    close(F.to_dense(), first)
+
+
+def test_group_norm_and_several_columns() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.GroupNorm(2, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    X, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(model, nn.MSELoss(), (X, y))
+    close(Hessian(risk).to_dense(), Hessian(risk, chunk_size=1).to_dense())
+
+
+def test_ragged_predictions_are_refused() -> None:
+    model = nn.Linear(2, 2).double()
+    batches = [(torch.ones(2, n, 2).double(), torch.ones(2, n, 2).double()) for n in (3, 4)]
+    J = Jacobian(EmpiricalRisk(model, nn.MSELoss(), batches))
+    with pytest.raises(ShapeError, match="Pad the data"):
+        J @ torch.ones(6, dtype=torch.float64)
+    with pytest.raises(ShapeError, match="Pad the data"):
+        J.T @ torch.ones(24, dtype=torch.float64)
 
 
 def refuse_vmap(*_: Any, **__: Any) -> Any:
@@ -318,8 +396,16 @@ def test_unused_parameters_and_vanishing_curvature() -> None:
         assert Hessian(linear, chunk_size=chunk_size).to_dense().abs().max() == 0
     column = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
     assert (Jacobian(risk) @ column).abs().max() == 0
+    for operator in (GGN(risk), Hessian(risk), GGN(risk, block_diagonal=True), Hessian(risk, block_diagonal=True)):
+        assert operator.submatrix(name for name in ["unused"]).to_dense().abs().max() == 0
+    assert (GGN(risk).shift(1.0).submatrix(n for n in ["unused"]).to_dense() == 1).all()
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    assert not any(t.requires_grad for t in (GGN(risk).shift(1.0) @ parameters).values())
     alone = GGN(EmpiricalRisk(model, nn.MSELoss(), (X, y), params=["unused"]), reuse=True)
     assert (alone @ column[3:]).abs().max() == 0
+    constant = EmpiricalRisk(lambda params, x: x, nn.MSELoss(), (X, y), params={"W": torch.ones(2).double()})  # noqa: ARG005
+    for operator in (GGN(constant, reuse=True), GGN(constant), Hessian(constant), Fisher(constant, "empirical")):
+        assert (operator @ torch.ones(2, dtype=torch.float64)).abs().max() == 0
 
 
 def half_norm(f: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001
