@@ -4,15 +4,16 @@ $$
 \mathcal{L}(\theta) = R \sum_{n=1}^N c(f(x_n, \theta), y_n)
 $$
 
-The reduction factor $R$ is that of the whole data set, counted once, whatever the batches are. Nothing that is computed
-here or from here changes the model, its gradients, its mode, its buffers or the random state, not even after an error.
-What the loss knows lives in `kfs.losses`; derivatives beyond the gradient live in `kfs.operators`.
+The reduction factor $R$ is that of the whole data set, counted once, whatever the batches are. Nothing that is
+computed here or from here changes the model, its gradients, its mode, its buffers or the random state, not even
+after an error. What the loss knows lives in `kfs.losses`, how data are taken apart in `kfs.data`; derivatives
+beyond the gradient live in `kfs.operators`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.progress import track
@@ -23,26 +24,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from kfs.basics._checks import check_no_inference_mode
+from kfs.data import Batch, arguments, as_batches, default_unpack, move, repeatably, tensors_in
 from kfs.errors import DataError, DtypeError, ModelError
 from kfs.exact_derivatives import ExactDerivatives
 from kfs.losses import Loss, describe
 from kfs.state import no_randomness, restored
 
 Params = dict[str, Tensor]
-
-
-class Batch(NamedTuple):
-    """Some consecutive data.
-
-    Attributes:
-        x: What the model takes: a tensor, a tuple of arguments or a dictionary of keyword arguments.
-        y: Targets, `[N, ...]`.
-        first: Index of the first datum within the data set.
-    """
-
-    x: Any
-    y: Tensor
-    first: int
 
 
 class EmpiricalRisk:
@@ -90,8 +78,8 @@ class EmpiricalRisk:
         self.loss: Loss = describe(loss)
         self.params = _module_params(model, params) if isinstance(model, nn.Module) else _function_params(params)
         self.progress = progress
-        self._data = _as_batches(data)
-        self._unpack = _default_unpack if unpack is None else unpack
+        self._data = as_batches(data)
+        self._unpack = default_unpack if unpack is None else unpack
         self._counted: tuple[int, float] | None = None
         self.check_model()
 
@@ -165,7 +153,7 @@ class EmpiricalRisk:
         """
         with no_randomness(self.device), ExactDerivatives():
             if isinstance(self.model, nn.Module):
-                args, kwargs = _arguments(batch.x)
+                args, kwargs = arguments(batch.x)
                 f = functional_call(self.model, params, args, kwargs)
             else:
                 f = self.model(params, batch.x)
@@ -202,7 +190,7 @@ class EmpiricalRisk:
         if self.progress:
             data = track(data, task, total=len(data) if isinstance(data, Sized) else None, transient=True)
         first = 0
-        for raw in _repeatably(data):
+        for raw in repeatably(data):
             x, y = self._unpack(raw)
             if not isinstance(y, Tensor) or y.ndim == 0:
                 raise DataError(
@@ -210,7 +198,7 @@ class EmpiricalRisk:
                     "Pass batches (x, y), or say how they are split with unpack=.",
                 )
             if len(y):
-                yield Batch(_to(x, self.device), y.to(self.device), first)
+                yield Batch(move(x, self.device), y.to(self.device), first)
             first += len(y)
         if self._counted is not None and first != self._counted[0]:
             raise DataError(
@@ -221,7 +209,7 @@ class EmpiricalRisk:
     def tensors(self, batch: Batch) -> list[Tensor]:
         """Return everything that the predictions for a batch depend on: parameters, buffers and data."""
         model = [*self.model.parameters(), *self.model.buffers()] if isinstance(self.model, nn.Module) else []
-        return [*self.params.values(), *model, *_leaves_of(batch.x), batch.y]
+        return [*self.params.values(), *model, *tensors_in(batch.x), batch.y]
 
     def check_model(self) -> None:
         """Refuse a module whose prediction for one datum depends on chance or on other data."""
@@ -328,75 +316,3 @@ def _checked(params: Params) -> Params:
             "Choose those of one kind with params=, or convert the model.",
         )
     return params
-
-
-def _as_batches(data: object) -> Iterable[Any]:
-    """Return an iterable of raw batches that can be iterated more than once."""
-    pair = isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor)
-    if pair or isinstance(data, Mapping):
-        return [data]
-    if not isinstance(data, Iterable) or isinstance(data, Tensor):
-        raise DataError(
-            f"data is a {type(data).__name__}.",
-            "Pass (X, y), an iterable of batches (a list, a DataLoader), or a mapping.",
-        )
-    if isinstance(data, Iterator):
-        raise DataError(
-            f"data is a {type(data).__name__}, which can be iterated only once, but curvature needs several passes.",
-            "Pass list(data), or an object that starts anew at every iteration, such as a DataLoader.",
-        )
-    return data
-
-
-def _default_unpack(batch: Any) -> tuple[Any, Tensor]:
-    """Split a pair, or a mapping at its labels."""
-    if isinstance(batch, Mapping):
-        if "labels" not in batch:
-            raise DataError(
-                f"A batch is a mapping with the keys {list(batch)}, none of which is 'labels'.",
-                "Say how to split it: unpack=lambda batch: (x, y).",
-            )
-        return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise DataError(
-        f"A batch is a {type(batch).__name__}, expected a pair (x, y) or a mapping.",
-        "Say how to split it: unpack=lambda batch: (x, y).",
-    )
-
-
-def _arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments of a module for a batch's input."""
-    if isinstance(x, Mapping):
-        return (), dict(x)
-    return (tuple(x), {}) if type(x) in {tuple, list} else ((x,), {})
-
-
-def _to(x: Any, device: torch.device) -> Any:
-    """Move all tensors in a batch's input to a device."""
-    if isinstance(x, Mapping):
-        return {key: _to(value, device) for key, value in x.items()}
-    if type(x) in {tuple, list}:
-        return tuple(_to(value, device) for value in x)
-    return x.to(device) if hasattr(x, "to") else x  # tensors, packed sequences
-
-
-def _leaves_of(x: Any) -> list[Tensor]:
-    """Return all tensors in a batch's input."""
-    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
-    return [x] if isinstance(x, Tensor) else [t for part in parts for t in _leaves_of(part)]
-
-
-def _repeatably(data: Iterable[Any]) -> Iterator[Any]:
-    """Iterate such that random numbers used for it (shuffling, augmentation) are the same every time, and no others."""
-    iterator, position = None, 0
-    while True:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(position)
-            iterator = iter(data) if iterator is None else iterator
-            try:
-                raw = next(iterator)
-            except StopIteration:
-                return
-        yield raw
-        position += 1

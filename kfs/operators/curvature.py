@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.conv import _ConvNd
 
+from kfs.data import Batch
 from kfs.errors import LossError, ModelError
 from kfs.losses.counter import Draws
 from kfs.operators.derivatives import Linearization, gradients_of_columns, leaves_and_rest, pull_back, push_forward
 from kfs.operators.interface import LinearOperator, Submatrix
 from kfs.operators.space import Columns, Space
-from kfs.risk import Batch, EmpiricalRisk
+from kfs.risk import EmpiricalRisk
 
 Blocks = bool | Literal["parameter", "layer"]
 
@@ -122,15 +123,7 @@ class Hessian(Curvature):
 
 
 class Sandwich(Curvature):
-    """A curvature operator of the form `R sum_n J_n^T M_n J_n`.
-
-    Args:
-        risk: Model, loss, data and parameters.
-        reuse: Keep every batch's computation graph after the first product with one column. Later ones, as in `solve`
-            and `eigenvalues`, then need no forward pass, at the price of the memory for all activations.
-        block_diagonal: As in `Curvature`.
-        chunk_size: As in `Curvature`.
-    """
+    """A curvature operator of the form `R sum_n J_n^T M_n J_n`; arguments as in `GGN`."""
 
     def __init__(
         self,

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import jvp, vmap
 
+from kfs.data import Batch
 from kfs.operators.space import Columns
-from kfs.risk import Batch, EmpiricalRisk, Params
+from kfs.risk import EmpiricalRisk, Params
 from kfs.state import random_model
 
 # What PyTorch's messages contain where an operation, or a custom autograd.Function, has no forward mode.

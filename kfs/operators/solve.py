@@ -24,7 +24,7 @@ class Solution(Generic[Vec]):
 
     Attributes:
         x: The solution, in the form of the right-hand side.
-        iterations: How many products were needed.
+        iterations: How many iterations were needed.
         residuals: Relative residual norm `|b - A x| / |b|` after every iteration, the largest over columns.
         converged: Whether the last one is below the tolerance.
     """

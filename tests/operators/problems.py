@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfs.operators import GGN, Fisher, Hessian
 from kfs.risk import EmpiricalRisk
 
 
@@ -133,3 +134,10 @@ PROBLEMS = [
     Problem("padding-last", lambda: Padded(-1), nn.MSELoss(), lambda: (torch.randint(3, (4, 3)), normal(4, 3, 3))),
     Problem("transformer", Transformer, nn.CrossEntropyLoss(), lambda: (torch.randint(5, (4, 3)), labels(4, 3))),
 ]
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "hessian": Hessian,
+    "ggn": GGN,
+    "type-2": lambda risk, **kw: Fisher(risk, "type-2", **kw),
+    "empirical": lambda risk, **kw: Fisher(risk, "empirical", **kw),
+}

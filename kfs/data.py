@@ -1,0 +1,98 @@
+"""Data as users have them: pairs, loaders, mappings. How they are iterated, taken apart and moved.
+
+What a batch means to a model and a loss lives in `kfs.risk`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfs.errors import DataError
+
+
+class Batch(NamedTuple):
+    """Some consecutive data.
+
+    Attributes:
+        x: What the model takes: a tensor, a tuple of arguments or a dictionary of keyword arguments.
+        y: Targets, `[N, ...]`.
+        first: Index of the first datum within the data set.
+    """
+
+    x: Any
+    y: Tensor
+    first: int
+
+
+def as_batches(data: object) -> Iterable[Any]:
+    """Return an iterable of raw batches that can be iterated more than once."""
+    pair = isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor)
+    if pair or isinstance(data, Mapping):
+        return [data]
+    if not isinstance(data, Iterable) or isinstance(data, Tensor):
+        raise DataError(
+            f"data is a {type(data).__name__}.",
+            "Pass (X, y), an iterable of batches (a list, a DataLoader), or a mapping.",
+        )
+    if isinstance(data, Iterator):
+        raise DataError(
+            f"data is a {type(data).__name__}, which can be iterated only once, but curvature needs several passes.",
+            "Pass list(data), or an object that starts anew at every iteration, such as a DataLoader.",
+        )
+    return data
+
+
+def default_unpack(batch: Any) -> tuple[Any, Tensor]:
+    """Split a pair, or a mapping at its labels."""
+    if isinstance(batch, Mapping):
+        if "labels" not in batch:
+            raise DataError(
+                f"A batch is a mapping with the keys {list(batch)}, none of which is 'labels'.",
+                "Say how to split it: unpack=lambda batch: (x, y).",
+            )
+        return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise DataError(
+        f"A batch is a {type(batch).__name__}, expected a pair (x, y) or a mapping.",
+        "Say how to split it: unpack=lambda batch: (x, y).",
+    )
+
+
+def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments of a module for a batch's input."""
+    if isinstance(x, Mapping):
+        return (), dict(x)
+    return (tuple(x), {}) if type(x) in {tuple, list} else ((x,), {})
+
+
+def move(x: Any, device: torch.device) -> Any:
+    """Move all tensors in a batch's input to a device."""
+    if isinstance(x, Mapping):
+        return {key: move(value, device) for key, value in x.items()}
+    if type(x) in {tuple, list}:
+        return tuple(move(value, device) for value in x)
+    return x.to(device) if hasattr(x, "to") else x  # tensors, packed sequences
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    """Return all tensors in a batch's input."""
+    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
+    return [x] if isinstance(x, Tensor) else [t for part in parts for t in tensors_in(part)]
+
+
+def repeatably(data: Iterable[Any]) -> Iterator[Any]:
+    """Iterate such that random numbers used for it (shuffling, augmentation) are the same every time, and no others."""
+    iterator, position = None, 0
+    while True:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(position)
+            iterator = iter(data) if iterator is None else iterator
+            try:
+                raw = next(iterator)
+            except StopIteration:
+                return
+        yield raw
+        position += 1
