@@ -11,13 +11,14 @@ beyond the gradient live in `kfs.operators`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import isfinite
 from typing import Any
 
 import torch
 from rich.progress import track
 from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -45,6 +46,9 @@ class EmpiricalRisk:
             default all that require gradients. For a function, the dictionary of its parameters.
         unpack: Splits a batch into `(x, y)`. By default pairs are taken apart, and mappings at their key `"labels"`.
         progress: Whether to show progress over batches.
+
+    Hooks that you have put on the model run with every pass that a computation here needs, since they may change what
+    the model computes; remove those that only record.
 
     Attributes:
         loss: The description of the loss.
@@ -151,7 +155,7 @@ class EmpiricalRisk:
         Returns:
             Predictions `[N, ...]`: the model's output, or its `logits` (as in Hugging Face).
         """
-        with no_randomness(self.device), ExactDerivatives():
+        with no_randomness(self.device):
             if isinstance(self.model, nn.Module):
                 args, kwargs = arguments(batch.x)
                 f = functional_call(self.model, params, args, kwargs)
@@ -239,9 +243,20 @@ class EmpiricalRisk:
         """
         self.check_model()
         check_no_inference_mode()
-        # The faster attention kernels cannot be differentiated twice or forward.
-        with restored(self.model, self.device), sdpa_kernel(SDPBackend.MATH):
+        # The faster attention kernels cannot be differentiated twice or forward. A checkpoint runs the module again
+        # during the backward pass: with the same operations as before, but with the module's own parameters.
+        with (
+            restored(self.model, self.device),
+            sdpa_kernel(SDPBackend.MATH),
+            ExactDerivatives(),
+            nullcontext() if self._at_own_params() else _no_hooks_on_saved_tensors(),
+        ):
             yield
+
+    def _at_own_params(self) -> bool:
+        """Whether parameters are the model's own tensors, and not others given as `params={...}`."""
+        own = dict(self.model.named_parameters()) if isinstance(self.model, nn.Module) else self.params
+        return all(p is own[name] for name, p in self.params.items())
 
     def _count(self) -> tuple[int, float]:
         """Count data and targets once."""
@@ -259,6 +274,22 @@ class EmpiricalRisk:
                 )
             self._counted = (num_data, count)
         return self._counted
+
+
+@contextmanager
+def _no_hooks_on_saved_tensors() -> Iterator[None]:
+    """Refuse activation checkpointing."""
+    cause = (
+        "The model uses activation checkpointing or other hooks on saved tensors, which would see its own parameters "
+        "instead of the values given as params={...}."
+    )
+    try:
+        with disable_saved_tensors_hooks(cause):
+            yield
+    except RuntimeError as error:
+        if cause in str(error):
+            raise ModelError(cause, "Switch it off, or load the values into the model.") from error
+        raise
 
 
 def _module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor] | None) -> Params:

@@ -7,17 +7,25 @@ in prediction space, which the loss knows. The Hessian is differentiated twice.
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfs.data import Batch
+from kfs.data import Batch, tensors_in
 from kfs.errors import LossError, ModelError
 from kfs.losses.counter import Draws
-from kfs.operators.derivatives import Linearization, gradients_of_columns, leaves_and_rest, pull_back, push_forward
+from kfs.operators.derivatives import (
+    Linearization,
+    explained,
+    gradients_of_columns,
+    leaves_and_rest,
+    pull_back,
+    push_forward,
+)
 from kfs.operators.interface import LinearOperator, Submatrix
 from kfs.operators.space import Columns, Space
 from kfs.risk import EmpiricalRisk
@@ -34,15 +42,25 @@ class Curvature(LinearOperator):
             for one block per module with parameters.
         chunk_size: How many columns are multiplied at once; more take more memory. By default 16, and 1 for models with
             convolutions on a CPU, where PyTorch runs them slower together than one after the other.
+        memory: About how many bytes the columns may take; fewer columns are multiplied at once where it does not
+            suffice. A column takes at most as much as all that a forward pass makes for the largest batch, and the
+            parameters twice.
     """
 
     symmetric = True
 
-    def __init__(self, risk: EmpiricalRisk, *, block_diagonal: Blocks = False, chunk_size: int | None = None) -> None:
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        *,
+        block_diagonal: Blocks = False,
+        chunk_size: int | None = None,
+        memory: int | None = None,
+    ) -> None:
         """Set up the space of the risk's parameters."""
         space = parameter_space(risk)
         super().__init__(space, space)
-        self.risk, self.chunk_size = risk, choose_chunk_size(risk, chunk_size)
+        self.risk, self.chunk_size = risk, choose_chunk_size(risk, chunk_size, memory)
         self.blocks = _blocks(list(risk.params), block_diagonal)
 
     @abstractmethod
@@ -60,7 +78,7 @@ class Curvature(LinearOperator):
     def block(self, columns: Columns, rows: list[str]) -> Columns:
         """Multiply the block that has some parameters' columns (those given) and some parameters' rows."""
         total: Columns = {}
-        with self.risk.untouched(), torch.enable_grad():
+        with self.risk.untouched(), torch.enable_grad(), explained():
             for batch in self.risk.batches(type(self).__name__):
                 for names in self.blocks:
                     inside = {name: columns[name] for name in names if name in columns}
@@ -132,9 +150,10 @@ class Sandwich(Curvature):
         reuse: bool = False,
         block_diagonal: Blocks = False,
         chunk_size: int | None = None,
+        memory: int | None = None,
     ) -> None:
         """Start without any graph."""
-        super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size)
+        super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size, memory=memory)
         self.reuse = reuse
         self._kept: dict[int, tuple[Linearization, list[Tensor]]] = {}
 
@@ -197,6 +216,7 @@ class GGN(Sandwich):
             and `eigenvalues`, then need no forward pass, at the price of the memory for all activations.
         block_diagonal: As in `Curvature`.
         chunk_size: As in `Curvature`.
+        memory: As in `Curvature`.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -226,6 +246,7 @@ class Fisher(Sandwich):
         reuse: As in `GGN`.
         block_diagonal: As in `Curvature`.
         chunk_size: As in `Curvature`.
+        memory: As in `Curvature`.
     """
 
     def __init__(
@@ -238,9 +259,10 @@ class Fisher(Sandwich):
         reuse: bool = False,
         block_diagonal: Blocks = False,
         chunk_size: int | None = None,
+        memory: int | None = None,
     ) -> None:
         """Check the settings."""
-        super().__init__(risk, reuse=reuse, block_diagonal=block_diagonal, chunk_size=chunk_size)
+        super().__init__(risk, reuse=reuse, block_diagonal=block_diagonal, chunk_size=chunk_size, memory=memory)
         if kind not in {"type-1", "type-2", "empirical"}:
             raise LossError(f"kind is {kind!r}.", "Choose 'type-1' (Monte Carlo), 'type-2' (exact) or 'empirical'.")
         if not isinstance(mc_samples, int) or mc_samples < 1 or not isinstance(seed, int) or not 0 <= seed < 2**64:
@@ -272,14 +294,40 @@ class Fisher(Sandwich):
         return gradients.div(self.mc_samples**0.5)
 
 
-def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None) -> int:
-    """Return how many columns to multiply at once: what the user says, or what is fast for the model."""
+def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None, memory: int | None) -> int:
+    """Return how many columns to multiply at once: what the user says, or what is fast for the model and fits."""
+    for name, value in {"chunk_size": chunk_size, "memory": memory}.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ModelError(f"{name} is {value!r}.", "Multiply at least one column at once.")
     if chunk_size is None:
         modules = risk.model.modules() if isinstance(risk.model, Module) and risk.device.type == "cpu" else ()
-        return 1 if any(isinstance(module, _ConvNd) for module in modules) else 16
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ModelError(f"chunk_size is {chunk_size!r}.", "Multiply at least one column at once.")
-    return chunk_size
+        chunk_size = 1 if any(isinstance(module, _ConvNd) for module in modules) else 16
+    return chunk_size if memory is None else max(1, min(chunk_size, memory // bytes_per_column(risk)))
+
+
+def bytes_per_column(risk: EmpiricalRisk) -> int:
+    """Estimate what a column takes: all that a forward pass makes for the largest batch, and the parameters twice."""
+    with risk.untouched(), torch.no_grad():
+        largest = max(risk.batches("counting bytes"), key=lambda batch: batch.y.numel())
+        made = CountBytes()
+        with made:
+            risk.predict(risk.params, largest)
+    return sum(made.bytes.values()) + 2 * sum(p.numel() * p.element_size() for p in risk.params.values())
+
+
+class CountBytes(TorchDispatchMode):
+    """Collects the sizes of all tensors that are made, by their addresses: views do not count."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+        result = func(*args, **(kwargs or {}))
+        for t in tensors_in(result):
+            self.bytes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return result
 
 
 def parameter_space(risk: EmpiricalRisk) -> Space:

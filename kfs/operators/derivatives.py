@@ -5,20 +5,40 @@ graph of one forward pass. Operations without forward mode fall back to two back
 not know to one column after the other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import jvp, vmap
+from torch.utils.checkpoint import CheckpointError
 
 from kfs.data import Batch
+from kfs.errors import ModelError
 from kfs.operators.space import Columns
 from kfs.risk import EmpiricalRisk, Params
 from kfs.state import random_model
 
 # What PyTorch's messages contain where an operation, or a custom autograd.Function, has no forward mode.
-_NO_FORWARD_MODE = ("forward AD", "forward mode AD", "forward-mode AD", "setup_context")
+_NO_FORWARD_MODE = ("forward AD", "forward mode AD", "forward-mode AD", "setup_context", "saves no tensors")
+# What they contain where there is no (second) derivative at all.
+_NO_DERIVATIVE = ("is not implemented", "differentiate twice", "does not support automatic differentiation")
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what to do where PyTorch cannot differentiate an operation as often as needed."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        message = str(error).splitlines()[0]  # a long trace follows
+        if isinstance(error, CheckpointError) or any(symptom in message for symptom in _NO_DERIVATIVE):
+            raise ModelError(
+                f"PyTorch cannot differentiate an operation of the model as needed: {message}",
+                "Replace the operation by others, or leave the parameters before it out with params=.",
+            ) from error
+        raise
 
 
 def leaves_and_rest(risk: EmpiricalRisk, names: Iterable[str]) -> tuple[Params, Params]:
@@ -68,7 +88,8 @@ def _forward_mode(
     num_columns = len(next(iter(columns.values())))
     still = {name: p for name, p in leaves.items() if name not in columns} | rest
     if num_columns == 1:
-        with forward_ad.dual_level():
+        # A checkpoint would run again after this level of differentiation has ended.
+        with torch.autograd.graph.disable_saved_tensors_hooks("saves no tensors"), forward_ad.dual_level():
             moving = {name: forward_ad.make_dual(leaves[name], t[0]) for name, t in columns.items()}
             f, tangent = forward_ad.unpack_dual(risk.predict(moving | still, batch))
         return f, (torch.zeros_like(f) if tangent is None else tangent).detach().unsqueeze(0)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kfs.errors import ShapeError
 from kfs.operators.curvature import choose_chunk_size, parameter_space
-from kfs.operators.derivatives import leaves_and_rest, pull_back, push_forward
+from kfs.operators.derivatives import explained, leaves_and_rest, pull_back, push_forward
 from kfs.operators.interface import LinearOperator
 from kfs.operators.space import Columns, Space
 from kfs.risk import EmpiricalRisk
@@ -19,6 +19,7 @@ class Jacobian(LinearOperator):
     Args:
         risk: Model, data and parameters; of the loss nothing is used.
         chunk_size: How many columns are multiplied at once; by default as in `Curvature`.
+        memory: About how many bytes the columns may take, as in `Curvature`.
 
     Example:
         >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(10, 3), torch.rand(10, 2)))
@@ -27,19 +28,19 @@ class Jacobian(LinearOperator):
         ((20, 8), torch.Size([8]))
     """
 
-    def __init__(self, risk: EmpiricalRisk, *, chunk_size: int | None = None) -> None:
+    def __init__(self, risk: EmpiricalRisk, *, chunk_size: int | None = None, memory: int | None = None) -> None:
         """Evaluate the model on one batch, to learn the predictions' shape."""
         domain = parameter_space(risk)
         with risk.untouched(), torch.no_grad():
             batch = next(iter(risk.batches()))
             shape = risk.predict(risk.params, batch).shape[1:]
         super().__init__(domain, Space({PREDICTION: (risk.num_data, *shape)}, risk.dtype, risk.device))
-        self.risk, self.chunk_size = risk, choose_chunk_size(risk, chunk_size)
+        self.risk, self.chunk_size = risk, choose_chunk_size(risk, chunk_size, memory)
 
     def multiply(self, columns: Columns) -> Columns:
         """Push columns forward, batch by batch."""
         parts = []
-        with self.risk.untouched(), torch.enable_grad():
+        with self.risk.untouched(), torch.enable_grad(), explained():
             leaves, rest = leaves_and_rest(self.risk, columns)
             for batch in self.risk.batches("Jacobian"):
                 f, Jv = push_forward(self.risk, batch, leaves, rest, columns)
@@ -51,7 +52,7 @@ class Jacobian(LinearOperator):
         """Pull columns back, batch by batch."""
         u = columns[PREDICTION]
         total = {name: u.new_zeros(len(u), *shape) for name, shape in self.domain.shapes.items()}
-        with self.risk.untouched(), torch.enable_grad():
+        with self.risk.untouched(), torch.enable_grad(), explained():
             leaves, rest = leaves_and_rest(self.risk, total)
             for batch in self.risk.batches("Jacobian.T"):
                 f = self.risk.predict(leaves | rest, batch)

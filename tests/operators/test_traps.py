@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfs import losses as kfs_losses
@@ -278,3 +279,73 @@ def test_vectors_are_not_overwritten(kind: str) -> None:
         assert torch.equal(v, copy)
         if kind in {"hessian", "ggn"}:
             close(result, 12 * v)
+
+
+class Checkpointed(nn.Module):
+    """Two layers, the first of which may be run again in the backward pass; its embedding has a padding index."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.embedding, self.head, self.reentrant = nn.Embedding(4, 3, padding_idx=0), nn.Linear(3, 2), reentrant
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.embedding(x)).sum(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.inner(x) if self.reentrant is None else checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        result: Tensor = self.head(inner)
+        return result
+
+
+def checkpointed(reentrant: bool | None, other_values: bool = False) -> EmpiricalRisk:
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant).double()
+    X, y = torch.randint(4, (5, 3)), torch.randn(5, 2, dtype=torch.float64)
+    params = {name: p + 1 for name, p in model.named_parameters()} if other_values else None
+    return EmpiricalRisk(model, nn.MSELoss(), (X, y), params=params)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4])
+@pytest.mark.parametrize("kind", [Hessian, GGN])
+def test_activation_checkpointing_changes_nothing(kind: Any, chunk_size: int) -> None:
+    plain, saving = checkpointed(None), checkpointed(False)
+    close(saving.gradient()["embedding.weight"], plain.gradient()["embedding.weight"])
+    close(kind(saving, chunk_size=chunk_size).to_dense(), kind(plain).to_dense())
+    close(
+        (Jacobian(saving, chunk_size=chunk_size).T @ torch.ones(10).double()),
+        Jacobian(plain).T @ torch.ones(10).double(),
+    )
+
+
+def test_checkpoints_that_would_go_wrong_are_refused() -> None:
+    for operation in (EmpiricalRisk.gradient, lambda risk: GGN(risk).to_dense(), lambda risk: Hessian(risk).to_dense()):
+        with pytest.raises(ModelError, match=r"reentrant.*use_reentrant=False"):
+            operation(checkpointed(True))
+        with pytest.raises(ModelError, match=r"instead of the values given.*Switch it off"):
+            operation(checkpointed(False, other_values=True))
+    with pytest.raises(RuntimeError, match="something else"), checkpointed(None, other_values=True).untouched():
+        raise RuntimeError("something else")
+    close(
+        checkpointed(None, other_values=True).gradient()["head.bias"], checkpointed(None, True).gradient()["head.bias"]
+    )
+
+
+def test_operations_without_second_derivative_are_explained() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(4, 3), nn.Linear(3, 2)).double()
+    data = (torch.randint(4, (5, 3)), torch.randn(5, 2, dtype=torch.float64))
+    risk = EmpiricalRisk(model, nn.MSELoss(), data)
+    for operator in (Hessian(risk), GGN(risk), Jacobian(risk)):
+        with pytest.raises(ModelError, match=r"PyTorch cannot differentiate.*params="):
+            operator @ torch.ones(operator.shape[1], dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="something else"), derivatives.explained():
+        raise RuntimeError("something else")
+
+
+def test_chunks_fit_into_memory() -> None:
+    risk, *_ = PROBLEMS[0].make()
+    sizes = [GGN(risk, memory=memory).chunk_size for memory in (1, 5_000, 10_000, 10**9)]
+    assert sizes[0] == 1 < sizes[1] < sizes[2] < sizes[3] == 16
+    assert [Fisher(risk, memory=10**9, chunk_size=3).chunk_size, Jacobian(risk, memory=1).chunk_size] == [3, 1]
+    close(GGN(risk, memory=5_000).to_dense(), GGN(risk).to_dense())
+    with pytest.raises(ModelError, match="memory is 0"):
+        Hessian(risk, memory=0)
