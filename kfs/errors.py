@@ -62,3 +62,7 @@ class SolverError(KfsError, ArithmeticError):
 
 class VerificationError(KfsError, AssertionError):
     """A numerical claim turned out to be false."""
+
+
+class KfsWarning(UserWarning):
+    """Something was done as asked for that changes a result, and is worth knowing."""

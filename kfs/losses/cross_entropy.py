@@ -36,8 +36,6 @@ class CrossEntropy(Loss):
                 "Let the model return logits [N, C, ...]; for classes along the last axis see TokenCrossEntropy.",
             )
         labels = not y.is_floating_point()
-        if labels and y.dtype != torch.int64:
-            raise DtypeError(f"Class labels have dtype {y.dtype}, expected torch.int64.", "Convert them: y.long().")
         expected = f.shape[:1] + f.shape[2:] if labels else f.shape
         if y.shape != expected:
             raise ShapeError(
@@ -51,12 +49,8 @@ class CrossEntropy(Loss):
                 f"CrossEntropyLoss: weight has shape {list(self.weight.shape)}, but there are {f.shape[1]} classes.",
                 "Give one weight per class.",
             )
-        counted = y[y != self.ignore_index] if labels else y[:0]
-        if counted.numel() and not 0 <= counted.min() <= counted.max() < f.shape[1]:
-            raise DataError(
-                f"Labels go from {counted.min().item()} to {counted.max().item()}, but there are {f.shape[1]} classes.",
-                f"Use labels from 0 to {f.shape[1] - 1}, or ignore_index ({self.ignore_index}) for missing ones.",
-            )
+        if labels:
+            self._counted(y, f.shape[1])
         if not labels and self.ignore_index >= 0:
             raise LossError(
                 f"Targets are probabilities, but ignore_index={self.ignore_index}, which is for labels.",
@@ -67,8 +61,9 @@ class CrossEntropy(Loss):
         """Return the number of labels, weighted if they are, without the ignored ones."""
         if y.is_floating_point():
             return y.numel() / max(y.shape[1], 1)
-        counted = y[y != self.ignore_index]
-        return counted.numel() if self.weight is None else float(self.weight[counted].sum())
+        if self.weight is None:
+            return int((y != self.ignore_index).sum())
+        return float(self.weight[self._counted(y, len(self.weight))].sum())
 
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the sum over positions."""
@@ -95,17 +90,20 @@ class CrossEntropy(Loss):
         sigma_v = sigma * v
         return mass * (sigma_v - sigma * sigma_v.sum(axis, keepdim=True))
 
-    def hessian_factor(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return one column per class and position."""
+    def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return one column per class and position: `sqrt(mass) (sqrt(sigma_k) e_k - sigma sqrt(sigma_k))` there."""
         num_data, classes = f.shape[:2]
         sigma = f.softmax(1).reshape(num_data, classes, -1)
-        mass = self._target(f, y).sum(1).reshape(num_data, 1, -1)
-        root = sigma.sqrt()
-        # Per position, with the column index k first: sqrt(mass) (sqrt(sigma_k) e_k - sigma sqrt(sigma_k)).
-        columns = torch.diag_embed(root.movedim(1, 2)).movedim(3, 0).movedim(2, 3)  # [k, N, C, P]
-        columns = columns - sigma * root.movedim(1, 0).unsqueeze(2)
-        columns = torch.diag_embed(root_of(mass) * columns)  # [k, N, C, P, P]: a column touches its own position only
-        return columns.movedim(4, 1).reshape(-1, *f.shape)
+        mass = self._target(f, y).sum(1).reshape(num_data, -1)
+        index = torch.arange(classes * sigma.shape[2], device=f.device)[start:stop]
+        columns, k, p = torch.arange(len(index), device=f.device), index // sigma.shape[2], index % sigma.shape[2]
+        root = sigma[:, k, p].sqrt()  # [N, columns]
+        values = -sigma[:, :, p] * root.unsqueeze(1)  # [N, C, columns]
+        values[:, k, columns] += root
+        values = root_of(mass[:, p]).unsqueeze(1) * values
+        result = f.new_zeros(len(index), *sigma.shape)
+        result[columns, :, :, p] = values.permute(2, 0, 1)
+        return result.reshape(-1, *f.shape)
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a label per position."""
@@ -114,6 +112,18 @@ class CrossEntropy(Loss):
         cumulative = sigma.double().cumsum(1)
         label = (cumulative < u * cumulative[:, -1:]).sum(1, keepdim=True)
         return root_of(mass) * (sigma - torch.zeros_like(f).scatter(1, label, 1.0))
+
+    def _counted(self, y: Tensor, classes: int) -> Tensor:
+        """Return the labels that are not ignored, and refuse those that are none."""
+        if y.dtype != torch.int64:
+            raise DtypeError(f"Class labels have dtype {y.dtype}, expected torch.int64.", "Convert them: y.long().")
+        counted = y[y != self.ignore_index]
+        if counted.numel() and not 0 <= counted.min() <= counted.max() < classes:
+            raise DataError(
+                f"Labels go from {counted.min().item()} to {counted.max().item()}, but there are {classes} classes.",
+                f"Use labels from 0 to {classes - 1}, or ignore_index ({self.ignore_index}) for missing ones.",
+            )
+        return counted
 
     def _target(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the weighted mass that the targets put on the classes, shaped like `f`."""
@@ -189,9 +199,9 @@ class TokenCrossEntropy(Loss):
         """Multiply position by position."""
         return self._back(self.base.hessian_product(self._logits(f), self._labels(y), self._logits(v)))
 
-    def hessian_factor(self, f: Tensor, y: Tensor) -> Tensor:
+    def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Return one column per class and predicting position."""
-        return self._back(self.base.hessian_factor(self._logits(f), self._labels(y)))
+        return self._back(self.base.hessian_factor(self._logits(f), self._labels(y), start, stop))
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a label per predicting position."""

@@ -89,9 +89,9 @@ class Custom(Loss):
         product: Tensor = vmap(lambda u: jvp(lambda f: self.gradient(f, y), (f,), (u,))[1])(columns)
         return product.reshape(v.shape)
 
-    def hessian_factor(self, f: Tensor, y: Tensor) -> Tensor:
+    def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the eigenvectors, scaled by the roots of their eigenvalues."""
-        return self._factor(vmap(hessian(self.function))(f, y), f)
+        return self._factor(vmap(hessian(self.function))(f, y), f)[start:stop]
 
     def fisher_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """Multiply with the expected outer product of the log-density's gradient."""
@@ -99,7 +99,7 @@ class Custom(Loss):
         S, columns = S.reshape(*S.shape[:2], -1), v.reshape(-1, len(f), f[0].numel())
         return torch.einsum("kni,knj,cnj->cni", S, S, columns).reshape(v.shape)
 
-    def fisher_factor(self, f: Tensor, y: Tensor) -> Tensor:
+    def fisher_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Average outer products over all labels, which must be finitely many."""
         likelihood = self._distribution()
         distributions = [likelihood(f_n) for f_n in f.detach()]
@@ -114,8 +114,12 @@ class Custom(Loss):
                 f"The likelihood has {list(labels.shape[2:])} independent labels per datum; they are not enumerated.",
                 "Use the Monte Carlo Fisher (kind='type-1').",
             )
-        roots = torch.stack([d.log_prob(labels[:, n]).exp().sqrt() for n, d in enumerate(distributions)], 1)
-        gradients = torch.stack([self._log_gradient(f, label) for label in labels])
+        roots = torch.stack([d.log_prob(labels[:, n]).exp().sqrt() for n, d in enumerate(distributions)], 1)[start:stop]
+        gradients = (
+            torch.stack([self._log_gradient(f, label) for label in labels[start:stop]])
+            if len(roots)
+            else f.new_zeros(0, *f.shape)
+        )
         return roots.reshape(*roots.shape, *[1] * (f.ndim - 1)) * gradients
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:

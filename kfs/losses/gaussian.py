@@ -66,7 +66,7 @@ class Gaussian(Loss):
         off, last = -r / var**2, r**2 / var**3 - 0.5 / var**2
         return stack([v0 / var + off * v1, off * v0 + last * v1], axis)
 
-    def hessian_factor(self, f: Tensor, y: Tensor) -> Tensor:
+    def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Refuse: an indefinite matrix has no such factor."""
         raise LossError(
             "The Hessian of GaussianNLLLoss with respect to the variance is indefinite and has no symmetric factor.",
@@ -77,9 +77,9 @@ class Gaussian(Loss):
         """Multiply with the Fisher above, per entry."""
         return self._fisher_diagonal(f, y) * v
 
-    def fisher_factor(self, f: Tensor, y: Tensor) -> Tensor:
+    def fisher_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the square root of the Fisher above."""
-        return diagonal_factor(self._fisher_diagonal(f, y).sqrt())
+        return diagonal_factor(self._fisher_diagonal(f, y).sqrt(), start, stop)
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a target from the predicted distribution."""

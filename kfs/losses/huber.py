@@ -45,7 +45,7 @@ class Huber(Elementwise):
         """Refuse: see `sampled_gradient`."""
         raise self._refusal()
 
-    def fisher_factor(self, f: Tensor, y: Tensor) -> Tensor:
+    def fisher_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Refuse: see `sampled_gradient`."""
         raise self._refusal()
 

@@ -68,16 +68,16 @@ class Loss(ABC):
         """Multiply every datum's Hessian with its part of `v`, `[..., *f.shape]`."""
 
     @abstractmethod
-    def hessian_factor(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return columns `[K, *f.shape]` whose outer products sum up to every datum's Hessian."""
+    def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return columns `[K, *f.shape]` whose outer products sum up to every datum's Hessian; or some of them."""
 
     def fisher_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """Multiply every datum's Fisher matrix with its part of `v`. By default, it equals the Hessian."""
         return self.hessian_product(f, y, v)
 
-    def fisher_factor(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return columns `[K, *f.shape]` whose outer products sum up to every datum's Fisher matrix."""
-        return self.hessian_factor(f, y)
+    def fisher_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return columns `[K, *f.shape]` whose outer products sum up to every datum's Fisher matrix; or some of them."""
+        return self.hessian_factor(f, y, start, stop)
 
     @abstractmethod
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
@@ -123,9 +123,9 @@ class Elementwise(Loss):
         """Multiply with a diagonal matrix."""
         return self.second_derivative(f, y) * v
 
-    def hessian_factor(self, f: Tensor, y: Tensor) -> Tensor:
+    def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the square root of a diagonal matrix."""
-        return diagonal_factor(root(self.second_derivative(f, y)))
+        return diagonal_factor(root(self.second_derivative(f, y)), start, stop)
 
 
 def per_datum(t: Tensor) -> Tensor:
@@ -143,10 +143,13 @@ def root(curvature: Tensor) -> Tensor:
     return curvature.sqrt()
 
 
-def diagonal_factor(entries: Tensor) -> Tensor:
-    """Return one column per entry of a datum: `entries` `[N, ...]` there and zero elsewhere, `[K, N, ...]`."""
-    num_data, size = entries.shape[0], entries[0].numel()
-    return torch.diag_embed(entries.reshape(num_data, size)).movedim(2, 0).reshape(size, *entries.shape)
+def diagonal_factor(entries: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+    """Return a column per entry of a datum: `entries` `[N, ...]` there and zero elsewhere, `[K, N, ...]`; or some columns."""
+    flat = entries.flatten(1) if entries.ndim > 1 else entries.unsqueeze(1)
+    index = torch.arange(flat.shape[1], device=entries.device)[start:stop]
+    columns = flat.new_zeros(len(index), *flat.shape)
+    columns[torch.arange(len(index), device=entries.device), :, index] = flat[:, index].T
+    return columns.reshape(-1, *entries.shape)
 
 
 def check_floating(name: str, t: Tensor) -> None:

@@ -44,9 +44,9 @@ class Poisson(Elementwise):
         """Multiply with the last column of the table above."""
         return self.second_derivative(f, self._rate(f)) * v
 
-    def fisher_factor(self, f: Tensor, y: Tensor) -> Tensor:
+    def fisher_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the square root of the last column of the table above."""
-        return diagonal_factor(root(self.second_derivative(f, self._rate(f))))
+        return diagonal_factor(root(self.second_derivative(f, self._rate(f))), start, stop)
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a count per entry."""

@@ -1,0 +1,67 @@
+"""The models of the factor benchmark: an MLP, a ResNet-like CNN and a GPT, with a few batches of data each."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.problems import GPT
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A model in evaluation mode, cross-entropy, and some batches."""
+
+    name: str
+    model: nn.Module
+    data: list[tuple[Tensor, Tensor]]
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions with BatchNorm, and a skip connection."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after)
+        self.conv2, self.norm2 = nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after)
+        self.skip = nn.Identity() if stride == 1 else nn.AvgPool2d(2, ceil_mode=True)
+        self.more = after - before
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the input, with zeros for new channels."""
+        y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
+        skip = nn.functional.pad(self.skip(x), (0, 0, 0, 0, 0, self.more))
+        return torch.relu(y + skip)
+
+
+def cnn() -> nn.Module:
+    """Return a network with 11 convolutions."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
+    for before, after, stride in ((32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)):
+        layers.append(Residual(before, after, stride))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)).eval()
+
+
+def factor_problems(scale: int = 1, device: str = "cpu") -> list[Batches]:
+    """Return all problems on a device; a larger `scale` divides batch sizes, for tests."""
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    gpt = GPT(vocabulary=1000, width=256, heads=8, depth=4, length=128)
+
+    def batches(count: int, size: int, x: Any, y: Any) -> list[tuple[Tensor, Tensor]]:
+        size //= scale
+        return [(x(size).to(device), y(size).to(device)) for _ in range(count)]
+
+    def label(n: int) -> Tensor:
+        return torch.randint(10, (n,))
+
+    def tokens(n: int) -> Tensor:
+        return torch.randint(1000, (n, 128))
+
+    return [
+        Batches("MLP", mlp.to(device), batches(4, 512, lambda n: torch.randn(n, 784), label)),
+        Batches("CNN", cnn().to(device), batches(2, 128, lambda n: torch.randn(n, 3, 32, 32), label)),
+        Batches("GPT", gpt.to(device), batches(2, 8, tokens, tokens)),
+    ]

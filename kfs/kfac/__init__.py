@@ -1,0 +1,10 @@
+"""Kronecker-factored approximations of curvature matrices: the engine.
+
+`scaffold` is the place to start reading.
+"""
+
+from kfs.kfac.blocks import Block
+from kfs.kfac.inspection import Inspection, inspect
+from kfs.kfac.kfac import KFAC
+
+__all__ = ["KFAC", "Block", "Inspection", "inspect"]

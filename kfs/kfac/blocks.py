@@ -1,0 +1,191 @@
+r"""A block: the factors of one parameter (with its bias), and how they act on it.
+
+In its own frame, a block's parameter is a matrix with rows on the gradient side and columns on the input side, $M$ of shape
+`[d_B, d_A]`, and the block maps it to $B M A$. A `Layout` says how the parameter becomes that matrix: which rows of it, in
+which order of axes, in how many groups, and with which bias as last column.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kfs.kfac.moments import Moment
+
+Side = Literal["A", "B"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter becomes a matrix.
+
+    Attributes:
+        weight: Name of the parameter.
+        shape: Its shape, or one that it is reshaped to.
+        rows: First and one behind the last of its rows (indices of its first axis) that belong to the block.
+        order: Order of its axes such that the first `split` make the rows of the matrix.
+        split: How many axes make the rows.
+        groups: Into how many groups the rows fall, each with a matrix of its own.
+        bias: Name of the parameter in the last column of the matrix.
+    """
+
+    weight: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int]
+    order: tuple[int, ...]
+    split: int
+    groups: int = 1
+    bias: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The module's name if the block has its `weight` and bias, else the weight's; with rows if not all."""
+        module, _, leaf = self.weight.rpartition(".")
+        part = "" if self.rows == (0, self.shape[0]) else f"[{self.rows[0]}:{self.rows[1]}]"
+        return (module if module and leaf == "weight" and self.bias is not None else self.weight) + part
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The parameters in this block."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def row_size(self) -> int:
+        """Rows of the matrix (of one group): the size of the gradient-based factor."""
+        sizes = [self.rows[1] - self.rows[0], *self.shape[1:]]
+        return prod(sizes[axis] for axis in self.order[: self.split]) // self.groups
+
+    @property
+    def column_size(self) -> int:
+        """Columns of the matrix without the bias."""
+        sizes = [self.rows[1] - self.rows[0], *self.shape[1:]]
+        return prod(sizes[axis] for axis in self.order[self.split :])
+
+    def matrix(self, columns: Mapping[str, Tensor]) -> Tensor:
+        """Bring `[K, *shape]` into the form `[K, d_B, d_A]` (or `[K, G, d_B, d_A]`)."""
+        W, b = self._parts(columns)
+        M = W.reshape(len(W), self.groups, self.row_size, self.column_size)
+        if b is not None:
+            M = torch.cat([M, b.reshape(len(W), self.groups, self.row_size, 1)], dim=3)
+        return M if self.groups > 1 else M.squeeze(1)
+
+    def write(self, M: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Undo `matrix`: write into tensors `[K, *shape]`."""
+        W, b = self._parts(columns)
+        if b is not None:
+            b.copy_(M[..., -1].reshape(b.shape))
+            M = M[..., :-1]
+        W.copy_(M.reshape(W.shape))
+
+    def _parts(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return views of the weight's rows, with axes in order, and of the bias' part that belongs to them."""
+        W = columns[self.weight].view(-1, *self.shape)[:, self.rows[0] : self.rows[1]]
+        W = W.permute(0, *(1 + axis for axis in self.order))
+        if self.bias is None:
+            return W, None
+        b = columns[self.bias]
+        whole = self.rows == (0, self.shape[0]) or self.order[0] != 0
+        return W, b if whole else b[:, self.rows[0] : self.rows[1]]
+
+
+@dataclass
+class Pair:
+    """Raw sums of one kind of use: inputs, gradients, and over how many positions (or data) they were taken."""
+
+    input: Moment
+    gradient: Moment
+    terms: float = 0.0
+
+    def merge(self, other: "Pair") -> "Pair":
+        """Return the sums over both."""
+        return Pair(self.input.merge(other.input), self.gradient.merge(other.gradient), self.terms + other.terms)
+
+
+@dataclass
+class Block:
+    """The Kronecker factors of one parameter, joint with its bias.
+
+    Attributes:
+        layout: How the parameter becomes a matrix.
+        sharing: `"expand"` or `"reduce"`.
+        forward_only: Whether gradients are left out: `B` is the identity.
+        pairs: Raw sums, by the side that inputs are on: `"A"`, and also `"B"` for a parameter that is used in a second
+            role, such as an embedding whose transpose computes the logits.
+        operations: What used the parameter.
+        reduction_factor: `R`, for all data seen.
+    """
+
+    layout: Layout
+    sharing: str
+    forward_only: bool = False
+    pairs: dict[Side, Pair] = field(default_factory=dict)
+    operations: set[str] = field(default_factory=set)
+    reduction_factor: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """The block's name."""
+        return self.layout.name
+
+    @property
+    def A(self) -> Tensor:
+        """The input-based factor: `[d, d]`, only its diagonal `[d]`, or one for each group."""
+        return self.reduction_factor * self._raw("A")
+
+    @property
+    def B(self) -> Tensor:
+        """The gradient-based factor: `[d, d]`, only its diagonal `[d]`, or one for each group."""
+        if self.forward_only:
+            return torch.ones_like(self._raw("B"))
+        terms = sum(pair.terms for pair in self.pairs.values())
+        return self._raw("B") / terms if terms else self._raw("B")
+
+    @property
+    def diagonal(self) -> dict[Side, bool]:
+        """Which factors are stored by their diagonals."""
+        mixed = {
+            "A": [p.input if side == "A" else p.gradient for side, p in self.pairs.items()],
+            "B": [p.gradient if side == "A" else p.input for side, p in self.pairs.items()],
+        }
+        return {side: all(m.diagonal for m in moments) for side, moments in mixed.items()}  # type: ignore[misc]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the raw sums."""
+        moments = [m for pair in self.pairs.values() for m in (pair.input, pair.gradient)]
+        return sum(m.total.numel() * m.total.element_size() for m in moments)
+
+    def multiply(self, M: Tensor) -> Tensor:
+        """Multiply `[K, d_B, d_A]` (or `[K, G, d_B, d_A]`): `B M A`."""
+        A, B = self.A.to(M), self.B.to(M)
+        M = M * A.unsqueeze(-2) if self.diagonal["A"] else M @ A
+        return M * B.unsqueeze(-1) if self.diagonal["B"] else B @ M
+
+    def _raw(self, side: Side) -> Tensor:
+        """Combine the sums on one side, over both roles that a parameter may have.
+
+        Inputs and gradients have different units, so one role's are rescaled, such that both roles have the same ratio of
+        the traces of their two sides. The result scales with the gradients as the curvature does.
+        """
+        if set(self.pairs) == {"A"}:
+            pair = self.pairs["A"]
+            return pair.input.total if side == "A" else pair.gradient.total
+        first, second = self.pairs["A"], self.pairs["B"]
+        traces = [_trace(m) for m in (first.input, second.input, first.gradient, second.gradient)]
+        ratio = traces[0] * traces[1] / (traces[2] * traces[3]) if traces[2] * traces[3] > 0 else 1.0
+        one, other = (first.input, second.gradient) if side == "A" else (first.gradient, second.input)
+        scale = ratio**0.5 if side == "A" else ratio**-0.5
+        if one.diagonal != other.diagonal:
+            one, other = _dense(one), _dense(other)
+        return one.total + scale * other.total
+
+
+def _trace(moment: Moment) -> float:
+    return float((moment.total if moment.diagonal else moment.total.diagonal(dim1=-2, dim2=-1)).sum())
+
+
+def _dense(moment: Moment) -> Moment:
+    return Moment(torch.diag_embed(moment.total), False, moment.bias) if moment.diagonal else moment

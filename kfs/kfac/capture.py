@@ -1,0 +1,228 @@
+"""Capture: seeing every operation of a forward pass that uses a tracked parameter, whoever calls it.
+
+A `TorchFunctionMode` recognises parameters, and views of them, by their storage. A rule for the operation (see `operations`)
+says what multiplies the parameter and how to read gradients; the operation's output passes through a tap, an identity
+with a zero-size second input. Differentiating the predictions with respect to these inputs sends vectors back to all
+taps: no weight gradient is computed, and a gradient is used where it arises and never stored.
+
+Where a parameter meets no data yet (an embedding of positions `0, ..., T - 1` without batch axis), the result is a *virtual
+parameter*: it is followed like a parameter until it is broadcast over the batch, where gradients are still per datum.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from kfs.errors import DataError
+from kfs.kfac.blocks import Layout, Side
+from kfs.kfac.inputs import Input
+from kfs.kfac.uses import Uses
+from kfs.kfac.views import Source, Sources
+
+# Reads the gradients of some columns, [columns, *shape of the output], as [columns, *leading axes, (groups,) features].
+Read = Callable[[Tensor], Tensor]
+
+
+class Tap(torch.autograd.Function):
+    """The identity, with a backward pass that shows gradients to a receiver."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, handle: Tensor, receive: Callable[[Tensor], None], in_place: bool) -> Tensor:
+        """Return `z`, marked as changed, so that operations in place may follow; or a view of it."""
+        ctx.receive = receive
+        if not in_place:
+            return z.view_as(z)
+        ctx.mark_dirty(z)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        """Show the gradients; nothing needs to be computed for the second input."""
+        Show.apply(g, ctx.receive)
+        return g, g.new_empty(0), None, None
+
+
+class Show(torch.autograd.Function):
+    """Passes gradients to a receiver: `[columns, ...]`, also if columns are sent back together by `vmap`."""
+
+    @staticmethod
+    def forward(g: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+        """Show one column."""
+        receive(g.unsqueeze(0))
+        return g.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, g: Tensor, receive: Callable[[Tensor], None]) -> tuple[Tensor, None]:
+        """Show all columns."""
+        receive(g.movedim(in_dims[0], 0))
+        return g.new_empty(0), None
+
+
+class Capture(TorchFunctionMode):
+    """Watches the forward pass of one batch.
+
+    Args:
+        params: The tracked parameters, by name.
+        constants: Other tensors that do not depend on the data, such as buffers.
+        num_data: Number of data in the batch.
+        uses: Takes note of uses.
+        rules: By operation, what to do if it uses a tracked tensor. A rule takes this object, the operation and its
+            arguments, and returns the result, or `NotImplemented`.
+        otherwise: What to do if there is no rule or it gave up: takes this object, the operation, `args` and `kwargs`.
+        batch_axis: Where the batch axis is in activations, if not first.
+
+    Attributes:
+        handles: The taps' zero-size inputs.
+        unexplained: `(parameter, operation)` of uses that no rule explains and that influence the predictions. It is filled
+            in by the backward pass.
+    """
+
+    def __init__(
+        self,
+        params: dict[str, Tensor],
+        constants: Iterable[Tensor],
+        num_data: int,
+        uses: Uses,
+        rules: Mapping[Any, Callable[..., Any]],
+        otherwise: Callable[..., Any],
+        batch_axis: int | None = None,
+    ) -> None:
+        """Start without any tap."""
+        super().__init__()
+        self.sources = Sources(params)
+        self.num_data, self.uses, self.batch_axis = num_data, uses, batch_axis
+        self.rules, self.otherwise = rules, otherwise
+        self.handles: list[Tensor] = []
+        self.unexplained: set[tuple[str, str]] = set()
+        self._constants = {id(t) for t in (*params.values(), *constants)}
+        self._virtual: list[tuple[Callable[[Tensor], None], list[Tensor]]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, by a rule if it has one and uses a tracked parameter."""
+        kwargs = kwargs or {}
+        if not torch.is_grad_enabled():  # what has no gradient is constant
+            return func(*args, **kwargs)
+        inputs = tensors_of((*args, *kwargs.values()))
+        result = NotImplemented
+        if any(self.sources.find(t) is not None for t in inputs):
+            rule = self.rules.get(func)
+            result = NotImplemented if rule is None else rule(self, func, *args, **kwargs)
+            if result is NotImplemented:
+                result = self.otherwise(self, func, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
+        self._note_constants(func, inputs, args, result)
+        return result
+
+    def tap(self, z: Tensor, receive: Callable[[Tensor], None], in_place: bool = True) -> Tensor:
+        """Return `z` such that gradients with respect to it are shown to a receiver."""
+        handle = torch.empty(0, dtype=z.dtype, device=z.device, requires_grad=True)
+        self.handles.append(handle)
+        result: Tensor = Tap.apply(z, handle, receive, in_place)
+        return result
+
+    def record(
+        self, out: Tensor, operation: str, layout: Layout, vectors: Input, read: Read, ones: bool, side: Side = "A"
+    ) -> Tensor:
+        """Take note of a use, and return its output with a tap.
+
+        Args:
+            out: What the operation returned.
+            operation: What to call it.
+            layout: The block that the parameters belong to.
+            vectors: What multiplies the parameter.
+            read: Reads the output's gradients.
+            ones: Whether the bias was used.
+            side: On which side of the block inputs are.
+        """
+        return self.tap(out, self.uses.record(self, operation, layout, vectors, read, out, ones, side))
+
+    def record_virtual(
+        self, out: Tensor, operation: str, layout: Layout, vectors: Input, read: Read, ones: bool, side: Side = "A"
+    ) -> Tensor:
+        """Take note of a use without batch axis, and follow its output; gradients will be `[columns, N, *out.shape]`."""
+        receive = self.uses.record(self, operation, layout, vectors, read, out, ones, side)
+        arrived: list[Tensor] = []
+        self._virtual.append((receive, arrived))
+        self.sources.add(Source(layout.weight, out, arrived.append))
+        return out
+
+    def pass_virtual(self) -> None:
+        """After a backward pass: pass the sums of what arrived at virtual parameters on."""
+        for receive, arrived in self._virtual:
+            if arrived:
+                receive(torch.stack(arrived).sum(0))
+                arrived.clear()
+
+    def constant(self, t: Tensor) -> bool:
+        """Whether a tensor does not depend on the data, as far as one can see."""
+        return id(t) in self._constants or getattr(t, "_kfs_constant", False)
+
+    def batched(self, t: Tensor) -> Tensor | None:
+        """Return an input with its batch axis: itself, expanded if its first axis has length one; nothing if it has none."""
+        if not self.constant(t) or (t.ndim > 1 and t.shape[0] == self.num_data):
+            return t
+        return t.expand(self.num_data, *t.shape[1:]) if t.ndim > 1 and t.shape[0] == 1 else None
+
+    @contextmanager
+    def with_batch_axis(self, axis: int | None) -> Iterator[None]:
+        """Know better where the batch axis is, in this context."""
+        before = self.batch_axis
+        self.batch_axis = before if axis is None else axis
+        try:
+            yield
+        finally:
+            self.batch_axis = before
+
+    def find_batch_axis(self, leading: Iterable[int]) -> int | None:
+        """Return which of some leading axes is the batch axis, `-1` for a first axis that batch and others share."""
+        leading = list(leading)
+        if self.batch_axis is not None and self.batch_axis < len(leading):
+            return self.batch_axis if leading[self.batch_axis] == self.num_data else None
+        matches = [axis for axis, length in enumerate(leading) if length == self.num_data]
+        if matches:
+            return 0 if 0 in matches else matches[0] if len(matches) == 1 else None
+        return -1 if leading and leading[0] and leading[0] % self.num_data == 0 else None
+
+    def canonical(self, t: Tensor, leading: int) -> Tensor:
+        """Bring a tensor with some leading axes into the form `[N, S, ...]`."""
+        axis = self.find_batch_axis(t.shape[:leading])
+        if axis is None:
+            raise DataError(
+                f"A parameter is used with an input of leading axes {list(t.shape[:leading])}, in which the batch of "
+                f"{self.num_data} data is not found.",
+                "Say where it is with batch_axis=, put it first, or use sharing='expand', which needs no batch axis.",
+            )
+        t = t if axis in {0, -1} else t.movedim(axis, 0)
+        return t.reshape(self.num_data, -1, *t.shape[leading:])
+
+    def _note_constants(self, func: Any, inputs: list[Tensor], args: Any, result: Any) -> None:
+        """Mark results that do not depend on the data, and unmark what data were written into."""
+        constant = all(map(self.constant, inputs))
+        before = {id(t) for t in inputs}
+        for t in tensors_of([result]):
+            if constant and id(t) not in before:
+                t._kfs_constant = True  # type: ignore[attr-defined]
+            elif not constant and id(t) in before and getattr(t, "_kfs_constant", False):
+                t._kfs_constant = False  # type: ignore[attr-defined]
+        if func is Tensor.__setitem__ and not constant and getattr(args[0], "_kfs_constant", False):
+            args[0]._kfs_constant = False
+
+
+def tensors_of(parts: Iterable[Any]) -> list[Tensor]:
+    """Return all tensors among arguments, also in lists and tuples."""
+    found: list[Tensor] = []
+    for part in parts:
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, (tuple, list)):
+            found += tensors_of(part)
+    return found

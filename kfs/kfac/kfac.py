@@ -1,0 +1,248 @@
+"""KFAC: the Kronecker-factored approximation of a curvature matrix, one block per parameter (with its bias)."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kfs.errors import DataError, KfsWarning, ModelError
+from kfs.kfac.blocks import Block, Layout, Pair
+from kfs.kfac.diagonal import exact_diagonal
+from kfs.kfac.moments import Moment
+from kfs.kfac.scaffold import Result, kfac
+from kfs.kfac.settings import Fisher, Settings, Sharing, Uncovered
+from kfs.operators.interface import LinearOperator
+from kfs.operators.space import Columns, Space
+from kfs.risk import EmpiricalRisk
+
+
+class KFAC(LinearOperator):
+    """Kronecker factors of every parametric operation of a model.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        fisher: Which curvature matrix is approximated: `"type-2"` (the Fisher, exactly), `"ggn"` (the generalized
+            Gauss-Newton matrix, which is the same for most losses), `"mc"` (the Fisher, with labels drawn from the model's
+            likelihood), `"empirical"` (with the labels at hand), or `"forward-only"` (gradients replaced by the identity).
+        sharing: How positions that share a weight (pixels, tokens) enter: `"expand"` treats them like further data,
+            `"reduce"` sums over them first. For all parameters, or by the name of a parameter or module (others expand).
+        mc_samples: Draws per datum for `"mc"`.
+        seed: Of the draws. They depend on seed, datum and draw alone.
+        joint_bias: Whether a bias shares the block of its weight.
+        max_dim: Factors wider than this keep their diagonal only, which is announced by a warning.
+        uncovered: What to do about parameters that no rule covers: `"error"`, `"skip"` (leave them out of this operator),
+            or `"diagonal"` (compute the exact diagonal of their curvature, slowly).
+        batch_axis: Where the batch axis is in activations, if it is not first; `"reduce"` needs to know.
+        first_datum: Index of the first datum, for draws, if these data are a part of a larger set.
+        columns_at_once: How many backpropagated vectors are sent back together: more take more memory.
+
+    Attributes:
+        blocks: Blocks by name. Each has `A` and `B`.
+        num_data: How many data were seen.
+        settings: All of the above.
+
+    Raises:
+        ModelError: If a parameter is not covered.
+        DataError: If a factor is not finite, or the batch axis is not found where it matters.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+        >>> risk = EmpiricalRisk(model, torch.nn.CrossEntropyLoss(), (torch.rand(10, 4), torch.randint(2, (10,))))
+        >>> K = KFAC(risk)
+        >>> list(K.blocks), K.blocks["0"].A.shape, K.blocks["0"].B.shape
+        (['0', '2'], torch.Size([5, 5]), torch.Size([3, 3]))
+        >>> (K @ risk.gradient())["2.bias"].shape
+        torch.Size([2])
+    """
+
+    symmetric = True
+
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        fisher: Fisher = "type-2",
+        sharing: Sharing | Mapping[str, Sharing] = "expand",
+        *,
+        mc_samples: int = 1,
+        seed: int = 0,
+        joint_bias: bool = True,
+        max_dim: int | None = None,
+        uncovered: Uncovered = "error",
+        batch_axis: int | None = None,
+        first_datum: int = 0,
+        columns_at_once: int | None = None,
+    ) -> None:
+        """Compute all factors."""
+        self.settings = Settings(
+            fisher, sharing, mc_samples, seed, joint_bias, max_dim, uncovered, batch_axis, first_datum, columns_at_once
+        )
+        self._check_names(risk)
+        blocks, result = _computed(risk, self.settings)
+        covered = {name for block in blocks for name in block.layout.params}
+        space = Space({n: p.shape for n, p in risk.params.items() if n in covered}, risk.dtype, risk.device)
+        super().__init__(space, space)
+        self._loss, self._count, self.num_data = risk.loss, result.count, result.num_data
+        order = {name: place for place, name in enumerate(risk.params)}
+        self.blocks = {b.name: b for b in sorted(blocks, key=lambda b: (order[b.layout.weight], b.layout.rows))}
+        self._scale()
+        self._announce()
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply block by block."""
+        result = {name: torch.zeros_like(t).contiguous() for name, t in columns.items()}
+        columns = {name: t.contiguous() for name, t in columns.items()}
+        for block in self.blocks.values():
+            block.layout.write(block.multiply(block.layout.matrix(columns)), result)
+        return result
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply: the operator is symmetric."""
+        return self.multiply(columns)
+
+    def update(self, risk: EmpiricalRisk) -> Self:
+        """Add more data, in place; if something goes wrong, nothing is changed.
+
+        Args:
+            risk: The same model, loss and parameters with other data. Draws continue where they ended.
+
+        Returns:
+            This object. It equals one that was computed from all data at once.
+        """
+        s = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
+        blocks, result = _computed(risk, s)
+        self._add({block.name: block for block in blocks}, result.num_data, result.count)
+        return self
+
+    def merge(self, other: "KFAC") -> Self:
+        """Add what another object computed from other data, in place.
+
+        Args:
+            other: Of the same model, loss and settings; with `"mc"`, give it another `first_datum`, or draws repeat.
+
+        Returns:
+            This object.
+        """
+        mine, theirs = (replace(k.settings, first_datum=0) for k in (self, other))
+        if mine != theirs:
+            raise ModelError(f"The settings differ: {mine} and {theirs}.", "Merge what was computed in the same way.")
+        self._add(other.blocks, other.num_data, other._count)
+        return self
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Move all factors to a device, or convert them, in place."""
+        for block in self.blocks.values():
+            for pair in block.pairs.values():
+                for moment in (pair.input, pair.gradient):
+                    moment.total = moment.total.to(device=device, dtype=dtype)
+        old = self.domain
+        space = Space(old.shapes, dtype or old.dtype, torch.device(device) if device is not None else old.device)
+        self.domain = self.codomain = space
+        return self
+
+    def _add(self, blocks: Mapping[str, Block], num_data: int, count: float) -> None:
+        """Add raw sums of other data."""
+        if {n: b.layout for n, b in self.blocks.items()} != {n: b.layout for n, b in blocks.items()}:
+            raise ModelError(
+                f"The blocks differ: {list(self.blocks)} and {list(blocks)}.", "Use the same model and parameters."
+            )
+        merged = {
+            name: {side: pair.merge(blocks[name].pairs[side]) for side, pair in block.pairs.items()}
+            for name, block in self.blocks.items()
+        }
+        for name, pairs in merged.items():
+            self.blocks[name].pairs = pairs
+            self.blocks[name].operations |= blocks[name].operations
+        self.num_data, self._count = self.num_data + num_data, self._count + count
+        self._scale()
+
+    def _scale(self) -> None:
+        """Tell blocks the reduction factor of all data seen."""
+        for block in self.blocks.values():
+            block.reduction_factor = self._loss.reduction_factor(self._count)
+
+    def _announce(self) -> None:
+        """Warn about factors that keep their diagonal because they are wide."""
+        if self.settings.max_dim is None:
+            return
+        wide = [
+            f"{name}.{side} ({getattr(block, side).shape[-1]})"
+            for name, block in self.blocks.items()
+            for side, diagonal in block.diagonal.items()
+            if diagonal and getattr(block, side).shape[-1] > self.settings.max_dim
+        ]
+        if wide:
+            text = f"Factors wider than max_dim={self.settings.max_dim} keep their diagonal only: {', '.join(wide)}."
+            warnings.warn(text, KfsWarning, stacklevel=3)
+
+    def _check_names(self, risk: EmpiricalRisk) -> None:
+        """Refuse weight sharing for parameters that do not exist."""
+        if isinstance(self.settings.sharing, Mapping):
+            known = set(risk.params) | {name.rpartition(".")[0] for name in risk.params}
+            unknown = [name for name in self.settings.sharing if name not in known]
+            if unknown:
+                raise ModelError(f"sharing has unknown names {unknown}.", f"Choose from {sorted(known)}.")
+
+
+def _computed(risk: EmpiricalRisk, settings: Settings) -> tuple[list[Block], Result]:
+    """Compute blocks, check them, and deal with parameters that are not covered."""
+    try:
+        result = kfac(risk, settings)
+    except (RuntimeError, NotImplementedError) as error:
+        together = settings.columns_at_once is None and "vmap" in str(error)
+        if not together:
+            raise
+        result = kfac(risk, replace(settings, columns_at_once=1))  # an operation that vmap does not know
+    if result.num_data == 0:
+        raise DataError("The data set is empty.", "Pass at least one batch with at least one datum.")
+    bad = {name for name in result.uncovered}
+    blocks = [block for block in result.blocks if not bad & set(block.layout.params)]
+    lost = [n for block in result.blocks if block not in blocks for n in block.layout.params if n not in bad]
+    uncovered = result.uncovered | dict.fromkeys(lost, "it shares a block with one that is not covered")
+    if uncovered and settings.uncovered == "error":
+        raise not_covered(uncovered)
+    for block in blocks:
+        _check_finite(block)
+    if uncovered and settings.uncovered == "diagonal":
+        blocks += _diagonal_blocks(risk, list(uncovered), settings)
+    if not blocks:
+        raise not_covered(uncovered)
+    return blocks, result
+
+
+def not_covered(uncovered: Mapping[str, str]) -> ModelError:
+    """Return the error for parameters without rule."""
+    listed = "; ".join(f"{name!r}: {why}" for name, why in list(uncovered.items())[:5])
+    more = f"; and {len(uncovered) - 5} more" if len(uncovered) > 5 else ""
+    hint = ""
+    if any("parametrizations." in name for name in uncovered):
+        hint = " Parametrised weights are computed from others; torch.nn.utils.parametrize.remove_parametrizations ends that."
+    return ModelError(
+        f"KFAC does not cover all parameters ({listed}{more}).",
+        "Choose others with params=, or pass uncovered='skip' to leave these out, or uncovered='diagonal' for their exact "
+        f"diagonal.{hint} kfs.inspect(model, sample) shows what is covered.",
+    )
+
+
+def _diagonal_blocks(risk: EmpiricalRisk, names: Iterable[str], settings: Settings) -> list[Block]:
+    """Return blocks with exact diagonals."""
+    blocks = []
+    for name, entries in exact_diagonal(risk, list(names), settings).items():
+        layout = Layout(name, (entries.numel(),), (0, entries.numel()), (0,), 1)
+        pair = Pair(Moment(entries.new_ones(1, 1), False), Moment(entries.flatten(), True), 1.0)
+        blocks.append(Block(layout, "exact", pairs={"A": pair}, operations={"any"}))
+    return blocks
+
+
+def _check_finite(block: Block) -> None:
+    """Refuse NaN and infinity."""
+    for pair in block.pairs.values():
+        for what, moment in (("inputs", pair.input), ("gradients", pair.gradient)):
+            if not bool(moment.total.sum().isfinite()):
+                raise DataError(
+                    f"The {what} of block {block.name!r} are not finite.",
+                    "Look for NaN or infinity in the data, the parameters or the loss.",
+                )

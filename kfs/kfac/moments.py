@@ -1,0 +1,82 @@
+"""Running sums of outer products of one side of a block: dense, or only their diagonal."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kfs.kfac.covariance import add_gram, add_squares, mirror
+
+
+@dataclass
+class Moment:
+    """A sum of outer products of vectors.
+
+    Attributes:
+        total: `[D, D]`, or only the diagonal `[D]`; with groups of features `[G, D, D]` or `[G, D]`. Of dense totals the
+            upper triangle counts.
+        diagonal: Which of the two.
+        bias: Whether the last of the `D` coordinates stands for a bias: it is one (or zero) in every vector.
+    """
+
+    total: Tensor
+    diagonal: bool
+    bias: bool = False
+    _whole: bool = False
+
+    @classmethod
+    def zeros(cls, size: int, groups: int, diagonal: bool, bias: bool, like: Tensor) -> "Moment":
+        """Start a sum for vectors of some size (without the bias coordinate), in float32 or better."""
+        size += bias
+        shape = [size] if diagonal else [size, size]
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        total = torch.zeros([groups, *shape] if groups > 1 else shape, dtype=dtype, device=like.device)
+        return cls(total, diagonal, bias)
+
+    @property
+    def size(self) -> int:
+        """The number of coordinates, the bias included."""
+        return self.total.shape[-1]
+
+    @property
+    def inner(self) -> Tensor:
+        """The part of the total without the bias."""
+        if not self.bias:
+            return self.total
+        return self.total[..., :-1] if self.diagonal else self.total[..., :-1, :-1]
+
+    def add(self, x: Tensor, ones: bool = False) -> None:
+        """Add vectors `[N, P, D]` (or `[N, P, G, D]`), whose bias coordinate, if there is one, is one or zero."""
+        self.add_inner(x)
+        if ones:
+            self.add_ones(x.to(self.total.dtype).sum((0, 1)), x.shape[0] * x.shape[1])
+
+    def add_inner(self, x: Tensor) -> None:
+        """Add vectors without their bias coordinate."""
+        (add_squares if self.diagonal else add_gram)(self.inner, x)
+
+    def add_ones(self, sums: Tensor, count: float) -> None:
+        """Add what vectors have with their bias coordinate of one: their sum, and their number."""
+        if self.diagonal:
+            self.total[..., -1] += count
+        else:
+            self.total[..., :-1, -1] += sums
+            self.total[..., -1, -1] += count
+
+    def add_whole(self, x: Tensor) -> None:
+        """Add vectors `[N, P, D]` (or `[N, P, G, D]`) that have all coordinates, the bias coordinate included."""
+        (add_squares if self.diagonal else add_gram)(self.total, x)
+        self._whole = True
+
+    def finish(self) -> None:
+        """Fill in what is below the diagonal."""
+        if self.diagonal:
+            return
+        if self.total.ndim == 2:
+            mirror(self.total if self._whole else self.inner)
+        if self.bias and not self._whole:
+            self.total[..., -1, :-1] = self.total[..., :-1, -1]
+
+    def merge(self, other: "Moment") -> "Moment":
+        """Return the sum of two finished moments of the same vectors."""
+        return Moment(self.total + other.total.to(self.total), self.diagonal, self.bias)

@@ -1,0 +1,23 @@
+"""Rules: what multiplies the parameters of an operation, and how its gradients are read. One file per kind of operation."""
+
+from kfs.kfac.operations import (
+    attention,
+    convolution,
+    elementwise,
+    embedding,
+    linear,
+    normalization,
+    recurrent,
+)
+
+RULES = {
+    **linear.RULES,
+    **convolution.RULES,
+    **embedding.RULES,
+    **normalization.RULES,
+    **elementwise.RULES,
+    **attention.RULES,
+    **recurrent.RULES,
+}
+
+__all__ = ["RULES"]

@@ -1,0 +1,222 @@
+"""Parameters that are broadcast over the batch: added, multiplied, concatenated, or whatever else happens to them.
+
+Such a parameter is expanded to the shape that it is broadcast to, and tapped there, so that its gradients are still there for
+every datum and position. Sizes of one aside, the last axis of a parameter holds its features, and the others are rows: it
+is like an embedding whose rows are all looked up once for every datum, and has the same factors.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfs.kfac.blocks import Layout
+from kfs.kfac.capture import Capture, Read, tensors_of
+from kfs.kfac.inputs import Rows
+from kfs.kfac.views import Source
+
+
+def elementwise(capture: Capture, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation that broadcasts its tensors to one shape."""
+    inputs = [t for t in args if isinstance(t, Tensor)]
+    tracked = [t for t in inputs if capture.sources.find(t) is not None]
+    others = [t for t in inputs if all(t is not one for one in tracked)]
+    in_place = func.__name__.endswith("_") and func.__name__ not in _NOT_IN_PLACE
+    if not others or (in_place and tracked[0] is args[0]) or not all(is_followable(capture, t) for t in tracked):
+        return NotImplemented
+    shape = torch.broadcast_shapes(*(t.shape for t in inputs))
+    if all(map(capture.constant, others)):
+        if not shape or shape[0] != 1 or in_place:
+            return NotImplemented
+        shape = torch.Size([capture.num_data, *shape[1:]])  # give it a batch axis here
+    if any(_aligned(t, shape) == list(shape) and capture.num_data > 1 for t in tracked):
+        return NotImplemented  # nothing is broadcast, so there is no batch axis
+    swap = {id(t): follow(capture, t, shape, func.__name__.strip("_")) for t in tracked}
+    return func(*(swap.get(id(t), t) for t in args), **kwargs)
+
+
+def repeat(capture: Capture, func: Any, t: Tensor, *sizes: Any) -> Any:
+    """Repeat along axes of length one, which is the same as expanding."""
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    aligned = [1] * (len(sizes) - t.ndim) + list(t.shape)
+    if capture.num_data not in sizes or not is_followable(capture, t) or any(n > 1 and k > 1 for n, k in zip(aligned, sizes, strict=True)):
+        return NotImplemented
+    shape = torch.Size([n * k for n, k in zip(aligned, sizes, strict=True)])
+    return follow(capture, t, shape, "repeat").clone()
+
+
+def copied(capture: Capture, func: Any, t: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Copy a parameter, perhaps into another precision, and follow the copy."""
+    result, source = func(t, *args, **kwargs), capture.sources.find(t)
+    if not isinstance(result, Tensor) or source is None or result.untyped_storage().data_ptr() == t.untyped_storage().data_ptr():
+        return result
+    if source.collect is None:
+        view = capture.sources.view(t)
+        if view is None or view.transposed or t.shape != source.tensor.shape:
+            return NotImplemented
+        capture.sources.add(Source(source.name, result))
+        return result
+    if not source.tensor.is_contiguous():
+        return NotImplemented
+    index = _places(t, source, list(range(t.ndim)))
+
+    def pass_on(g: Tensor) -> None:
+        source.collect(_scattered(g.flatten(2), index, source.tensor.shape))
+
+    capture.sources.add(Source(source.name, result, pass_on))
+    return result
+
+
+def otherwise(capture: Capture, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation without rule: tap parameters that were expanded over the batch before, and probe all others."""
+    tracked = [t for t in tensors_of((*args, *kwargs.values())) if capture.sources.find(t) is not None]
+    names = {source.name for t in tracked if (source := capture.sources.find(t)) is not None}
+    operation = getattr(func, "__name__", str(func))
+    versions = [t._version for t in tracked]
+    result = func(*args, **kwargs)
+    if versions != [t._version for t in tracked]:  # written into
+        capture.unexplained.update((name, operation) for name in names)
+    outputs = [t for t in tensors_of([result]) if t.is_floating_point()]
+    storages = {t.untyped_storage().data_ptr() for t in tracked}
+    if not outputs or all(t.untyped_storage().data_ptr() in storages for t in outputs):
+        return result  # a view of a parameter, or nothing to differentiate
+    if all(_is_expanded(capture, t) and is_followable(capture, t) for t in tracked):
+        swap = {id(t): follow(capture, t, t.shape, operation) for t in tracked}
+        return func(*_replaced(args, swap), **{key: _replaced(value, swap) for key, value in kwargs.items()})
+    return _probed(capture, result, names, operation)
+
+
+def is_followable(capture: Capture, t: Tensor) -> bool:
+    """Whether a tensor is a view of a parameter that is laid out by rows."""
+    source = None if t is None else capture.sources.find(t)
+    return source is not None and source.tensor.is_contiguous()
+
+
+def follow(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Tensor:
+    """Expand (a view of) a parameter to a shape with batch axis, and return it with a tap."""
+    source = capture.sources.find(t)
+    z = t.expand(shape)
+    own = [axis for axis in range(z.ndim) if z.stride(axis) != 0 and z.shape[axis] != 1]
+    free = [axis for axis in range(z.ndim) if axis not in own]
+    index = _places(z, source, own)
+
+    def own_last(g: Tensor) -> Tensor:
+        return g.permute(0, *(1 + axis for axis in (*free, *own))).flatten(1 + len(free)) if own else g.unsqueeze(-1)
+
+    if source.collect is not None:
+        leading = len(free)
+
+        def pass_on(g: Tensor) -> None:
+            columns = torch.stack([capture.canonical(column, leading).sum(1) for column in own_last(g)])
+            source.collect(_scattered(columns, index, source.tensor.shape))
+
+        return capture.tap(z, pass_on, in_place=False)
+    layout = entries_layout(source)
+    features, rows = layout.row_size, index.flatten()
+    whole_rows = rows.numel() % features == 0 and _are_rows(rows, features)
+    rows = (rows[::features] // features) if whole_rows else torch.arange(layout.column_size)
+    device = z.device
+
+    def read(g: Tensor) -> Tensor:
+        g = own_last(g)
+        if not whole_rows:
+            full = g.new_zeros(*g.shape[:-1], source.tensor.numel())
+            g = full.index_add_(-1, index.flatten().to(device), g)
+        return g.unflatten(-1, (-1, features))
+
+    vectors = Rows(
+        rows.to(device),
+        layout.column_size,
+        tuple(z.shape[axis] for axis in free),
+        torch.promote_types(z.dtype, torch.float32),
+    )
+    receive = capture.uses.record(capture, operation, layout, vectors, read, z, False, "A")
+    return capture.tap(z, receive, in_place=False)
+
+
+def record_entries(capture: Capture, out: Tensor, operation: str, source: Source, axes: int, read: Read) -> Tensor:
+    """Take note of a use of a whole parameter with several axes, which are the last ones of what `read` returns."""
+    layout = entries_layout(source)
+    leading = tuple(out.shape[: out.ndim - axes])
+    rows = torch.arange(layout.column_size, device=out.device)
+    vectors = Rows(rows, layout.column_size, leading, torch.promote_types(out.dtype, torch.float32))
+
+    def by_rows(g: Tensor) -> Tensor:
+        return read(g).flatten(1 + len(leading)).unflatten(-1, (-1, layout.row_size))
+
+    return capture.record(out, operation, layout, vectors, by_rows, ones=False)
+
+
+def entries_layout(source: Source) -> Layout:
+    """Return the layout of a parameter whose entries are used one by one: features along its last axis."""
+    shape = tuple(source.tensor.shape) or (1,)
+    features = max((axis for axis, n in enumerate(shape) if n > 1), default=len(shape) - 1)
+    order = (features, *(axis for axis in range(len(shape)) if axis != features))
+    return Layout(source.name, shape, (0, shape[0]), order, 1)
+
+
+def _places(t: Tensor, source: Source, axes: list[int]) -> Tensor:
+    """Return which entry of a parameter is where in a view of it; axes over which it is broadcast are left out."""
+    return torch.arange(source.tensor.numel()).as_strided(
+        [t.shape[axis] for axis in axes],
+        [t.stride(axis) for axis in axes],
+        t.storage_offset() - source.tensor.storage_offset(),
+    )
+
+
+def _scattered(g: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
+    """Put entries `[columns, N, k]` at their places in tensors of a shape, `[columns, N, *shape]`."""
+    full = g.new_zeros(*g.shape[:2], shape.numel())
+    return full.index_add_(2, index.flatten().to(g.device), g).reshape(*g.shape[:2], *shape)
+
+
+def _are_rows(index: Tensor, features: int) -> bool:
+    """Whether indices run through whole rows of features."""
+    table = index.reshape(-1, features)
+    return bool((table[:, 0] % features == 0).all() and (table - table[:, :1] == torch.arange(features)).all())
+
+
+def _is_expanded(capture: Capture, t: Tensor) -> bool:
+    """Whether a parameter was expanded over the batch before; a batch of one shows only as a first axis of one."""
+    if capture.num_data == 1:
+        return t.ndim > 1 and t.shape[0] == 1
+    return any(n == capture.num_data and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True))
+
+
+def _aligned(t: Tensor, shape: torch.Size) -> list[int]:
+    return [1] * (len(shape) - t.ndim) + list(t.shape)
+
+
+def _probed(capture: Capture, result: Any, names: set[str], operation: str) -> Any:
+    """Return results such that one learns whether gradients come back to them."""
+
+    def fire(_: Tensor) -> None:
+        capture.unexplained.update((name, operation) for name in names)
+
+    if isinstance(result, Tensor):
+        return capture.tap(result, fire, in_place=False) if result.is_floating_point() else result
+    if type(result) in {tuple, list}:
+        return type(result)(_probed(capture, part, names, operation) for part in result)
+    capture.unexplained.update((name, operation) for name in names)
+    return result
+
+
+def _replaced(part: Any, swap: dict[int, Tensor]) -> Any:
+    """Return arguments with some tensors replaced."""
+    if isinstance(part, Tensor):
+        return swap.get(id(part), part)
+    return type(part)(_replaced(inner, swap) for inner in part) if type(part) in {tuple, list} else part
+
+
+_NAMES = ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide")
+_OPERATORS = ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv")
+_NOT_IN_PLACE = {f"__{name}__" for name in _OPERATORS if not name.startswith("i")}
+_COPIES = ("clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16")
+RULES = (
+    {getattr(torch, name): elementwise for name in _NAMES}
+    | {getattr(Tensor, name): elementwise for name in _NAMES}
+    | {getattr(Tensor, f"{name}_"): elementwise for name in _NAMES}
+    | {getattr(Tensor, f"__{name}__"): elementwise for name in _OPERATORS}
+    | {torch.where: elementwise, torch.rsub: elementwise, Tensor.repeat: repeat, torch.clone: copied}
+    | {getattr(Tensor, name): copied for name in _COPIES}
+)

@@ -1,0 +1,48 @@
+"""Embeddings: a linear map of unit vectors. Their outer products are diagonal, so the input-based factor counts tokens."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from kfs.kfac.blocks import Layout
+from kfs.kfac.capture import Capture
+from kfs.kfac.inputs import OneHot
+
+
+def embedding(
+    capture: Capture,
+    func: Any,
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    padding_idx: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Look rows up. The row of the padding index is constant: positions that look it up do not count."""
+    view = capture.sources.view(weight)
+    if view is None or view.transposed or weight.ndim != 2:
+        return NotImplemented
+    with_batch = capture.batched(input)
+    index = input.expand(capture.num_data, *input.shape) if with_batch is None else with_batch
+    out = func(input if with_batch is None else with_batch, weight, padding_idx, *args, **kwargs)
+    counts = None if padding_idx is None else index != padding_idx % len(weight)
+    tokens = OneHot(index, len(weight), counts, torch.promote_types(weight.dtype, torch.float32))
+
+    def read(g: Tensor) -> Tensor:
+        return g if counts is None else g * counts.unsqueeze(-1)
+
+    layout = Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, (1, 0), 1)
+    layout, side = capture.uses.place(layout)
+    record = capture.record_virtual if with_batch is None else capture.record
+    return record(out, "embedding", layout, tokens, read, ones=False, side=side)
+
+
+def torch_embedding(capture: Capture, func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1) -> Any:
+    """Look rows up, with PyTorch's order of arguments."""
+    padding = None if padding_idx < 0 else padding_idx
+    return embedding(capture, lambda i, w, p: func(w, i, -1 if p is None else p), indices, weight, padding)
+
+
+RULES = {F.embedding: embedding, torch.embedding: torch_embedding}

@@ -1,0 +1,205 @@
+"""Linear operations: `F.linear`, `addmm`, products with `@`, simple `einsum`, bilinear maps.
+
+All multiply vectors $x$ of features with a weight matrix $W$: the input-based factor comes from $x$, the gradient-based one
+from gradients with respect to $W x$.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
+
+from kfs.kfac.blocks import Layout
+from kfs.kfac.capture import Capture, Read
+from kfs.kfac.inputs import Rows, Vectors
+from kfs.kfac.views import View
+
+
+def linear(capture: Capture, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: A002
+    """Multiply with `weight` `[out, in]`."""
+    return _multiply(capture, "linear", lambda x: func(x, weight, bias), input, weight, bias)
+
+
+def addmm(capture: Capture, func: Any, bias: Tensor, x: Tensor, weight: Tensor, **scales: float) -> Any:
+    """Compute `bias + x @ weight`, as Hugging Face's `Conv1D` does."""
+    if any(scale != 1 for scale in scales.values()):
+        return NotImplemented
+    return _multiply(capture, "addmm", lambda t: func(bias, t, weight), x, weight.T, bias)
+
+
+def matmul(capture: Capture, func: Any, a: Tensor, b: Tensor) -> Any:
+    """Compute `a @ b`, where one of them is a parameter with two axes."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or min(a.ndim, b.ndim) < 2:
+        return NotImplemented
+    if b.ndim == 2 and capture.sources.find(b) is not None:
+        return _multiply(capture, "matmul", lambda x: func(x, b), a, b.T, None)
+    if a.ndim == 2:
+        x = b.transpose(-1, -2)
+        if capture.constant(b):
+            return NotImplemented
+        return _multiply(capture, "matmul", lambda x: func(a, x.transpose(-1, -2)), x, a, None, _transposed)
+    return NotImplemented
+
+
+def rmatmul(capture: Capture, func: Any, b: Tensor, a: Tensor) -> Any:
+    """Compute `a @ b`."""
+    return matmul(capture, lambda x, y: func(y, x), a, b)
+
+
+def einsum(capture: Capture, func: Any, equation: Any, *operands: Any) -> Any:
+    """Contract a parameter with a tensor over some of the parameter's axes; all its other axes are in the result."""
+    operands = operands[0] if len(operands) == 1 and type(operands[0]) in {tuple, list} else operands
+    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation or "." in equation:
+        return NotImplemented
+    sides, result = equation.replace(" ", "").split("->")
+    letters = sides.split(",")
+    which = [i for i, t in enumerate(operands) if capture.sources.find(t) is not None]
+    if len(which) != 1:
+        return NotImplemented
+    w, x = letters[which[0]], letters[1 - which[0]]
+    weight, vectors = operands[which[0]], operands[1 - which[0]]
+    into, out = [c for c in w if c in x], [c for c in w if c not in x]
+    rest = [c for c in x if c not in into]
+    simple = len(set(w)) == len(w) and len(set(x)) == len(x) and len(set(result)) == len(result)
+    if not simple or not into or not out or set(result) != {*rest, *out} or list(w) not in ([*into, *out], [*out, *into]):
+        return NotImplemented
+    view = capture.sources.view(weight)
+    if view is None or view.transposed or capture.constant(vectors):
+        return NotImplemented
+    order = tuple(w.index(c) for c in (*out, *into))
+    layout, side = capture.uses.place(Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, order, len(out)))
+
+    def features_last(t: Tensor, axes: str, features: list[str], first: int) -> Tensor:
+        permuted = t.permute(*range(first), *(first + axes.index(c) for c in (*rest, *features)))
+        return permuted.flatten(first + len(rest))
+
+    return capture.record(
+        func(equation, *operands),
+        "einsum",
+        layout,
+        Vectors(features_last(vectors, x, into, 0)),
+        lambda g: features_last(g, result, out, 1),
+        ones=False,
+        side=side,
+    )
+
+
+def bilinear(
+    capture: Capture, func: Any, one: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Any:
+    """Compute `one^T W other + bias` for every matrix `W` of `weight`: linear in the outer products of the inputs."""
+    view = capture.sources.view(weight)
+    if view is None or view.transposed or capture.sources.find(one) or capture.sources.find(other):
+        return NotImplemented
+    x = (one.detach().unsqueeze(-1) * other.detach().unsqueeze(-2)).flatten(-2)
+    layout = Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, (0, 1, 2), 1)
+    return record_with_bias(capture, func(one, other, weight, bias), "bilinear", layout, Vectors(x), lambda g: g, bias)
+
+
+def record_with_bias(
+    capture: Capture, out: Tensor, operation: str, layout: Layout, vectors: Any, read: Read, bias: Tensor | None
+) -> Any:
+    """Take note of a use of weight and bias, in one block or in two. The bias lies along the weight's output features."""
+    b = capture.sources.view(bias)
+    if bias is not None and b is None and capture.sources.find(bias) is not None:
+        return NotImplemented
+    name = None
+    if b is not None and (_whole(b) if layout.rows == (0, layout.shape[0]) else b.rows == layout.rows):
+        name = b.source.name  # all of it, or the part that belongs to the weight's rows
+    layout, side = capture.uses.place(layout, name)
+    joint = name is not None and layout.bias == name and side == "A"
+    out = capture.record(out, operation, layout, vectors, read, joint, side)
+    if b is None or joint:
+        return out
+    return record_bias(capture, out, bias, read, layout.groups)
+
+
+def record_bias(capture: Capture, out: Tensor, bias: Tensor | None, read: Read, groups: int = 1) -> Any:
+    """Take note of a use of a bias alone."""
+    view = capture.sources.view(bias)
+    if view is None or view.source.tensor.ndim != 1:
+        return NotImplemented
+
+    def features_last(g: Tensor) -> Tensor:
+        return read(g).flatten(-2) if groups > 1 else read(g)
+
+    return record_vector(capture, out, "bias", view, features_last, features_last)
+
+
+def record_vector(
+    capture: Capture, out: Tensor, operation: str, view: View, read: Read, features_last: Read
+) -> Tensor:
+    """Take note of a use of a vector that is added to, or scales, the output's features.
+
+    Args:
+        capture: The forward pass.
+        out: What the operation returned.
+        operation: What to call it.
+        view: The vector.
+        read: Turns the output's gradients into those of the vector, one for each position.
+        features_last: Does the same to the axes alone.
+    """
+    leading = features_last(torch.empty(1, *out.shape, device="meta")).shape[1:-1]
+    layout = Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, (0,), 1)
+    one = torch.zeros(1, dtype=torch.long, device=out.device)
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    return capture.record(out, operation, layout, Rows(one, 1, tuple(leading), dtype), read, ones=False)
+
+
+def _multiply(
+    capture: Capture,
+    operation: str,
+    call: Callable[[Tensor], Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    read: Read = lambda g: g,
+) -> Any:
+    """Take note of `call(x)`, which multiplies vectors `x` `[..., in]` with `weight` `[out, in]`."""
+    view = capture.sources.view(weight)
+    if capture.sources.find(weight) is None and capture.sources.find(x) is None:
+        return record_bias(capture, call(x), bias, read)
+    if view is None or weight.ndim != 2 or capture.sources.find(x) is not None:
+        return NotImplemented
+    order = (1, 0) if view.transposed else (0, 1)
+    layout = Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, order, 1)
+    with_batch = capture.batched(x)
+    if with_batch is not None:
+        vectors = Vectors(_as_used(with_batch))
+        return record_with_bias(capture, call(with_batch), operation, layout, vectors, read, bias)
+    if bias is not None and capture.sources.find(bias) is not None:
+        return NotImplemented
+    layout, side = capture.uses.place(layout)
+    repeated = Vectors(x.expand(capture.num_data, *x.shape))
+    return capture.record_virtual(call(x), operation, layout, repeated, read, ones=False, side=side)
+
+
+def _transposed(g: Tensor) -> Tensor:
+    return g.transpose(-1, -2)
+
+
+def _as_used(x: Tensor) -> Tensor:
+    """Return an input in the precision in which `autocast` multiplies it."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x
+
+
+def _whole(view: View) -> bool:
+    return view.rows == (0, len(view.source.tensor))
+
+
+RULES = {
+    F.linear: linear,
+    F.bilinear: bilinear,
+    torch.addmm: addmm,
+    torch.matmul: matmul,
+    torch.mm: matmul,
+    torch.einsum: einsum,
+    Tensor.addmm: addmm,
+    Tensor.matmul: matmul,
+    Tensor.mm: matmul,
+    Tensor.__matmul__: matmul,
+    Tensor.__rmatmul__: rmatmul,
+}

@@ -1,0 +1,133 @@
+"""Recurrent networks, as the linear operations that they consist of.
+
+PyTorch runs `nn.RNN`, `nn.LSTM` and `nn.GRU` as one operation. Here, every layer and direction multiplies its inputs for all
+times at once, and its state time by time: the recurrent weight is used as often as there are times. Internally sequences are
+`[batch, time, features]`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from kfs.errors import ModelError
+from kfs.kfac.capture import Capture
+
+State = tuple[Tensor, ...]
+Step = Callable[[Tensor, Tensor, State], State]
+
+
+def lstm(capture: Capture, func: Any, x: Tensor, *args: Any) -> Any:
+    """Run an LSTM: returns outputs, last hidden and last cell states."""
+    return _network(capture, x, args, _lstm_step, states=2)
+
+
+def gru(capture: Capture, func: Any, x: Tensor, *args: Any) -> Any:
+    """Run a GRU: returns outputs and last hidden states."""
+    return _network(capture, x, args, _gru_step, states=1)
+
+
+def rnn_tanh(capture: Capture, func: Any, x: Tensor, *args: Any) -> Any:
+    """Run a plain recurrent network with tanh."""
+    return _network(capture, x, args, _tanh_step, states=1)
+
+
+def rnn_relu(capture: Capture, func: Any, x: Tensor, *args: Any) -> Any:
+    """Run a plain recurrent network with ReLU."""
+    return _network(capture, x, args, _relu_step, states=1)
+
+
+def _cell(step: Step, states: int) -> Callable[..., Any]:
+    """Return the rule for one time of a recurrent network."""
+
+    def cell(capture: Capture, func: Any, x: Tensor, h: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
+        with capture:
+            state = step(F.linear(x, w_ih, b_ih), *_recur(tuple(h) if states == 2 else (h,), w_hh, b_hh))
+        return state if states == 2 else state[0]
+
+    return cell
+
+
+def _recur(state: State, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, State]:
+    """Return what the state contributes, and the state."""
+    return F.linear(state[0], weight, bias), state
+
+
+def _lstm_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
+    i, f, g, o = (from_x + from_h).chunk(4, -1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
+    (r_x, z_x, n_x), (r_h, z_h, n_h) = from_x.chunk(3, -1), from_h.chunk(3, -1)
+    r, z = (r_x + r_h).sigmoid(), (z_x + z_h).sigmoid()
+    n = (n_x + r * n_h).tanh()
+    return ((1 - z) * n + z * state[0],)
+
+
+def _tanh_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
+    return ((from_x + from_h).tanh(),)
+
+
+def _relu_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
+    return ((from_x + from_h).relu(),)
+
+
+def _network(capture: Capture, x: Tensor, args: tuple[Any, ...], step: Step, states: int) -> Any:
+    """Run all layers and directions."""
+    if isinstance(args[-1], bool) is False or len(args) != 8:
+        raise ModelError(
+            "A recurrent network is called with a packed sequence.", "Pass padded sequences, or leave it out with params=."
+        )
+    hx, weights, has_bias, layers, _, _, both, batch_first = args
+    initial = tuple(h.view_as(h) for h in (hx if states == 2 else (hx,)))  # made of zeros, but they have a batch axis
+    directions, per = 2 if both else 1, 4 if has_bias else 2
+    projected = states == 2 and initial[0].shape[-1] != initial[1].shape[-1]
+    per += projected
+    with capture:
+        x = x if batch_first else x.transpose(0, 1)
+        last: list[State] = []
+        for layer in range(layers):
+            outputs = []
+            for direction in range(directions):
+                place = layer * directions + direction
+                mine = list(weights[place * per : (place + 1) * per])
+                w_hr = mine.pop() if projected else None
+                state = tuple(h[place] for h in initial)
+                out, state = _layer(x, state, mine, w_hr, step, backwards=direction == 1)
+                outputs.append(out)
+                last.append(state)
+            x = torch.cat(outputs, -1) if both else outputs[0]
+        result = x if batch_first else x.transpose(0, 1)
+        return (result, *(torch.stack([state[i] for state in last]) for i in range(states)))
+
+
+def _layer(
+    x: Tensor, state: State, weights: list[Tensor], w_hr: Tensor | None, step: Step, backwards: bool
+) -> tuple[Tensor, State]:
+    """Run one layer in one direction."""
+    w_ih, w_hh, b_ih, b_hh = weights if len(weights) == 4 else (*weights, None, None)
+    from_x = F.linear(x, w_ih, b_ih)
+    outputs: list[Tensor] = []
+    times = range(x.shape[1])
+    for t in reversed(times) if backwards else times:
+        state = step(from_x[:, t], *_recur(state, w_hh, b_hh))
+        if w_hr is not None:
+            state = (F.linear(state[0], w_hr), *state[1:])
+        outputs.append(state[0])
+    return torch.stack(outputs[::-1] if backwards else outputs, 1), state
+
+
+RULES = {
+    torch.lstm: lstm,
+    torch.gru: gru,
+    torch.rnn_tanh: rnn_tanh,
+    torch.rnn_relu: rnn_relu,
+    torch.lstm_cell: _cell(_lstm_step, 2),
+    torch.gru_cell: _cell(_gru_step, 1),
+    torch.rnn_tanh_cell: _cell(_tanh_step, 1),
+    torch.rnn_relu_cell: _cell(_relu_step, 1),
+}

@@ -1,0 +1,173 @@
+r"""The inputs of convolutions: patches, whose covariance rarely needs them to be written down.
+
+The patch covariance has a block for every two kernel offsets $a, b$: the sum over output positions $p$ of
+$x_{p+a} x_{p+b}^\top$. At stride one, $q = p + a$ runs over the whole image except for a few rows and columns at its
+border, so the block is the image's autocorrelation at the shift $b - a$, minus border strips. A 3x3 kernel has 45 blocks but
+only 13 shifts. In an image that is stored row by row with zeros between rows, a shift is an offset in memory, so that no
+autocorrelation needs a copy. Strided convolutions write their patches down, a few data at a time.
+"""
+
+from functools import cache
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from kfs.kfac.inputs import Canonical, Input
+from kfs.kfac.moments import Moment
+
+# Patches are written down for so many data at a time that they fill about this many bytes.
+_PATCH_BYTES = 2**26
+Range = tuple[int, int]
+
+
+class Patches(Input):
+    """Patches of an image.
+
+    Args:
+        x: `[N, C, *spatial]`.
+        kernel: Kernel size per spatial axis.
+        stride: Per spatial axis.
+        padding: Zeros before and after, per spatial axis (a negative number crops).
+        dilation: Per spatial axis.
+        groups: Number of channel groups.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        kernel: tuple[int, ...],
+        stride: tuple[int, ...],
+        padding: tuple[Range, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+    ) -> None:
+        """Crop where padding is negative, and count output positions."""
+        for axis, (before, after) in enumerate(padding, start=2):
+            x = x.narrow(axis, max(-before, 0), x.shape[axis] - max(-before, 0) - max(-after, 0))
+        self.x = x.detach()
+        self.kernel, self.stride, self.dilation, self.groups = kernel, stride, dilation, groups
+        self.padding = tuple((max(before, 0), max(after, 0)) for before, after in padding)
+        self.spatial = tuple(x.shape[2:])
+        self.out = tuple(
+            (n + sum(pad) - d * (k - 1) - 1) // s + 1
+            for n, pad, k, s, d in zip(self.spatial, self.padding, kernel, stride, dilation, strict=True)
+        )
+        self.channels = x.shape[1] // groups
+        self.size, self.positions = self.channels * prod(kernel), len(x) * prod(self.out)
+
+    def add_to(self, moment: Moment, ones: bool) -> None:
+        """Add the patch covariance."""
+        if self._shifts_pay() and not moment.diagonal:
+            self._add_by_shifts(moment.inner)
+        else:
+            each = max(1, _PATCH_BYTES // (self.x.element_size() * prod(self.out) * self.size * self.groups))
+            for x in self.x.split(each):
+                moment.add_inner(self._vectors(x))
+        if ones:
+            moment.add_ones(self._sums().sum(0), self.positions)
+
+    def sums(self, canonical: Canonical) -> tuple[Tensor, Tensor]:
+        """Sum every datum's patches."""
+        sums = canonical(self._sums(), 1)  # a datum may have several images
+        return sums.sum(1), sums.new_full((len(sums),), sums.shape[1] * prod(self.out))
+
+    def _sums(self) -> Tensor:
+        """Sum patches over positions, `[N, C * kernel]` (or `[N, G, C * kernel]`): one axis after the other."""
+        sums = self.x.to(torch.promote_types(self.x.dtype, torch.float32))
+        for axis in range(len(self.kernel)):
+            dim = 2 + axis  # axes before it are kernel axes already
+            parts = []
+            total = sums.sum(dim) if self.stride[axis] == 1 else None
+            for i in range(self.kernel[axis]):
+                if total is None:
+                    start, stop = self._window(axis, i)
+                    index = torch.arange(start, stop, self.stride[axis], device=sums.device)
+                    parts.append(sums.index_select(dim, index).sum(dim))
+                else:
+                    outside = [sums.narrow(dim, low, high - low).sum(dim) for low, high in self._outside(axis, i)]
+                    parts.append(sum((-part for part in outside), total))
+            sums = torch.stack(parts, dim)
+        sums = sums.flatten(1)
+        return sums.unflatten(1, (self.groups, -1)) if self.groups > 1 else sums
+
+    def _window(self, axis: int, i: int) -> Range:
+        """Return the first pixel that offset `i` of an axis' kernel touches, and one behind the last."""
+        step, offset = self.stride[axis], i * self.dilation[axis] - self.padding[axis][0]
+        first = max(0, -(-(-offset) // step))  # outputs before this one touch padding
+        last = min(self.out[axis] - 1, (self.spatial[axis] - 1 - offset) // step)
+        return (offset + first * step, offset + last * step + 1) if last >= first else (0, 0)
+
+    def _outside(self, axis: int, i: int) -> list[Range]:
+        """Return the pixels that offset `i` of an axis' kernel does not touch, at stride one."""
+        start, stop = self._window(axis, i)
+        if stop <= start:
+            return [(0, self.spatial[axis])]
+        return [(low, high) for low, high in ((0, start), (stop, self.spatial[axis])) if high > low]
+
+    def _vectors(self, x: Tensor) -> Tensor:
+        """Write patches down, `[N, P, C * kernel]` (or `[N, P, G, C * kernel]`)."""
+        dims = len(self.kernel)
+        flat = [side for pad in reversed(self.padding) for side in pad]
+        x = torch.nn.functional.pad(x, flat)
+        for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True), start=2):
+            x = x.unfold(axis, (k - 1) * d + 1, s)[..., ::d]
+        x = x.movedim(1, dims + 1)  # [N, *out, C, *kernel]
+        x = x.reshape(len(x), prod(self.out), self.groups, self.size)
+        return x if self.groups > 1 else x.squeeze(2)
+
+    def _shifts_pay(self) -> bool:
+        """Whether autocorrelations need fewer operations than patches do."""
+        if self.groups > 1 or any(s != 1 for s in self.stride):
+            return False
+        frame = prod(n + d * (k - 1) for n, k, d in zip(self.spatial, self.kernel, self.dilation, strict=True))
+        shifts = (prod(2 * k - 1 for k in self.kernel) + 1) / 2
+        blocks = prod(self.kernel) * (prod(self.kernel) + 1) / 2
+        return shifts * frame < 0.9 * blocks * prod(self.out)
+
+    def _add_by_shifts(self, total: Tensor) -> None:
+        """Add the patch covariance `[C * kernel, C * kernel]` from autocorrelations and border strips."""
+        gaps = [d * (k - 1) for k, d in zip(self.kernel, self.dilation, strict=True)]
+        frame = self.x.new_zeros(
+            self.channels, len(self.x), *(n + gap for n, gap in zip(self.spatial, gaps, strict=True))
+        ).to(total.dtype)
+        image = frame[(slice(None), slice(None), *(slice(n) for n in self.spatial))]
+        image.copy_(self.x.transpose(0, 1))
+        flat, strides = frame.flatten(1), frame.stride()[2:]
+
+        @cache
+        def autocorrelation(shift: tuple[int, ...]) -> Tensor:
+            offset = sum(map(prod, zip(shift, strides, strict=True)))
+            return flat[:, : flat.shape[1] - offset] @ flat[:, offset:].T
+
+        @cache
+        def strip(ranges: tuple[Range, ...], shift: tuple[int, ...]) -> Tensor | None:
+            """Sum products over the pixels in some ranges whose partner is inside of the image."""
+            near, far = [slice(None)] * 2, [slice(None)] * 2
+            for (low, high), by, n in zip(ranges, shift, self.spatial, strict=True):
+                low, high = max(low, -by), min(high, n - by)  # noqa: PLW2901
+                if high <= low:
+                    return None
+                near.append(slice(low, high))
+                far.append(slice(low + by, high + by))
+            return image[tuple(near)].flatten(1) @ image[tuple(far)].flatten(1).T
+
+        offsets = list(product(*map(range, self.kernel)))
+        blocks = total.unflatten(1, (self.channels, -1)).unflatten(0, (self.channels, -1))
+        for i, a in enumerate(offsets):
+            # Pixels outside of the window in one axis are taken off again, those outside in two axes added again, ...
+            parts = [
+                [((0, n), 1.0), *((outside, -1.0) for outside in self._outside(axis, a[axis]))]
+                for axis, n in enumerate(self.spatial)
+            ]
+            for j, b in enumerate(offsets[i:], start=i):
+                shift = tuple((q - p) * d for p, q, d in zip(a, b, self.dilation, strict=True))
+                block = autocorrelation(shift).clone()
+                for choice in list(product(*parts))[1:]:  # the first one is the whole image
+                    border = strip(tuple(pixels for pixels, _ in choice), shift)
+                    if border is not None:
+                        block.add_(border, alpha=prod(sign for _, sign in choice))
+                blocks[:, i, :, j] += block
+                if i != j:
+                    blocks[:, j, :, i] += block.T

@@ -1,0 +1,132 @@
+r"""KFAC in five steps: the scaffold that all curvature matrices, operations and losses share.
+
+$$
+C(\theta^{(i)}) = R \sum_n J_n^\top \Big[ \sum_c \blacktriangle_{n,c} \blacktriangle_{n,c}^\top \Big] J_n
+\approx A^{(i)} \otimes B^{(i)}
+$$
+
+What is specific lives elsewhere: `backpropagated_vectors` for the curvature matrix, `operations` for each kind of operation,
+`expand_Linear` for the rule in its simplest form.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from kfs.data import Batch
+from kfs.kfac.backpropagated_vectors import backpropagated_vectors
+from kfs.kfac.blocks import Block
+from kfs.kfac.capture import Capture
+from kfs.kfac.operations import RULES
+from kfs.kfac.operations.elementwise import otherwise
+from kfs.kfac.settings import Settings
+from kfs.kfac.uses import Uses
+from kfs.risk import EmpiricalRisk
+
+
+@dataclass
+class Result:
+    """What a pass over the data gives.
+
+    Attributes:
+        blocks: Raw sums of all blocks.
+        num_data: Number of data.
+        count: What a mean over the targets divides by.
+        uncovered: Parameters without usable block, and why.
+    """
+
+    blocks: list[Block]
+    num_data: int
+    count: float
+    uncovered: dict[str, str]
+
+
+def kfac(risk: EmpiricalRisk, settings: Settings) -> Result:
+    """Compute the Kronecker factors of all parametric operations.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        settings: Which curvature matrix, and how.
+
+    Returns:
+        The blocks, with raw sums: scaling by `R` is left to them, so that more data can be added.
+    """
+    uses, num_data, count = Uses(settings), 0, 0.0
+    unexplained: set[tuple[str, str]] = set()
+    at_once = settings.columns_at_once or (8 if risk.device.type == "cuda" else 1)
+    with risk.untouched(first_order=at_once == 1), torch.enable_grad():
+        for batch in risk.batches("KFAC"):
+            # Step 1: forward pass. Step 2: input-based factors, on the way.
+            f, capture = forward(risk, batch, uses)
+            risk.finite(f.detach(), batch)
+            uses.finish_forward()
+            # Step 3: generate vectors, send them back, and add gradients to the gradient-based factors, on the way.
+            first = settings.first_datum + batch.first
+            vectors = backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, at_once)
+            for columns, last in _and_whether_last(vectors):
+                backward(f, capture, columns, keep_graph=not last)
+                uses.finish_backward()
+            uses.finish_batch()
+            unexplained |= capture.unexplained
+            del f, capture  # their graph is large, and the next one comes before they are replaced
+            # Step 4: what the loss's reduction divides by.
+            num_data, count = num_data + len(batch.y), count + risk.loss.count(batch.y)
+    # Step 5: return the factors.
+    for block in uses.blocks.values():
+        for pair in block.pairs.values():
+            pair.input.finish()
+            pair.gradient.finish()
+    return Result(list(uses.blocks.values()), num_data, count, _uncovered(risk, uses, unexplained))
+
+
+def forward(risk: EmpiricalRisk, batch: Batch, uses: Uses) -> tuple[Tensor, Capture]:
+    """Evaluate the model with taps at the outputs of all parametric operations."""
+    constants = list(risk.model.buffers()) if isinstance(risk.model, Module) else []
+    capture = Capture(
+        risk.params, constants, len(batch.y), uses, RULES, otherwise, uses.settings.batch_axis
+    )
+    with torch.compiler.set_stance("force_eager"), capture:  # a compiled model hides its operations
+        f = risk.predict(risk.params, batch)
+    return f, capture
+
+
+def backward(f: Tensor, capture: Capture, vectors: Tensor, keep_graph: bool = False) -> None:
+    """Send vectors `[columns, *f.shape]` back to all taps, which take note of what arrives."""
+    if not f.requires_grad or not capture.handles:  # no parameter was used
+        return
+    together = len(vectors) > 1
+    torch.autograd.grad(
+        f,
+        capture.handles,
+        vectors.to(f.dtype) if together else vectors[0].to(f.dtype),
+        is_grads_batched=together,
+        retain_graph=keep_graph,
+        allow_unused=True,
+    )
+    capture.pass_virtual()
+
+
+def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Say of every chunk of vectors whether it is the last one."""
+    chunk = next(vectors, None)
+    while chunk is not None:
+        following = next(vectors, None)
+        yield chunk, following is None
+        chunk = following
+
+
+def _uncovered(risk: EmpiricalRisk, uses: Uses, unexplained: set[tuple[str, str]]) -> dict[str, str]:
+    """Return the parameters that have no block or one that lacks something, and why."""
+    reasons: dict[str, str] = {}
+    covered = {name for block in uses.blocks.values() for name in block.layout.params}
+    for name, operation in sorted(unexplained):
+        reasons.setdefault(name, f"it is used by {operation!r}, for which there is no rule")
+    for name, operation in sorted(uses.conflicts):
+        reasons.setdefault(name, f"its use by {operation!r} does not fit together with its other uses")
+    for name in risk.params:
+        if name not in covered:
+            reasons.setdefault(name, "no operation with a rule used it, as far as predictions depend on it")
+    return reasons

@@ -1,0 +1,61 @@
+"""The settings of a KFAC approximation, checked once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from kfs.errors import ModelError
+
+Fisher = Literal["type-2", "ggn", "mc", "empirical", "forward-only"]
+Sharing = Literal["expand", "reduce"]
+Uncovered = Literal["error", "skip", "diagonal"]
+_CHOICES = {
+    "fisher": ("type-2", "ggn", "mc", "empirical", "forward-only"),
+    "uncovered": ("error", "skip", "diagonal"),
+    "sharing": ("expand", "reduce"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `kfs.KFAC` was asked for; see there.
+
+    Raises:
+        ModelError: If a setting is unknown or out of range.
+    """
+
+    fisher: Fisher = "type-2"
+    sharing: Sharing | Mapping[str, Sharing] = "expand"
+    mc_samples: int = 1
+    seed: int = 0
+    joint_bias: bool = True
+    max_dim: int | None = None
+    uncovered: Uncovered = "error"
+    batch_axis: int | None = None
+    first_datum: int = 0
+    columns_at_once: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check all of them."""
+        chosen = {"fisher": [self.fisher], "uncovered": [self.uncovered]}
+        chosen["sharing"] = list(self.sharing.values()) if isinstance(self.sharing, Mapping) else [self.sharing]
+        for name, values in chosen.items():
+            for value in values:
+                if value not in _CHOICES[name]:
+                    raise ModelError(f"{name} is {value!r}.", f"Choose from {', '.join(map(repr, _CHOICES[name]))}.")
+        least = {"mc_samples": 1, "seed": 0, "max_dim": 1, "first_datum": 0, "columns_at_once": 1}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            optional = name in {"max_dim", "columns_at_once"} and value is None
+            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < smallest):
+                raise ModelError(f"{name} is {value!r}.", f"Use an integer from {smallest} on.")
+
+    def sharing_of(self, name: str) -> Sharing:
+        """Return the weight sharing of a parameter: its own, that of its module, or `"expand"`."""
+        if isinstance(self.sharing, str):
+            return self.sharing
+        return self.sharing.get(name, self.sharing.get(name.rpartition(".")[0], "expand"))
+
+    def is_diagonal(self, size: int) -> bool:
+        """Whether a side of this size is too wide for a dense factor."""
+        return self.max_dim is not None and size > self.max_dim

@@ -1,0 +1,194 @@
+"""Uses of parameters: which block a use belongs to, and where its inputs and gradients go.
+
+With `expand`, inputs are added to their factor at once, in the forward pass, and gradients where they arise. With `reduce`,
+the sums over shared positions of all uses of a parameter are collected for one batch, and added when they are complete.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kfs.kfac.blocks import Block, Layout, Pair, Side
+from kfs.kfac.inputs import Input
+from kfs.kfac.moments import Moment
+from kfs.kfac.settings import Settings
+
+Key = tuple[str, tuple[int, int]]
+
+
+class Batch(Protocol):
+    """What uses need to know about the batch."""
+
+    def canonical(self, t: Tensor, leading: int) -> Tensor:
+        """Bring a tensor with some leading axes into the form `[N, S, ...]`."""
+
+
+@dataclass
+class Sums:
+    """Per-datum sums over the shared positions of all uses in one batch."""
+
+    inputs: Tensor
+    counts: Tensor
+    gradients: Tensor | None = None
+
+
+@dataclass
+class Uses:
+    """All uses of tracked parameters.
+
+    Attributes:
+        settings: What was asked for.
+        dry: Whether to take note of uses only, and to compute nothing.
+        blocks: The blocks, by the weight's name and its rows.
+        conflicts: Parameters that are used in ways that do not fit together, and by which operation.
+    """
+
+    settings: Settings
+    dry: bool = False
+    blocks: dict[Key, Block] = field(default_factory=dict)
+    conflicts: set[tuple[str, str]] = field(default_factory=set)
+    _sums: dict[tuple[Key, Side], Sums] = field(default_factory=dict)
+
+    def place(self, layout: Layout, bias: str | None = None) -> tuple[Layout, Side]:
+        """Return the layout of a weight's block, and on which side of it inputs are.
+
+        The bias joins if that is wanted and does not contradict earlier uses. A weight that was used the other way round
+        before (an embedding whose transpose computes the logits) has its inputs on the side of the gradients.
+        """
+        block = self.blocks.get((layout.weight, layout.rows))
+        if block is not None:
+            there = block.layout
+            if there.order != layout.order and there.order == layout.order[layout.split :] + layout.order[: layout.split]:
+                return there, "B"
+            return replace(layout, bias=there.bias), "A"
+        taken = any(bias in b.layout.params and b.layout.weight != layout.weight for b in self.blocks.values())
+        return replace(layout, bias=bias if self.settings.joint_bias and not taken else None), "A"
+
+    def record(
+        self,
+        batch: Batch,
+        operation: str,
+        layout: Layout,
+        vectors: Input,
+        read: Callable[[Tensor], Tensor],
+        like: Tensor,
+        ones: bool,
+        side: Side,
+    ) -> Callable[[Tensor], None]:
+        """Take note of a use, add its inputs, and return what receives its gradients, `[columns, ...]`."""
+        block = self._block(layout, operation)
+        if block is None:
+            return lambda _: self.conflicts.add((layout.weight, operation))
+        key = (layout.weight, layout.rows)
+        pair = self._pair(block, vectors, like, side)
+        if self.dry:
+            return lambda _: None
+        with full_precision(like.device):
+            if block.sharing == "expand":
+                vectors.add_to(pair.input, ones)
+                pair.terms += vectors.positions
+            else:
+                self._collect((key, side), batch, vectors, pair.input.bias, ones)
+
+        def receive(g: Tensor) -> None:
+            if self.settings.fisher == "forward-only":
+                return
+            with full_precision(like.device):
+                g = read(g.detach())
+                if block.sharing == "expand":
+                    pair.gradient.add_inner(_three_axes(g, vectors.groups))
+                else:
+                    self._collect_gradients((key, side), batch, g, vectors.groups)
+
+        return receive
+
+    def finish_forward(self) -> None:
+        """Add the sums of inputs, after a batch's forward pass."""
+        for (key, side), sums in self._sums.items():
+            pair = self.blocks[key].pairs[side]
+            with full_precision(sums.inputs.device):
+                pair.input.add_whole(sums.inputs.unsqueeze(1))
+            pair.terms += len(sums.inputs)
+
+    def finish_backward(self) -> None:
+        """Add the sums of gradients, after a backward pass."""
+        for (key, side), sums in self._sums.items():
+            if sums.gradients is not None:
+                counts = sums.counts.clamp(min=1).reshape(-1, *[1] * (sums.gradients.ndim - 2))
+                with full_precision(counts.device):
+                    self.blocks[key].pairs[side].gradient.add_inner((sums.gradients / counts).flatten(0, 1).unsqueeze(1))
+                sums.gradients = None
+
+    def finish_batch(self) -> None:
+        """Forget the batch."""
+        self._sums.clear()
+
+    def _block(self, layout: Layout, operation: str) -> Block | None:
+        """Return the block of a use; nothing if another block has its parameters in a way that does not fit."""
+        key = (layout.weight, layout.rows)
+        if key not in self.blocks:
+            for other in self.blocks.values():
+                shared = set(layout.params) & set(other.layout.params)
+                overlap = other.layout.rows[0] < layout.rows[1] and layout.rows[0] < other.layout.rows[1]
+                if shared and (layout.weight != other.layout.weight or overlap):
+                    return None
+            sharing = self.settings.sharing_of(layout.weight)
+            self.blocks[key] = Block(layout, sharing, self.settings.fisher == "forward-only")
+        block = self.blocks[key]
+        if block.layout != layout:
+            return None
+        block.operations.add(operation)
+        return block
+
+    def _pair(self, block: Block, vectors: Input, like: Tensor, side: Side) -> Pair:
+        """Return the sums of a use's role, new ones for its first use."""
+        if side not in block.pairs:
+            groups, rows = block.layout.groups, block.layout.row_size
+            columns = block.layout.column_size
+            sizes = (columns, rows) if side == "A" else (rows, columns)
+            bias = block.layout.bias is not None and side == "A"
+            wide = [self.settings.is_diagonal(size) for size in (sizes[0] + bias, sizes[1])]
+            device = "meta" if self.dry else like.device
+            like = torch.empty(0, dtype=like.dtype, device=device)
+            block.pairs[side] = Pair(
+                Moment.zeros(sizes[0], groups, vectors.sparse or wide[0], bias, like),
+                Moment.zeros(sizes[1], groups, block.forward_only or wide[1], False, like),
+            )
+        return block.pairs[side]
+
+    def _collect(self, key: tuple[Key, Side], batch: Batch, vectors: Input, bias: bool, ones: bool) -> None:
+        """Add a use's sums over shared positions."""
+        inputs, counts = vectors.sums(batch.canonical)
+        if bias:
+            last = (counts if ones else torch.zeros_like(counts)).reshape(-1, *[1] * (inputs.ndim - 1))
+            inputs = torch.cat([inputs, last.expand(*inputs.shape[:-1], 1)], dim=-1)
+        if key in self._sums:
+            inputs, counts = inputs + self._sums[key].inputs, counts + self._sums[key].counts
+        self._sums[key] = Sums(inputs, counts)
+
+    def _collect_gradients(self, key: tuple[Key, Side], batch: Batch, g: Tensor, groups: int) -> None:
+        """Add a use's gradients, summed over shared positions: `[columns, N, D]` (or `[columns, N, G, D]`)."""
+        features = 2 if groups > 1 else 1
+        dtype = torch.promote_types(g.dtype, torch.float32)
+        parts = [batch.canonical(column, column.ndim - features).sum(1, dtype=dtype) for column in g]
+        sums, g = self._sums[key], torch.stack(parts)
+        sums.gradients = g if sums.gradients is None else sums.gradients + g
+
+
+def _three_axes(g: Tensor, groups: int) -> Tensor:
+    """Bring `[columns, *leading, D]` into the form `[N, P, D]` (or `[N, P, G, D]`), if possible without a copy."""
+    features = 2 if groups > 1 else 1
+    if g.ndim == features + 1:
+        return g.unsqueeze(0)
+    return g.flatten(0, -2 - features)
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Compute factors without graph, and in the precision that they are stored in, whatever `autocast` says."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield

@@ -1,0 +1,77 @@
+"""Recognising parameters: a tensor belongs to a parameter if it lives in the parameter's memory, whatever view of it it is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Source:
+    """A tensor that is followed: a parameter, or a virtual one (see `capture`).
+
+    Attributes:
+        name: The parameter's name.
+        tensor: The parameter, or the virtual one; kept, so that its memory stays its own.
+        collect: For a virtual parameter, takes its gradients `[columns, N, *shape]`.
+    """
+
+    name: str
+    tensor: Tensor
+    collect: Callable[[Tensor], None] | None = None
+    start: int = field(init=False)
+    stop: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Note where in memory it is."""
+        self.start = self.tensor.data_ptr()
+        reach = sum((n - 1) * stride for n, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True))
+        self.stop = self.start + (reach + 1) * self.tensor.element_size()
+
+
+@dataclass(frozen=True)
+class View:
+    """Some consecutive rows of a parameter, perhaps transposed."""
+
+    source: Source
+    rows: tuple[int, int]
+    transposed: bool
+
+
+class Sources:
+    """All tensors that are followed, by the memory that they live in."""
+
+    def __init__(self, params: dict[str, Tensor]) -> None:
+        """Start with parameters."""
+        self._by_storage: dict[int, list[Source]] = {}
+        for name, p in params.items():
+            self.add(Source(name, p))
+
+    def add(self, source: Source) -> None:
+        """Follow another tensor."""
+        if source.tensor.numel():
+            self._by_storage.setdefault(source.tensor.untyped_storage().data_ptr(), []).append(source)
+
+    def find(self, t: Tensor) -> Source | None:
+        """Return what a tensor is a view of; nothing for a tensor that was detached from a trainable parameter."""
+        if t.layout != torch.strided:
+            return None
+        inside = self._by_storage.get(t.untyped_storage().data_ptr(), ())
+        for source in inside:
+            if source.start <= t.data_ptr() < source.stop and (t.requires_grad or not source.tensor.requires_grad):
+                return source
+        return None
+
+    def view(self, t: Tensor | None) -> View | None:
+        """Return which rows of a parameter a tensor is, or nothing if it is not such a simple view of a parameter."""
+        source = None if t is None else self.find(t)
+        if t is None or source is None or source.collect is not None or t.dtype != source.tensor.dtype:
+            return None
+        for transposed in (False, True):
+            p, q = source.tensor, t.T if transposed and t.ndim == 2 else t
+            if q.ndim == p.ndim > 0 and q.shape[1:] == p.shape[1:] and q.stride() == p.stride():
+                first = (q.storage_offset() - p.storage_offset()) // max(p.stride(0), 1)
+                if first * p.stride(0) == q.storage_offset() - p.storage_offset():
+                    return View(source, (first, first + len(q)), transposed)
+        return None
