@@ -6,16 +6,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.problems import GPT
+from benchmarks.problems import GPT, Block
 
 
 @dataclass(frozen=True)
 class Batches:
-    """A model in evaluation mode, cross-entropy, and some batches."""
+    """A model in evaluation mode, cross-entropy, and some batches.
+
+    Attributes:
+        name: What to call it.
+        model: The model.
+        data: The batches.
+        few_columns: Whether one backpropagated vector per class and position is feasible.
+        terms: Loss terms per datum.
+        autocast: The precision to run in, if not the model's own.
+        tf32: Whether float32 products may be rounded to TF32.
+    """
 
     name: str
     model: nn.Module
     data: list[tuple[Tensor, Tensor]]
+    few_columns: bool = True
+    terms: int = 1
+    autocast: torch.dtype | None = None
+    tf32: bool = False
 
 
 class Residual(nn.Module):
@@ -63,5 +77,34 @@ def factor_problems(scale: int = 1, device: str = "cpu") -> list[Batches]:
     return [
         Batches("MLP", mlp.to(device), batches(4, 512, lambda n: torch.randn(n, 784), label)),
         Batches("CNN", cnn().to(device), batches(2, 128, lambda n: torch.randn(n, 3, 32, 32), label)),
-        Batches("GPT", gpt.to(device), batches(2, 8, tokens, tokens)),
+        Batches("GPT", gpt.to(device), batches(2, 8, tokens, tokens), few_columns=False, terms=128),
+    ]
+
+
+class ViT(nn.Module):
+    """The encoder of a ViT-B/16 with a linear head on the mean token; it takes embedded tokens `[N, 197, 768]`."""
+
+    def __init__(self, depth: int = 12, width: int = 768, heads: int = 12, classes: int = 1000) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Encode and classify."""
+        result: Tensor = self.head(self.norm(self.blocks(x)).mean(1))
+        return result
+
+
+def vit(scale: int = 1, device: str = "cuda") -> list[Batches]:
+    """Return the encoder with a batch of 64, in three precisions."""
+    torch.manual_seed(0)
+    size = 64 // scale
+    model = (ViT() if scale == 1 else ViT(2, 32, 4, 10)).to(device).eval()
+    width = model.norm.normalized_shape[0]
+    data = [(torch.randn(size, 197, width, device=device), torch.randint(10, (size,), device=device))]
+    return [
+        Batches("ViT float32", model, data, few_columns=False),
+        Batches("ViT TF32", model, data, few_columns=False, tf32=True),
+        Batches("ViT bf16 autocast", model, data, few_columns=False, autocast=torch.bfloat16),
     ]

@@ -17,11 +17,12 @@ class Problem:
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with causal attention."""
+    """A pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         """Make the layers."""
         super().__init__()
+        self.causal = causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -31,7 +32,7 @@ class Block(nn.Module):
         """Attend, then transform every position."""
         n, t, d = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(attended.transpose(1, 2).reshape(n, t, d))
         result: Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
         return result

@@ -30,6 +30,7 @@ class Row:
         seconds: Median time.
         ratio: That time in units of the problem's forward and backward pass.
         flop_ratio: FLOPs of the matrix products in the same units; `None` if they were not counted.
+        memory_ratio: Peak memory in the same units, without results; `None` if it was not measured.
     """
 
     problem: str
@@ -38,6 +39,7 @@ class Row:
     seconds: float
     ratio: float
     flop_ratio: float | None = None
+    memory_ratio: float | None = None
 
 
 def medians(programs: Mapping[Any, Callable[[], object]], repeats: int, task: str) -> dict[Any, float]:
@@ -75,13 +77,13 @@ def write(rows: list[Row], name: str, settings: dict[str, object], results: Path
     text = json.dumps({"environment": environment, "rows": [asdict(row) for row in rows]}, indent=2)
     (results / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     draw(rows, name, results / f"{name}.png")
-    print("| problem | program | library | milliseconds | time / (forward+backward) | FLOPs / (forward+backward) |")
-    print("|---|---|---|---|---|---|")
+    ratios = "time / (forward+backward) | FLOPs / (forward+backward) | memory / (forward+backward)"
+    print(f"| problem | program | library | milliseconds | {ratios} |")
+    print("|---|---|---|---|---|---|---|")
     for row in rows:
-        flops = "" if row.flop_ratio is None else f"{row.flop_ratio:.2f}"
-        print(
-            f"| {row.problem} | {row.program} | {row.library} | {1e3 * row.seconds:.2f} | {row.ratio:.2f} | {flops} |"
-        )
+        flops, memory = ("" if r is None else f"{r:.2f}" for r in (row.flop_ratio, row.memory_ratio))
+        times = f"{1e3 * row.seconds:.2f} | {row.ratio:.2f} | {flops} | {memory}"
+        print(f"| {row.problem} | {row.program} | {row.library} | {times} |")
     print(f"Written: {results / name}.json, {results / name}.png")
 
 

@@ -1,9 +1,10 @@
 """kfs, KFAC from scratch: curvature matrices of neural networks and their Kronecker-factored approximations.
 
-Start with `EmpiricalRisk` (model, loss, data) and the linear operators on it. Solvers and estimators are in
+Start with `EmpiricalRisk` (model, loss, data), the linear operators on it, and `KFAC`. Solvers and estimators are in
 `kfs.operators`, losses in `kfs.losses`, and the definitions, one runnable file each, in `kfs.basics`.
 """
 
+from kfs.kfac import KFAC, inspect
 from kfs.operators import GGN, Fisher, Hessian, Jacobian
 from kfs.risk import EmpiricalRisk
 
@@ -11,9 +12,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GGN",
+    "KFAC",
     "EmpiricalRisk",
     "Fisher",
     "Hessian",
     "Jacobian",
     "__version__",
+    "inspect",
 ]

@@ -3,7 +3,8 @@
 What a batch means to a model and a loss lives in `kfs.risk`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,23 @@ def default_unpack(batch: Any) -> tuple[Any, Tensor]:
     )
 
 
+def unpacked(unpack: Callable[[Any], Any], batch: Any) -> tuple[Any, Tensor]:
+    """Split a batch with the user's function, and refuse what is not a pair of inputs and targets."""
+    pair = unpack(batch)
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise DataError(
+            f"unpack= returned a {type(pair).__name__}, expected a pair (x, y).",
+            "Let it return both: unpack=lambda batch: (x, y).",
+        )
+    x, y = pair
+    if not isinstance(y, Tensor) or y.ndim == 0:
+        raise DataError(
+            f"The targets of a batch are {y!r:.80}, expected a tensor [N, ...].",
+            "Pass batches (x, y), or say how they are split with unpack=.",
+        )
+    return x, y
+
+
 def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and keyword arguments of a module for a batch's input."""
     if isinstance(x, Mapping):
@@ -85,10 +103,10 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 def repeatably(data: Iterable[Any]) -> Iterator[Any]:
     """Iterate such that random numbers used for it (shuffling, augmentation) are the same every time, and no others."""
+    generators = [torch.default_generator, *_own_generators(data)]
     iterator, position = None, 0
     while True:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(position)
+        with _seeded(generators, position):
             iterator = iter(data) if iterator is None else iterator
             try:
                 raw = next(iterator)
@@ -96,3 +114,24 @@ def repeatably(data: Iterable[Any]) -> Iterator[Any]:
                 return
         yield raw
         position += 1
+
+
+def _own_generators(loader: object) -> list[torch.Generator]:
+    """Return the random generators that a loader and its samplers were given."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+@contextmanager
+def _seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
+    """Seed generators in this context, and leave them as before."""
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

@@ -1,19 +1,63 @@
 """Operations whose derivatives PyTorch gets wrong, or treats differently forward and backward, replaced by equal ones.
 
-What cannot be replaced is refused. The mode is active whenever a risk evaluates its model.
+What cannot be replaced is refused, and what has no derivative is explained. The mode is active whenever a risk
+evaluates its model.
 """
 
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointError, CheckpointFunction
 
 from kfs.errors import ModelError
+
+# What PyTorch's messages contain where an operation has no (second) derivative at all.
+_NO_DERIVATIVE = (
+    "is not implemented",
+    "differentiate twice",
+    "Double backward is unsupported",
+    "does not support automatic differentiation",
+)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what to do where PyTorch cannot differentiate an operation as often as needed."""
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        message = str(error).partition("\n")[0]  # a long trace follows
+        if isinstance(error, CheckpointError) or any(symptom in message for symptom in _NO_DERIVATIVE):
+            raise ModelError(
+                f"PyTorch cannot differentiate an operation of the model as needed: {message}",
+                "Replace the operation by others, or leave the parameters before it out with params=.",
+            ) from error
+        raise
+
+
+@contextmanager
+def no_hooks_on_saved_tensors() -> Iterator[None]:
+    """Refuse activation checkpointing."""
+    cause = (
+        "The model uses activation checkpointing or other hooks on saved tensors, which would see its own parameters "
+        "instead of the values given as params={...}, or instead of frozen ones that are to be differentiated."
+    )
+    try:
+        with disable_saved_tensors_hooks(cause):
+            yield
+    except RuntimeError as error:
+        if cause in str(error):
+            way_out = "Switch it off, or load the values into the model and let the parameters require gradients."
+            raise ModelError(cause, way_out) from error
+        raise
 
 
 class ExactDerivatives(TorchFunctionMode):

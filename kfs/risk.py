@@ -12,24 +12,21 @@ beyond the gradient live in `kfs.operators`.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
-from math import isfinite
-from typing import Any
+from math import isclose, isfinite
+from typing import Any, cast
 
 import torch
 from rich.progress import track
 from torch import Tensor, nn
-from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from kfs.basics._checks import check_no_inference_mode
-from kfs.data import Batch, arguments, as_batches, default_unpack, move, repeatably, tensors_in
+from kfs.data import Batch, arguments, as_batches, default_unpack, move, repeatably, tensors_in, unpacked
 from kfs.errors import DataError, DtypeError, ModelError
-from kfs.exact_derivatives import ExactDerivatives
+from kfs.exact_derivatives import ExactDerivatives, explained, no_hooks_on_saved_tensors
 from kfs.losses import Loss, describe
-from kfs.state import no_randomness, restored
+from kfs.state import check_module, no_randomness, restored, unchanged
 
 Params = dict[str, Tensor]
 
@@ -90,12 +87,12 @@ class EmpiricalRisk:
     @property
     def num_data(self) -> int:
         """The number of data, counted on first use."""
-        return self._count()[0]
+        return self.count()[0]
 
     @property
     def reduction_factor(self) -> float:
         """The factor `R`, for the whole data set."""
-        return self.loss.reduction_factor(self._count()[1])
+        return self.loss.reduction_factor(self.count()[1])
 
     @property
     def device(self) -> torch.device:
@@ -106,6 +103,11 @@ class EmpiricalRisk:
     def dtype(self) -> torch.dtype:
         """The parameters' common dtype."""
         return next(iter(self.params.values())).dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype to sum over data in: half precision would lose all but the first few hundred terms."""
+        return torch.promote_types(self.dtype, torch.float32)
 
     def value(self) -> float:
         """Evaluate the risk. It equals the loss module's value on all data at once.
@@ -128,18 +130,20 @@ class EmpiricalRisk:
 
         The model's own `.grad` fields are not touched.
         """
-        total = {name: torch.zeros_like(p) for name, p in self.params.items()}
-        with self.untouched(), torch.enable_grad():
+        total = {name: torch.zeros_like(p, dtype=self.sum_dtype) for name, p in self.params.items()}
+        with self.untouched(), torch.enable_grad(), explained():
             leaves = self.leaves()
             for batch in self.batches("gradient"):
                 f = self.predict(leaves, batch)
                 self.finite(f.detach(), batch)
                 c = self.loss.criterion(f, batch.y).sum()
+                if not c.requires_grad:  # a model that uses no parameter at all
+                    continue
                 gradients = torch.autograd.grad(c, list(leaves.values()), allow_unused=True)
                 for name, g in zip(total, gradients, strict=True):
                     if g is not None:  # a parameter that this batch does not use
                         total[name] += g
-        return {name: self.reduction_factor * g for name, g in total.items()}
+        return {name: (self.reduction_factor * g).to(self.dtype) for name, g in total.items()}
 
     def leaves(self) -> Params:
         """Return the parameters' values as leaves of a new computation graph."""
@@ -155,7 +159,7 @@ class EmpiricalRisk:
         Returns:
             Predictions `[N, ...]`: the model's output, or its `logits` (as in Hugging Face).
         """
-        with no_randomness(self.device):
+        with no_randomness(self.device), unchanged(tensors_in(batch.x)):
             if isinstance(self.model, nn.Module):
                 args, kwargs = arguments(batch.x)
                 f = functional_call(self.model, params, args, kwargs)
@@ -188,27 +192,30 @@ class EmpiricalRisk:
     def batches(self, task: str = "") -> Iterator[Batch]:
         """Iterate over the data, on the parameters' device, with progress if asked for; empty batches are left out.
 
-        A loader that shuffles does so in the same way every time.
+        A loader that shuffles does so in the same way every time. What counts is counted, and must not change.
         """
-        data: Iterable[Any] = self._data
+        data: Iterable[Any] = repeatably(self._data)
         if self.progress:
-            data = track(data, task, total=len(data) if isinstance(data, Sized) else None, transient=True)
-        first = 0
-        for raw in repeatably(data):
-            x, y = self._unpack(raw)
-            if not isinstance(y, Tensor) or y.ndim == 0:
-                raise DataError(
-                    f"The targets of a batch are {y!r:.80}, expected a tensor [N, ...].",
-                    "Pass batches (x, y), or say how they are split with unpack=.",
-                )
+            data = track(data, task, total=len(self._data) if isinstance(self._data, Sized) else None, transient=True)
+        first, count = 0, 0.0
+        for raw in data:
+            x, y = unpacked(self._unpack, raw)
             if len(y):
-                yield Batch(move(x, self.device), y.to(self.device), first)
+                batch = Batch(move(x, self.device), y.to(self.device), first)
+                yield batch
+                count += self.loss.count(batch.y)
             first += len(y)
-        if self._counted is not None and first != self._counted[0]:
-            raise DataError(
-                f"The data had {self._counted[0]} targets at first, and {first} now.",
-                "Pass data that can be iterated repeatedly with the same result.",
-            )
+        self._check_count(first, count)
+
+    def count(self) -> tuple[int, float]:
+        """Return the number of data and what a mean over them divides by; the first complete pass over them counts.
+
+        Call it before a loop over batches that needs it: not every loader can be iterated a second time meanwhile.
+        """
+        if self._counted is None:
+            for _ in self.batches("counting"):
+                pass
+        return cast("tuple[int, float]", self._counted)
 
     def tensors(self, batch: Batch) -> list[Tensor]:
         """Return everything that the predictions for a batch depend on: parameters, buffers and data."""
@@ -217,26 +224,15 @@ class EmpiricalRisk:
 
     def check_model(self) -> None:
         """Refuse a module whose prediction for one datum depends on chance or on other data."""
-        if not isinstance(self.model, nn.Module):
-            return
-        for name, module in self.model.named_modules():
-            random = isinstance(module, _DropoutNd) and module.p > 0
-            if module.training and (random or isinstance(module, _BatchNorm)):
-                raise ModelError(
-                    f"Module {name!r} ({type(module).__name__}) is in training mode: the prediction for one datum "
-                    f"depends on {'chance' if random else 'the rest of its batch'}, so curvature is not defined.",
-                    "Call model.eval() first.",
-                )
-            if isinstance(module, _BatchNorm) and module.running_mean is None:
-                raise ModelError(
-                    f"Module {name!r} ({type(module).__name__}) keeps no running statistics: the prediction for one "
-                    "datum depends on the rest of its batch, so curvature is not defined.",
-                    "Use track_running_stats=True, or another normalisation.",
-                )
+        if isinstance(self.model, nn.Module):
+            check_module(self.model)
 
     @contextmanager
-    def untouched(self) -> Iterator[None]:
+    def untouched(self, first_order: bool = False) -> Iterator[None]:
         """Run the model such that random state and buffers are as before, and that every derivative exists.
+
+        Args:
+            first_order: Whether plain gradients are all that is needed, so that the fastest attention kernels will do.
 
         Raises:
             ModelError: If the model is in a training mode that matters, or changed a buffer.
@@ -247,49 +243,40 @@ class EmpiricalRisk:
         # during the backward pass: with the same operations as before, but with the module's own parameters.
         with (
             restored(self.model, self.device),
-            sdpa_kernel(SDPBackend.MATH),
+            nullcontext() if first_order else sdpa_kernel(SDPBackend.MATH),
             ExactDerivatives(),
-            nullcontext() if self._at_own_params() else _no_hooks_on_saved_tensors(),
+            nullcontext() if self._at_own_params() else no_hooks_on_saved_tensors(),
         ):
             yield
 
     def _at_own_params(self) -> bool:
-        """Whether parameters are the model's own tensors, and not others given as `params={...}`."""
-        own = dict(self.model.named_parameters()) if isinstance(self.model, nn.Module) else self.params
-        return all(p is own[name] for name, p in self.params.items())
+        """Whether parameters are the model's own tensors as it uses them: not other values, and not frozen."""
+        own = dict(self.model.named_parameters()) if isinstance(self.model, nn.Module) else None
+        return own is None or all(p is own[name] and p.requires_grad for name, p in self.params.items())
 
-    def _count(self) -> tuple[int, float]:
-        """Count data and targets once."""
+    def _check_count(self, num_data: int, count: float) -> None:
+        """Remember what one pass over the data counted, and refuse data that are empty or have changed."""
+        if num_data == 0:
+            raise DataError("The data set is empty.", "Pass at least one batch with at least one datum.")
+        if self.loss.reduction == "mean" and count == 0:
+            raise DataError(
+                "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",
+                "Pass data with targets that count, or use reduction='sum'.",
+            )
         if self._counted is None:
-            num_data, count = 0, 0.0
-            for batch in self.batches("counting"):
-                num_data += len(batch.y)
-                count += self.loss.count(batch.y)
-            if num_data == 0:
-                raise DataError("The data set is empty.", "Pass at least one batch with at least one datum.")
-            if count == 0:
-                raise DataError(
-                    "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",
-                    "Pass data with targets that count, or use reduction='sum'.",
-                )
             self._counted = (num_data, count)
-        return self._counted
-
-
-@contextmanager
-def _no_hooks_on_saved_tensors() -> Iterator[None]:
-    """Refuse activation checkpointing."""
-    cause = (
-        "The model uses activation checkpointing or other hooks on saved tensors, which would see its own parameters "
-        "instead of the values given as params={...}."
-    )
-    try:
-        with disable_saved_tensors_hooks(cause):
-            yield
-    except RuntimeError as error:
-        if cause in str(error):
-            raise ModelError(cause, "Switch it off, or load the values into the model.") from error
-        raise
+        if num_data != self._counted[0]:
+            raise DataError(
+                f"The data had {self._counted[0]} targets at first, and {num_data} now.",
+                "Pass data that can be iterated repeatedly with the same result.",
+            )
+        # Weights are summed up in floating point, so that another order of the data gives another last digit.
+        if self.loss.reduction == "mean" and not isclose(count, self._counted[1], rel_tol=1e-6):
+            raise DataError(
+                f"The mean was over {self._counted[1]:g} targets at first, and is over {count:g} now: targets or "
+                "weights have changed.",
+                "Make a new EmpiricalRisk after such a change.",
+            )
 
 
 def _module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor] | None) -> Params:
@@ -305,6 +292,8 @@ def _module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor
         return _checked(chosen)
     if isinstance(params, str):
         params = [params]
+    if not isinstance(params, Iterable):
+        raise ModelError(f"params is {params!r}.", f"Pass a list of names, or a dictionary, from {list(named)}.")
     unknown = [name for name in params if name not in named]
     if unknown:
         raise ModelError(f"The model has no parameters {unknown}.", f"Choose from {list(named)}.")

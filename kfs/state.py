@@ -3,15 +3,69 @@
 A model that needs them changed is not a function of its input, and is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils import parametrize
 
 from kfs.errors import ModelError
+
+
+def check_module(model: Module) -> None:
+    """Refuse a module whose prediction for one datum depends on chance, on other data or on the past.
+
+    Args:
+        model: The module.
+
+    Raises:
+        ModelError: If it is in a training mode that matters, normalises over batches, or caches its parametrizations.
+    """
+    for name, module in model.named_modules():
+        random = isinstance(module, _DropoutNd) and module.p > 0
+        if module.training and (random or isinstance(module, _BatchNorm)):
+            raise ModelError(
+                f"Module {name!r} ({type(module).__name__}) is in training mode: the prediction for one datum "
+                f"depends on {'chance' if random else 'the rest of its batch'}, so curvature is not defined.",
+                "Call model.eval() first.",
+            )
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            raise ModelError(
+                f"Module {name!r} ({type(module).__name__}) keeps no running statistics: the prediction for one "
+                "datum depends on the rest of its batch, so curvature is not defined.",
+                "Use track_running_stats=True, or another normalisation.",
+            )
+        if parametrize._cache_enabled and parametrize.is_parametrized(module):
+            raise ModelError(
+                f"Module {name!r} ({type(module).__name__}) is parametrized and parametrize.cached() is active, so "
+                "its weight would not depend on the parameters.",
+                "Leave parametrize.cached() first.",
+            )
+
+
+@contextmanager
+def unchanged(inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Refuse a model that changes its input in this context.
+
+    Args:
+        inputs: All tensors that it is given.
+
+    Raises:
+        ModelError: If one of them was changed in place.
+    """
+    tracked = [t for t in inputs if not t.is_inference()]  # the others do not count their changes
+    before = [t._version for t in tracked]
+    yield
+    if [t._version for t in tracked] != before:
+        raise ModelError(
+            "The model changed its input in place in the forward pass, so the data are not what they were.",
+            "Write it without (x = x - 1 instead of x -= 1, inplace=False), or let it clone its input first.",
+        )
 
 
 @contextmanager

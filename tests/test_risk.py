@@ -283,6 +283,8 @@ def test_bad_models_and_parameters_are_refused() -> None:
         EmpiricalRisk(linear().requires_grad_(False), loss, (X, y))
     with pytest.raises(ModelError, match=r"no parameters \['w'\]. Choose from"):
         EmpiricalRisk(linear(), loss, (X, y), params=["w"])
+    with pytest.raises(ModelError, match=r"params is 3\. Pass a list of names"):
+        EmpiricalRisk(linear(), loss, (X, y), params=3)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="given value has shape"):
         EmpiricalRisk(linear(), loss, (X, y), params={"bias": torch.zeros(3)})
     with pytest.raises(ModelError, match="no parameters to consider"):
@@ -300,6 +302,8 @@ def test_bad_models_and_parameters_are_refused() -> None:
         EmpiricalRisk(lambda params, x: (x, x), loss, (X, y), params={"W": X}).value()  # type: ignore[arg-type, return-value]
     gradient = EmpiricalRisk(Unused().double(), loss, (X, y)).gradient()
     assert gradient["unused.weight"].abs().sum() == 0 < gradient["used.weight"].abs().sum()
+    constant = EmpiricalRisk(lambda params, x: x[:, :2], loss, (X, y), params={"W": torch.ones(4)})
+    assert torch.equal(constant.gradient()["W"], torch.zeros(4))
     with pytest.raises(LossError, match="not supported"):
         EmpiricalRisk(linear(), nn.L1Loss(), (X, y))
     with pytest.raises(ShapeError, match="targets have shape"):

@@ -119,7 +119,9 @@ def inspect(
     """
     tensors = tensors_in(sample)
     if not tensors or tensors[0].ndim == 0:
-        raise DataError("The sample holds no tensor with a batch axis.", "Pass a batch of inputs, as the model takes it.")
+        raise DataError(
+            "The sample holds no tensor with a batch axis.", "Pass a batch of inputs, as the model takes it."
+        )
     if params is None and isinstance(model, Module) and not any(p.requires_grad for p in model.parameters()):
         params = [name for name, _ in model.named_parameters()]
     targets = torch.zeros(len(tensors[0]), device=tensors[0].device)

@@ -85,9 +85,7 @@ def kfac(risk: EmpiricalRisk, settings: Settings) -> Result:
 def forward(risk: EmpiricalRisk, batch: Batch, uses: Uses) -> tuple[Tensor, Capture]:
     """Evaluate the model with taps at the outputs of all parametric operations."""
     constants = list(risk.model.buffers()) if isinstance(risk.model, Module) else []
-    capture = Capture(
-        risk.params, constants, len(batch.y), uses, RULES, otherwise, uses.settings.batch_axis
-    )
+    capture = Capture(risk.params, constants, len(batch.y), uses, RULES, otherwise, uses.settings.batch_axis)
     with torch.compiler.set_stance("force_eager"), capture:  # a compiled model hides its operations
         f = risk.predict(risk.params, batch)
     return f, capture

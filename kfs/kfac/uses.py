@@ -62,7 +62,10 @@ class Uses:
         block = self.blocks.get((layout.weight, layout.rows))
         if block is not None:
             there = block.layout
-            if there.order != layout.order and there.order == layout.order[layout.split :] + layout.order[: layout.split]:
+            if (
+                there.order != layout.order
+                and there.order == layout.order[layout.split :] + layout.order[: layout.split]
+            ):
                 return there, "B"
             return replace(layout, bias=there.bias), "A"
         taken = any(bias in b.layout.params and b.layout.weight != layout.weight for b in self.blocks.values())
@@ -120,7 +123,9 @@ class Uses:
             if sums.gradients is not None:
                 counts = sums.counts.clamp(min=1).reshape(-1, *[1] * (sums.gradients.ndim - 2))
                 with full_precision(counts.device):
-                    self.blocks[key].pairs[side].gradient.add_inner((sums.gradients / counts).flatten(0, 1).unsqueeze(1))
+                    self.blocks[key].pairs[side].gradient.add_inner(
+                        (sums.gradients / counts).flatten(0, 1).unsqueeze(1)
+                    )
                 sums.gradients = None
 
     def finish_batch(self) -> None:

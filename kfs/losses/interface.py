@@ -76,7 +76,7 @@ class Loss(ABC):
         return self.hessian_product(f, y, v)
 
     def fisher_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return columns `[K, *f.shape]` whose outer products sum up to every datum's Fisher matrix; or some of them."""
+        """Return columns `[K, *f.shape]` whose outer products sum up to every datum's Fisher; or some of them."""
         return self.hessian_factor(f, y, start, stop)
 
     @abstractmethod
@@ -144,7 +144,7 @@ def root(curvature: Tensor) -> Tensor:
 
 
 def diagonal_factor(entries: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-    """Return a column per entry of a datum: `entries` `[N, ...]` there and zero elsewhere, `[K, N, ...]`; or some columns."""
+    """Return columns `[K, N, ...]`, one per entry of a datum: `entries` `[N, ...]` there, zero elsewhere; or some."""
     flat = entries.flatten(1) if entries.ndim > 1 else entries.unsqueeze(1)
     index = torch.arange(flat.shape[1], device=entries.device)[start:stop]
     columns = flat.new_zeros(len(index), *flat.shape)

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfs.data import Batch, tensors_in
 from kfs.errors import LossError, ModelError
+from kfs.exact_derivatives import explained
 from kfs.losses.counter import Draws
 from kfs.operators.derivatives import (
     Linearization,
-    explained,
     gradients_of_columns,
     leaves_and_rest,
     pull_back,
@@ -78,6 +78,8 @@ class Curvature(LinearOperator):
     def block(self, columns: Columns, rows: list[str]) -> Columns:
         """Multiply the block that has some parameters' columns (those given) and some parameters' rows."""
         total: Columns = {}
+        wide, dtype = self.risk.sum_dtype, self.codomain.dtype
+        self.risk.count()
         with self.risk.untouched(), torch.enable_grad(), explained():
             for batch in self.risk.batches(type(self).__name__):
                 for names in self.blocks:
@@ -85,10 +87,10 @@ class Curvature(LinearOperator):
                     wanted = [name for name in names if name in rows]
                     if inside and wanted:
                         for name, t in self.product(batch, inside, wanted).items():
-                            total[name] = total[name] + t if name in total else t  # t may be shared: not in place
+                            total[name] = total[name] + t if name in total else t.to(wide)  # may be shared: not +=
         some = next(iter(columns.values()))
         zeros = {n: some.new_zeros(len(some), *self.codomain.shapes[n]) for n in rows if n not in total}
-        return {name: zeros[name] if name in zeros else total[name] for name in rows}
+        return {name: zeros[name] if name in zeros else total[name].to(dtype) for name in rows}
 
     def submatrix(self, rows: Iterable[str], columns: Iterable[str] | None = None) -> LinearOperator:
         """Return the block with these parameters' rows and columns; nothing else is computed."""
@@ -190,8 +192,9 @@ class Sandwich(Curvature):
 
     def diagonal(self) -> Tensor:
         """Compute the diagonal exactly, as a flat vector: sums of squared per-datum gradients, one datum at a time."""
-        total = {name: torch.zeros_like(p) for name, p in self.risk.params.items()}
-        with self.risk.untouched(), torch.enable_grad():
+        wide = self.risk.sum_dtype
+        total = {name: torch.zeros_like(p, dtype=wide) for name, p in self.risk.params.items()}
+        with self.risk.untouched(), torch.enable_grad(), explained():
             leaves = self.risk.leaves()
             for batch in self.risk.batches(f"{type(self).__name__} diagonal"):
                 f = self.risk.predict(leaves, batch)
@@ -202,9 +205,9 @@ class Sandwich(Curvature):
                         u = torch.zeros_like(S[start : start + self.chunk_size])
                         u[:, n] = S[start : start + self.chunk_size, n]
                         for name, g in pull_back(f, leaves, u, keep_graph=True).items():
-                            total[name] += (g**2).sum(0)
+                            total[name] += (g.to(wide) ** 2).sum(0)
         flat = self.domain.flatten({name: t.unsqueeze(0) for name, t in total.items()})
-        return self.risk.reduction_factor * flat.squeeze(0)
+        return (self.risk.reduction_factor * flat.squeeze(0)).to(self.domain.dtype)
 
 
 class GGN(Sandwich):
@@ -213,7 +216,9 @@ class GGN(Sandwich):
     Args:
         risk: Model, loss, data and parameters.
         reuse: Keep every batch's computation graph after the first product with one column. Later ones, as in `solve`
-            and `eigenvalues`, then need no forward pass, at the price of the memory for all activations.
+            and `eigenvalues`, then need no forward pass, at the price of the memory for all activations. Changed
+            parameters, buffers and data tensors are noticed; if anything else that the model looks at changes (an
+            attribute, a closure, an object in the data), make a new operator.
         block_diagonal: As in `Curvature`.
         chunk_size: As in `Curvature`.
         memory: As in `Curvature`.

@@ -5,14 +5,12 @@ graph of one forward pass. Operations without forward mode fall back to two back
 not know to one column after the other.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import jvp, vmap
-from torch.utils.checkpoint import CheckpointError
 
 from kfs.data import Batch
 from kfs.errors import ModelError
@@ -22,30 +20,20 @@ from kfs.state import random_model
 
 # What PyTorch's messages contain where an operation, or a custom autograd.Function, has no forward mode.
 _NO_FORWARD_MODE = ("forward AD", "forward mode AD", "forward-mode AD", "setup_context", "saves no tensors")
-# What they contain where there is no (second) derivative at all.
-_NO_DERIVATIVE = ("is not implemented", "differentiate twice", "does not support automatic differentiation")
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Say what to do where PyTorch cannot differentiate an operation as often as needed."""
-    try:
-        yield
-    except (NotImplementedError, RuntimeError) as error:
-        message = str(error).splitlines()[0]  # a long trace follows
-        if isinstance(error, CheckpointError) or any(symptom in message for symptom in _NO_DERIVATIVE):
-            raise ModelError(
-                f"PyTorch cannot differentiate an operation of the model as needed: {message}",
-                "Replace the operation by others, or leave the parameters before it out with params=.",
-            ) from error
-        raise
+# What they contain where several columns cannot be pushed forward together.
+_ONE_BY_ONE = ("vmap", "functorch", "mutate a captured Tensor")
 
 
 def leaves_and_rest(risk: EmpiricalRisk, names: Iterable[str]) -> tuple[Params, Params]:
-    """Return leaves of a new graph for some parameters, and the values of the others."""
+    """Return leaves of a new graph for some parameters, and the values of the others.
+
+    The others require gradients if the model's own do: a checkpoint runs the module again with its own parameters, and
+    must save as many tensors as before.
+    """
     chosen = set(names)
     leaves = {name: p.detach().requires_grad_() for name, p in risk.params.items() if name in chosen}
-    return leaves, {name: p.detach() for name, p in risk.params.items() if name not in chosen}
+    rest = {n: p.detach().requires_grad_(p.requires_grad) for n, p in risk.params.items() if n not in chosen}
+    return leaves, rest
 
 
 def push_forward(
@@ -71,7 +59,7 @@ def push_forward(
             raise random_model() from error
         if any(symptom in str(error) for symptom in _NO_FORWARD_MODE):
             f, Jv = _double_backward(risk, batch, leaves, rest, columns)
-        elif "vmap" in str(error) and num_columns > 1:
+        elif any(symptom in str(error) for symptom in _ONE_BY_ONE) and num_columns > 1:
             singles = [{name: t[k : k + 1] for name, t in columns.items()} for k in range(num_columns)]
             results = [push_forward(risk, batch, leaves, rest, single) for single in singles]
             f, Jv = results[-1][0], torch.cat([Jv for _, Jv in results])
@@ -123,6 +111,9 @@ class Linearization:
         batch: The data.
         leaves: Parameters to differentiate with respect to.
         rest: The other parameters.
+
+    Raises:
+        ModelError: If a backward pass does not depend on what is sent back, as far as PyTorch knows.
     """
 
     def __init__(self, risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params) -> None:
@@ -138,6 +129,13 @@ class Linearization:
             self.f, list(leaves.values()), self._sent_back, create_graph=True, allow_unused=True
         )
         self._arrived = dict(zip(leaves, arrived, strict=True))
+        for name, g in self._arrived.items():
+            if g is not None and not g.requires_grad and g.any():
+                raise ModelError(
+                    f"The gradient with respect to {name!r} cannot be differentiated: the backward pass of an "
+                    "operation (a custom autograd.Function?) leaves the computation graph.",
+                    "Write the operation's backward pass with differentiable operations, or give it forward mode.",
+                )
 
     def push_forward(self, columns: Columns) -> Tensor:
         """Multiply columns for some of the leaves with the Jacobian: `[K, N, ...]`."""

@@ -127,10 +127,12 @@ def _xtrace(A: LinearOperator, products: int, seed: int) -> Estimate:
     num = products // 2
     omega = _probes(A, num, seed)
     Y = A @ omega
+    size = Y.abs().max()
+    if size == 0:
+        return Estimate(size, size, num)
+    Y = Y / size  # products of tiny or huge numbers would leave the range of float32
     Q, R = torch.linalg.qr(Y)
-    if R.abs().max() == 0:
-        return Estimate(R.new_zeros(()), R.new_zeros(()), num)
-    Z = A @ Q
+    Z = (A @ Q) / size
     H, W = Q.T @ Z, Q.T @ omega
     # Leaving test vector i out of the sketch removes the direction Q s_i from its range.
     S = torch.linalg.inv(
@@ -140,7 +142,7 @@ def _xtrace(A: LinearOperator, products: int, seed: int) -> Estimate:
     coefficients = W - S * (S * W).sum(0)
     X, AX = omega - Q @ coefficients, Y - Z @ coefficients
     samples = H.trace() - (S * (H @ S)).sum(0) + (X * AX).sum(0)
-    return Estimate(samples.mean(), _standard_error(samples), 2 * num)
+    return Estimate(size * samples.mean(), size * _standard_error(samples), 2 * num)
 
 
 def _probes(A: LinearOperator, num: int, seed: int) -> Tensor:

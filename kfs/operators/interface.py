@@ -10,12 +10,13 @@ A vector may be flat, a matrix of columns, or a dictionary like the risk's param
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from numbers import Real
 from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
 
-from kfs.errors import ShapeError
+from kfs.errors import DtypeError, ShapeError
 from kfs.operators.space import Columns, Space, Vector
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ class Scaled(LinearOperator):
     def __init__(self, base: LinearOperator, factor: float) -> None:
         """Store both."""
         super().__init__(base.domain, base.codomain)
-        self.base, self.factor = base, float(factor)
+        self.base, self.factor = base, _number(factor)
         self.symmetric, self.chunk_size = base.symmetric, base.chunk_size
 
     def multiply(self, columns: Columns) -> Columns:
@@ -212,6 +213,11 @@ class Sum(LinearOperator):
 
     def __init__(self, one: LinearOperator, other: LinearOperator) -> None:
         """Check that the sum exists."""
+        if not isinstance(other, LinearOperator):
+            raise DtypeError(
+                f"A {type(other).__name__} cannot be added to an operator, or subtracted from it.",
+                "Pass an operator. To add a multiple of the identity, write A.shift(number).",
+            )
         _check_spaces(one.domain, other.domain, "added")
         _check_spaces(one.codomain, other.codomain, "added")
         super().__init__(one.domain, one.codomain)
@@ -278,7 +284,21 @@ def _padded(columns: Columns, space: Space) -> Columns:
     }
 
 
+def _number(factor: object) -> float:
+    if isinstance(factor, Real) or (isinstance(factor, Tensor) and factor.numel() == 1):
+        return float(factor)
+    raise DtypeError(
+        f"An operator cannot be scaled or shifted by a {type(factor).__name__}.",
+        "Pass a number. To multiply with a vector or another operator, write A @ B.",
+    )
+
+
 def _check_spaces(one: Space, other: Space, verb: str) -> None:
+    if one.dtype != other.dtype:
+        raise DtypeError(
+            f"Operators of {one.dtype} and {other.dtype} cannot be {verb}.",
+            "Build both from models of one dtype.",
+        )
     if one != other:
         raise ShapeError(
             f"Operators on {list(one.shapes)} ({one.size} numbers) and {list(other.shapes)} cannot be {verb}.",

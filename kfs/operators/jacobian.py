@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from kfs.errors import ShapeError
+from kfs.exact_derivatives import explained
 from kfs.operators.curvature import choose_chunk_size, parameter_space
-from kfs.operators.derivatives import explained, leaves_and_rest, pull_back, push_forward
+from kfs.operators.derivatives import leaves_and_rest, pull_back, push_forward
 from kfs.operators.interface import LinearOperator
 from kfs.operators.space import Columns, Space
 from kfs.risk import EmpiricalRisk
@@ -31,6 +32,7 @@ class Jacobian(LinearOperator):
     def __init__(self, risk: EmpiricalRisk, *, chunk_size: int | None = None, memory: int | None = None) -> None:
         """Evaluate the model on one batch, to learn the predictions' shape."""
         domain = parameter_space(risk)
+        risk.count()
         with risk.untouched(), torch.no_grad():
             batch = next(iter(risk.batches()))
             shape = risk.predict(risk.params, batch).shape[1:]
@@ -51,7 +53,8 @@ class Jacobian(LinearOperator):
     def multiply_transposed(self, columns: Columns) -> Columns:
         """Pull columns back, batch by batch."""
         u = columns[PREDICTION]
-        total = {name: u.new_zeros(len(u), *shape) for name, shape in self.domain.shapes.items()}
+        wide = self.risk.sum_dtype
+        total = {name: u.new_zeros(len(u), *shape, dtype=wide) for name, shape in self.domain.shapes.items()}
         with self.risk.untouched(), torch.enable_grad(), explained():
             leaves, rest = leaves_and_rest(self.risk, total)
             for batch in self.risk.batches("Jacobian.T"):
@@ -61,7 +64,7 @@ class Jacobian(LinearOperator):
                 part = u[:, batch.first : batch.first + len(f)]
                 for name, t in pull_back(f, leaves, part).items():
                     total[name] += t
-        return total
+        return {name: t.to(self.domain.dtype) for name, t in total.items()}
 
     def _check_shape(self, f: Tensor) -> None:
         """Refuse batches whose predictions have another shape than those of the first batch."""

@@ -11,7 +11,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from kfs.errors import ShapeError, SolverError
+from kfs.errors import DtypeError, ShapeError, SolverError
 from kfs.operators.interface import LinearOperator
 from kfs.operators.space import Form
 
@@ -69,10 +69,13 @@ def solve(
         (True, torch.Size([2]))
     """
     _check_square(A)
-    B, form = _right_hand_side(A, b)
+    if preconditioner is not None and preconditioner.domain.dtype != A.dtype:
+        raise DtypeError(
+            f"The preconditioner is {preconditioner.domain.dtype}, but the operator is {A.dtype}.",
+            "Build both from models of one dtype.",
+        )
+    B, size, form = _right_hand_side(A, b)
     limit = A.shape[0] if max_iterations is None else max_iterations
-    scale = B.abs().amax(0).clamp(min=torch.finfo(B.dtype).tiny)  # keeps squares of tiny numbers from vanishing
-    B = B / scale
     norm = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
     X, residuals = torch.zeros_like(B), [float((B.norm(dim=0) / norm).amax())]
     with Progress(disable=not progress, transient=True) as bar:
@@ -86,10 +89,10 @@ def solve(
                 bar.update(task, advance=1, description=f"residual {estimate:.1e}")
                 if len(residuals) > limit:
                     break
-            residuals[-1] = float(((B - A @ X).norm(dim=0) / norm).amax())
+            residuals[-1] = float(((B - _product(A, X)).norm(dim=0) / norm).amax())
             if residuals[-1] > 0.5 * before:  # no better than before: this precision has no more to give
                 break
-    x = A.domain.write(A.domain.unflatten((scale * X).T), form)
+    x = A.domain.write(A.domain.unflatten((size * X).to(A.dtype).T), form)
     return Solution(x, len(residuals) - 1, tuple(residuals[1:]), residuals[-1] <= tolerance)  # type: ignore[arg-type]
 
 
@@ -102,26 +105,49 @@ def _conjugate_gradients(
     preconditioner: LinearOperator | None,
 ) -> Iterator[tuple[Tensor, float]]:
     """Yield better and better solutions, starting from `X`, with estimates of their residuals."""
-    R = B - A @ X
-    Z = R if preconditioner is None else preconditioner @ R
-    P, rho = Z, (R * Z).sum(0)
-    residual = torch.inf
-    while residual > tolerance:
-        AP = A @ P
+    R = B - _product(A, X)
+    Z = R if preconditioner is None else _product(preconditioner, R)
+    size = Z.abs().amax(0).clamp(min=torch.finfo(Z.dtype).tiny)  # a multiple of the preconditioner is as good
+    P = Z = Z / size
+    rho, residual, eps = (R * Z).sum(0), torch.inf, torch.finfo(A.dtype).eps
+    tolerance = max(tolerance, eps)
+    while not residual <= tolerance:  # also if it is not a number
+        AP = _product(A, P)
         curvature = (P * AP).sum(0)
-        active = R.norm(dim=0) > tolerance * norm
-        if (curvature[active] <= 0).any() or not curvature.isfinite().all():
-            raise SolverError(
-                f"The operator is not positive definite: a direction has curvature {curvature.min().item():.2e}.",
-                "Shift it by a larger damping: A.shift(damping), or use the GGN or the Fisher, not the Hessian.",
-            )
+        length = R.norm(dim=0)
+        active = ~(length <= tolerance * norm)
+        bad = active & ~((curvature > 0) & (curvature < torch.inf) & (rho > 0))
+        # Close to what this precision can resolve, a direction consists of rounding errors and says nothing about `A`.
+        if (bad & ~(length <= 10 * eps * norm)).any():
+            raise _breakdown(curvature[bad], rho[bad], A.dtype)
+        active = active & ~bad
+        if not active.any():
+            return
         step = torch.where(active, rho / curvature, 0)
         X, R = X + step * P, R - step * AP
-        Z = R if preconditioner is None else preconditioner @ R
+        Z = (R if preconditioner is None else _product(preconditioner, R)) / size
         rho_before, rho = rho, (R * Z).sum(0)
         P = Z + torch.where(active, rho / rho_before, 0) * P
         residual = float((R.norm(dim=0) / norm).amax())
         yield X, residual
+
+
+def _breakdown(curvature: Tensor, rho: Tensor, dtype: torch.dtype) -> SolverError:
+    """Return the error for directions along which no step can be made."""
+    if not (curvature.isfinite().all() and rho.isfinite().all()):
+        return SolverError(
+            f"The iteration left the range of {dtype}: a direction has curvature {curvature[0].item():.2e}.",
+            "Scale the operator closer to one, or use a wider dtype.",
+        )
+    if (rho <= 0).any():
+        return SolverError(
+            f"The preconditioner is not positive definite: a residual has squared length {rho.min().item():.2e} in it.",
+            "Pass one that is, or none.",
+        )
+    return SolverError(
+        f"The operator is not positive definite: a direction has curvature {curvature.min().item():.2e}.",
+        "Shift it by a larger damping: A.shift(damping), or use the GGN or the Fisher, not the Hessian.",
+    )
 
 
 def neumann(A: LinearOperator, b: Vec, *, scale: float, terms: int = 100, tolerance: float = 1e-6) -> Solution[Vec]:
@@ -141,20 +167,20 @@ def neumann(A: LinearOperator, b: Vec, *, scale: float, terms: int = 100, tolera
         SolverError: If the series diverges.
     """
     _check_square(A)
-    B, form = _right_hand_side(A, b)
+    B, size, form = _right_hand_side(A, b)
     norm = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
     X, R = torch.zeros_like(B), B
     residuals: list[float] = []
     for _ in range(max(terms, 1)):
         X = X + scale * R  # R is the residual b - A x, and also the next term over the scale
-        R = R - scale * (A @ R)
+        R = R - scale * _product(A, R)
         residuals.append(float((R.norm(dim=0) / norm).max()))
         if not residuals[-1] < 1e6:
             raise SolverError(
                 f"The Neumann series diverges: the residual is {residuals[-1]:.1e} after {len(residuals)} terms.",
                 "Choose a scale below two over the largest eigenvalue, and a positive definite operator.",
             )
-    x = A.domain.write(A.domain.unflatten(X.T), form)
+    x = A.domain.write(A.domain.unflatten((size * X).to(A.dtype).T), form)
     return Solution(x, len(residuals), tuple(residuals), residuals[-1] <= tolerance)  # type: ignore[arg-type]
 
 
@@ -166,12 +192,23 @@ def _check_square(A: LinearOperator) -> None:
         )
 
 
-def _right_hand_side(A: LinearOperator, b: Vec) -> tuple[Tensor, Form]:
-    """Return the right-hand side as a matrix of columns, and the form that it came in."""
+def _product(A: LinearOperator, V: Tensor) -> Tensor:
+    """Multiply in the operator's precision, and return in that of the vectors."""
+    return (A @ V.to(A.dtype)).to(V.dtype)
+
+
+def _right_hand_side(A: LinearOperator, b: Vec) -> tuple[Tensor, Tensor, Form]:
+    """Return the right-hand side as a matrix of columns of size about one, their sizes, and the form that it came in.
+
+    Squares of small numbers would vanish otherwise; half precision is made float32 for the same reason. Sizes are
+    powers of two, such that dividing by them and multiplying with them is exact.
+    """
     columns, form = A.domain.read(b)
     B = A.domain.flatten(columns).T
     if B.shape[1] == 0:
         raise ShapeError("The right-hand side has no columns.", "Pass at least one.")
     if not B.isfinite().all():
         raise SolverError("The right-hand side is not finite.", "Look for NaN or infinity in it.")
-    return B, form
+    B = B.to(torch.promote_types(B.dtype, torch.float32))
+    size = torch.exp2(torch.frexp(B.abs().amax(0)).exponent.to(B.dtype) - 1).clamp(min=torch.finfo(B.dtype).tiny)
+    return B / size, size, form

@@ -39,12 +39,16 @@ class Space:
         self.dtype, self.device = dtype, device
 
     def __eq__(self, other: object) -> bool:
-        """Compare names, shapes and order."""
-        return isinstance(other, Space) and list(self.shapes.items()) == list(other.shapes.items())
+        """Compare names, shapes, order and dtype."""
+        return (
+            isinstance(other, Space)
+            and list(self.shapes.items()) == list(other.shapes.items())
+            and self.dtype == other.dtype
+        )
 
     def __hash__(self) -> int:
-        """Hash names and shapes."""
-        return hash(tuple(self.shapes.items()))
+        """Hash names, shapes and dtype."""
+        return hash((tuple(self.shapes.items()), self.dtype))
 
     def subspace(self, names: Iterable[str]) -> "Space":
         """Return the space of some of the tensors, in this space's order."""

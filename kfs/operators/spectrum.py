@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kfs.errors import ShapeError, SolverError
 from kfs.operators.interface import LinearOperator
-from kfs.operators.probes import rademacher
+from kfs.operators.probes import normal, rademacher
 
 
 def eigenvalues(
@@ -39,7 +39,7 @@ def eigenvalues(
     _check_symmetric(A)
     if not 1 <= k < A.shape[0]:
         raise ShapeError(f"k is {k} for {A.shape[0]} rows.", "Choose 1 <= k < rows, or use to_dense() for all of them.")
-    start = rademacher(A.shape[0], 1, A.dtype, torch.device("cpu"), seed).squeeze(1).numpy()
+    start = normal(A.shape[0], A.dtype, seed).numpy()  # signs may be orthogonal to an eigenvector of signs
     try:
         values, vectors = eigsh(A.to_scipy(), k=k, which="LA" if largest else "SA", v0=start, tol=tolerance)
     except ArpackError as error:

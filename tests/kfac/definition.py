@@ -28,7 +28,9 @@ def patches(layer: Any, x: Tensor) -> Tensor:
     starts = [range(0, n - span + 1, s) for n, span, s in zip(x.shape[1:], spans, layer.stride, strict=True)]
     rows = []
     for place in product(*starts):
-        window = x[(slice(None), *(slice(p, p + span, d) for p, span, d in zip(place, spans, layer.dilation, strict=True)))]
+        window = x[
+            (slice(None), *(slice(p, p + span, d) for p, span, d in zip(place, spans, layer.dilation, strict=True)))
+        ]
         rows.append(window.reshape(layer.groups, -1))
     return torch.stack(rows)
 

@@ -72,7 +72,15 @@ def test_convolutions(name: str, sharing: str) -> None:
     X = torch.randn(5, *shape, dtype=torch.float64)
     features = layer(X).flatten(1).shape[1]
     model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.Linear(features, 2)).double()
-    check(model, layer, "0" if layer.bias is not None else "0.weight", X, torch.randint(2, (5,)), nn.CrossEntropyLoss(), sharing)
+    check(
+        model,
+        layer,
+        "0" if layer.bias is not None else "0.weight",
+        X,
+        torch.randint(2, (5,)),
+        nn.CrossEntropyLoss(),
+        sharing,
+    )
 
 
 @pytest.mark.parametrize("sharing", SHARING)
@@ -133,6 +141,11 @@ def test_strided_transposed_convolutions(dims: int, sharing: str) -> None:
     close(straight(sparse), layer(X))
     K = KFAC(EmpiricalRisk(layer, nn.MSELoss(), (X, y)), sharing=sharing)  # type: ignore[arg-type]
     L = KFAC(EmpiricalRisk(straight, nn.MSELoss(), (sparse, y)), sharing=sharing)  # type: ignore[arg-type]
-    order = torch.cat([torch.arange(2 * 3**dims).reshape(2, *[3] * dims).flip(*range(1, 1 + dims)).flatten(), torch.tensor([2 * 3**dims])])
+    order = torch.cat(
+        [
+            torch.arange(2 * 3**dims).reshape(2, *[3] * dims).flip(*range(1, 1 + dims)).flatten(),
+            torch.tensor([2 * 3**dims]),
+        ]
+    )
     close(K.blocks["weight"].A, L.blocks["weight"].A[order][:, order])
     close(K.blocks["weight"].B, L.blocks["weight"].B)

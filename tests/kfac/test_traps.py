@@ -138,7 +138,9 @@ def test_batch_split_and_order(sharing: Any, fisher: Any) -> None:
     X, y = normal(7, 5, 3), torch.randint(2, (7,))
     splits = [[7], [3, 4], [1, 2, 4], [0, 5, 2]]
     results = [
-        KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), list(zip(X.split(s), y.split(s), strict=True))), fisher, sharing)
+        KFAC(
+            EmpiricalRisk(model, nn.CrossEntropyLoss(), list(zip(X.split(s), y.split(s), strict=True))), fisher, sharing
+        )
         for s in splits
     ]
     for other in results[1:]:
@@ -192,7 +194,12 @@ def test_strides_do_not_matter(sharing: Any) -> None:
         (image, pixels, image, torch.cat([pixels, pixels], 1)[:, ::2].flip(1), y[:4]),
     ]
     for one, x, other, z, targets in cases[:2]:
-        same(*(KFAC(EmpiricalRisk(m, nn.CrossEntropyLoss(), (t, targets)), sharing=sharing) for m, t in ((one, x), (other, z))))
+        same(
+            *(
+                KFAC(EmpiricalRisk(m, nn.CrossEntropyLoss(), (t, targets)), sharing=sharing)
+                for m, t in ((one, x), (other, z))
+            )
+        )
 
 
 def test_sequence_lengths_that_vary() -> None:
@@ -214,7 +221,14 @@ def test_in_place_activations() -> None:
     results = []
     for in_place in (True, False):
         torch.manual_seed(0)
-        layers = [nn.Conv2d(1, 2, 3), nn.ReLU(in_place), nn.Flatten(), nn.Linear(8, 4), nn.SiLU(in_place), nn.Linear(4, 2)]
+        layers = [
+            nn.Conv2d(1, 2, 3),
+            nn.ReLU(in_place),
+            nn.Flatten(),
+            nn.Linear(8, 4),
+            nn.SiLU(in_place),
+            nn.Linear(4, 2),
+        ]
         model = nn.Sequential(*layers).double()
         data = (torch.arange(48.0).reshape(3, 1, 4, 4).double() / 9, torch.tensor([0, 1, 1]))
         results.append(KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)))
@@ -348,7 +362,9 @@ def test_a_tied_embedding_has_both_roles(sharing: Any) -> None:
     Ks = []
     for tied in (True, False):
         torch.manual_seed(0)
-        Ks.append(KFAC(EmpiricalRisk(Language(tied).double(), TokenCrossEntropy(reduction="sum"), data), sharing=sharing))
+        Ks.append(
+            KFAC(EmpiricalRisk(Language(tied).double(), TokenCrossEntropy(reduction="sum"), data), sharing=sharing)
+        )
     K, L = Ks
     block = K.blocks["tokens.weight"]
     assert block.operations == {"embedding", "linear"}

@@ -199,6 +199,16 @@ def test_mismatched_data_are_refused(loss: Any, f: Tensor, y: Tensor, error: typ
         describe(loss).check(f, y)
 
 
+def test_labels_are_checked_before_their_weights_are_counted() -> None:
+    loss = describe(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0])))
+    assert loss.count(torch.tensor([1, 0, -100, 1])) == 5
+    for wrong in ([0, 2], [-1, 0]):
+        with pytest.raises(DataError, match="but there are 2 classes"):
+            loss.count(torch.tensor(wrong))
+    with pytest.raises(DtypeError, match=r"y\.long\(\)"):
+        loss.count(torch.tensor([0, 1], dtype=torch.uint8))
+
+
 def test_likelihoods_that_cannot_be_summed_or_drawn_are_refused() -> None:
     loss = Custom(log_cosh, likelihood=lambda f: Categorical(logits=f))
     f = torch.zeros(2, 4, 3)  # four labels of three classes per datum

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from kfs import GGN, Hessian, Jacobian
-from kfs.errors import ShapeError, SolverError
+from kfs.errors import DtypeError, ShapeError, SolverError
 from kfs.operators import (
+    Identity,
     LinearOperator,
     diagonal,
     eigenvalues,
@@ -115,6 +116,53 @@ def test_reported_residuals_are_true_in_low_precision() -> None:
     assert torch.allclose(tiny.x, torch.full((6,), 1e-30))
 
 
+def test_what_precision_cannot_resolve_is_not_blamed_on_the_operator() -> None:
+    A = with_spectrum(torch.logspace(-1, 0, 10))
+    b = torch.randn(10, dtype=torch.float64)
+    solution = solve(A, b, tolerance=0.0, max_iterations=1000)
+    assert not solution.converged
+    assert solution.residuals[-1] < 1e-13  # float64's eps, 2.2e-16, times a condition number of ten and some rounding
+    signs = torch.ones(10, dtype=torch.float64)
+    signs[1] = -1
+    noise = torch.zeros(10, dtype=torch.float64)
+    noise[0], noise[1] = 1, 1e-15  # as small as a rounding error, so its negative curvature might be one, too
+    solution = solve(Dense(torch.diag(signs)), noise, tolerance=0.0)
+    assert not solution.converged
+    assert solution.residuals[-1] < 1e-14
+    half = Dense(A.matrix.half())
+    solution = solve(half, b.half())
+    assert not solution.converged
+    assert solution.x.dtype == torch.float16
+    assert solution.residuals[-1] < 0.02  # float16's eps, 1e-3, times a condition number of ten
+    single, b = Dense(A.matrix.float()), b.float()
+    for size in (1e-30, 1e30):
+        assert solve(single, b, tolerance=1e-4, preconditioner=size * Identity(single.domain)).converged
+        assert solve(Dense(size * single.matrix), b, tolerance=1e-4).converged
+
+
+def test_breakdowns_name_their_cause() -> None:
+    A = with_spectrum(POSITIVE)
+    b = torch.ones(12, dtype=torch.float64)
+    for factor in (-1.0, 0.0):
+        with pytest.raises(SolverError, match=r"preconditioner is not positive definite.*or none"):
+            solve(A, b, preconditioner=factor * Identity(A.domain))
+    with pytest.raises(SolverError, match="operator is not positive definite"):
+        solve(0 * A, b)
+    with pytest.raises(SolverError, match=r"left the range of torch\.float32.*wider dtype"):
+        solve(Dense(1e-42 * A.matrix.float()), b.float())
+    with pytest.raises(DtypeError, match=r"preconditioner is torch\.float64, but the operator is torch\.float32"):
+        solve(Dense(A.matrix.float()), b.float(), preconditioner=A)
+
+
+def test_tiny_right_hand_sides_have_honest_residuals() -> None:
+    A = with_spectrum(POSITIVE)
+    b = 1e-170 * torch.randn(12, dtype=torch.float64)
+    solution = neumann(A, b, scale=0.1, terms=1)
+    assert not solution.converged
+    assert solution.residuals[0] == pytest.approx(float((1e170 * (b - A @ solution.x)).norm() / (1e170 * b).norm()))
+    close(1e170 * neumann(A, b, scale=0.5, terms=150).x, torch.linalg.solve(A.matrix, 1e170 * b))
+
+
 def test_neumann_series() -> None:
     A = with_spectrum(POSITIVE)
     b = torch.randn(12, dtype=torch.float64)
@@ -143,6 +191,12 @@ def test_outermost_eigenvalues() -> None:
             eigenvalues(A, k)
     with pytest.raises(ShapeError, match="not known to be symmetric"):
         eigenvalues(Dense(A.matrix, symmetric=False), 2)
+
+
+def test_eigenvectors_of_signs_are_found() -> None:
+    A = Dense(torch.block_diag(torch.ones(2, 2, dtype=torch.float64), torch.zeros(10, 10, dtype=torch.float64)))
+    for seed in range(4):  # every second vector of signs is orthogonal to the only eigenvector that matters
+        close(eigenvalues(A, 1, seed=seed)[0], torch.tensor([2.0], dtype=torch.float64))
 
 
 def test_spectral_density_has_the_right_moments() -> None:
@@ -195,6 +249,16 @@ def test_low_rank_is_exact(method: Any) -> None:
     A = with_spectrum(torch.cat([torch.tensor([3.0, 1.0, 0.2]), torch.zeros(37)]))
     estimate = trace(A, method=method, products=30)
     assert estimate.value.item() == pytest.approx(4.2, rel=1e-7)
+
+
+@pytest.mark.parametrize("method", ["hutchinson", "hutch++", "xtrace"])
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_traces_scale_with_the_operator(method: Any, size: float) -> None:
+    matrix = with_spectrum(torch.linspace(0.5, 2, 40)).matrix.float()
+    one, scaled = (trace(Dense(factor * matrix), method=method, products=24) for factor in (1.0, size))
+    # Float32's eps, 1.2e-7, times some hundred operations.
+    assert scaled.value.item() / size == pytest.approx(one.value.item(), rel=1e-4)
+    assert scaled.error.item() / size == pytest.approx(one.error.item(), rel=1e-2)
 
 
 @pytest.mark.parametrize("method", ["hutchinson", "hutch++", "xtrace"])

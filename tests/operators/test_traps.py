@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfs import losses as kfs_losses
 from kfs.errors import DtypeError, FlatteningError, LossError, ModelError, ShapeError
-from kfs.operators import GGN, Fisher, Hessian, Jacobian, LinearOperator, derivatives
+from kfs.operators import GGN, Fisher, Hessian, Identity, Jacobian, LinearOperator, derivatives
+from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
 from tests.operators.contract import close
 from tests.operators.problems import OPERATORS, PROBLEMS
@@ -50,6 +50,56 @@ def test_operations_without_forward_mode_fall_back() -> None:
         results.append([GGN(risk), Jacobian(risk), GGN(risk, chunk_size=1)])
     for ours, plain in zip(*results, strict=True):
         close(ours.to_dense(), plain.to_dense())
+
+
+class Detached(torch.autograd.Function):
+    """A multiple of the square whose backward pass leaves the graph; nothing arrives if the multiple is zero."""
+
+    @staticmethod
+    def forward(ctx, x, factor):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return factor * x**2
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        return 2 * ctx.factor * ctx.saved_tensors[0].detach() * g.detach(), None
+
+
+def test_backward_passes_that_leave_the_graph_are_refused() -> None:
+    X, W = torch.randn(4, 3, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
+    for factor in (1.0, 0.0):
+
+        def model(params: dict[str, Tensor], x: Tensor, factor: float = factor) -> Tensor:
+            return Detached.apply(x @ params["W"], factor)  # type: ignore[no-untyped-call, no-any-return]
+
+        risk = EmpiricalRisk(model, nn.MSELoss(), (X, X[:, :2]), params={"W": W})
+        for operator in (Jacobian(risk), Jacobian(risk, chunk_size=1), GGN(risk), GGN(risk, reuse=True, chunk_size=1)):
+            if factor == 0:
+                assert operator.to_dense().abs().max() == 0
+                continue
+            with pytest.raises(ModelError, match=r"respect to 'W' cannot be differentiated.*forward mode"):
+                operator.to_dense()
+
+
+class InnerGradient(nn.Module):
+    """Predicts a derivative of a network, as in physics-informed learning; `vmap` does not know `requires_grad_`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.net(x).sum(), x, create_graph=True)[0]
+
+
+def test_models_that_differentiate_fall_back_to_single_columns() -> None:
+    X, y = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(InnerGradient().double(), nn.MSELoss(), (X, y))
+    close(Jacobian(risk).to_dense(), Jacobian(risk).T.to_dense().T)
+    close(GGN(risk).to_dense(), GGN(risk, chunk_size=1).to_dense())
 
 
 @pytest.mark.parametrize("setting", [{"scale_grad_by_freq": True}, {"max_norm": 0.1}])
@@ -213,6 +263,26 @@ def test_bad_vectors_are_refused() -> None:
     assert hash(H.domain) == hash(Hessian(risk).domain)
 
 
+def test_bad_operands_are_refused() -> None:
+    risk, *_ = PROBLEMS[0].make()
+    H: Any = Hessian(risk)
+    single = Identity(Space(H.domain.shapes, torch.float32, H.device))
+    with pytest.raises(DtypeError, match=r"torch\.float64 and torch\.float32 cannot be added.*one dtype"):
+        H + single
+    with pytest.raises(DtypeError, match="cannot be multiplied"):
+        H @ single
+    assert H.domain != single.domain
+    for wrong in (H, "a", torch.ones(2)):
+        for call in (H.shift, lambda factor: H * factor):
+            with pytest.raises(DtypeError, match=r"scaled or shifted by a (Hessian|str|Tensor)\. Pass a number"):
+                call(wrong)
+    for call in (lambda: H + 1, lambda: H - 1):
+        with pytest.raises(DtypeError, match=r"A (int|float) cannot be added.*A\.shift\(number\)"):
+            call()
+    v = torch.ones(31, dtype=torch.float64)
+    close((torch.tensor(2.0) * H) @ v, 2 * (H @ v))
+
+
 class Constant(nn.Module):
     """A prediction in which one parameter has no influence and another one has no curvature."""
 
@@ -279,66 +349,6 @@ def test_vectors_are_not_overwritten(kind: str) -> None:
         assert torch.equal(v, copy)
         if kind in {"hessian", "ggn"}:
             close(result, 12 * v)
-
-
-class Checkpointed(nn.Module):
-    """Two layers, the first of which may be run again in the backward pass; its embedding has a padding index."""
-
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.embedding, self.head, self.reentrant = nn.Embedding(4, 3, padding_idx=0), nn.Linear(3, 2), reentrant
-
-    def inner(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.embedding(x)).sum(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self.inner(x) if self.reentrant is None else checkpoint(self.inner, x, use_reentrant=self.reentrant)
-        result: Tensor = self.head(inner)
-        return result
-
-
-def checkpointed(reentrant: bool | None, other_values: bool = False) -> EmpiricalRisk:
-    torch.manual_seed(0)
-    model = Checkpointed(reentrant).double()
-    X, y = torch.randint(4, (5, 3)), torch.randn(5, 2, dtype=torch.float64)
-    params = {name: p + 1 for name, p in model.named_parameters()} if other_values else None
-    return EmpiricalRisk(model, nn.MSELoss(), (X, y), params=params)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 4])
-@pytest.mark.parametrize("kind", [Hessian, GGN])
-def test_activation_checkpointing_changes_nothing(kind: Any, chunk_size: int) -> None:
-    plain, saving = checkpointed(None), checkpointed(False)
-    close(saving.gradient()["embedding.weight"], plain.gradient()["embedding.weight"])
-    close(kind(saving, chunk_size=chunk_size).to_dense(), kind(plain).to_dense())
-    close(
-        (Jacobian(saving, chunk_size=chunk_size).T @ torch.ones(10).double()),
-        Jacobian(plain).T @ torch.ones(10).double(),
-    )
-
-
-def test_checkpoints_that_would_go_wrong_are_refused() -> None:
-    for operation in (EmpiricalRisk.gradient, lambda risk: GGN(risk).to_dense(), lambda risk: Hessian(risk).to_dense()):
-        with pytest.raises(ModelError, match=r"reentrant.*use_reentrant=False"):
-            operation(checkpointed(True))
-        with pytest.raises(ModelError, match=r"instead of the values given.*Switch it off"):
-            operation(checkpointed(False, other_values=True))
-    with pytest.raises(RuntimeError, match="something else"), checkpointed(None, other_values=True).untouched():
-        raise RuntimeError("something else")
-    close(
-        checkpointed(None, other_values=True).gradient()["head.bias"], checkpointed(None, True).gradient()["head.bias"]
-    )
-
-
-def test_operations_without_second_derivative_are_explained() -> None:
-    model = nn.Sequential(nn.EmbeddingBag(4, 3), nn.Linear(3, 2)).double()
-    data = (torch.randint(4, (5, 3)), torch.randn(5, 2, dtype=torch.float64))
-    risk = EmpiricalRisk(model, nn.MSELoss(), data)
-    for operator in (Hessian(risk), GGN(risk), Jacobian(risk)):
-        with pytest.raises(ModelError, match=r"PyTorch cannot differentiate.*params="):
-            operator @ torch.ones(operator.shape[1], dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="something else"), derivatives.explained():
-        raise RuntimeError("something else")
 
 
 def test_chunks_fit_into_memory() -> None:

@@ -29,7 +29,14 @@ def multi_head_attention(capture: Capture, func: Any, query: Any, *args: Any, **
 
 
 def scaled_dot_product(
-    capture: Capture, func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+    capture: Capture,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Attend with a learned bias, such as T5's, that is the same for all data."""
     learned = [t for t in (query, key, value) if capture.sources.find(t) is not None]

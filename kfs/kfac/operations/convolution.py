@@ -70,9 +70,7 @@ def transposed_convolution(
     if view is None or view.rows != (0, len(weight)):
         return NotImplemented
     kernel, step, spread = tuple(weight.shape[2:]), _each(stride, dims), _each(dilation, dims)
-    sparse = input.new_zeros(
-        *input.shape[:2], *((n - 1) * s + 1 for n, s in zip(input.shape[2:], step, strict=True))
-    )
+    sparse = input.new_zeros(*input.shape[:2], *((n - 1) * s + 1 for n, s in zip(input.shape[2:], step, strict=True)))
     sparse[(..., *(slice(None, None, s) for s in step))] = input.detach()
     # The kernel is mirrored; mirroring the image instead changes the order of positions only.
     sparse = sparse.flip(*range(2, dims + 2))

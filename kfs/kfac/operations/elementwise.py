@@ -39,7 +39,11 @@ def repeat(capture: Capture, func: Any, t: Tensor, *sizes: Any) -> Any:
     """Repeat along axes of length one, which is the same as expanding."""
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     aligned = [1] * (len(sizes) - t.ndim) + list(t.shape)
-    if capture.num_data not in sizes or not is_followable(capture, t) or any(n > 1 and k > 1 for n, k in zip(aligned, sizes, strict=True)):
+    if (
+        capture.num_data not in sizes
+        or not is_followable(capture, t)
+        or any(n > 1 and k > 1 for n, k in zip(aligned, sizes, strict=True))
+    ):
         return NotImplemented
     shape = torch.Size([n * k for n, k in zip(aligned, sizes, strict=True)])
     return follow(capture, t, shape, "repeat").clone()
@@ -48,7 +52,11 @@ def repeat(capture: Capture, func: Any, t: Tensor, *sizes: Any) -> Any:
 def copied(capture: Capture, func: Any, t: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Copy a parameter, perhaps into another precision, and follow the copy."""
     result, source = func(t, *args, **kwargs), capture.sources.find(t)
-    if not isinstance(result, Tensor) or source is None or result.untyped_storage().data_ptr() == t.untyped_storage().data_ptr():
+    if (
+        not isinstance(result, Tensor)
+        or source is None
+        or result.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
+    ):
         return result
     if source.collect is None:
         view = capture.sources.view(t)

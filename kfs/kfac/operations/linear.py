@@ -63,13 +63,21 @@ def einsum(capture: Capture, func: Any, equation: Any, *operands: Any) -> Any:
     into, out = [c for c in w if c in x], [c for c in w if c not in x]
     rest = [c for c in x if c not in into]
     simple = len(set(w)) == len(w) and len(set(x)) == len(x) and len(set(result)) == len(result)
-    if not simple or not into or not out or set(result) != {*rest, *out} or list(w) not in ([*into, *out], [*out, *into]):
+    if (
+        not simple
+        or not into
+        or not out
+        or set(result) != {*rest, *out}
+        or list(w) not in ([*into, *out], [*out, *into])
+    ):
         return NotImplemented
     view = capture.sources.view(weight)
     if view is None or view.transposed or capture.constant(vectors):
         return NotImplemented
     order = tuple(w.index(c) for c in (*out, *into))
-    layout, side = capture.uses.place(Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, order, len(out)))
+    layout, side = capture.uses.place(
+        Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, order, len(out))
+    )
 
     def features_last(t: Tensor, axes: str, features: list[str], first: int) -> Tensor:
         permuted = t.permute(*range(first), *(first + axes.index(c) for c in (*rest, *features)))
@@ -128,9 +136,7 @@ def record_bias(capture: Capture, out: Tensor, bias: Tensor | None, read: Read, 
     return record_vector(capture, out, "bias", view, features_last, features_last)
 
 
-def record_vector(
-    capture: Capture, out: Tensor, operation: str, view: View, read: Read, features_last: Read
-) -> Tensor:
+def record_vector(capture: Capture, out: Tensor, operation: str, view: View, read: Read, features_last: Read) -> Tensor:
     """Take note of a use of a vector that is added to, or scales, the output's features.
 
     Args:

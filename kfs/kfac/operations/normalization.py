@@ -14,7 +14,13 @@ from kfs.kfac.operations.linear import record_vector
 
 
 def layer_norm(
-    capture: Capture, func: Any, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5  # noqa: A002
+    capture: Capture,
+    func: Any,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,  # noqa: A002
 ) -> Any:
     """Normalise over the last axes, then scale and shift."""
     out = func(input, normalized_shape, weight, bias, eps)
@@ -23,7 +29,12 @@ def layer_norm(
 
 
 def rms_norm(
-    capture: Capture, func: Any, input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None  # noqa: A002
+    capture: Capture,
+    func: Any,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Any = None,
+    eps: float | None = None,  # noqa: A002
 ) -> Any:
     """Divide by the root mean square over the last axes, then scale."""
     out = func(input, normalized_shape, weight, eps)
@@ -32,7 +43,13 @@ def rms_norm(
 
 
 def group_norm(
-    capture: Capture, func: Any, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5  # noqa: A002
+    capture: Capture,
+    func: Any,
+    input: Tensor,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,  # noqa: A002
 ) -> Any:
     """Normalise groups of channels, then scale and shift channels."""
     out = func(input, num_groups, weight, bias, eps)

@@ -42,7 +42,9 @@ def rnn_relu(capture: Capture, func: Any, x: Tensor, *args: Any) -> Any:
 def _cell(step: Step, states: int) -> Callable[..., Any]:
     """Return the rule for one time of a recurrent network."""
 
-    def cell(capture: Capture, func: Any, x: Tensor, h: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None) -> Any:
+    def cell(
+        capture: Capture, func: Any, x: Tensor, h: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+    ) -> Any:
         with capture:
             state = step(F.linear(x, w_ih, b_ih), *_recur(tuple(h) if states == 2 else (h,), w_hh, b_hh))
         return state if states == 2 else state[0]
@@ -80,7 +82,8 @@ def _network(capture: Capture, x: Tensor, args: tuple[Any, ...], step: Step, sta
     """Run all layers and directions."""
     if isinstance(args[-1], bool) is False or len(args) != 8:
         raise ModelError(
-            "A recurrent network is called with a packed sequence.", "Pass padded sequences, or leave it out with params=."
+            "A recurrent network is called with a packed sequence.",
+            "Pass padded sequences, or leave it out with params=.",
         )
     hx, weights, has_bias, layers, _, _, both, batch_first = args
     initial = tuple(h.view_as(h) for h in (hx if states == 2 else (hx,)))  # made of zeros, but they have a batch axis

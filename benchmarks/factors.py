@@ -1,0 +1,171 @@
+"""Cost of Kronecker factors in units of forward+backward over the same data: ours, and curvlinops' if installed.
+
+One run measures everything in turn. `python -m benchmarks.factors` runs MLP, CNN and GPT on one CPU thread;
+`python -m benchmarks.factors cuda` adds the encoder of a ViT-B/16, in float32, with TF32, and under bf16 autocast. The FLOP column
+counts what our matrix products and convolutions do, relative to those of forward+backward. Memory is the peak above what
+was there before, relative to that of forward+backward, with our factors taken off.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import CrossEntropyLoss
+from torch.utils.flop_counter import FlopCounterMode, addmm_flop, baddbmm_flop
+
+from benchmarks.factor_problems import Batches, factor_problems, vit
+from benchmarks.report import RESULTS, Row, medians, write
+from kfs import KFAC, EmpiricalRisk
+
+REPEATS = 5
+TASKS: dict[str, dict[str, Any]] = {
+    "mc expand": {"fisher": "mc", "sharing": "expand"},
+    "mc reduce": {"fisher": "mc", "sharing": "reduce"},
+    "empirical expand": {"fisher": "empirical", "sharing": "expand"},
+    "type-2 expand": {"fisher": "type-2", "sharing": "expand"},
+}
+_OURS_IN_PLACE = {torch.ops.aten.addmm_: addmm_flop, torch.ops.aten.baddbmm_: baddbmm_flop}
+
+
+def curvlinops_factors(problem: Batches, fisher: str, sharing: str) -> Callable[[], object] | None:
+    """Return a program that computes curvlinops' factors; nothing if it is not installed or does not support this."""
+    try:
+        from curvlinops import FisherType, KFACLinearOperator, KFACType  # noqa: PLC0415 (a peer, not a dependency)
+    except ImportError:
+        return None
+    kinds = {"mc": FisherType.MC, "empirical": FisherType.EMPIRICAL, "type-2": FisherType.TYPE2}
+    sharings = {"expand": KFACType.EXPAND, "reduce": KFACType.REDUCE}
+    layers = [m for m in problem.model.modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))]
+    params = [p for layer in layers for p in layer.parameters()]  # others have no factors there
+
+    def compute() -> None:
+        operator = KFACLinearOperator(
+            problem.model,
+            CrossEntropyLoss(),
+            params,
+            problem.data,
+            check_deterministic=False,
+            fisher_type=kinds[fisher],
+            kfac_approx=sharings[sharing],
+            separate_weight_and_bias=False,
+            num_per_example_loss_terms=problem.terms,
+            num_data=sum(len(X) for X, _ in problem.data),
+        )
+        operator.compute_kronecker_factors() if hasattr(
+            operator, "compute_kronecker_factors"
+        ) else operator._compute_kfac()
+
+    return compute
+
+
+def forward_backward(problem: Batches) -> None:
+    """Compute a plain gradient over all batches."""
+    loss = CrossEntropyLoss()
+    for X, y in problem.data:
+        loss(problem.model(X), y).backward()
+    problem.model.zero_grad()
+
+
+def kfs_factors(problem: Batches, **settings: Any) -> KFAC:
+    """Compute our factors."""
+    return KFAC(EmpiricalRisk(problem.model, CrossEntropyLoss(), problem.data), **settings)
+
+
+def tasks(problem: Batches) -> dict[str, dict[str, Any]]:
+    """Return what is measured on a problem; with a column per class and position, type-2 is no task for the GPT."""
+    return {name: setting for name, setting in TASKS.items() if name != "type-2 expand" or problem.few_columns}
+
+
+def programs(problem: Batches) -> dict[tuple[str, str], Callable[[], object]]:
+    """Return everything that is measured on a problem."""
+    found: dict[tuple[str, str], Callable[[], object]] = {
+        ("forward+backward", "torch"): partial(forward_backward, problem)
+    }
+    for name, setting in tasks(problem).items():
+        found[name, "kfs"] = partial(kfs_factors, problem, **setting)
+        peer = curvlinops_factors(problem, **setting)
+        if peer is not None and problem.autocast is None:
+            found[name, "curvlinops"] = peer
+    return found
+
+
+def flops(program: Callable[[], object]) -> float:
+    """Count the FLOPs of matrix products and convolutions."""
+    with FlopCounterMode(display=False, custom_mapping=_OURS_IN_PLACE) as counter:
+        program()
+    return counter.get_total_flops()
+
+
+def peak_memory(program: Callable[[], object]) -> float | None:
+    """Return how far memory rises while a program runs, in bytes; nothing where that cannot be measured."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        program()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not clear.exists():
+        return None
+    clear.write_text("5", encoding="utf-8")  # resets the high-water mark
+    before = _kilobytes(status, "VmHWM")
+    program()
+    return 1024 * (_kilobytes(status, "VmHWM") - before)
+
+
+def _kilobytes(status: Path, key: str) -> int:
+    line = next(line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith(key))
+    return int(line.split()[1])
+
+
+@contextmanager
+def mode(problem: Batches) -> Iterator[None]:
+    """Run in a problem's precision."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = problem.tf32
+    with torch.autocast("cuda", problem.autocast) if problem.autocast is not None else nullcontext():
+        yield
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def measure(chosen: list[Batches], repeats: int = REPEATS) -> list[Row]:
+    """Time all programs on the problems."""
+    rows = []
+    for problem in chosen:
+        with mode(problem):
+            found = programs(problem)
+            seconds = medians(found, repeats, problem.name)
+            unit = "forward+backward", "torch"
+            memory = {key: peak_memory(program) for key, program in found.items()}
+            counts = {key: flops(program) for key, program in found.items() if key[1] != "curvlinops"}
+            for key, value in seconds.items():
+                factors = 0
+                if key[1] == "kfs":
+                    K = kfs_factors(problem, **TASKS[key[0]])
+                    factors = sum(block.nbytes for block in K.blocks.values())
+                ratio = None if not memory[unit] or memory[key] is None else (memory[key] - factors) / memory[unit]
+                flop_ratio = counts[key] / counts[unit] if key in counts else None
+                rows.append(Row(problem.name, *key, value, value / seconds[unit], flop_ratio, ratio))
+    return rows
+
+
+def main(results: Path = RESULTS, repeats: int = REPEATS, scale: int = 1, device: str = "cpu") -> None:
+    """Measure on a device, and write table, JSON and plot."""
+    threads = torch.get_num_threads()
+    chosen = factor_problems(scale, device)
+    if device == "cuda":
+        chosen += vit(scale)
+    else:
+        torch.set_num_threads(1)
+    try:
+        write(measure(chosen, repeats), "factors", {"repeats": repeats, "device": device}, results)
+    finally:
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    main(device=sys.argv[1] if len(sys.argv) > 1 else "cpu")

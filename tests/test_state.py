@@ -1,0 +1,58 @@
+"""Models that change their input, or whose weights are cached, are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs.errors import ModelError
+from kfs.operators import GGN, Hessian, Jacobian
+from kfs.risk import EmpiricalRisk
+
+
+class InPlace(nn.Module):
+    """Shifts its input in place, or a copy of it."""
+
+    def __init__(self, copy: bool) -> None:
+        super().__init__()
+        self.layer, self.copy = nn.Linear(3, 2), copy
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone() if self.copy else x
+        x -= 0.1
+        result: Tensor = self.layer(x)
+        return result
+
+
+def test_models_that_change_their_input_are_refused() -> None:
+    X, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(InPlace(copy=False).double(), nn.MSELoss(), (X, y))
+    calls: list[Any] = [risk.value, risk.gradient, lambda: Jacobian(risk)]
+    calls += [kind(risk, chunk_size=size).to_dense for kind in (GGN, Hessian) for size in (1, 4)]
+    for call in calls:
+        with pytest.raises(ModelError, match=r"changed its input in place.*clone its input"):
+            call()
+    layers = EmpiricalRisk(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)).double(), nn.MSELoss(), ((X,), y))
+    with pytest.raises(ModelError, match="changed its input"):
+        layers.value()
+
+
+def test_models_may_change_copies_and_inputs_may_be_inference_tensors() -> None:
+    with torch.inference_mode():
+        X = torch.randn(5, 3, dtype=torch.float64)
+    model, y = InPlace(copy=True).double(), torch.randn(5, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(model, nn.MSELoss(), (X, y))
+    assert risk.value() == pytest.approx(nn.MSELoss()(model.layer(X - 0.1), y).item())
+
+
+def test_cached_parametrizations_are_refused() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), nn.Tanh()).double()
+    plain = nn.Linear(3, 2).double()
+    data = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(model, nn.MSELoss(), data)
+    with nn.utils.parametrize.cached():
+        with pytest.raises(ModelError, match=r"'0'.*cached\(\) is active.*Leave parametrize\.cached\(\) first"):
+            risk.gradient()
+        EmpiricalRisk(plain, nn.MSELoss(), data).gradient()
+    risk.gradient()
