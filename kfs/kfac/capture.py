@@ -27,30 +27,42 @@ from kfs.kfac.views import Source, Sources
 Read = Callable[[Tensor], Tensor]
 
 
+# Takes the gradients of some columns, [columns, *shape of the output].
+Receiver = Callable[[Tensor], None]
+
+
 class Tap(torch.autograd.Function):
     """The identity, with a backward pass that shows gradients to a receiver."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, handle: Tensor, receive: Callable[[Tensor], None], in_place: bool) -> Tensor:
-        """Return `z`, marked as changed, so that operations in place may follow; or a view of it."""
-        ctx.receive = receive
+    def forward(  # noqa: D102 (returns z, marked as changed, so that operations in place may follow; or a view of it)
+        ctx: Any,
+        z: Tensor,
+        handle: Tensor,  # noqa: ARG004 (gives the graph an edge)
+        capture: "Capture",
+        receive: Receiver,
+        in_place: bool,
+    ) -> Tensor:
+        ctx.capture, ctx.receive = capture, receive
         if not in_place:
             return z.view_as(z)
         ctx.mark_dirty(z)
         return z
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
         """Show the gradients; nothing needs to be computed for the second input."""
         Show.apply(g, ctx.receive)
-        return g, g.new_empty(0), None, None
+        if not ctx.capture.keep_graph:
+            ctx.receive = None  # it may hold activations
+        return g, g.new_empty(0), None, None, None
 
 
 class Show(torch.autograd.Function):
     """Passes gradients to a receiver: `[columns, ...]`, also if columns are sent back together by `vmap`."""
 
     @staticmethod
-    def forward(g: Tensor, receive: Callable[[Tensor], None]) -> Tensor:
+    def forward(g: Tensor, receive: Receiver) -> Tensor:
         """Show one column."""
         receive(g.unsqueeze(0))
         return g.new_empty(0)
@@ -60,7 +72,7 @@ class Show(torch.autograd.Function):
         """Keep nothing."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, g: Tensor, receive: Callable[[Tensor], None]) -> tuple[Tensor, None]:
+    def vmap(info: Any, in_dims: Any, g: Tensor, receive: Receiver) -> tuple[Tensor, None]:
         """Show all columns."""
         receive(g.movedim(in_dims[0], 0))
         return g.new_empty(0), None
@@ -81,6 +93,7 @@ class Capture(TorchFunctionMode):
 
     Attributes:
         handles: The taps' zero-size inputs.
+        keep_graph: Whether further backward passes will follow.
         unexplained: `(parameter, operation)` of uses that no rule explains and that influence the predictions. It is filled
             in by the backward pass.
     """
@@ -101,6 +114,7 @@ class Capture(TorchFunctionMode):
         self.num_data, self.uses, self.batch_axis = num_data, uses, batch_axis
         self.rules, self.otherwise = rules, otherwise
         self.handles: list[Tensor] = []
+        self.keep_graph = True
         self.unexplained: set[tuple[str, str]] = set()
         self._constants = {id(t) for t in (*params.values(), *constants)}
         self._virtual: list[tuple[Callable[[Tensor], None], list[Tensor]]] = []
@@ -122,11 +136,11 @@ class Capture(TorchFunctionMode):
         self._note_constants(func, inputs, args, result)
         return result
 
-    def tap(self, z: Tensor, receive: Callable[[Tensor], None], in_place: bool = True) -> Tensor:
+    def tap(self, z: Tensor, receive: Receiver, in_place: bool = True) -> Tensor:
         """Return `z` such that gradients with respect to it are shown to a receiver."""
         handle = torch.empty(0, dtype=z.dtype, device=z.device, requires_grad=True)
         self.handles.append(handle)
-        result: Tensor = Tap.apply(z, handle, receive, in_place)
+        result: Tensor = Tap.apply(z, handle, self, receive, in_place)
         return result
 
     def record(

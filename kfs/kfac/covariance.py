@@ -27,7 +27,7 @@ def add_gram(total: Tensor, x: Tensor) -> None:
         return
     num_data, positions, size = x.shape
     features_first = x.stride(1) == 1 and x.stride(2) != 1
-    if features_first and positions >= 4 * size and x.dtype == total.dtype:
+    if features_first and num_data > 1 and positions >= 4 * size and x.dtype == total.dtype:
         total += torch.bmm(x.transpose(1, 2), x).sum(0)  # no copy, and small results
         return
     if features_first:

@@ -3,7 +3,7 @@ r"""The inputs of convolutions: patches, whose covariance rarely needs them to b
 The patch covariance has a block for every two kernel offsets $a, b$: the sum over output positions $p$ of
 $x_{p+a} x_{p+b}^\top$. At stride one, $q = p + a$ runs over the whole image except for a few rows and columns at its
 border, so the block is the image's autocorrelation at the shift $b - a$, minus border strips. A 3x3 kernel has 45 blocks but
-only 13 shifts. In an image that is stored row by row with zeros between rows, a shift is an offset in memory, so that no
+only 13 shifts. In images that are stored row by row with zeros between rows, a shift is an offset in memory, so that no
 autocorrelation needs a copy. Strided convolutions write their patches down, a few data at a time.
 """
 
@@ -107,38 +107,43 @@ class Patches(Input):
         return [(low, high) for low, high in ((0, start), (stop, self.spatial[axis])) if high > low]
 
     def _vectors(self, x: Tensor) -> Tensor:
-        """Write patches down, `[N, P, C * kernel]` (or `[N, P, G, C * kernel]`)."""
-        dims = len(self.kernel)
+        """Write patches down, `[1, P, C * kernel]` (or `[1, P, G, C * kernel]`): positions are next to each other in memory."""
         flat = [side for pad in reversed(self.padding) for side in pad]
-        x = torch.nn.functional.pad(x, flat)
-        for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True), start=2):
-            x = x.unfold(axis, (k - 1) * d + 1, s)[..., ::d]
-        x = x.movedim(1, dims + 1)  # [N, *out, C, *kernel]
-        x = x.reshape(len(x), prod(self.out), self.groups, self.size)
-        return x if self.groups > 1 else x.squeeze(2)
+        x = torch.nn.functional.pad(x, flat).transpose(0, 1)
+        patches = x.new_empty(x.shape[0], prod(self.kernel), x.shape[1], *self.out)
+        for place, offset in enumerate(product(*map(range, self.kernel))):
+            window = [
+                slice(i * d, i * d + (n - 1) * s + 1, s)
+                for i, d, n, s in zip(offset, self.dilation, self.out, self.stride, strict=True)
+            ]
+            patches[:, place] = x[(slice(None), slice(None), *window)]
+        patches = patches.reshape(self.groups, self.size, -1).permute(2, 0, 1).unsqueeze(0)
+        return patches if self.groups > 1 else patches.squeeze(2)
 
     def _shifts_pay(self) -> bool:
         """Whether autocorrelations need fewer operations than patches do."""
         if self.groups > 1 or any(s != 1 for s in self.stride):
             return False
-        frame = prod(n + d * (k - 1) for n, k, d in zip(self.spatial, self.kernel, self.dilation, strict=True))
+        gaps = [0, *(d * (k - 1) for k, d in zip(self.kernel[1:], self.dilation[1:], strict=True))]
+        frame = prod(n + gap for n, gap in zip(self.spatial, gaps, strict=True))
         shifts = (prod(2 * k - 1 for k in self.kernel) + 1) / 2
         blocks = prod(self.kernel) * (prod(self.kernel) + 1) / 2
         return shifts * frame < 0.9 * blocks * prod(self.out)
 
     def _add_by_shifts(self, total: Tensor) -> None:
         """Add the patch covariance `[C * kernel, C * kernel]` from autocorrelations and border strips."""
-        gaps = [d * (k - 1) for k, d in zip(self.kernel, self.dilation, strict=True)]
-        frame = self.x.new_zeros(
-            self.channels, len(self.x), *(n + gap for n, gap in zip(self.spatial, gaps, strict=True))
-        ).to(total.dtype)
-        image = frame[(slice(None), slice(None), *(slice(n) for n in self.spatial))]
+        # The first axis needs no gap: what is shifted beyond its end is cut off, if it is the slowest one.
+        first, *others = self.spatial
+        gaps = [d * (k - 1) for k, d in zip(self.kernel[1:], self.dilation[1:], strict=True)]
+        widths = [n + gap for n, gap in zip(others, gaps, strict=True)]
+        frame = self.x.new_zeros(self.channels, first, len(self.x), *widths, dtype=total.dtype)
+        image = frame[(..., *(slice(n) for n in others))].movedim(1, 2)  # [C, N, *spatial]
         image.copy_(self.x.transpose(0, 1))
-        flat, strides = frame.flatten(1), frame.stride()[2:]
+        flat, strides = frame.flatten(1), image.stride()[2:]
 
         @cache
         def autocorrelation(shift: tuple[int, ...]) -> Tensor:
-            offset = sum(map(prod, zip(shift, strides, strict=True)))
+            offset = min(sum(map(prod, zip(shift, strides, strict=True))), flat.shape[1])
             return flat[:, : flat.shape[1] - offset] @ flat[:, offset:].T
 
         @cache

@@ -95,7 +95,7 @@ def backward(f: Tensor, capture: Capture, vectors: Tensor, keep_graph: bool = Fa
     """Send vectors `[columns, *f.shape]` back to all taps, which take note of what arrives."""
     if not f.requires_grad or not capture.handles:  # no parameter was used
         return
-    together = len(vectors) > 1
+    together, capture.keep_graph = len(vectors) > 1, keep_graph
     torch.autograd.grad(
         f,
         capture.handles,
