@@ -72,7 +72,7 @@ class ExactDerivatives(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
         kwargs = kwargs or {}
         if not torch.is_grad_enabled():
-            _refuse_reentrant_checkpoint()
+            refuse_reentrant_checkpoint()
         if func is F.embedding:
             return _embedding(*args, **kwargs)
         if func is torch._weight_norm:
@@ -84,22 +84,28 @@ def _embedding(*args: Any, **kwargs: Any) -> Any:
     call = inspect.signature(F.embedding).bind(*args, **kwargs)
     call.apply_defaults()
     index, weight, padding = (call.arguments[name] for name in ("input", "weight", "padding_idx"))
-    if call.arguments["scale_grad_by_freq"] or call.arguments["max_norm"] is not None:
-        raise ModelError(
-            "An embedding has scale_grad_by_freq or max_norm: it changes its gradient or its weight.",
-            "Switch both off.",
-        )
+    refuse_changing_embedding(call.arguments["max_norm"], call.arguments["scale_grad_by_freq"])
     if padding is None or forward_ad.unpack_dual(weight).tangent is None:
         return F.embedding(index, weight, padding)
     moves = (index != padding % len(weight)).unsqueeze(-1)
     return torch.where(moves, F.embedding(index, weight), F.embedding(index, weight.detach()))
 
 
+def refuse_changing_embedding(max_norm: float | None, scale_grad_by_freq: bool) -> None:
+    """Refuse an embedding whose gradient or weight is not what it seems to be."""
+    if scale_grad_by_freq or max_norm is not None:
+        raise ModelError(
+            "An embedding has scale_grad_by_freq or max_norm: it changes its gradient or its weight.",
+            "Switch both off.",
+        )
+
+
 def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-def _refuse_reentrant_checkpoint() -> None:
+def refuse_reentrant_checkpoint() -> None:
+    """Refuse to run inside of a checkpoint that hides parameters from `torch.autograd.grad`."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back  # type: ignore[assignment]

@@ -232,7 +232,8 @@ class EmpiricalRisk:
         """Run the model such that random state and buffers are as before, and that every derivative exists.
 
         Args:
-            first_order: Whether plain gradients are all that is needed, so that the fastest attention kernels will do.
+            first_order: Whether the model is run at `params` as they are, for plain gradients with respect to its
+                activations. Then no operation needs a replacement.
 
         Raises:
             ModelError: If the model is in a training mode that matters, or changed a buffer.
@@ -244,15 +245,15 @@ class EmpiricalRisk:
         with (
             restored(self.model, self.device),
             nullcontext() if first_order else sdpa_kernel(SDPBackend.MATH),
-            ExactDerivatives(),
-            nullcontext() if self._at_own_params() else no_hooks_on_saved_tensors(),
+            nullcontext() if first_order else ExactDerivatives(),
+            nullcontext() if self._at_own_params(first_order) else no_hooks_on_saved_tensors(),
         ):
             yield
 
-    def _at_own_params(self) -> bool:
-        """Whether parameters are the model's own tensors as it uses them: not other values, and not frozen."""
+    def _at_own_params(self, frozen: bool) -> bool:
+        """Whether parameters are the model's own tensors as it uses them: not other values, and (if asked) not frozen."""
         own = dict(self.model.named_parameters()) if isinstance(self.model, nn.Module) else None
-        return own is None or all(p is own[name] and p.requires_grad for name, p in self.params.items())
+        return own is None or all(p is own[n] and (frozen or p.requires_grad) for n, p in self.params.items())
 
     def _check_count(self, num_data: int, count: float) -> None:
         """Remember what one pass over the data counted, and refuse data that are empty or have changed."""

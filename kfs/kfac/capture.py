@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kfs.errors import DataError
+from kfs.exact_derivatives import refuse_reentrant_checkpoint
 from kfs.kfac.blocks import Layout, Side
 from kfs.kfac.inputs import Input
 from kfs.kfac.uses import Uses
@@ -52,19 +53,21 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
         """Show the gradients; nothing needs to be computed for the second input."""
-        Show.apply(g, ctx.receive)
+        if ctx.capture.together:
+            Show.apply(g, ctx.receive)
+        else:
+            ctx.receive(g.unsqueeze(0))
         if not ctx.capture.keep_graph:
             ctx.receive = None  # it may hold activations
         return g, g.new_empty(0), None, None, None
 
 
 class Show(torch.autograd.Function):
-    """Passes gradients to a receiver: `[columns, ...]`, also if columns are sent back together by `vmap`."""
+    """Passes gradients of columns that are sent back together, by `vmap`, to a receiver: `[columns, ...]`."""
 
     @staticmethod
-    def forward(g: Tensor, receive: Receiver) -> Tensor:
-        """Show one column."""
-        receive(g.unsqueeze(0))
+    def forward(g: Tensor, receive: Receiver) -> Tensor:  # noqa: ARG004 (columns do not differ here, so that g is zero)
+        """Show nothing."""
         return g.new_empty(0)
 
     @staticmethod
@@ -94,6 +97,7 @@ class Capture(TorchFunctionMode):
     Attributes:
         handles: The taps' zero-size inputs.
         keep_graph: Whether further backward passes will follow.
+        together: Whether a backward pass is for several columns, by `vmap`.
         unexplained: `(parameter, operation)` of uses that no rule explains and that influence the predictions. It is filled
             in by the backward pass.
     """
@@ -114,7 +118,7 @@ class Capture(TorchFunctionMode):
         self.num_data, self.uses, self.batch_axis = num_data, uses, batch_axis
         self.rules, self.otherwise = rules, otherwise
         self.handles: list[Tensor] = []
-        self.keep_graph = True
+        self.keep_graph, self.together = True, False
         self.unexplained: set[tuple[str, str]] = set()
         self._constants = {id(t) for t in (*params.values(), *constants)}
         self._virtual: list[tuple[Callable[[Tensor], None], list[Tensor]]] = []
@@ -123,6 +127,7 @@ class Capture(TorchFunctionMode):
         """Run an operation, by a rule if it has one and uses a tracked parameter."""
         kwargs = kwargs or {}
         if not torch.is_grad_enabled():  # what has no gradient is constant
+            refuse_reentrant_checkpoint()
             return func(*args, **kwargs)
         inputs = tensors_of((*args, *kwargs.values()))
         result = NotImplemented

@@ -8,8 +8,8 @@ Inputs in half precision are multiplied as they are, with results in float32 whe
 import torch
 from torch import Tensor
 
-# Up to which number of columns one product is faster than strips, and how wide strips are; measured.
-_STRIPS = {"cpu": (128, 96), "cuda": (2048, 1024)}
+# Up to which number of columns one product is faster than strips, and how wide strips are: `benchmarks/gram.py` measures it.
+_STRIPS = {"cpu": (128, 96), "cuda": (512, 256), "cuda half": (1536, 768)}
 _HALF = {torch.float16, torch.bfloat16}
 
 
@@ -34,7 +34,7 @@ def add_gram(total: Tensor, x: Tensor) -> None:
         x = x.permute(2, 0, 1).reshape(size, num_data * positions).T  # copies along contiguous memory
     else:
         x = x.reshape(num_data * positions, size)
-    for start, stop in _strips(size, x.device.type):
+    for start, stop in _strips(size, x):
         _add_product(total[start:stop, start:], x[:, start:stop].T, x[:, start:])
 
 
@@ -45,13 +45,18 @@ def add_squares(total: Tensor, x: Tensor) -> None:
 
 def mirror(total: Tensor) -> None:
     """Fill in what is below the diagonal of `[D, D]`, in place, after all products have been added."""
-    for start, stop in _strips(len(total), total.device.type):
+    if total.device.type != "cpu":  # few large operations are faster there
+        total.triu_()
+        total += total.triu(1).T
+        return
+    for start, stop in _strips(len(total), total):
         total[stop:, start:stop] = total[start:stop, stop:].T
 
 
-def _strips(size: int, device: str) -> list[tuple[int, int]]:
+def _strips(size: int, x: Tensor) -> list[tuple[int, int]]:
     """Return first and one behind the last row of every strip; a single one if that is faster."""
-    most, width = _STRIPS.get(device, (size, size))
+    kind = x.device.type + (" half" if x.device.type == "cuda" and x.dtype in _HALF else "")
+    most, width = _STRIPS.get(kind, (size, size))
     width = size if size <= most else width
     return [(start, min(start + width, size)) for start in range(0, size, width)]
 

@@ -198,14 +198,15 @@ def _computed(risk: EmpiricalRisk, settings: Settings) -> tuple[list[Block], Res
         result = kfac(risk, replace(settings, columns_at_once=1))  # an operation that vmap does not know
     if result.num_data == 0:
         raise DataError("The data set is empty.", "Pass at least one batch with at least one datum.")
-    bad = {name for name in result.uncovered}
+    bad = set(result.uncovered)
     blocks = [block for block in result.blocks if not bad & set(block.layout.params)]
-    lost = [n for block in result.blocks if block not in blocks for n in block.layout.params if n not in bad]
+    kept = {name for block in blocks for name in block.layout.params}
+    lost = [name for name in risk.params if name not in kept and name not in bad]
     uncovered = result.uncovered | dict.fromkeys(lost, "it shares a block with one that is not covered")
     if uncovered and settings.uncovered == "error":
         raise not_covered(uncovered)
-    for block in blocks:
-        _check_finite(block)
+    if blocks:
+        _check_finite(blocks)
     if uncovered and settings.uncovered == "diagonal":
         blocks += _diagonal_blocks(risk, list(uncovered), settings)
     if not blocks:
@@ -237,12 +238,18 @@ def _diagonal_blocks(risk: EmpiricalRisk, names: Iterable[str], settings: Settin
     return blocks
 
 
-def _check_finite(block: Block) -> None:
-    """Refuse NaN and infinity."""
-    for pair in block.pairs.values():
-        for what, moment in (("inputs", pair.input), ("gradients", pair.gradient)):
-            if not bool(moment.total.sum().isfinite()):
-                raise DataError(
-                    f"The {what} of block {block.name!r} are not finite.",
-                    "Look for NaN or infinity in the data, the parameters or the loss.",
-                )
+def _check_finite(blocks: list[Block]) -> None:
+    """Refuse NaN and infinity; the device is asked once."""
+    moments = [
+        (block.name, what, moment)
+        for block in blocks
+        for pair in block.pairs.values()
+        for what, moment in (("inputs", pair.input), ("gradients", pair.gradient))
+    ]
+    finite = torch.stack([moment.total.sum().double() for _, _, moment in moments]).isfinite().tolist()
+    for (name, what, _), fine in zip(moments, finite, strict=True):
+        if not fine:
+            raise DataError(
+                f"The {what} of block {name!r} are not finite.",
+                "Look for NaN or infinity in the data, the parameters or the loss.",
+            )

@@ -10,11 +10,14 @@ What is specific lives elsewhere: `backpropagated_vectors` for the curvature mat
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 from torch.nn import Module
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.data import Batch
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors
@@ -56,8 +59,10 @@ def kfac(risk: EmpiricalRisk, settings: Settings) -> Result:
     """
     uses, num_data, count = Uses(settings), 0, 0.0
     unexplained: set[tuple[str, str]] = set()
-    at_once = settings.columns_at_once or (8 if risk.device.type == "cuda" else 1)
-    with risk.untouched(first_order=at_once == 1), torch.enable_grad():
+    at_once = columns_at_once(risk, settings)
+    # vmap does not know the faster attention kernels.
+    attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
+    with risk.untouched(first_order=True), attention, torch.enable_grad():
         for batch in risk.batches("KFAC"):
             # Step 1: forward pass. Step 2: input-based factors, on the way.
             f, capture = forward(risk, batch, uses)
@@ -82,6 +87,13 @@ def kfac(risk: EmpiricalRisk, settings: Settings) -> Result:
     return Result(list(uses.blocks.values()), num_data, count, _uncovered(risk, uses, unexplained))
 
 
+def columns_at_once(risk: EmpiricalRisk, settings: Settings) -> int:
+    """Return how many vectors to send back together: what was asked for, or what keeps a GPU busy."""
+    if settings.fisher in {"empirical", "forward-only"} or (settings.fisher == "mc" and settings.mc_samples == 1):
+        return 1
+    return settings.columns_at_once or (8 if risk.device.type == "cuda" else 1)
+
+
 def forward(risk: EmpiricalRisk, batch: Batch, uses: Uses) -> tuple[Tensor, Capture]:
     """Evaluate the model with taps at the outputs of all parametric operations."""
     constants = list(risk.model.buffers()) if isinstance(risk.model, Module) else []
@@ -95,15 +107,13 @@ def backward(f: Tensor, capture: Capture, vectors: Tensor, keep_graph: bool = Fa
     """Send vectors `[columns, *f.shape]` back to all taps, which take note of what arrives."""
     if not f.requires_grad or not capture.handles:  # no parameter was used
         return
-    together, capture.keep_graph = len(vectors) > 1, keep_graph
-    torch.autograd.grad(
-        f,
-        capture.handles,
-        vectors.to(f.dtype) if together else vectors[0].to(f.dtype),
-        is_grads_batched=together,
-        retain_graph=keep_graph,
-        allow_unused=True,
-    )
+    capture.keep_graph, capture.together = keep_graph, len(vectors) > 1
+
+    def send(v: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(f, capture.handles, v, retain_graph=keep_graph, materialize_grads=True)
+
+    vectors = vectors.to(f.dtype)
+    vmap(send)(vectors) if capture.together else send(vectors[0])
     capture.pass_virtual()
 
 

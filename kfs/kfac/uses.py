@@ -52,6 +52,7 @@ class Uses:
     blocks: dict[Key, Block] = field(default_factory=dict)
     conflicts: set[tuple[str, str]] = field(default_factory=set)
     _sums: dict[tuple[Key, Side], Sums] = field(default_factory=dict)
+    _owners: dict[str, list[Block]] = field(default_factory=dict)
 
     def place(self, layout: Layout, bias: str | None = None) -> tuple[Layout, Side]:
         """Return the layout of a weight's block, and on which side of it inputs are.
@@ -68,8 +69,10 @@ class Uses:
             ):
                 return there, "B"
             return replace(layout, bias=there.bias), "A"
-        taken = any(bias in b.layout.params and b.layout.weight != layout.weight for b in self.blocks.values())
-        return replace(layout, bias=bias if self.settings.joint_bias and not taken else None), "A"
+        if bias is None or not self.settings.joint_bias:
+            return layout, "A"
+        taken = any(owner.layout.weight != layout.weight for owner in self._owners.get(bias, ()))
+        return layout if taken else replace(layout, bias=bias), "A"
 
     def record(
         self,
@@ -90,6 +93,8 @@ class Uses:
         pair = self._pair(block, vectors, like, side)
         if self.dry:
             return lambda _: None
+        kind = like.device.type
+        narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with full_precision(like.device):
             if block.sharing == "expand":
                 vectors.add_to(pair.input, ones)
@@ -103,6 +108,7 @@ class Uses:
             with full_precision(like.device):
                 g = read(g.detach())
                 if block.sharing == "expand":
+                    g = g.to(narrow) if narrow is not None and g.dtype == torch.float32 else g  # as autocast multiplies
                     pair.gradient.add_inner(_three_axes(g, vectors.groups))
                 else:
                     self._collect_gradients((key, side), batch, g, vectors.groups)
@@ -136,13 +142,14 @@ class Uses:
         """Return the block of a use; nothing if another block has its parameters in a way that does not fit."""
         key = (layout.weight, layout.rows)
         if key not in self.blocks:
-            for other in self.blocks.values():
-                shared = set(layout.params) & set(other.layout.params)
-                overlap = other.layout.rows[0] < layout.rows[1] and layout.rows[0] < other.layout.rows[1]
-                if shared and (layout.weight != other.layout.weight or overlap):
+            for other in (owner.layout for name in layout.params for owner in self._owners.get(name, ())):
+                overlap = other.rows[0] < layout.rows[1] and layout.rows[0] < other.rows[1]
+                if layout.weight != other.weight or overlap:
                     return None
             sharing = self.settings.sharing_of(layout.weight)
             self.blocks[key] = Block(layout, sharing, self.settings.fisher == "forward-only")
+            for name in layout.params:
+                self._owners.setdefault(name, []).append(self.blocks[key])
         block = self.blocks[key]
         if block.layout != layout:
             return None
@@ -195,5 +202,9 @@ def _three_axes(g: Tensor, groups: int) -> Tensor:
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Compute factors without graph, and in the precision that they are stored in, whatever `autocast` says."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
+    if torch.is_autocast_enabled(device.type):
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        with torch.no_grad():
+            yield

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from kfs.exact_derivatives import refuse_changing_embedding
 from kfs.kfac.blocks import Layout
 from kfs.kfac.capture import Capture
 from kfs.kfac.inputs import OneHot
@@ -17,16 +18,19 @@ def embedding(
     input: Tensor,  # noqa: A002
     weight: Tensor,
     padding_idx: int | None = None,
-    *args: Any,
-    **kwargs: Any,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Any:
     """Look rows up. The row of the padding index is constant: positions that look it up do not count."""
+    refuse_changing_embedding(max_norm, scale_grad_by_freq)
     view = capture.sources.view(weight)
     if view is None or view.transposed or weight.ndim != 2:
         return NotImplemented
     with_batch = capture.batched(input)
     index = input.expand(capture.num_data, *input.shape) if with_batch is None else with_batch
-    out = func(input if with_batch is None else with_batch, weight, padding_idx, *args, **kwargs)
+    out = func(input if with_batch is None else with_batch, weight, padding_idx)
     counts = None if padding_idx is None else index != padding_idx % len(weight)
     tokens = OneHot(index, len(weight), counts, torch.promote_types(weight.dtype, torch.float32))
 
@@ -39,10 +43,4 @@ def embedding(
     return record(out, "embedding", layout, tokens, read, ones=False, side=side)
 
 
-def torch_embedding(capture: Capture, func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1) -> Any:
-    """Look rows up, with PyTorch's order of arguments."""
-    padding = None if padding_idx < 0 else padding_idx
-    return embedding(capture, lambda i, w, p: func(w, i, -1 if p is None else p), indices, weight, padding)
-
-
-RULES = {F.embedding: embedding, torch.embedding: torch_embedding}
+RULES = {F.embedding: embedding}
