@@ -36,22 +36,20 @@ class Tap(torch.autograd.Function):
     """The identity, with a backward pass that shows gradients to a receiver."""
 
     @staticmethod
-    def forward(  # noqa: D102 (returns z, marked as changed, so that operations in place may follow; or a view of it)
+    def forward(  # noqa: D102
         ctx: Any,
         z: Tensor,
         handle: Tensor,  # noqa: ARG004 (gives the graph an edge)
         capture: "Capture",
         receive: Receiver,
-        in_place: bool,
     ) -> Tensor:
         ctx.capture, ctx.receive = capture, receive
-        if not in_place:
-            return z.view_as(z)
-        ctx.mark_dirty(z)
-        return z
+        # The same memory, but no view: operations in place may follow, and cost nothing extra in the backward pass. Nobody
+        # else uses z any more, and no operation that has a rule keeps its output for the backward pass.
+        return z.new_empty(0).set_(z.untyped_storage(), z.storage_offset(), z.shape, z.stride())
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         """Show the gradients; nothing needs to be computed for the second input."""
         if ctx.capture.together:
             Show.apply(g, ctx.receive)
@@ -59,7 +57,7 @@ class Tap(torch.autograd.Function):
             ctx.receive(g.unsqueeze(0))
         if not ctx.capture.keep_graph:
             ctx.receive = None  # it may hold activations
-        return g, g.new_empty(0), None, None, None
+        return g, g.new_empty(0), None, None
 
 
 class Show(torch.autograd.Function):
@@ -141,11 +139,11 @@ class Capture(TorchFunctionMode):
         self._note_constants(func, inputs, args, result)
         return result
 
-    def tap(self, z: Tensor, receive: Receiver, in_place: bool = True) -> Tensor:
+    def tap(self, z: Tensor, receive: Receiver) -> Tensor:
         """Return `z` such that gradients with respect to it are shown to a receiver."""
         handle = torch.empty(0, dtype=z.dtype, device=z.device, requires_grad=True)
         self.handles.append(handle)
-        result: Tensor = Tap.apply(z, handle, self, receive, in_place)
+        result: Tensor = Tap.apply(z, handle, self, receive)
         return result
 
     def record(

@@ -13,29 +13,34 @@ _STRIPS = {"cpu": (128, 96), "cuda": (512, 256), "cuda half": (1536, 768)}
 _HALF = {torch.float16, torch.bfloat16}
 
 
-def add_gram(total: Tensor, x: Tensor) -> None:
-    """Add the sum of outer products of vectors to the upper triangle of a total.
+def add_gram(total: Tensor, x: Tensor) -> bool:
+    """Add the sum of outer products of vectors to a total, at least to its upper triangle.
 
     Args:
         total: `[D, D]`, or `[G, D, D]` for groups of features, changed in place. What is below the diagonal of `[D, D]` is
             not complete before `mirror`.
         x: `[N, P, D]` (or `[N, P, G, D]`), with any strides.
+
+    Returns:
+        Whether `mirror` is needed.
     """
     if x.ndim == 4:
         x = x.flatten(0, 1).movedim(1, 0).to(total.dtype)
         total.baddbmm_(x.transpose(1, 2), x)
-        return
+        return False
     num_data, positions, size = x.shape
     features_first = x.stride(1) == 1 and x.stride(2) != 1
     if features_first and num_data > 1 and positions >= 4 * size and x.dtype == total.dtype:
         total += torch.bmm(x.transpose(1, 2), x).sum(0)  # no copy, and small results
-        return
+        return False
     if features_first:
         x = x.permute(2, 0, 1).reshape(size, num_data * positions).T  # copies along contiguous memory
     else:
         x = x.reshape(num_data * positions, size)
-    for start, stop in _strips(size, x):
+    strips = _strips(size, x)
+    for start, stop in strips:
         _add_product(total[start:stop, start:], x[:, start:stop].T, x[:, start:])
+    return len(strips) > 1
 
 
 def add_squares(total: Tensor, x: Tensor) -> None:
@@ -66,6 +71,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.dtype in _HALF and left.device.type == "cuda":  # pragma: no cover (measured and tested on a GPU)
-        total += torch.mm(left, right, out_dtype=total.dtype)
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))

@@ -22,7 +22,8 @@ class Moment:
     total: Tensor
     diagonal: bool
     bias: bool = False
-    _whole: bool = False
+    _whole: bool = False  # the bias coordinate was added with the others
+    _upper: bool = False  # only the upper triangle is complete
 
     @classmethod
     def zeros(cls, size: int, groups: int, diagonal: bool, bias: bool, like: Tensor) -> "Moment":
@@ -49,11 +50,14 @@ class Moment:
         """Add vectors `[N, P, D]` (or `[N, P, G, D]`), whose bias coordinate, if there is one, is one or zero."""
         self.add_inner(x)
         if ones:
-            self.add_ones(x.to(self.total.dtype).sum((0, 1)), x.shape[0] * x.shape[1])
+            self.add_ones(x.sum((0, 1), dtype=self.total.dtype), x.shape[0] * x.shape[1])
 
     def add_inner(self, x: Tensor) -> None:
         """Add vectors without their bias coordinate."""
-        (add_squares if self.diagonal else add_gram)(self.inner, x)
+        if self.diagonal:
+            add_squares(self.inner, x)
+        else:
+            self._upper |= add_gram(self.inner, x)
 
     def add_ones(self, sums: Tensor, count: float) -> None:
         """Add what vectors have with their bias coordinate of one: their sum, and their number."""
@@ -65,14 +69,17 @@ class Moment:
 
     def add_whole(self, x: Tensor) -> None:
         """Add vectors `[N, P, D]` (or `[N, P, G, D]`) that have all coordinates, the bias coordinate included."""
-        (add_squares if self.diagonal else add_gram)(self.total, x)
+        if self.diagonal:
+            add_squares(self.total, x)
+        else:
+            self._upper |= add_gram(self.total, x)
         self._whole = True
 
     def finish(self) -> None:
         """Fill in what is below the diagonal."""
         if self.diagonal:
             return
-        if self.total.ndim == 2:
+        if self._upper:
             mirror(self.total if self._whole else self.inner)
         if self.bias and not self._whole:
             self.total[..., -1, :-1] = self.total[..., :-1, -1]

@@ -17,6 +17,7 @@ _PARITY = 0x1BD11BDA
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 
 
+_FEW = 2**16
 Words = TypeVar("Words", int, Tensor)
 
 
@@ -73,10 +74,15 @@ class Draws:
         return torch.sqrt(-2 * torch.log(radius)) * torch.cos(angle)
 
     def _words(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return two int64 tensors `[num_data, *shape]` of independent uniform 32-bit words."""
+        """Return two int64 tensors `[num_data, *shape]` of independent uniform 32-bit words.
+
+        These are some hundred operations on integers. An accelerator would spend more time starting few of them than a CPU
+        on all of them.
+        """
+        home, device = device, torch.device("cpu") if num_data * prod(shape) <= _FEW else device
         key = threefry((self.seed & _MASK, self.seed >> 32), self.sample >> 32, self.sample & _MASK)
         datum = torch.arange(self.first, self.first + num_data, device=device).unsqueeze(1)
         entry = torch.arange(prod(shape), device=device).unsqueeze(0)
         datum, entry = torch.broadcast_tensors(datum, entry)
         w0, w1 = threefry(key, datum, entry)
-        return w0.reshape(num_data, *shape), w1.reshape(num_data, *shape)
+        return w0.reshape(num_data, *shape).to(home), w1.reshape(num_data, *shape).to(home)

@@ -118,7 +118,7 @@ def follow(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Te
             columns = torch.stack([capture.canonical(column, leading).sum(1) for column in own_last(g)])
             source.collect(_scattered(columns, index, source.tensor.shape))
 
-        return capture.tap(z, pass_on, in_place=False)
+        return capture.tap(z, pass_on)
     layout = entries_layout(source)
     features, rows = layout.row_size, index.flatten()
     whole_rows = rows.numel() % features == 0 and _are_rows(rows, features)
@@ -139,7 +139,7 @@ def follow(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Te
         torch.promote_types(z.dtype, torch.float32),
     )
     receive = capture.uses.record(capture, operation, layout, vectors, read, z, False, "A")
-    return capture.tap(z, receive, in_place=False)
+    return capture.tap(z, receive)
 
 
 def record_entries(capture: Capture, out: Tensor, operation: str, source: Source, axes: int, read: Read) -> Tensor:
@@ -202,7 +202,7 @@ def _probed(capture: Capture, result: Any, names: set[str], operation: str) -> A
         capture.unexplained.update((name, operation) for name in names)
 
     if isinstance(result, Tensor):
-        return capture.tap(result, fire, in_place=False) if result.is_floating_point() else result
+        return capture.tap(result, fire) if result.is_floating_point() else result
     if type(result) in {tuple, list}:
         return type(result)(_probed(capture, part, names, operation) for part in result)
     capture.unexplained.update((name, operation) for name in names)
