@@ -29,10 +29,11 @@ class Moment:
     def zeros(cls, size: int, groups: int, diagonal: bool, bias: bool, like: Tensor) -> "Moment":
         """Start a sum for vectors of some size (without the bias coordinate), in float32 or better."""
         size += bias
-        shape = [size] if diagonal else [size, size]
+        width = -(-size // 16) * 16  # rows that start at multiples of 64 bytes are faster to write
+        shape = [width] if diagonal else [size, width]
         dtype = torch.promote_types(like.dtype, torch.float32)
         total = torch.zeros([groups, *shape] if groups > 1 else shape, dtype=dtype, device=like.device)
-        return cls(total, diagonal, bias)
+        return cls(total[..., :size], diagonal, bias)
 
     @property
     def size(self) -> int:
