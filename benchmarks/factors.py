@@ -1,9 +1,9 @@
 """Cost of Kronecker factors in units of forward+backward over the same data: ours, and curvlinops' if installed.
 
-One run measures everything in turn. `python -m benchmarks.factors` runs MLP, CNN and GPT on one CPU thread;
-`python -m benchmarks.factors cuda` adds the encoder of a ViT-B/16, in float32, with TF32, and under bf16 autocast. The FLOP column
-counts what our matrix products and convolutions do, relative to those of forward+backward. Memory is the peak above what
-was there before, relative to that of forward+backward, with our factors taken off.
+One run measures everything in turn. `python -m benchmarks.factors` runs MLP, CNN and GPT on one CPU thread; `python
+-m benchmarks.factors cuda` adds the encoder of a ViT-B/16, in float32, with TF32, and under bf16 autocast. The FLOP
+column counts what our matrix products and convolutions do, relative to those of forward+backward. Memory is the peak
+above what was there before, relative to that of forward+backward, with our factors taken off.
 """
 
 import sys
@@ -97,7 +97,7 @@ def flops(program: Callable[[], object]) -> float:
     """Count the FLOPs of matrix products and convolutions."""
     with FlopCounterMode(display=False, custom_mapping=_OURS_IN_PLACE) as counter:
         program()
-    return counter.get_total_flops()
+    return float(counter.get_total_flops())
 
 
 def peak_memory(program: Callable[[], object]) -> float | None:
@@ -147,9 +147,11 @@ def measure(chosen: list[Batches], repeats: int = REPEATS) -> list[Row]:
                 if key[1] == "kfs":
                     K = kfs_factors(problem, **TASKS[key[0]])
                     factors = sum(block.nbytes for block in K.blocks.values())
-                ratio = None if not memory[unit] or memory[key] is None else (memory[key] - factors) / memory[unit]
+                peak, base = memory[key], memory[unit]
+                memory_ratio = (peak - factors) / base if peak and base else None
                 flop_ratio = counts[key] / counts[unit] if key in counts else None
-                rows.append(Row(problem.name, *key, value, value / seconds[unit], flop_ratio, ratio))
+                program, library = key
+                rows.append(Row(problem.name, program, library, value, value / seconds[unit], flop_ratio, memory_ratio))
     return rows
 
 

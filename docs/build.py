@@ -20,11 +20,13 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 from rich.progress import track
 
-from kfs import __version__, basics
-from kfs.tour import Report, definitions, run_definition
+from kfs import __version__
+from kfs.tour import Report, by_claim, chapters, definitions, run_definition
+from kfs.verification import Check
 
 DOCS = Path(__file__).parent
 SITE = DOCS / "site"
+MANY_CASES = 8  # from here on a claim's cases share a row
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ class Definition:
 
     Attributes:
         name: File name without ending.
+        path: Where the file is in the repository.
         title: First line of the docstring.
         prose: The rest of the docstring, Markdown with LaTeX between dollar signs.
         code: The source without the docstring.
     """
 
     name: str
+    path: str
     title: str
     prose: str
     code: str
@@ -54,7 +58,8 @@ def read_definition(file: Path) -> Definition:
     title, _, prose = docstring.partition("\n")
     end = tree.body[0].end_lineno or 0
     code = "\n".join(source.splitlines()[end:]).strip("\n")
-    return Definition(file.stem, title.rstrip("."), prose.strip(), code)
+    path = "/".join(file.parts[-3:])
+    return Definition(file.stem, path, title.rstrip("."), prose.strip(), code)
 
 
 def render_math(latex: str, options: dict[str, bool]) -> str:
@@ -90,14 +95,23 @@ def page(title: str, body: str) -> str:
 """
 
 
+def claim_rows(claim: str, checks: list[Check]) -> list[str]:
+    """Return a table's rows for one claim: a row per case, or one row for all if there are many."""
+    shown = [(check.case, check.error) for check in checks]
+    if len(shown) > MANY_CASES:
+        errors = [error for _, error in shown if error is not None]
+        shown = [(f"{len(shown)} cases", max(errors) if errors else None)]
+    return [
+        f"<tr><td>{html.escape(claim)}</td><td>{html.escape(case)}</td>"
+        f"<td class=number>{'' if error is None else f'{error:.1e}'}</td></tr>"
+        for case, error in shown
+    ]
+
+
 def definition_page(definition: Definition, report: Report, before: Definition | None, after: Definition | None) -> str:
     """Lay one definition out: prose left, code right, below what running it verified, and the way on."""
     code = highlight(definition.code, PythonLexer(), HtmlFormatter())
-    rows = "\n".join(
-        f"<tr><td>{html.escape(check.claim)}</td><td>{html.escape(check.case)}</td>"
-        f"<td class=number>{'' if check.error is None else f'{check.error:.1e}'}</td></tr>"
-        for check in report.checks
-    )
+    rows = "\n".join(row for claim, checks in by_claim(report.checks).items() for row in claim_rows(claim, checks))
     previous_link = f'<a href="{before.name}.html">← {html.escape(before.title)}</a>' if before else "<span></span>"
     next_link = f'<a href="{after.name}.html">{html.escape(after.title)} →</a>' if after else "<span></span>"
     body = f"""<h1>{html.escape(definition.title)}</h1>
@@ -105,12 +119,12 @@ def definition_page(definition: Definition, report: Report, before: Definition |
 <article>
 {markdown()(definition.prose)}
 <h2>What running it verified</h2>
-<p><code>python kfs/basics/{definition.name}.py</code></p>
+<p><code>python {definition.path}</code></p>
 <table><thead><tr><th>claim</th><th>case</th><th>largest error</th></tr></thead><tbody>
 {rows}
 </tbody></table>
 </article>
-<section class="code"><p class="file">kfs/basics/{definition.name}.py</p>
+<section class="code"><p class="file">{definition.path}</p>
 {code}
 </section>
 </div>
@@ -121,10 +135,10 @@ def definition_page(definition: Definition, report: Report, before: Definition |
 def index_page(by_name: dict[str, Definition]) -> str:
     """List all definitions in reading order."""
     sections = []
-    for title, names in basics.CONTENTS.items():
+    for title, files in chapters().items():
         items = "\n".join(
-            f'<li><a href="{name}.html">{html.escape(by_name[name].title)}</a> <code>{name}.py</code></li>'
-            for name in names
+            f'<li><a href="{file.stem}.html">{html.escape(by_name[file.stem].title)}</a> <code>{file.name}</code></li>'
+            for file in files
         )
         sections.append(f"<h2>{html.escape(title)}</h2>\n<ol>\n{items}\n</ol>")
     intro = markdown()((DOCS / "index.md").read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from torch.random import fork_rng
 
-from kfs import basics
+from kfs import basics, kfac_tests
 from kfs.errors import VerificationError
 from kfs.verification import Check, recording
 
@@ -40,10 +40,18 @@ class Report:
     failure: str | None
 
 
+def chapters() -> dict[str, list[Path]]:
+    """Return the files of all definitions, by chapter, in reading order."""
+    contents = {title: ("basics", names) for title, names in basics.CONTENTS.items()}
+    contents["KFAC"] = ("kfac", ("scaffold", "backpropagated_vectors", "expand_Linear"))
+    contents["Where KFAC is exact"] = ("kfac_tests", kfac_tests.CONTENTS)
+    package = Path(basics.__file__).parent.parent
+    return {title: [package / folder / f"{n}.py" for n in names] for title, (folder, names) in contents.items()}
+
+
 def definitions() -> list[Path]:
     """Return the files of all definitions in reading order."""
-    folder = Path(basics.__file__).parent
-    return [folder / f"{name}.py" for names in basics.CONTENTS.values() for name in names]
+    return [file for files in chapters().values() for file in files]
 
 
 def run_definition(file: Path) -> Report:
@@ -105,7 +113,7 @@ def _table(reports: list[Report]) -> Table:
     table.add_column("largest error", justify="right", no_wrap=True)
     for report in reports:
         name = report.name
-        for claim, checks in _by_claim(report.checks).items():
+        for claim, checks in by_claim(report.checks).items():
             cases = f" ({len(checks)} cases)" if len(checks) > 1 else ""
             errors = [check.error for check in checks if check.error is not None]
             table.add_row(name, escape(claim + cases), f"{max(errors):.1e}" if errors else "-")
@@ -116,7 +124,7 @@ def _table(reports: list[Report]) -> Table:
     return table
 
 
-def _by_claim(checks: Iterable[Check]) -> dict[str, list[Check]]:
+def by_claim(checks: Iterable[Check]) -> dict[str, list[Check]]:
     """Group checks of the same claim, in the order in which the claims were first made."""
     grouped: dict[str, list[Check]] = {}
     for check in checks:

@@ -50,3 +50,39 @@ def backpropagated_vectors(
         yield loss.gradient(f, y).unsqueeze(0)
     else:
         yield torch.zeros_like(f).unsqueeze(0)  # only to learn on which uses predictions depend
+
+
+if __name__ == "__main__":
+    from torch.nn import CrossEntropyLoss, MSELoss
+
+    from kfs.basics.hessians import vec_hessian
+    from kfs.basics.reduction_factors import criterion
+    from kfs.losses import describe
+    from kfs.verification import verify
+
+    torch.manual_seed(0)
+    N, C = 3, 4
+    f = torch.randn(N, C, dtype=torch.float64, requires_grad=True)
+    for module, y in ((MSELoss(), torch.randn(N, C, dtype=torch.float64)), (CrossEntropyLoss(), torch.arange(N))):
+        loss, name = describe(module), type(module).__name__
+
+        def middle(settings: Settings, at_once: int = 2, loss: Loss = loss, y: Tensor = y) -> Tensor:
+            """Sum outer products of all vectors of every datum."""
+            vectors = torch.cat(list(backpropagated_vectors(loss, f.detach(), y, settings, 0, at_once)))
+            return torch.einsum("kni,knj->nij", vectors, vectors)
+
+        kinds = {
+            "type-2": Settings(),
+            "ggn": Settings(fisher="ggn"),
+            "mc": Settings(fisher="mc", mc_samples=2_000),
+            "empirical": Settings(fisher="empirical"),
+        }
+        middles = {kind: middle(settings) for kind, settings in kinds.items()}
+        for n in range(N):
+            leaf = f[n].detach().requires_grad_()
+            H, case = vec_hessian(criterion(module)(leaf, y[n]), leaf), f"{name}, datum {n}"
+            verify("type-2 vectors are a factor of the criterion's Hessian", middles["type-2"][n], H, case=case)
+            verify("so are those of the GGN", middles["ggn"][n], H, case=case)
+            verify("Monte Carlo vectors converge to the Hessian", middles["mc"][n], H, 0.1, case)
+            (g,) = torch.autograd.grad(criterion(module)(leaf, y[n]), leaf)
+            verify("the empirical vector is the gradient", middles["empirical"][n], torch.outer(g, g), case=case)

@@ -1,8 +1,8 @@
 r"""A block: the factors of one parameter (with its bias), and how they act on it.
 
-In its own frame, a block's parameter is a matrix with rows on the gradient side and columns on the input side, $M$ of shape
-`[d_B, d_A]`, and the block maps it to $B M A$. A `Layout` says how the parameter becomes that matrix: which rows of it, in
-which order of axes, in how many groups, and with which bias as last column.
+In its own frame, a block's parameter is a matrix with rows on the gradient side and columns on the input side, $M$ of
+shape `[d_B, d_A]`, and the block maps it to $B M A$. A `Layout` says how the parameter becomes that matrix: which
+rows of it, in which order of axes, in how many groups, and with which bias as last column.
 """
 
 from collections.abc import Mapping
@@ -131,12 +131,12 @@ class Block:
         return self.layout.name
 
     @property
-    def A(self) -> Tensor:
+    def A(self) -> Tensor:  # noqa: N802 (the document's symbol)
         """The input-based factor: `[d, d]`, only its diagonal `[d]`, or one for each group."""
         return self.reduction_factor * self._raw("A")
 
     @property
-    def B(self) -> Tensor:
+    def B(self) -> Tensor:  # noqa: N802
         """The gradient-based factor: `[d, d]`, only its diagonal `[d]`, or one for each group."""
         if self.forward_only:
             return torch.ones_like(self._raw("B"))
@@ -167,8 +167,8 @@ class Block:
     def _raw(self, side: Side) -> Tensor:
         """Combine the sums on one side, over both roles that a parameter may have.
 
-        Inputs and gradients have different units, so one role's are rescaled, such that both roles have the same ratio of
-        the traces of their two sides. The result scales with the gradients as the curvature does.
+        Inputs and gradients have different units, so one role's are rescaled, such that both roles have the same
+        ratio of the traces of their two sides. The result scales with the gradients as the curvature does.
         """
         if set(self.pairs) == {"A"}:
             pair = self.pairs["A"]
@@ -177,7 +177,7 @@ class Block:
         traces = [_trace(m) for m in (first.input, second.input, first.gradient, second.gradient)]
         ratio = traces[0] * traces[1] / (traces[2] * traces[3]) if traces[2] * traces[3] > 0 else 1.0
         one, other = (first.input, second.gradient) if side == "A" else (first.gradient, second.input)
-        scale = ratio**0.5 if side == "A" else ratio**-0.5
+        scale: float = ratio**0.5 if side == "A" else ratio**-0.5
         if one.diagonal != other.diagonal:
             one, other = _dense(one), _dense(other)
         return one.total + scale * other.total

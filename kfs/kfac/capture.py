@@ -1,12 +1,13 @@
 """Capture: seeing every operation of a forward pass that uses a tracked parameter, whoever calls it.
 
-A `TorchFunctionMode` recognises parameters, and views of them, by their storage. A rule for the operation (see `operations`)
-says what multiplies the parameter and how to read gradients; the operation's output passes through a tap, an identity
-with a zero-size second input. Differentiating the predictions with respect to these inputs sends vectors back to all
-taps: no weight gradient is computed, and a gradient is used where it arises and never stored.
+A `TorchFunctionMode` recognises parameters, and views of them, by their storage. A rule for the operation (see
+`operations`) says what multiplies the parameter and how to read gradients; the operation's output passes through a
+tap, an identity with a zero-size second input. Differentiating the predictions with respect to these inputs sends
+vectors back to all taps: no weight gradient is computed, and a gradient is used where it arises and never stored.
 
-Where a parameter meets no data yet (an embedding of positions `0, ..., T - 1` without batch axis), the result is a *virtual
-parameter*: it is followed like a parameter until it is broadcast over the batch, where gradients are still per datum.
+Where a parameter meets no data yet (an embedding of positions `0, ..., T - 1` without batch axis), the result is a
+*virtual parameter*: it is followed like a parameter until it is broadcast over the batch, where gradients are still
+per datum.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,15 +45,15 @@ class Tap(torch.autograd.Function):
         receive: Receiver,
     ) -> Tensor:
         ctx.capture, ctx.receive = capture, receive
-        # The same memory, but no view: operations in place may follow, and cost nothing extra in the backward pass. Nobody
-        # else uses z any more, and no operation that has a rule keeps its output for the backward pass.
+        # The same memory, but no view: operations in place may follow, and cost nothing extra in the backward pass.
+        # Nobody else uses z any more, and no operation that has a rule keeps its output for the backward pass.
         return z.new_empty(0).set_(z.untyped_storage(), z.storage_offset(), z.shape, z.stride())
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Show the gradients; nothing needs to be computed for the second input."""
         if ctx.capture.together:
-            Show.apply(g, ctx.receive)
+            Show.apply(g, ctx.receive)  # type: ignore[no-untyped-call]
         else:
             ctx.receive(g.unsqueeze(0))
         if not ctx.capture.keep_graph:
@@ -73,7 +74,7 @@ class Show(torch.autograd.Function):
         """Keep nothing."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, g: Tensor, receive: Receiver) -> tuple[Tensor, None]:
+    def vmap(_: Any, in_dims: Any, g: Tensor, receive: Receiver) -> tuple[Tensor, None]:
         """Show all columns."""
         receive(g.movedim(in_dims[0], 0))
         return g.new_empty(0), None
@@ -96,8 +97,8 @@ class Capture(TorchFunctionMode):
         handles: The taps' zero-size inputs.
         keep_graph: Whether further backward passes will follow.
         together: Whether a backward pass is for several columns, by `vmap`.
-        unexplained: `(parameter, operation)` of uses that no rule explains and that influence the predictions. It is filled
-            in by the backward pass.
+        unexplained: `(parameter, operation)` of uses that no rule explains and that influence the predictions. It is
+            filled in by the backward pass.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Capture(TorchFunctionMode):
         """Return `z` such that gradients with respect to it are shown to a receiver."""
         handle = torch.empty(0, dtype=z.dtype, device=z.device, requires_grad=True)
         self.handles.append(handle)
-        result: Tensor = Tap.apply(z, handle, self, receive)
+        result: Tensor = Tap.apply(z, handle, self, receive)  # type: ignore[no-untyped-call]
         return result
 
     def record(
@@ -165,7 +166,7 @@ class Capture(TorchFunctionMode):
     def record_virtual(
         self, out: Tensor, operation: str, layout: Layout, vectors: Input, read: Read, ones: bool, side: Side = "A"
     ) -> Tensor:
-        """Take note of a use without batch axis, and follow its output; gradients will be `[columns, N, *out.shape]`."""
+        """Take note of a use without batch axis, and follow its output. `read` gets `[columns, N, *out.shape]`."""
         receive = self.uses.record(self, operation, layout, vectors, read, out, ones, side)
         arrived: list[Tensor] = []
         self._virtual.append((receive, arrived))
@@ -184,7 +185,7 @@ class Capture(TorchFunctionMode):
         return id(t) in self._constants or getattr(t, "_kfs_constant", False)
 
     def batched(self, t: Tensor) -> Tensor | None:
-        """Return an input with its batch axis: itself, expanded if its first axis has length one; nothing if it has none."""
+        """Return an input with its batch axis, expanded if its first axis has length one; nothing if it has none."""
         if not self.constant(t) or (t.ndim > 1 and t.shape[0] == self.num_data):
             return t
         return t.expand(self.num_data, *t.shape[1:]) if t.ndim > 1 and t.shape[0] == 1 else None

@@ -1,14 +1,15 @@
 r"""The hot spot of KFAC: $X^\top X$, added to a running total.
 
-The product is symmetric, so only its upper triangle is computed: strip by strip, where a strip is a few rows of the result
-from the diagonal to the right. With `D` columns and strips of width `w` this costs `(1 + w / D) / 2` of a full product.
-Inputs in half precision are multiplied as they are, with results in float32 where the device can do that.
+The product is symmetric, so only its upper triangle is computed: strip by strip, where a strip is a few rows of the
+result from the diagonal to the right. With `D` columns and strips of width `w` this costs `(1 + w / D) / 2` of a full
+product. Inputs in half precision are multiplied as they are, with results in float32 where the device can do that.
 """
 
 import torch
 from torch import Tensor
 
-# Up to which number of columns one product is faster than strips, and how wide strips are: `benchmarks/gram.py` measures it.
+# Up to which number of columns one product is faster than strips, and how wide strips are: `benchmarks/gram.py`
+# measures it.
 _STRIPS = {"cpu": (128, 96), "cuda": (512, 256), "cuda half": (1536, 768)}
 _HALF = {torch.float16, torch.bfloat16}
 
@@ -17,8 +18,8 @@ def add_gram(total: Tensor, x: Tensor) -> bool:
     """Add the sum of outer products of vectors to a total, at least to its upper triangle.
 
     Args:
-        total: `[D, D]`, or `[G, D, D]` for groups of features, changed in place. What is below the diagonal of `[D, D]` is
-            not complete before `mirror`.
+        total: `[D, D]`, or `[G, D, D]` for groups of features, changed in place. What is below the diagonal of `[D,
+            D]` is not complete before `mirror`.
         x: `[N, P, D]` (or `[N, P, G, D]`), with any strides.
 
     Returns:

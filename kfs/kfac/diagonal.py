@@ -1,4 +1,4 @@
-"""The exact diagonal of a curvature matrix, for parameters that no rule covers: slow, one datum at a time, but right."""
+"""The exact diagonal of a curvature matrix, for parameters that no rule covers: one datum at a time, but right."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
 """The input side of a parametric operation: what it multiplies its parameter with, one vector per shared position.
 
-Axes are canonical: `[batch, shared, features]`. An input knows how to add its vectors' outer products to a moment (weight
-sharing `expand`), and how to sum them over the shared positions of each datum (`reduce`).
+Axes are canonical: `[batch, shared, features]`. An input knows how to add its vectors' outer products to a moment
+(weight sharing `expand`), and how to sum them over the shared positions of each datum (`reduce`).
 """
 
 from abc import ABC, abstractmethod

@@ -12,7 +12,7 @@ from torch.nn import Module
 from kfs.data import tensors_in
 from kfs.errors import DataError
 from kfs.kfac.blocks import Block
-from kfs.kfac.scaffold import _uncovered, backward, forward
+from kfs.kfac.scaffold import backward, forward, not_covered
 from kfs.kfac.settings import Settings
 from kfs.kfac.uses import Uses
 from kfs.risk import EmpiricalRisk
@@ -79,12 +79,9 @@ class Inspection:
 
     def __str__(self) -> str:
         """Return the table as text."""
-        console = Console(width=160, record=True, file=None, quiet=True)
-        with console.capture():
+        console = Console(width=160)
+        with console.capture() as text:
             console.print(self.table())
-        wide = Console(width=160)
-        with wide.capture() as text:
-            wide.print(self.table())
         return text.get()
 
 
@@ -102,8 +99,8 @@ def inspect(
 
     Args:
         model: A module, or a function `f(params, x)`.
-        sample: A batch of inputs: what the model takes. Two data or more are better than one, since batch and other axes of
-            length one look the same.
+        sample: A batch of inputs: what the model takes. Two data or more are better than one, since batch and other
+            axes of length one look the same.
         params: Which parameters, as in `EmpiricalRisk`.
         sharing: As in `KFAC`.
         joint_bias: As in `KFAC`.
@@ -132,7 +129,7 @@ def inspect(
         for batch in risk.batches():
             f, capture = forward(risk, batch, uses)
             backward(f, capture, torch.ones_like(f).unsqueeze(0))
-    why_not = _uncovered(risk, uses, capture.unexplained)
+    why_not = not_covered(risk, uses, capture.unexplained)
     rows = []
     for name, p in risk.params.items():
         blocks = [block for block in uses.blocks.values() if name in block.layout.params and name not in why_not]
@@ -144,7 +141,7 @@ def inspect(
 
 def _anything(f: Tensor, y: Tensor) -> Tensor:
     """Stand in for a loss: its value does not matter."""
-    return f.sum()
+    return f.sum() + y
 
 
 def _row(name: str, p: Tensor, block: Block) -> Row:

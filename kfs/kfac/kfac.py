@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Self
 
 import torch
-from torch import Tensor
 
 from kfs.errors import DataError, KfsWarning, ModelError
 from kfs.kfac.blocks import Block, Layout, Pair
@@ -25,16 +24,18 @@ class KFAC(LinearOperator):
     Args:
         risk: Model, loss, data and parameters.
         fisher: Which curvature matrix is approximated: `"type-2"` (the Fisher, exactly), `"ggn"` (the generalized
-            Gauss-Newton matrix, which is the same for most losses), `"mc"` (the Fisher, with labels drawn from the model's
-            likelihood), `"empirical"` (with the labels at hand), or `"forward-only"` (gradients replaced by the identity).
+            Gauss-Newton matrix, which is the same for most losses), `"mc"` (the Fisher, with labels drawn from the
+            model's likelihood), `"empirical"` (with the labels at hand), or `"forward-only"` (gradients replaced by
+            the identity).
         sharing: How positions that share a weight (pixels, tokens) enter: `"expand"` treats them like further data,
-            `"reduce"` sums over them first. For all parameters, or by the name of a parameter or module (others expand).
+            `"reduce"` sums over them first. For all parameters, or by the name of a parameter or module (others
+            expand).
         mc_samples: Draws per datum for `"mc"`.
         seed: Of the draws. They depend on seed, datum and draw alone.
         joint_bias: Whether a bias shares the block of its weight.
         max_dim: Factors wider than this keep their diagonal only, which is announced by a warning.
-        uncovered: What to do about parameters that no rule covers: `"error"`, `"skip"` (leave them out of this operator),
-            or `"diagonal"` (compute the exact diagonal of their curvature, slowly).
+        uncovered: What to do about parameters that no rule covers: `"error"`, `"skip"` (leave them out of this
+            operator), or `"diagonal"` (compute the exact diagonal of their curvature, slowly).
         batch_axis: Where the batch axis is in activations, if it is not first; `"reduce"` needs to know.
         first_datum: Index of the first datum, for draws, if these data are a part of a larger set.
         columns_at_once: How many backpropagated vectors are sent back together: more take more memory.
@@ -204,27 +205,27 @@ def _computed(risk: EmpiricalRisk, settings: Settings) -> tuple[list[Block], Res
     lost = [name for name in risk.params if name not in kept and name not in bad]
     uncovered = result.uncovered | dict.fromkeys(lost, "it shares a block with one that is not covered")
     if uncovered and settings.uncovered == "error":
-        raise not_covered(uncovered)
+        raise coverage_error(uncovered)
     if blocks:
         _check_finite(blocks)
     if uncovered and settings.uncovered == "diagonal":
         blocks += _diagonal_blocks(risk, list(uncovered), settings)
     if not blocks:
-        raise not_covered(uncovered)
+        raise coverage_error(uncovered)
     return blocks, result
 
 
-def not_covered(uncovered: Mapping[str, str]) -> ModelError:
+def coverage_error(uncovered: Mapping[str, str]) -> ModelError:
     """Return the error for parameters without rule."""
     listed = "; ".join(f"{name!r}: {why}" for name, why in list(uncovered.items())[:5])
     more = f"; and {len(uncovered) - 5} more" if len(uncovered) > 5 else ""
     hint = ""
     if any("parametrizations." in name for name in uncovered):
-        hint = " Parametrised weights are computed from others; torch.nn.utils.parametrize.remove_parametrizations ends that."
+        hint = " Weights with parametrizations are computed from others; parametrize.remove_parametrizations ends that."
     return ModelError(
         f"KFAC does not cover all parameters ({listed}{more}).",
-        "Choose others with params=, or pass uncovered='skip' to leave these out, or uncovered='diagonal' for their exact "
-        f"diagonal.{hint} kfs.inspect(model, sample) shows what is covered.",
+        "Choose others with params=, or pass uncovered='skip' to leave these out, or uncovered='diagonal' for their "
+        f"exact diagonal.{hint} kfs.inspect(model, sample) shows what is covered.",
     )
 
 

@@ -13,8 +13,8 @@ class Moment:
     """A sum of outer products of vectors.
 
     Attributes:
-        total: `[D, D]`, or only the diagonal `[D]`; with groups of features `[G, D, D]` or `[G, D]`. Of dense totals the
-            upper triangle counts.
+        total: `[D, D]`, or only the diagonal `[D]`; with groups of features `[G, D, D]` or `[G, D]`. Of dense totals
+            the upper triangle counts.
         diagonal: Which of the two.
         bias: Whether the last of the `D` coordinates stands for a bias: it is one (or zero) in every vector.
     """

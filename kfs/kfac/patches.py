@@ -1,15 +1,16 @@
 r"""The inputs of convolutions: patches, whose covariance rarely needs them to be written down.
 
-The patch covariance has a block for every two kernel offsets $a, b$: the sum over output positions $p$ of
-$x_{p+a} x_{p+b}^\top$. At stride one, $q = p + a$ runs over the whole image except for a few rows and columns at its
-border, so the block is the image's autocorrelation at the shift $b - a$, minus border strips. A 3x3 kernel has 45 blocks but
-only 13 shifts. In images that are stored row by row with zeros between rows, a shift is an offset in memory, so that no
-autocorrelation needs a copy. Strided convolutions write their patches down, a few data at a time.
+The patch covariance has a block for every two kernel offsets $a, b$: the sum over output positions $p$ of $x_{p+a}
+x_{p+b}^\top$. At stride one, $q = p + a$ runs over the whole image except for a few rows and columns at its border,
+so the block is the image's autocorrelation at the shift $b - a$, minus border strips. A 3x3 kernel has 45 blocks but
+only 13 shifts. In images that are stored row by row with zeros between rows, a shift is an offset in memory, so that
+no autocorrelation needs a copy. Strided convolutions write their patches down, a few data at a time.
 """
 
 from functools import cache
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ class Patches(Input):
     def _window(self, axis: int, i: int) -> Range:
         """Return the first pixel that offset `i` of an axis' kernel touches, and one behind the last."""
         step, offset = self.stride[axis], i * self.dilation[axis] - self.padding[axis][0]
-        first = max(0, -(-(-offset) // step))  # outputs before this one touch padding
+        first = max(0, -(offset // step))  # outputs before this one touch padding
         last = min(self.out[axis] - 1, (self.spatial[axis] - 1 - offset) // step)
         return (offset + first * step, offset + last * step + 1) if last >= first else (0, 0)
 
@@ -107,7 +108,7 @@ class Patches(Input):
         return [(low, high) for low, high in ((0, start), (stop, self.spatial[axis])) if high > low]
 
     def _vectors(self, x: Tensor) -> Tensor:
-        """Write patches down, `[1, P, C * kernel]` (or `[1, P, G, C * kernel]`): positions are next to each other in memory."""
+        """Write patches down, `[1, P, D]` (or `[1, P, G, D]`), with positions next to each other in memory."""
         flat = [side for pad in reversed(self.padding) for side in pad]
         x = torch.nn.functional.pad(x, flat).transpose(0, 1)
         patches = x.new_empty(x.shape[0], prod(self.kernel), x.shape[1], *self.out)
@@ -137,7 +138,8 @@ class Patches(Input):
         gaps = [d * (k - 1) for k, d in zip(self.kernel[1:], self.dilation[1:], strict=True)]
         widths = [n + gap for n, gap in zip(others, gaps, strict=True)]
         frame = self.x.new_zeros(self.channels, first, len(self.x), *widths, dtype=total.dtype)
-        image = frame[(..., *(slice(n) for n in others))].movedim(1, 2)  # [C, N, *spatial]
+        inside: tuple[Any, ...] = (..., *(slice(n) for n in others))
+        image = frame[inside].movedim(1, 2)  # [C, N, *spatial]
         image.copy_(self.x.transpose(0, 1))
         flat, strides = frame.flatten(1), image.stride()[2:]
 

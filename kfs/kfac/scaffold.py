@@ -5,8 +5,8 @@ C(\theta^{(i)}) = R \sum_n J_n^\top \Big[ \sum_c \blacktriangle_{n,c} \blacktria
 \approx A^{(i)} \otimes B^{(i)}
 $$
 
-What is specific lives elsewhere: `backpropagated_vectors` for the curvature matrix, `operations` for each kind of operation,
-`expand_Linear` for the rule in its simplest form.
+What is specific lives elsewhere: `backpropagated_vectors` for the curvature matrix, `operations` for each kind of
+operation, `expand_Linear` for the rule in its simplest form.
 """
 
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ def kfac(risk: EmpiricalRisk, settings: Settings) -> Result:
         for pair in block.pairs.values():
             pair.input.finish()
             pair.gradient.finish()
-    return Result(list(uses.blocks.values()), num_data, count, _uncovered(risk, uses, unexplained))
+    return Result(list(uses.blocks.values()), num_data, count, not_covered(risk, uses, unexplained))
 
 
 def columns_at_once(risk: EmpiricalRisk, settings: Settings) -> int:
@@ -126,7 +126,7 @@ def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]
         chunk = following
 
 
-def _uncovered(risk: EmpiricalRisk, uses: Uses, unexplained: set[tuple[str, str]]) -> dict[str, str]:
+def not_covered(risk: EmpiricalRisk, uses: Uses, unexplained: set[tuple[str, str]]) -> dict[str, str]:
     """Return the parameters that have no block or one that lacks something, and why."""
     reasons: dict[str, str] = {}
     covered = {name for block in uses.blocks.values() for name in block.layout.params}
@@ -138,3 +138,30 @@ def _uncovered(risk: EmpiricalRisk, uses: Uses, unexplained: set[tuple[str, str]
         if name not in covered:
             reasons.setdefault(name, "no operation with a rule used it, as far as predictions depend on it")
     return reasons
+
+
+if __name__ == "__main__":
+    from torch.nn import CrossEntropyLoss, Linear, Sequential, Tanh
+
+    from kfs.operators import GGN
+    from kfs.verification import verify, verify_differs, verify_that
+
+    torch.manual_seed(0)
+    model = Sequential(Linear(4, 3), Tanh(), Linear(3, 3)).double()
+    for N in (1, 6):
+        X, y = 3 * torch.randn(N, 4, dtype=torch.float64), torch.randint(3, (N,))
+        risk = EmpiricalRisk(model, CrossEntropyLoss(), (X, y))
+        result = kfac(risk, Settings(fisher="type-2"))
+        verify_that("every parameter is covered", not result.uncovered, case=f"{N} data")
+        for block in result.blocks:
+            block.reduction_factor = risk.reduction_factor
+            layer = GGN(risk).submatrix(block.layout.params).to_dense()
+            # The joint matrix (W b), flattened by rows, has its bias entries in between.
+            rows, columns = block.B.shape[0], block.A.shape[0]
+            order = torch.arange(rows * columns).reshape(rows, columns)
+            order = torch.cat([order[:, :-1].flatten(), order[:, -1]])
+            kronecker = torch.kron(block.B, block.A)[order][:, order]
+            if N == 1:
+                verify("for one datum, B (x) A equals the GGN's block", kronecker, layer, case=f"layer {block.name}")
+            else:
+                verify_differs("for several data, it approximates it", kronecker, layer, case=f"layer {block.name}")

@@ -37,7 +37,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check all of them."""
-        chosen = {"fisher": [self.fisher], "uncovered": [self.uncovered]}
+        chosen: dict[str, list[str]] = {"fisher": [self.fisher], "uncovered": [self.uncovered]}
         chosen["sharing"] = list(self.sharing.values()) if isinstance(self.sharing, Mapping) else [self.sharing]
         for name, values in chosen.items():
             for value in values:

@@ -1,7 +1,8 @@
 """Uses of parameters: which block a use belongs to, and where its inputs and gradients go.
 
-With `expand`, inputs are added to their factor at once, in the forward pass, and gradients where they arise. With `reduce`,
-the sums over shared positions of all uses of a parameter are collected for one batch, and added when they are complete.
+With `expand`, inputs are added to their factor at once, in the forward pass, and gradients where they arise. With
+`reduce`, the sums over shared positions of all uses of a parameter are collected for one batch, and added when they
+are complete.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,8 +58,8 @@ class Uses:
     def place(self, layout: Layout, bias: str | None = None) -> tuple[Layout, Side]:
         """Return the layout of a weight's block, and on which side of it inputs are.
 
-        The bias joins if that is wanted and does not contradict earlier uses. A weight that was used the other way round
-        before (an embedding whose transpose computes the logits) has its inputs on the side of the gradients.
+        The bias joins if that is wanted and does not contradict earlier uses. A weight that was used the other way
+        round before (an embedding whose transpose computes the logits) has its inputs on the side of the gradients.
         """
         block = self.blocks.get((layout.weight, layout.rows))
         if block is not None:

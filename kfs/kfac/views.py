@@ -1,4 +1,4 @@
-"""Recognising parameters: a tensor belongs to a parameter if it lives in the parameter's memory, whatever view of it it is."""
+"""Recognising parameters: a tensor that lives in a parameter's memory belongs to it, whatever view of it it is."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,6 +62,12 @@ class Sources:
             if source.start <= t.data_ptr() < source.stop and (t.requires_grad or not source.tensor.requires_grad):
                 return source
         return None
+
+    def get(self, t: Tensor) -> Source:
+        """Return what a tensor is a view of; it must be followed."""
+        source = self.find(t)
+        assert source is not None  # noqa: S101 (whoever asks has found it before)
+        return source
 
     def view(self, t: Tensor | None) -> View | None:
         """Return which rows of a parameter a tensor is, or nothing if it is not such a simple view of a parameter."""

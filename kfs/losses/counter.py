@@ -76,8 +76,8 @@ class Draws:
     def _words(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return two int64 tensors `[num_data, *shape]` of independent uniform 32-bit words.
 
-        These are some hundred operations on integers. An accelerator would spend more time starting few of them than a CPU
-        on all of them.
+        These are some hundred operations on integers. An accelerator would spend more time starting few of them than
+        a CPU on all of them.
         """
         home, device = device, torch.device("cpu") if num_data * prod(shape) <= _FEW else device
         key = threefry((self.seed & _MASK, self.seed >> 32), self.sample >> 32, self.sample & _MASK)

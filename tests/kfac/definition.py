@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.basics.hessian_factorizations import hessian_factor
+from kfs.basics.reduction_factors import Loss
 
 
 def patches(layer: Any, x: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ def gradients(layer: nn.Module, g: Tensor) -> Tensor:
 
 
 def definition(
-    model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor, layer: nn.Module, sharing: str, R: float
+    model: nn.Module, loss: Loss, X: Tensor, y: Tensor, layer: nn.Module, sharing: str, R: float
 ) -> tuple[Tensor, Tensor]:
     """Compute both factors of a layer, with a joint bias if it has one: `[groups, d, d]` each.
 
@@ -61,7 +62,7 @@ def definition(
     handle = layer.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
     f = model(X)
     handle.remove()
-    N, A, B = len(X), 0.0, 0.0
+    N, A, B = len(X), torch.zeros(()), torch.zeros(())
     for n in range(N):
         x = torch.cat([vectors(layer, inputs[n].detach()) for inputs, _ in calls])
         if layer.bias is not None:
@@ -74,7 +75,7 @@ def definition(
             outs = torch.autograd.grad((f[n] * v).sum(), [out for _, out in calls], retain_graph=True)
             g = torch.cat([gradients(layer, out[n]) for out in outs])
             B = B + outer(g, sharing) / (N * S if sharing == "expand" else N * S**2)
-    return R * A, B  # type: ignore[return-value]
+    return R * A, B
 
 
 def outer(v: Tensor, sharing: str) -> Tensor:

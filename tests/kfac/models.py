@@ -1,4 +1,4 @@
-"""Small models for every parametric operation. Each takes a batch of vectors (or tokens) and has one position per datum."""
+"""Small models for every parametric operation. Each takes vectors (or tokens) and has one position per datum."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 
 class Function(nn.Module):
@@ -67,7 +67,7 @@ def conv(layer: nn.Module, *shape: int) -> nn.Module:
 
 
 class PackedAttention(nn.Module):
-    """Attention of a sequence of one token to itself, where weights are one: only value and output projections matter."""
+    """Attention of one token to itself, where weights are one: only value and output projections matter."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()

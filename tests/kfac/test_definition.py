@@ -51,13 +51,13 @@ CONVOLUTIONS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-def check(model: nn.Module, layer: nn.Module, name: str, X: Tensor, y: Tensor, loss: nn.Module, sharing: str) -> None:
+def check(model: nn.Module, layer: nn.Module, name: str, X: Tensor, y: Tensor, loss: Any, sharing: Any) -> None:
     """Compare factors from uneven batches with the definition."""
     A, B = definition(model, loss, X, y, layer, sharing, reduction_factor(loss, y))
     sizes = [2, len(X) - 2]
     data = list(zip(X.split(sizes), y.split(sizes), strict=True))
     for batches in (data, (X, y)):
-        K = KFAC(EmpiricalRisk(model, loss, batches), sharing=sharing)  # type: ignore[arg-type]
+        K = KFAC(EmpiricalRisk(model, loss, batches), sharing=sharing)
         close(K.blocks[name].A.reshape(A.shape), A)
         close(K.blocks[name].B.reshape(B.shape), B)
 
@@ -103,7 +103,7 @@ def test_calls_are_further_positions(sharing: str) -> None:
 
 
 @pytest.mark.parametrize("sharing", SHARING)
-def test_one_transposed_convolution_is_a_convolution(sharing: str) -> None:
+def test_one_transposed_convolution_is_a_convolution(sharing: Any) -> None:
     """With stride one, mirror the kernel; other strides put zeros between pixels."""
     torch.manual_seed(0)
     X, y = torch.randn(4, 4, 5, 6, dtype=torch.float64), torch.randn(4, 6, 5, 6, dtype=torch.float64)
@@ -113,7 +113,7 @@ def test_one_transposed_convolution_is_a_convolution(sharing: str) -> None:
         with torch.no_grad():
             W = straight.weight.flip(2, 3).unflatten(0, (groups, -1)).transpose(1, 2)
             mirrored.weight.copy_(W.flatten(0, 1))
-            mirrored.bias.copy_(straight.bias)
+            mirrored.get_parameter("bias").copy_(straight.get_parameter("bias"))
         close(mirrored(X), straight(X))
         one, other = (KFAC(EmpiricalRisk(m, nn.MSELoss(), (X, y)), "mc", sharing) for m in (straight, mirrored))
         order = torch.arange(4 // groups * 9).reshape(-1, 3, 3).flip(1, 2).flatten()
@@ -124,7 +124,7 @@ def test_one_transposed_convolution_is_a_convolution(sharing: str) -> None:
 
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize("dims", [1, 2])
-def test_strided_transposed_convolutions(dims: int, sharing: str) -> None:
+def test_strided_transposed_convolutions(dims: int, sharing: Any) -> None:
     """They equal a convolution of an image with zeros between pixels."""
     torch.manual_seed(0)
     settings: dict[str, Any] = {"stride": 2, "padding": 1, "output_padding": 1, "dilation": 2}
@@ -132,15 +132,16 @@ def test_strided_transposed_convolutions(dims: int, sharing: str) -> None:
     X = torch.randn(4, 2, *[4] * dims, dtype=torch.float64)
     y = torch.randn_like(layer(X))
     sparse = X.new_zeros(4, 2, *[7] * dims)
-    sparse[(..., *[slice(None, None, 2)] * dims)] = X
+    pixels: tuple[Any, ...] = (..., *[slice(None, None, 2)] * dims)
+    sparse[pixels] = X
     sparse = nn.functional.pad(sparse, [3, 4] * dims)
     straight = (nn.Conv1d if dims == 1 else nn.Conv2d)(2, 3, 3, dilation=2).double()
     with torch.no_grad():
         straight.weight.copy_(layer.weight.transpose(0, 1).flip(*range(2, 2 + dims)))
-        straight.bias.copy_(layer.bias)  # type: ignore[arg-type]
+        straight.get_parameter("bias").copy_(layer.get_parameter("bias"))
     close(straight(sparse), layer(X))
-    K = KFAC(EmpiricalRisk(layer, nn.MSELoss(), (X, y)), sharing=sharing)  # type: ignore[arg-type]
-    L = KFAC(EmpiricalRisk(straight, nn.MSELoss(), (sparse, y)), sharing=sharing)  # type: ignore[arg-type]
+    K = KFAC(EmpiricalRisk(layer, nn.MSELoss(), (X, y)), sharing=sharing)
+    L = KFAC(EmpiricalRisk(straight, nn.MSELoss(), (sparse, y)), sharing=sharing)
     order = torch.cat(
         [
             torch.arange(2 * 3**dims).reshape(2, *[3] * dims).flip(*range(1, 1 + dims)).flatten(),

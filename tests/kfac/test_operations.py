@@ -79,7 +79,8 @@ class Around(nn.Module):
         nn.init.zeros_(self.layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.f + self.layer(x).reshape(-1, *self.f.shape[1:])
+        result: Tensor = self.f + self.layer(x).reshape(-1, *self.f.shape[1:])
+        return result
 
 
 @pytest.mark.parametrize("case", LOSSES, ids=str)

@@ -1,4 +1,4 @@
-"""Rules: what multiplies the parameters of an operation, and how its gradients are read. One file per kind of operation."""
+"""Rules: what multiplies an operation's parameters, and how its gradients are read. One file per kind of operation."""
 
 from kfs.kfac.operations import (
     attention,

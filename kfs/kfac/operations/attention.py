@@ -1,7 +1,7 @@
 """Attention: `F.multi_head_attention_forward` as the linear operations that it consists of, and learned biases.
 
-PyTorch's own code is run, except that it does not ask for overrides again: its products then reach the capture one by one.
-It works on `[sequence, batch, features]`.
+PyTorch's own code is run, except that it does not ask for overrides again: its products then reach the capture one by
+one. It works on `[sequence, batch, features]`.
 """
 
 from types import FunctionType

@@ -1,7 +1,7 @@
 """Convolutions and transposed convolutions: linear maps of patches, shared by all output positions.
 
-A transposed convolution is a convolution of its input with zeros put between pixels, with the kernel mirrored. Groups of
-channels have a factor pair each.
+A transposed convolution is a convolution of its input with zeros put between pixels, with the kernel mirrored. Groups
+of channels have a factor pair each.
 """
 
 from math import prod
@@ -19,7 +19,7 @@ from kfs.kfac.patches import Patches
 def convolution(
     capture: Capture,
     func: Any,
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -51,7 +51,7 @@ def convolution(
 def transposed_convolution(
     capture: Capture,
     func: Any,
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -71,7 +71,8 @@ def transposed_convolution(
         return NotImplemented
     kernel, step, spread = tuple(weight.shape[2:]), _each(stride, dims), _each(dilation, dims)
     sparse = input.new_zeros(*input.shape[:2], *((n - 1) * s + 1 for n, s in zip(input.shape[2:], step, strict=True)))
-    sparse[(..., *(slice(None, None, s) for s in step))] = input.detach()
+    pixels: tuple[Any, ...] = (..., *(slice(None, None, s) for s in step))
+    sparse[pixels] = input.detach()
     # The kernel is mirrored; mirroring the image instead changes the order of positions only.
     sparse = sparse.flip(*range(2, dims + 2))
     around = tuple(

@@ -1,8 +1,8 @@
 """Parameters that are broadcast over the batch: added, multiplied, concatenated, or whatever else happens to them.
 
-Such a parameter is expanded to the shape that it is broadcast to, and tapped there, so that its gradients are still there for
-every datum and position. Sizes of one aside, the last axis of a parameter holds its features, and the others are rows: it
-is like an embedding whose rows are all looked up once for every datum, and has the same factors.
+Such a parameter is expanded to the shape that it is broadcast to, and tapped there, so that its gradients are still
+there for every datum and position. Sizes of one aside, the last axis of a parameter holds its features, and the
+others are rows: it is like an embedding whose rows are all looked up once for every datum, and has the same factors.
 """
 
 from typing import Any
@@ -51,14 +51,11 @@ def repeat(capture: Capture, func: Any, t: Tensor, *sizes: Any) -> Any:
 
 def copied(capture: Capture, func: Any, t: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Copy a parameter, perhaps into another precision, and follow the copy."""
-    result, source = func(t, *args, **kwargs), capture.sources.find(t)
-    if (
-        not isinstance(result, Tensor)
-        or source is None
-        or result.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
-    ):
+    result, source = func(t, *args, **kwargs), capture.sources.get(t)
+    if not isinstance(result, Tensor) or result.untyped_storage().data_ptr() == t.untyped_storage().data_ptr():
         return result
-    if source.collect is None:
+    collect = source.collect
+    if collect is None:
         view = capture.sources.view(t)
         if view is None or view.transposed or t.shape != source.tensor.shape:
             return NotImplemented
@@ -69,7 +66,7 @@ def copied(capture: Capture, func: Any, t: Tensor, *args: Any, **kwargs: Any) ->
     index = _places(t, source, list(range(t.ndim)))
 
     def pass_on(g: Tensor) -> None:
-        source.collect(_scattered(g.flatten(2), index, source.tensor.shape))
+        collect(_scattered(g.flatten(2), index, source.tensor.shape))
 
     capture.sources.add(Source(source.name, result, pass_on))
     return result
@@ -78,7 +75,7 @@ def copied(capture: Capture, func: Any, t: Tensor, *args: Any, **kwargs: Any) ->
 def otherwise(capture: Capture, func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation without rule: tap parameters that were expanded over the batch before, and probe all others."""
     tracked = [t for t in tensors_of((*args, *kwargs.values())) if capture.sources.find(t) is not None]
-    names = {source.name for t in tracked if (source := capture.sources.find(t)) is not None}
+    names = {capture.sources.get(t).name for t in tracked}
     operation = getattr(func, "__name__", str(func))
     versions = [t._version for t in tracked]
     result = func(*args, **kwargs)
@@ -102,8 +99,7 @@ def is_followable(capture: Capture, t: Tensor) -> bool:
 
 def follow(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Tensor:
     """Expand (a view of) a parameter to a shape with batch axis, and return it with a tap."""
-    source = capture.sources.find(t)
-    z = t.expand(shape)
+    source, z = capture.sources.get(t), t.expand(shape)
     own = [axis for axis in range(z.ndim) if z.stride(axis) != 0 and z.shape[axis] != 1]
     free = [axis for axis in range(z.ndim) if axis not in own]
     index = _places(z, source, own)
@@ -111,12 +107,13 @@ def follow(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Te
     def own_last(g: Tensor) -> Tensor:
         return g.permute(0, *(1 + axis for axis in (*free, *own))).flatten(1 + len(free)) if own else g.unsqueeze(-1)
 
-    if source.collect is not None:
+    collect = source.collect
+    if collect is not None:
         leading = len(free)
 
         def pass_on(g: Tensor) -> None:
             columns = torch.stack([capture.canonical(column, leading).sum(1) for column in own_last(g)])
-            source.collect(_scattered(columns, index, source.tensor.shape))
+            collect(_scattered(columns, index, source.tensor.shape))
 
         return capture.tap(z, pass_on)
     layout = entries_layout(source)
@@ -130,7 +127,8 @@ def follow(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Te
         if not whole_rows:
             full = g.new_zeros(*g.shape[:-1], source.tensor.numel())
             g = full.index_add_(-1, index.flatten().to(device), g)
-        return g.unflatten(-1, (-1, features))
+        rows_last: Tensor = g.unflatten(-1, (-1, features))
+        return rows_last
 
     vectors = Rows(
         rows.to(device),
@@ -150,7 +148,8 @@ def record_entries(capture: Capture, out: Tensor, operation: str, source: Source
     vectors = Rows(rows, layout.column_size, leading, torch.promote_types(out.dtype, torch.float32))
 
     def by_rows(g: Tensor) -> Tensor:
-        return read(g).flatten(1 + len(leading)).unflatten(-1, (-1, layout.row_size))
+        rows_last: Tensor = read(g).flatten(1 + len(leading)).unflatten(-1, (-1, layout.row_size))
+        return rows_last
 
     return capture.record(out, operation, layout, vectors, by_rows, ones=False)
 

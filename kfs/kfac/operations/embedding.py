@@ -1,4 +1,4 @@
-"""Embeddings: a linear map of unit vectors. Their outer products are diagonal, so the input-based factor counts tokens."""
+"""Embeddings: linear maps of unit vectors, whose outer products are diagonal. The input-based factor counts tokens."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from kfs.kfac.inputs import OneHot
 def embedding(
     capture: Capture,
     func: Any,
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
     max_norm: float | None = None,

@@ -1,7 +1,7 @@
 """Linear operations: `F.linear`, `addmm`, products with `@`, simple `einsum`, bilinear maps.
 
-All multiply vectors $x$ of features with a weight matrix $W$: the input-based factor comes from $x$, the gradient-based one
-from gradients with respect to $W x$.
+All multiply vectors $x$ of features with a weight matrix $W$: the input-based factor comes from $x$, the
+gradient-based one from gradients with respect to $W x$.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from kfs.kfac.inputs import Rows, Vectors
 from kfs.kfac.views import View
 
 
-def linear(capture: Capture, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # noqa: A002
+def linear(capture: Capture, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Multiply with `weight` `[out, in]`."""
     return _multiply(capture, "linear", lambda x: func(x, weight, bias), input, weight, bias)
 
@@ -109,7 +109,7 @@ def bilinear(
 def record_with_bias(
     capture: Capture, out: Tensor, operation: str, layout: Layout, vectors: Any, read: Read, bias: Tensor | None
 ) -> Any:
-    """Take note of a use of weight and bias, in one block or in two. The bias lies along the weight's output features."""
+    """Take note of a use of weight and bias, in one block or in two. The bias lies along the output features."""
     b = capture.sources.view(bias)
     if bias is not None and b is None and capture.sources.find(bias) is not None:
         return NotImplemented

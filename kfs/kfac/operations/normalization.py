@@ -20,7 +20,7 @@ def layer_norm(
     normalized_shape: Any,
     weight: Any = None,
     bias: Any = None,
-    eps: float = 1e-5,  # noqa: A002
+    eps: float = 1e-5,
 ) -> Any:
     """Normalise over the last axes, then scale and shift."""
     out = func(input, normalized_shape, weight, bias, eps)
@@ -34,7 +34,7 @@ def rms_norm(
     input: Tensor,
     normalized_shape: Any,
     weight: Any = None,
-    eps: float | None = None,  # noqa: A002
+    eps: float | None = None,
 ) -> Any:
     """Divide by the root mean square over the last axes, then scale."""
     out = func(input, normalized_shape, weight, eps)
@@ -49,7 +49,7 @@ def group_norm(
     num_groups: int,
     weight: Any = None,
     bias: Any = None,
-    eps: float = 1e-5,  # noqa: A002
+    eps: float = 1e-5,
 ) -> Any:
     """Normalise groups of channels, then scale and shift channels."""
     out = func(input, num_groups, weight, bias, eps)
@@ -60,7 +60,7 @@ def group_norm(
 def batch_norm(
     capture: Capture,
     func: Any,
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     running_mean: Any,
     running_var: Any,
     weight: Any = None,
@@ -85,7 +85,7 @@ def batch_norm(
 def instance_norm(
     capture: Capture,
     func: Any,
-    input: Tensor,  # noqa: A002
+    input: Tensor,
     running_mean: Any = None,
     running_var: Any = None,
     weight: Any = None,
@@ -104,7 +104,7 @@ def instance_norm(
     return _scaled(capture, "instance_norm", out, weight, bias, normalized, True)
 
 
-def prelu(capture: Capture, func: Any, input: Tensor, weight: Tensor) -> Any:  # noqa: A002
+def prelu(capture: Capture, func: Any, input: Tensor, weight: Tensor) -> Any:
     """Multiply negative numbers with a slope, per channel or altogether."""
     x = input.detach()
     out = func(input, weight)

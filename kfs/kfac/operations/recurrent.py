@@ -1,8 +1,8 @@
 """Recurrent networks, as the linear operations that they consist of.
 
-PyTorch runs `nn.RNN`, `nn.LSTM` and `nn.GRU` as one operation. Here, every layer and direction multiplies its inputs for all
-times at once, and its state time by time: the recurrent weight is used as often as there are times. Internally sequences are
-`[batch, time, features]`.
+PyTorch runs `nn.RNN`, `nn.LSTM` and `nn.GRU` as one operation. Here, every layer and direction multiplies its inputs
+for all times at once, and its state time by time: the recurrent weight is used as often as there are times.
+Internally sequences are `[batch, time, features]`.
 """
 
 from collections.abc import Callable
@@ -112,7 +112,8 @@ def _layer(
     x: Tensor, state: State, weights: list[Tensor], w_hr: Tensor | None, step: Step, backwards: bool
 ) -> tuple[Tensor, State]:
     """Run one layer in one direction."""
-    w_ih, w_hh, b_ih, b_hh = weights if len(weights) == 4 else (*weights, None, None)
+    w_ih, w_hh = weights[:2]
+    b_ih, b_hh = weights[2:] if len(weights) == 4 else (None, None)
     from_x = F.linear(x, w_ih, b_ih)
     outputs: list[Tensor] = []
     times = range(x.shape[1])

@@ -1,0 +1,85 @@
+"""What the files here share: exact blocks from the definitions, and claims about KFAC's blocks."""
+
+import torch
+from torch import Tensor, cat
+from torch.nn import Module
+
+from kfs import KFAC, EmpiricalRisk
+from kfs.basics.emp_fishers import vec_empirical_fisher
+from kfs.basics.flattening import Vec, cvec, rvec
+from kfs.basics.ggns import vec_ggn
+from kfs.basics.reduction_factors import Loss
+from kfs.kfac.settings import Sharing
+from kfs.verification import verify, verify_differs
+
+# The error of a Monte Carlo estimate falls with the root of the number of draws; these many suffice for a few percent.
+MC_SAMPLES, MC_TOLERANCE = 4_000, 0.1
+
+
+def exact_ggn(model: Module, loss: Loss, X: Tensor, y: Tensor, names: tuple[str, ...], vec: Vec) -> Tensor:
+    """Compute the GGN's block for some parameters, entry by entry from the definitions."""
+    params = [model.get_parameter(name) for name in names]
+    f = model(X)
+    risk = loss(f, y)
+    return cat([cat([vec_ggn(risk, f, p, q, vec=vec) for q in params], dim=1) for p in params])
+
+
+def exact_empirical_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, names: tuple[str, ...], vec: Vec) -> Tensor:
+    """Compute the empirical Fisher's block for some parameters, from the definitions."""
+    params = [model.get_parameter(name) for name in names]
+    return cat([cat([vec_empirical_fisher(model, loss, X, y, (p, q), vec=vec) for q in params], dim=1) for p in params])
+
+
+def claim_exact(
+    model: Module,
+    loss: Loss,
+    X: Tensor,
+    y: Tensor,
+    case: str,
+    *,
+    sharing: Sharing = "expand",
+    empirical: bool | None = None,
+    mc: bool = True,
+) -> None:
+    """Verify that KFAC-type-II equals the GGN, that KFAC-MC converges to it, and what is true of KFAC-empirical.
+
+    Args:
+        model: The model.
+        loss: The loss.
+        X: Inputs.
+        y: Targets.
+        case: What to call this setting.
+        sharing: The variant of weight sharing.
+        empirical: Whether KFAC-empirical equals the empirical Fisher, or differs from it; nothing is claimed by
+            default.
+        mc: Whether to verify convergence; it takes most of the time.
+    """
+    risk = EmpiricalRisk(model, loss, (X, y))
+    type2 = KFAC(risk, "type-2", sharing)
+    for name, block in type2.blocks.items():
+        names = block.layout.params
+        for vec in (cvec, rvec):
+            where = f"{case}, {name}, {vec.__name__}"
+            actual = type2.submatrix(names).to_dense(vec.__name__)
+            verify("KFAC-type-II equals the GGN", actual, exact_ggn(model, loss, X, y, names, vec), case=where)
+    if X.ndim > 2:  # the first layer is used at many positions
+        names = next(iter(type2.blocks.values())).layout.params
+        other = KFAC(risk, "type-2", "reduce" if sharing == "expand" else "expand").submatrix(names).to_dense()
+        G = exact_ggn(model, loss, X, y, names, rvec)
+        verify_differs("the other weight sharing does not, for the first layer", other, G, case=case)
+    if mc:
+        estimate = KFAC(risk, "mc", sharing, mc_samples=MC_SAMPLES, columns_at_once=500)
+        for name, block in type2.blocks.items():
+            names = block.layout.params
+            exact = type2.submatrix(names).to_dense()
+            error = (estimate.submatrix(names).to_dense() - exact).norm() / exact.norm()
+            verify("KFAC-MC converges to the GGN", error, torch.zeros_like(error), MC_TOLERANCE, f"{case}, {name}")
+    if empirical is not None:
+        K = KFAC(risk, "empirical", sharing)
+        for name, block in K.blocks.items():
+            names = block.layout.params
+            actual, E = K.submatrix(names).to_dense(), exact_empirical_fisher(model, loss, X, y, names, rvec)
+            if empirical:
+                verify("KFAC-empirical equals the empirical Fisher", actual, E, case=f"{case}, {name}")
+            else:
+                verify_differs("KFAC-empirical differs from the empirical Fisher", actual, E, case=f"{case}, {name}")
