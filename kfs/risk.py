@@ -251,7 +251,7 @@ class EmpiricalRisk:
             yield
 
     def _at_own_params(self, frozen: bool) -> bool:
-        """Whether parameters are the model's own tensors as it uses them: not other values, and frozen only if allowed."""
+        """Whether parameters are the model's own tensors as it uses them: not other values, frozen only if allowed."""
         own = dict(self.model.named_parameters()) if isinstance(self.model, nn.Module) else None
         return own is None or all(p is own[n] and (frozen or p.requires_grad) for n, p in self.params.items())
 

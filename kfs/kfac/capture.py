@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kfs.errors import DataError
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
+from kfs.kfac.batch_axis import BatchAxis
 from kfs.kfac.blocks import Layout, Side
 from kfs.kfac.inputs import Input
 from kfs.kfac.uses import Uses
-from kfs.kfac.views import Source, Sources
+from kfs.kfac.views import Source, Sources, Virtual
 
 # Reads the gradients of some columns, [columns, *shape of the output], as [columns, *leading axes, (groups,) features].
 Read = Callable[[Tensor], Tensor]
@@ -67,7 +67,7 @@ class Show(torch.autograd.Function):
     @staticmethod
     def forward(g: Tensor, receive: Receiver) -> Tensor:  # noqa: ARG004 (columns do not differ here, so that g is zero)
         """Show nothing."""
-        return g.new_empty(0)
+        return g.new_empty(0)  # pragma: no cover (whether this happens depends on PyTorch's backward formulas)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -78,6 +78,13 @@ class Show(torch.autograd.Function):
         """Show all columns."""
         receive(g.movedim(in_dims[0], 0))
         return g.new_empty(0), None
+
+
+# Operations whose result does not depend on the values of their tensors, or only on those of the first one.
+_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like")
+_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
+_SHAPES_ONLY = {getattr(torch, name) for name in _LIKE} | {getattr(Tensor, name) for name in _NEW}
+_FIRST_ONLY = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
 
 
 class Capture(TorchFunctionMode):
@@ -94,6 +101,7 @@ class Capture(TorchFunctionMode):
         batch_axis: Where the batch axis is in activations, if not first.
 
     Attributes:
+        batch: Where the batch axis is.
         handles: The taps' zero-size inputs.
         keep_graph: Whether further backward passes will follow.
         together: Whether a backward pass is for several columns, by `vmap`.
@@ -114,13 +122,13 @@ class Capture(TorchFunctionMode):
         """Start without any tap."""
         super().__init__()
         self.sources = Sources(params)
-        self.num_data, self.uses, self.batch_axis = num_data, uses, batch_axis
+        self.num_data, self.uses, self.batch = num_data, uses, BatchAxis(num_data, batch_axis)
         self.rules, self.otherwise = rules, otherwise
         self.handles: list[Tensor] = []
         self.keep_graph, self.together = True, False
         self.unexplained: set[tuple[str, str]] = set()
         self._constants = {id(t) for t in (*params.values(), *constants)}
-        self._virtual: list[tuple[Callable[[Tensor], None], list[Tensor]]] = []
+        self._virtual: list[Virtual] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, by a rule if it has one and uses a tracked parameter."""
@@ -161,24 +169,20 @@ class Capture(TorchFunctionMode):
             ones: Whether the bias was used.
             side: On which side of the block inputs are.
         """
-        return self.tap(out, self.uses.record(self, operation, layout, vectors, read, out, ones, side))
+        return self.tap(out, self.uses.record(self.batch, operation, layout, vectors, read, out, ones, side))
 
-    def record_virtual(
-        self, out: Tensor, operation: str, layout: Layout, vectors: Input, read: Read, ones: bool, side: Side = "A"
-    ) -> Tensor:
-        """Take note of a use without batch axis, and follow its output. `read` gets `[columns, N, *out.shape]`."""
-        receive = self.uses.record(self, operation, layout, vectors, read, out, ones, side)
-        arrived: list[Tensor] = []
-        self._virtual.append((receive, arrived))
-        self.sources.add(Source(layout.weight, out, arrived.append))
+    def record_virtual(self, out: Tensor, name: str, record: Callable[[bool], Receiver]) -> Tensor:
+        """Follow the output of an operation that has met no data yet; `record` is that of `Virtual`."""
+        out = out.contiguous()
+        virtual = Virtual(record)
+        self._virtual.append(virtual)
+        self.sources.add(Source(name, out, virtual))
         return out
 
     def pass_virtual(self) -> None:
-        """After a backward pass: pass the sums of what arrived at virtual parameters on."""
-        for receive, arrived in self._virtual:
-            if arrived:
-                receive(torch.stack(arrived).sum(0))
-                arrived.clear()
+        """After a backward pass: pass on what arrived at virtual parameters, the latest ones first."""
+        for virtual in reversed(self._virtual):
+            virtual.pass_on()
 
     def constant(self, t: Tensor) -> bool:
         """Whether a tensor does not depend on the data, as far as one can see."""
@@ -186,45 +190,26 @@ class Capture(TorchFunctionMode):
 
     def batched(self, t: Tensor) -> Tensor | None:
         """Return an input with its batch axis, expanded if its first axis has length one; nothing if it has none."""
-        if not self.constant(t) or (t.ndim > 1 and t.shape[0] == self.num_data):
+        if not self.constant(t):
             return t
         return t.expand(self.num_data, *t.shape[1:]) if t.ndim > 1 and t.shape[0] == 1 else None
 
     @contextmanager
     def with_batch_axis(self, axis: int | None) -> Iterator[None]:
         """Know better where the batch axis is, in this context."""
-        before = self.batch_axis
-        self.batch_axis = before if axis is None else axis
+        before = self.batch
+        self.batch = before if axis is None else BatchAxis(self.num_data, axis)
         try:
             yield
         finally:
-            self.batch_axis = before
-
-    def find_batch_axis(self, leading: Iterable[int]) -> int | None:
-        """Return which of some leading axes is the batch axis, `-1` for a first axis that batch and others share."""
-        leading = list(leading)
-        if self.batch_axis is not None and self.batch_axis < len(leading):
-            return self.batch_axis if leading[self.batch_axis] == self.num_data else None
-        matches = [axis for axis, length in enumerate(leading) if length == self.num_data]
-        if matches:
-            return 0 if 0 in matches else matches[0] if len(matches) == 1 else None
-        return -1 if leading and leading[0] and leading[0] % self.num_data == 0 else None
-
-    def canonical(self, t: Tensor, leading: int) -> Tensor:
-        """Bring a tensor with some leading axes into the form `[N, S, ...]`."""
-        axis = self.find_batch_axis(t.shape[:leading])
-        if axis is None:
-            raise DataError(
-                f"A parameter is used with an input of leading axes {list(t.shape[:leading])}, in which the batch of "
-                f"{self.num_data} data is not found.",
-                "Say where it is with batch_axis=, put it first, or use sharing='expand', which needs no batch axis.",
-            )
-        t = t if axis in {0, -1} else t.movedim(axis, 0)
-        return t.reshape(self.num_data, -1, *t.shape[leading:])
+            self.batch = before
 
     def _note_constants(self, func: Any, inputs: list[Tensor], args: Any, result: Any) -> None:
         """Mark results that do not depend on the data, and unmark what data were written into."""
-        constant = all(map(self.constant, inputs))
+        if func in _SHAPES_ONLY:
+            constant = True
+        else:  # the second argument of `to` gives its type only
+            constant = all(map(self.constant, inputs[:1] if func in _FIRST_ONLY else inputs))
         before = {id(t) for t in inputs}
         for t in tensors_of([result]):
             if constant and id(t) not in before:

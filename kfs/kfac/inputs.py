@@ -73,7 +73,7 @@ class OneHot(Input):
 
     def add_to(self, moment: Moment, ones: bool) -> None:
         """Count every index."""
-        moment.total.index_add_(0, self.index.flatten(), self.counts.flatten().to(moment.total.dtype))
+        moment.entries.index_add_(0, self.index.flatten(), self.counts.flatten().to(moment.total.dtype))
 
     def sums(self, canonical: Canonical) -> tuple[Tensor, Tensor]:
         """Count every index, datum by datum."""
@@ -102,10 +102,7 @@ class Rows(Input):
 
     def add_to(self, moment: Moment, ones: bool) -> None:
         """Count the places."""
-        if self.sparse:
-            moment.total[self.rows] += self.places
-        else:
-            moment.total += self.places
+        moment.entries[self.rows] += self.places
 
     def sums(self, canonical: Canonical) -> tuple[Tensor, Tensor]:
         """Count the places of each datum."""

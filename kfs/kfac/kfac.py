@@ -197,8 +197,6 @@ def _computed(risk: EmpiricalRisk, settings: Settings) -> tuple[list[Block], Res
         if not together:
             raise
         result = kfac(risk, replace(settings, columns_at_once=1))  # an operation that vmap does not know
-    if result.num_data == 0:
-        raise DataError("The data set is empty.", "Pass at least one batch with at least one datum.")
     bad = set(result.uncovered)
     blocks = [block for block in result.blocks if not bad & set(block.layout.params)]
     kept = {name for block in blocks for name in block.layout.params}

@@ -41,6 +41,11 @@ class Moment:
         return self.total.shape[-1]
 
     @property
+    def entries(self) -> Tensor:
+        """The total's diagonal, to write to."""
+        return self.total if self.diagonal else self.total.diagonal()
+
+    @property
     def inner(self) -> Tensor:
         """The part of the total without the bias."""
         if not self.bias:

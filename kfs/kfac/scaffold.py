@@ -131,7 +131,7 @@ def not_covered(risk: EmpiricalRisk, uses: Uses, unexplained: set[tuple[str, str
     reasons: dict[str, str] = {}
     covered = {name for block in uses.blocks.values() for name in block.layout.params}
     for name, operation in sorted(unexplained):
-        reasons.setdefault(name, f"it is used by {operation!r}, for which there is no rule")
+        reasons.setdefault(name, f"it is used by {operation}, for which there is no rule")
     for name, operation in sorted(uses.conflicts):
         reasons.setdefault(name, f"its use by {operation!r} does not fit together with its other uses")
     for name in risk.params:

@@ -8,24 +8,17 @@ are complete.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kfs.kfac.batch_axis import BatchAxis
 from kfs.kfac.blocks import Block, Layout, Pair, Side
 from kfs.kfac.inputs import Input
 from kfs.kfac.moments import Moment
 from kfs.kfac.settings import Settings
 
 Key = tuple[str, tuple[int, int]]
-
-
-class Batch(Protocol):
-    """What uses need to know about the batch."""
-
-    def canonical(self, t: Tensor, leading: int) -> Tensor:
-        """Bring a tensor with some leading axes into the form `[N, S, ...]`."""
 
 
 @dataclass
@@ -77,7 +70,7 @@ class Uses:
 
     def record(
         self,
-        batch: Batch,
+        batch: BatchAxis,
         operation: str,
         layout: Layout,
         vectors: Input,
@@ -92,6 +85,8 @@ class Uses:
             return lambda _: self.conflicts.add((layout.weight, operation))
         key = (layout.weight, layout.rows)
         pair = self._pair(block, vectors, like, side)
+        if pair.input.diagonal and not vectors.sparse and not self.settings.is_diagonal(pair.input.size):
+            self.conflicts.add((layout.weight, operation))  # unit vectors came first, and made the factor diagonal
         if self.dry:
             return lambda _: None
         kind = like.device.type
@@ -173,7 +168,7 @@ class Uses:
             )
         return block.pairs[side]
 
-    def _collect(self, key: tuple[Key, Side], batch: Batch, vectors: Input, bias: bool, ones: bool) -> None:
+    def _collect(self, key: tuple[Key, Side], batch: BatchAxis, vectors: Input, bias: bool, ones: bool) -> None:
         """Add a use's sums over shared positions."""
         inputs, counts = vectors.sums(batch.canonical)
         if bias:
@@ -183,7 +178,7 @@ class Uses:
             inputs, counts = inputs + self._sums[key].inputs, counts + self._sums[key].counts
         self._sums[key] = Sums(inputs, counts)
 
-    def _collect_gradients(self, key: tuple[Key, Side], batch: Batch, g: Tensor, groups: int) -> None:
+    def _collect_gradients(self, key: tuple[Key, Side], batch: BatchAxis, g: Tensor, groups: int) -> None:
         """Add a use's gradients, summed over shared positions: `[columns, N, D]` (or `[columns, N, G, D]`)."""
         features = 2 if groups > 1 else 1
         dtype = torch.promote_types(g.dtype, torch.float32)

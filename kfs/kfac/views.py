@@ -14,12 +14,12 @@ class Source:
     Attributes:
         name: The parameter's name.
         tensor: The parameter, or the virtual one; kept, so that its memory stays its own.
-        collect: For a virtual parameter, takes its gradients `[columns, N, *shape]`.
+        virtual: How a virtual parameter's gradients are taken.
     """
 
     name: str
     tensor: Tensor
-    collect: Callable[[Tensor], None] | None = None
+    virtual: "Virtual | None" = None
     start: int = field(init=False)
     stop: int = field(init=False)
 
@@ -28,6 +28,38 @@ class Source:
         self.start = self.tensor.data_ptr()
         reach = sum((n - 1) * stride for n, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True))
         self.stop = self.start + (reach + 1) * self.tensor.element_size()
+
+
+class Virtual:
+    """How gradients of a virtual parameter are taken, which is decided by the operation that makes it meet the data.
+
+    Args:
+        record: Takes note of the use, and returns what receives gradients. Its argument says whether the first axis
+            of the result turned out to be the batch axis (as for zeros of shape `[N, ...]`). If not, gradients are
+            `[columns, N, *shape]`.
+    """
+
+    def __init__(self, record: Callable[[bool], Callable[[Tensor], None]]) -> None:
+        """Decide nothing yet."""
+        self._record = record
+        self._receive: Callable[[Tensor], None] | None = None
+        self._arrived: list[Tensor] = []
+
+    def collector(self) -> Callable[[Tensor], None]:
+        """Return what collects gradients `[columns, N, *shape]` of one of several operations that broadcast it."""
+        if self._receive is None:
+            self._receive = self._record(False)
+        return self._arrived.append
+
+    def receiver(self) -> Callable[[Tensor], None]:
+        """Return what receives gradients `[columns, *shape]`, if the first axis is the batch axis."""
+        return self._record(True)
+
+    def pass_on(self) -> None:
+        """After a backward pass: pass on the sum of what was collected."""
+        if self._receive is not None and self._arrived:
+            self._receive(torch.stack(self._arrived).sum(0))
+            self._arrived.clear()
 
 
 @dataclass(frozen=True)
@@ -72,7 +104,7 @@ class Sources:
     def view(self, t: Tensor | None) -> View | None:
         """Return which rows of a parameter a tensor is, or nothing if it is not such a simple view of a parameter."""
         source = None if t is None else self.find(t)
-        if t is None or source is None or source.collect is not None or t.dtype != source.tensor.dtype:
+        if t is None or source is None or source.virtual is not None or t.dtype != source.tensor.dtype:
             return None
         for transposed in (False, True):
             p, q = source.tensor, t.T if transposed and t.ndim == 2 else t

@@ -1,9 +1,9 @@
 r"""KFAC is exact for regression with a deep linear net, on any data set (Bernacchia et al., 2018).
 
 With square loss the backpropagated vectors at the prediction do not depend on the datum, and without nonlinearity nor
-do they anywhere else. This catches wrong scales: factors of the number of data, of the reduction, of the number of
-draws. The empirical Fisher sends residuals back, which do depend on the datum, so there KFAC remains an
-approximation.
+do they anywhere else: the factor $\sum_c g_{n,c} g_{n,c}^\top$ is the same for all $n$. This catches wrong scales:
+factors of the number of data, of the reduction, of the number of draws. The empirical Fisher sends residuals back,
+which do depend on the datum, so there KFAC remains an approximation.
 
 Implements: test "KFAC for regression with a deep linear net" (chapter 4); that the empirical version differs is
 asserted.

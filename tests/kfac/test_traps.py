@@ -340,7 +340,9 @@ def test_positions_that_meet_no_batch_are_refused() -> None:
             return result
 
     table = inspect(Nonlinear("index"), torch.randint(7, (4, 8)))
-    assert table.uncovered == {"positions.weight": "it is used by 'tanh', for which there is no rule"}
+    assert table.uncovered == {
+        "positions.weight": "it is used by tanh before it meets the batch, for which there is no rule"
+    }
 
 
 @pytest.mark.parametrize("sharing", SHARING)

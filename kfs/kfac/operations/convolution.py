@@ -34,7 +34,7 @@ def convolution(
     if capture.sources.find(weight) is None and capture.sources.find(input) is None:
         out = func(input, weight, bias, stride, padding, dilation, groups)
         return record_bias(capture, out, bias, _channels_last(groups), groups)
-    if view is None or view.rows != (0, len(weight)):
+    if view is None or weight.shape != view.source.tensor.shape:
         return NotImplemented
     kernel, step, spread = tuple(weight.shape[2:]), _each(stride, dims), _each(dilation, dims)
     if padding == "same":
@@ -67,7 +67,7 @@ def transposed_convolution(
     if capture.sources.find(weight) is None and capture.sources.find(input) is None:
         out = func(input, weight, bias, stride, padding, output_padding, groups, dilation)
         return record_bias(capture, out, bias, _channels_last(groups), groups)
-    if view is None or view.rows != (0, len(weight)):
+    if view is None or weight.shape != view.source.tensor.shape:
         return NotImplemented
     kernel, step, spread = tuple(weight.shape[2:]), _each(stride, dims), _each(dilation, dims)
     sparse = input.new_zeros(*input.shape[:2], *((n - 1) * s + 1 for n, s in zip(input.shape[2:], step, strict=True)))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kfs.kfac.blocks import Layout
-from kfs.kfac.capture import Capture, Read, tensors_of
+from kfs.kfac.capture import Capture, Read, Receiver, tensors_of
 from kfs.kfac.inputs import Rows
 from kfs.kfac.views import Source
 
@@ -29,9 +29,14 @@ def elementwise(capture: Capture, func: Any, *args: Any, **kwargs: Any) -> Any:
         if not shape or shape[0] != 1 or in_place:
             return NotImplemented
         shape = torch.Size([capture.num_data, *shape[1:]])  # give it a batch axis here
-    if any(_aligned(t, shape) == list(shape) and capture.num_data > 1 for t in tracked):
-        return NotImplemented  # nothing is broadcast, so there is no batch axis
-    swap = {id(t): follow(capture, t, shape, func.__name__.strip("_")) for t in tracked}
+    swap = {}
+    for t in tracked:
+        if _has_batch(capture, t, shape):
+            swap[id(t)] = capture.tap(t, capture.sources.get(t).virtual.receiver())  # type: ignore[union-attr]
+        elif capture.num_data > 1 and _aligned(t, shape) == list(shape):
+            return NotImplemented  # nothing is broadcast, so there is no batch axis
+        else:
+            swap[id(t)] = follow(capture, t, shape, func.__name__.strip("_"))
     return func(*(swap.get(id(t), t) for t in args), **kwargs)
 
 
@@ -54,29 +59,29 @@ def copied(capture: Capture, func: Any, t: Tensor, *args: Any, **kwargs: Any) ->
     result, source = func(t, *args, **kwargs), capture.sources.get(t)
     if not isinstance(result, Tensor) or result.untyped_storage().data_ptr() == t.untyped_storage().data_ptr():
         return result
-    collect = source.collect
-    if collect is None:
+    virtual = source.virtual
+    if virtual is None:
         view = capture.sources.view(t)
         if view is None or view.transposed or t.shape != source.tensor.shape:
             return NotImplemented
         capture.sources.add(Source(source.name, result))
         return result
-    if not source.tensor.is_contiguous():
-        return NotImplemented
     index = _places(t, source, list(range(t.ndim)))
 
-    def pass_on(g: Tensor) -> None:
-        collect(_scattered(g.flatten(2), index, source.tensor.shape))
+    def record(with_batch: bool) -> Receiver:
+        if with_batch:
+            return virtual.receiver()
+        collect = virtual.collector()
+        return lambda g: collect(_scattered(g.flatten(2), index, source.tensor.shape))
 
-    capture.sources.add(Source(source.name, result, pass_on))
-    return result
+    return capture.record_virtual(result, source.name, record)
 
 
 def otherwise(capture: Capture, func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation without rule: tap parameters that were expanded over the batch before, and probe all others."""
     tracked = [t for t in tensors_of((*args, *kwargs.values())) if capture.sources.find(t) is not None]
-    names = {capture.sources.get(t).name for t in tracked}
-    operation = getattr(func, "__name__", str(func))
+    sources = [capture.sources.get(t) for t in tracked]
+    names, operation = {source.name for source in sources}, getattr(func, "__name__", str(func))
     versions = [t._version for t in tracked]
     result = func(*args, **kwargs)
     if versions != [t._version for t in tracked]:  # written into
@@ -88,7 +93,8 @@ def otherwise(capture: Capture, func: Any, args: Any, kwargs: Any) -> Any:
     if all(_is_expanded(capture, t) and is_followable(capture, t) for t in tracked):
         swap = {id(t): follow(capture, t, t.shape, operation) for t in tracked}
         return func(*_replaced(args, swap), **{key: _replaced(value, swap) for key, value in kwargs.items()})
-    return _probed(capture, result, names, operation)
+    before = any(source.virtual is not None for source in sources)
+    return _probed(capture, result, names, f"{operation} before it meets the batch" if before else operation)
 
 
 def is_followable(capture: Capture, t: Tensor) -> bool:
@@ -107,26 +113,25 @@ def follow(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Te
     def own_last(g: Tensor) -> Tensor:
         return g.permute(0, *(1 + axis for axis in (*free, *own))).flatten(1 + len(free)) if own else g.unsqueeze(-1)
 
-    collect = source.collect
-    if collect is not None:
-        leading = len(free)
+    if source.virtual is not None:
+        leading, batch, collect = len(free), capture.batch, source.virtual.collector()
 
         def pass_on(g: Tensor) -> None:
-            columns = torch.stack([capture.canonical(column, leading).sum(1) for column in own_last(g)])
+            columns = torch.stack([batch.canonical(column, leading).sum(1) for column in own_last(g)])
             collect(_scattered(columns, index, source.tensor.shape))
 
         return capture.tap(z, pass_on)
     layout = entries_layout(source)
-    features, rows = layout.row_size, index.flatten()
-    whole_rows = rows.numel() % features == 0 and _are_rows(rows, features)
-    rows = (rows[::features] // features) if whole_rows else torch.arange(layout.column_size)
-    device = z.device
+    features, places, device = layout.row_size, index.flatten(), z.device
+    rows, order = torch.unique(places // features, return_inverse=True)
+    places = order * features + places % features  # among the rows that are used
+    in_order = torch.equal(places, torch.arange(len(rows) * features))
 
     def read(g: Tensor) -> Tensor:
         g = own_last(g)
-        if not whole_rows:
-            full = g.new_zeros(*g.shape[:-1], source.tensor.numel())
-            g = full.index_add_(-1, index.flatten().to(device), g)
+        if not in_order:
+            full = g.new_zeros(*g.shape[:-1], len(rows) * features)
+            g = full.index_add_(-1, places.to(device), g)
         rows_last: Tensor = g.unflatten(-1, (-1, features))
         return rows_last
 
@@ -136,7 +141,7 @@ def follow(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Te
         tuple(z.shape[axis] for axis in free),
         torch.promote_types(z.dtype, torch.float32),
     )
-    receive = capture.uses.record(capture, operation, layout, vectors, read, z, False, "A")
+    receive = capture.uses.record(capture.batch, operation, layout, vectors, read, z, False, "A")
     return capture.tap(z, receive)
 
 
@@ -177,17 +182,20 @@ def _scattered(g: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
     return full.index_add_(2, index.flatten().to(g.device), g).reshape(*g.shape[:2], *shape)
 
 
-def _are_rows(index: Tensor, features: int) -> bool:
-    """Whether indices run through whole rows of features."""
-    table = index.reshape(-1, features)
-    return bool((table[:, 0] % features == 0).all() and (table - table[:, :1] == torch.arange(features)).all())
-
-
 def _is_expanded(capture: Capture, t: Tensor) -> bool:
     """Whether a parameter was expanded over the batch before; a batch of one shows only as a first axis of one."""
     if capture.num_data == 1:
         return t.ndim > 1 and t.shape[0] == 1
     return any(n == capture.num_data and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True))
+
+
+def _has_batch(capture: Capture, t: Tensor, shape: torch.Size) -> bool:
+    """Whether the first axis of a virtual parameter has turned out to be the batch axis."""
+    source = capture.sources.get(t)
+    whole = t.shape == source.tensor.shape and t.stride() == source.tensor.stride()
+    return (
+        source.virtual is not None and whole and t.ndim == len(shape) and t.shape[0] == shape[0] == capture.num_data > 1
+    )
 
 
 def _aligned(t: Tensor, shape: torch.Size) -> list[int]:

@@ -8,7 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.exact_derivatives import refuse_changing_embedding
 from kfs.kfac.blocks import Layout
-from kfs.kfac.capture import Capture
+from kfs.kfac.capture import Capture, Read, Receiver
 from kfs.kfac.inputs import OneHot
 
 
@@ -28,19 +28,24 @@ def embedding(
     view = capture.sources.view(weight)
     if view is None or view.transposed or weight.ndim != 2:
         return NotImplemented
-    with_batch = capture.batched(input)
-    index = input.expand(capture.num_data, *input.shape) if with_batch is None else with_batch
-    out = func(input if with_batch is None else with_batch, weight, padding_idx)
-    counts = None if padding_idx is None else index != padding_idx % len(weight)
-    tokens = OneHot(index, len(weight), counts, torch.promote_types(weight.dtype, torch.float32))
-
-    def read(g: Tensor) -> Tensor:
-        return g if counts is None else g * counts.unsqueeze(-1)
-
+    known = capture.batched(input)
+    out = func(input if known is None else known, weight, padding_idx)
     layout = Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, (1, 0), 1)
-    layout, side = capture.uses.place(layout)
-    record = capture.record_virtual if with_batch is None else capture.record
-    return record(out, "embedding", layout, tokens, read, ones=False, side=side)
+
+    def record(with_batch: bool) -> Receiver:
+        index = input if known is None else known
+        index = index if with_batch else index.expand(capture.num_data, *index.shape)
+        counts = None if padding_idx is None else index != padding_idx % len(weight)
+        tokens = OneHot(index, len(weight), counts, torch.promote_types(weight.dtype, torch.float32))
+        where, side = capture.uses.place(layout)
+        return capture.uses.record(capture.batch, "embedding", where, tokens, _masked(counts), out, False, side)
+
+    return capture.record_virtual(out, layout.weight, record) if known is None else capture.tap(out, record(True))
+
+
+def _masked(counts: Tensor | None) -> Read:
+    """Read gradients as they are, and zero where a position does not count."""
+    return lambda g: g if counts is None else g * counts.unsqueeze(-1)
 
 
 RULES = {F.embedding: embedding}

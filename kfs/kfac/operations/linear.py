@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
 
 from kfs.kfac.blocks import Layout
-from kfs.kfac.capture import Capture, Read
+from kfs.kfac.capture import Capture, Read, Receiver
 from kfs.kfac.inputs import Rows, Vectors
 from kfs.kfac.views import View
 
@@ -110,18 +110,24 @@ def record_with_bias(
     capture: Capture, out: Tensor, operation: str, layout: Layout, vectors: Any, read: Read, bias: Tensor | None
 ) -> Any:
     """Take note of a use of weight and bias, in one block or in two. The bias lies along the output features."""
-    b = capture.sources.view(bias)
-    if bias is not None and b is None and capture.sources.find(bias) is not None:
+    tracked = bias is not None and capture.sources.find(bias) is not None
+    if tracked and capture.sources.view(bias) is None:
         return NotImplemented
-    name = None
-    if b is not None and (_whole(b) if layout.rows == (0, layout.shape[0]) else b.rows == layout.rows):
-        name = b.source.name  # all of it, or the part that belongs to the weight's rows
+    name = _name_of(capture, bias, layout)
     layout, side = capture.uses.place(layout, name)
     joint = name is not None and layout.bias == name and side == "A"
     out = capture.record(out, operation, layout, vectors, read, joint, side)
-    if b is None or joint:
-        return out
-    return record_bias(capture, out, bias, read, layout.groups)
+    return record_bias(capture, out, bias, read, layout.groups) if tracked and not joint else out
+
+
+def _name_of(capture: Capture, bias: Tensor | None, layout: Layout) -> str | None:
+    """Return the name of a bias that may join its weight: all of it, or the part that belongs to the weight's rows."""
+    view = capture.sources.view(bias)
+    if view is None:
+        return None
+    whole = view.rows == (0, len(view.source.tensor))
+    fits = whole if layout.rows == (0, layout.shape[0]) else view.rows == layout.rows
+    return view.source.name if fits else None
 
 
 def record_bias(capture: Capture, out: Tensor, bias: Tensor | None, read: Read, groups: int = 1) -> Any:
@@ -175,11 +181,17 @@ def _multiply(
     if with_batch is not None:
         vectors = Vectors(_as_used(with_batch))
         return record_with_bias(capture, call(with_batch), operation, layout, vectors, read, bias)
-    if bias is not None and capture.sources.find(bias) is not None:
+    name = _name_of(capture, bias, layout)
+    where, side = capture.uses.place(layout, name)
+    if bias is not None and capture.sources.find(bias) is not None and (name is None or where.bias != name):
         return NotImplemented
-    layout, side = capture.uses.place(layout)
-    repeated = Vectors(x.expand(capture.num_data, *x.shape))
-    return capture.record_virtual(call(x), operation, layout, repeated, read, ones=False, side=side)
+    out = call(x)
+
+    def record(with_batch: bool) -> Receiver:
+        vectors = Vectors(x if with_batch else x.expand(capture.num_data, *x.shape))
+        return capture.uses.record(capture.batch, operation, where, vectors, read, out, name is not None, side)
+
+    return capture.record_virtual(out, layout.weight, record)
 
 
 def _transposed(g: Tensor) -> Tensor:
@@ -190,10 +202,6 @@ def _as_used(x: Tensor) -> Tensor:
     """Return an input in the precision in which `autocast` multiplies it."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x
-
-
-def _whole(view: View) -> bool:
-    return view.rows == (0, len(view.source.tensor))
 
 
 RULES = {

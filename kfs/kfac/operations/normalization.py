@@ -155,7 +155,7 @@ def _scaled(
         if parameter is None or capture.sources.find(parameter) is None:
             continue
         view = capture.sources.view(parameter)
-        if view is None or view.rows != (0, len(parameter)):
+        if view is None or (parameter.ndim > 1 and parameter.shape != view.source.tensor.shape):
             return NotImplemented
         if parameter.ndim > 1:
             out = record_entries(capture, out, operation, view.source, parameter.ndim, read)

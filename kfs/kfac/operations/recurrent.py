@@ -5,7 +5,7 @@ for all times at once, and its state time by time: the recurrent weight is used 
 Internally sequences are `[batch, time, features]`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,11 +45,17 @@ def _cell(step: Step, states: int) -> Callable[..., Any]:
     def cell(
         capture: Capture, func: Any, x: Tensor, h: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
     ) -> Any:
+        state = _with_batch(h if states == 2 else (h,))
         with capture:
-            state = step(F.linear(x, w_ih, b_ih), *_recur(tuple(h) if states == 2 else (h,), w_hh, b_hh))
+            state = step(F.linear(x, w_ih, b_ih), *_recur(state, w_hh, b_hh))
         return state if states == 2 else state[0]
 
     return cell
+
+
+def _with_batch(state: Iterable[Tensor]) -> State:
+    """Return states that count as data: they may consist of zeros only, but they have a batch axis."""
+    return tuple(h.view_as(h) for h in state)
 
 
 def _recur(state: State, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, State]:
@@ -80,13 +86,13 @@ def _relu_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
 
 def _network(capture: Capture, x: Tensor, args: tuple[Any, ...], step: Step, states: int) -> Any:
     """Run all layers and directions."""
-    if isinstance(args[-1], bool) is False or len(args) != 8:
+    if isinstance(args[0], Tensor) and not args[0].is_floating_point():  # numbers of sequences at every time
         raise ModelError(
             "A recurrent network is called with a packed sequence.",
             "Pass padded sequences, or leave it out with params=.",
         )
     hx, weights, has_bias, layers, _, _, both, batch_first = args
-    initial = tuple(h.view_as(h) for h in (hx if states == 2 else (hx,)))  # made of zeros, but they have a batch axis
+    initial = _with_batch(hx if states == 2 else (hx,))
     directions, per = 2 if both else 1, 4 if has_bias else 2
     projected = states == 2 and initial[0].shape[-1] != initial[1].shape[-1]
     per += projected

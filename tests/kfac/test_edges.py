@@ -1,0 +1,234 @@
+"""Rarely used ways to use a parameter: those that are covered agree with a plain model, the others are reported."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from kfs.kfac import KFAC, inspect
+from kfs.operators import GGN
+from kfs.risk import EmpiricalRisk
+from tests.kfac.models import Apply, Function, between
+from tests.kfac.test_traps import normal, same
+from tests.operators.contract import close
+
+
+def factors(function: Callable[..., Tensor], X: Tensor, y: Tensor, sharing: Any = "expand", **params: Tensor) -> KFAC:
+    model = Function(function, **params).double()
+    return KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y)), sharing=sharing)
+
+
+NOT_COVERED: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
+    "matrix times vector": (lambda m, x: x + (m.W @ torch.ones(4, dtype=x.dtype)), {"W": normal(4, 4)}),
+    "constant right factor": (lambda m, x: x + (m.W @ torch.eye(4, dtype=x.dtype)).sum(0), {"W": normal(4, 4)}),
+    "batched weights": (lambda m, x: (m.W @ x.T).sum(0).T, {"W": normal(2, 4, 4)}),
+    "two parameters": (lambda m, x: x @ (m.W @ m.V), {"W": normal(4, 2), "V": normal(2, 4)}),
+    "einsum of two parameters": (
+        lambda m, x: x @ torch.einsum("ij,jk->ik", m.W, m.V),
+        {"W": normal(4, 2), "V": normal(2, 4)},
+    ),
+    "einsum with a constant": (
+        lambda m, x: x @ torch.einsum("ij,jk->ik", torch.eye(4).to(x), m.W),
+        {"W": normal(4, 4)},
+    ),
+    "einsum with a column view": (
+        lambda m, x: torch.einsum("ni,io->no", x, m.W[:, ::2]),
+        {"W": normal(4, 8)},
+    ),
+    "column view": (lambda m, x: F.linear(x, m.W[:, ::2]), {"W": normal(4, 8)}),
+    "odd bias": (lambda m, x: F.linear(x, m.W, m.b[::2]), {"W": normal(4, 4), "b": normal(8)}),
+    "bias of another rank": (lambda m, x: F.linear(x, x.detach()[:1].T @ x.detach()[:1], m.b[0]), {"b": normal(2, 4)}),
+    "bilinear of a parameter": (
+        lambda m, x: F.bilinear(x, m.v.expand_as(x), m.W),
+        {"W": normal(4, 4, 4), "v": normal(1, 4)},
+    ),
+    "constant sum": (lambda m, x: x + (m.v + torch.ones(4).to(x)), {"v": normal(4)}),
+    "repeated rows": (lambda m, x: x + m.v.repeat(2, 1).mean(0), {"v": normal(1, 4)}),
+    "copied part": (lambda m, x: x @ m.W[:2].clone().repeat(2, 1), {"W": normal(4, 4)}),
+    "copied columns": (lambda m, x: x @ m.W[:, ::2].contiguous(), {"W": normal(4, 8)}),
+    "strided parameter": (lambda m, x: x * m.W, {"W": torch.randn(1, 8)[:, ::2]}),
+    "two results": (lambda m, x: x @ torch.linalg.eigh(m.W + m.W.T)[1], {"W": normal(4, 4)}),
+    "learned queries": (
+        lambda m, x: F.scaled_dot_product_attention(m.q.tanh(), x.unsqueeze(1), x.unsqueeze(1)).squeeze(1),
+        {"q": normal(1, 1, 4)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COVERED)
+def test_not_covered(name: str) -> None:
+    function, params = NOT_COVERED[name]
+    model = between(Function(function, **params)).double()
+    if name == "strided parameter":
+        model[2].W = nn.Parameter(torch.randn(1, 8).double()[:, ::2])  # type: ignore[index]
+    table = inspect(model, normal(3, 3))
+    assert table.uncovered, str(table)
+    assert all("no rule" in why or "no operation" in why for why in table.uncovered.values())
+
+
+def test_parts_that_do_not_matter_are_no_obstacle() -> None:
+    """Norms that are logged, and copies that are thrown away, leave coverage as it is."""
+
+    def f(m: Any, x: Tensor) -> Tensor:
+        m.seen = float(m.W.norm().detach()) + m.W.tanh().sum().item()
+        assert m.W.shape == (4, 4)
+        zeros = torch.zeros_like(x)
+        zeros[:, :2] = x[:, :2]  # data are written into a constant
+        return F.linear(zeros, m.W)
+
+    X, y = normal(3, 4), normal(3, 4)
+    W = normal(4, 4)
+    plain = factors(lambda m, x: F.linear(torch.cat([x[:, :2], 0 * x[:, 2:]], 1), m.W), X, y, W=W)
+    same(factors(f, X, y, W=W), plain)
+    unused = Function(lambda m, x: F.linear(x, m.W), W=W)
+    unused.empty = nn.Parameter(torch.zeros(0))
+    assert list(inspect(unused.double(), X).uncovered) == ["empty"]
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_biases_alone(sharing: Any) -> None:
+    """A bias whose weight is not considered has the factor that it has in the joint block."""
+    torch.manual_seed(0)
+    layers = {
+        "linear": (nn.Linear(3, 4), normal(5, 6, 3)),
+        "conv": (nn.Conv1d(3, 4, 3, groups=1), normal(5, 3, 6)),
+        "groups": (nn.Conv1d(4, 6, 3, groups=2), normal(5, 4, 6)),
+        "transposed": (nn.ConvTranspose1d(4, 6, 3, groups=2), normal(5, 4, 6)),
+    }
+    for name, (layer, X) in layers.items():
+        model = nn.Sequential(layer, nn.Tanh(), nn.Flatten(), nn.LazyLinear(2)).double()
+        model(X)
+        y = torch.randint(2, (5,))
+        whole = KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y)), sharing=sharing, joint_bias=False)
+        alone = KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y), params=["0.bias"]), sharing=sharing)
+        close(alone.blocks["0.bias"].B, whole.blocks["0.bias"].B)
+        close(alone.blocks["0.bias"].A, whole.blocks["0.bias"].A)
+        assert alone.blocks["0.bias"].operations == {"bias"}, name
+
+
+def test_images_that_are_not_batched() -> None:
+    class Single(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([self.layer(image) for image in x]).flatten(1)
+
+    for layer in (nn.Conv1d(2, 2, 1), nn.ConvTranspose1d(2, 2, 1)):
+        uncovered = inspect(Single(layer).double(), normal(3, 2, 4)).uncovered
+        assert set(uncovered) == {"layer.weight", "layer.bias"}
+    for function in (F.conv1d, F.conv_transpose1d):
+        model = Function(
+            lambda m, x, function=function: function(x.unsqueeze(2), m.W[:4]).squeeze(2), W=normal(8, 4, 1)
+        )
+        assert list(inspect(model.double(), normal(3, 4)).uncovered) == ["W"]
+
+
+def test_tables_as_long_as_the_batch() -> None:
+    """A constant with as many rows as there are data: what happens to it says whether they are data."""
+    torch.manual_seed(0)
+    W, b, X, y = normal(4, 4), normal(4), normal(3, 4), normal(3, 4)
+    ones = torch.ones(3, 4, dtype=torch.float64)
+    rows = torch.arange(12.0).reshape(3, 4).double()
+    forms: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+        "states": (
+            lambda m, x: (x + F.linear(torch.ones(3, 4).to(x), m.W, m.b)).tanh(),
+            lambda m, x: (x + F.linear(ones + 0 * x, m.W, m.b)).tanh(),
+        ),
+        "one row of a table": (
+            lambda m, x: (x + F.linear(torch.arange(12).reshape(3, 4).to(x), m.W, m.b)[1]).tanh(),
+            lambda m, x: (x + F.linear(rows[1:2] + 0 * x, m.W, m.b)).tanh(),
+        ),
+    }
+    for name, (constant, explicit) in forms.items():
+        for sharing in ("expand", "reduce"):
+            K, L = (factors(form, X, y, sharing, W=W, b=b) for form in (constant, explicit))
+            if name == "states":
+                same(K, L)
+            else:  # the table's other rows count as positions, too; their gradients are zero
+                close(K.blocks["W"].B * (3 if sharing == "expand" else 9), L.blocks["W"].B)
+
+
+def test_inputs_without_batch_axis() -> None:
+    """A table that is multiplied before it meets the batch, with and without an axis of length one in front."""
+    torch.manual_seed(0)
+    table, W, X, y = normal(5, 3), normal(4, 3), normal(2, 5, 4), normal(2, 4)
+    forms: list[Callable[..., Tensor]] = [
+        lambda m, x: (x.tanh() + F.linear(table.expand(len(x), 5, 3) + 0 * x[:, :1, :1], m.W)).sum(1),
+        lambda m, x: (x.tanh() + F.linear(torch.zeros(5, 3).to(x) + table, m.W)).sum(1),
+        lambda m, x: (x.tanh() + F.linear((torch.zeros(5, 3).to(x) + table).unsqueeze(0), m.W)).sum(1),
+    ]
+    m = Apply(lambda x: x)
+    m.register_buffer("table", table)
+    for sharing in ("expand", "reduce"):
+        results = []
+        for form in forms:
+            model = Function(form, W=W)
+            model.register_buffer("table", table)
+            table = model.table  # type: ignore[assignment]
+            results.append(KFAC(EmpiricalRisk(model.double(), nn.MSELoss(), (X, y)), sharing=sharing))  # type: ignore[arg-type]
+        same(results[0], results[1])
+        same(results[0], results[2])
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_normalisations_over_several_axes_and_instances(sharing: Any) -> None:
+    """Their scales are like those of separate multiplications, and unused ones are left out."""
+    torch.manual_seed(0)
+    X, y = normal(3, 2, 4), normal(3, 2, 4)
+    s, b = normal(2, 4), normal(2, 4)
+    fused = factors(lambda m, x: F.layer_norm(x, (2, 4), m.s, m.b).tanh(), X, y, sharing, s=s, b=b)
+    apart = factors(lambda m, x: (F.layer_norm(x, (2, 4)) * m.s + m.b).tanh(), X, y, sharing, s=s, b=b)
+    same(fused, apart)
+    assert fused.blocks["s"].A.shape == (2,)
+    assert fused.blocks["s"].B.shape == (4, 4)
+    c, d = normal(2), normal(2)
+    fused = factors(lambda m, x: F.instance_norm(x, None, None, m.c, m.d).tanh(), X, y, sharing, c=c, d=d)
+    apart = factors(lambda m, x: (F.instance_norm(x) * m.c[:, None] + m.d[:, None]).tanh(), X, y, sharing, c=c, d=d)
+    same(fused, apart)
+    half = nn.Sequential(nn.LayerNorm(4), nn.Flatten()).double()
+    half.get_parameter("0.bias").requires_grad_(False)
+    assert list(KFAC(EmpiricalRisk(half, nn.MSELoss(), (X, y.flatten(1)))).blocks) == ["0.weight"]
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_parts_of_rows(sharing: Any) -> None:
+    """Only some entries of each row are used: others have no curvature."""
+    torch.manual_seed(0)
+    P, X, y = normal(3, 4), normal(5, 2), normal(5, 2)
+    K = factors(lambda m, x: (x * m.P[1, 1:3]).tanh(), X, y, sharing, P=P)
+    dense = K.to_dense().reshape(3, 4, 3, 4)
+    assert dense[:, 0].abs().max() == dense[:, 3].abs().max() == 0
+    vector = factors(lambda m, x: (x * m.v).tanh(), X, y, sharing, v=P[1, 1:3].clone())
+    close(dense[1, 1:3, 1, 1:3], vector.to_dense())
+    swapped = factors(
+        lambda m, x: (x[:, None] * m.P.T[1:3]).sum((1, 2)).tanh()[:, None] * x,
+        X.repeat(1, 2)[:, :3],
+        normal(5, 3),
+        sharing,
+        P=P,
+    )
+    assert swapped.blocks["P"].B[0].abs().max() == 0 < swapped.blocks["P"].B[1, 2].abs()
+
+
+def test_precision_of_parameters_that_are_cast() -> None:
+    torch.manual_seed(0)
+    W, X, y = normal(4, 4), normal(3, 4), normal(3, 4)
+    cast = factors(lambda m, x: F.linear(x.float(), m.W.float()).double(), X, y, W=W)
+    plain = factors(lambda m, x: F.linear(x, m.W.to(x.dtype)), X, y, W=W)
+    torch.testing.assert_close(cast.blocks["W"].A.double(), plain.blocks["W"].A, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(cast.blocks["W"].B.double(), plain.blocks["W"].B, rtol=1e-5, atol=1e-6)
+
+
+def test_scaled_products_and_one_vector() -> None:
+    """`x @ W` from the other side; and a prediction from one vector for the only datum."""
+    torch.manual_seed(0)
+    W, X, y = normal(4, 4), normal(3, 4), normal(3, 4)
+    left = factors(lambda m, x: m.W.__rmatmul__(x), X, y, W=W)
+    same(left, factors(lambda m, x: x @ m.W, X, y, W=W))
+    single = EmpiricalRisk(Function(lambda m, x: F.linear(x[0], m.W).unsqueeze(0), W=W), nn.MSELoss(), (X[:1], y[:1]))
+    close(KFAC(single).to_dense(), GGN(single).to_dense())
