@@ -110,6 +110,5 @@ class Sources:
             p, q = source.tensor, t.T if transposed and t.ndim == 2 else t
             if q.ndim == p.ndim > 0 and q.shape[1:] == p.shape[1:] and q.stride() == p.stride():
                 first = (q.storage_offset() - p.storage_offset()) // max(p.stride(0), 1)
-                if first * p.stride(0) == q.storage_offset() - p.storage_offset():
-                    return View(source, (first, first + len(q)), transposed)
+                return View(source, (first, first + len(q)), transposed)
         return None

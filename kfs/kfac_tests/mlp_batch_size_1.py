@@ -1,8 +1,9 @@
 r"""KFAC is exact for one datum: all linear layers of a multi-layer perceptron, any loss, any activation.
 
 The approximation replaces a sum over data of Kronecker products by a product of sums. With one datum there is nothing
-to replace. This catches errors in backpropagated vectors, in flattening and in the treatment of biases. It does not
-catch wrong scales that depend on the number of data; for those see `deep_linear_regression`.
+to replace: $R\, x x^\top \otimes \sum_c g_c g_c^\top$ is the curvature itself. This catches errors in backpropagated
+vectors, in flattening and in the treatment of biases. It does not catch wrong scales that depend on the number of
+data; for those see `deep_linear_regression`.
 
 Implements: test "KFAC for linear layers in an MLP with one data point" (chapter 4).
 """

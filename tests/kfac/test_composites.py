@@ -111,7 +111,7 @@ def test_recurrent_networks_are_linear_layers_in_time(kind: str, sharing: Any) -
     by_hand = ByHand(kind, cell).double()
     models = [Recurrent(network).double(), Cells(cell).double(), by_hand]
     for model in models:
-        model.head.load_state_dict(by_hand.head.state_dict())  # type: ignore[union-attr, operator]
+        model.get_submodule("head").load_state_dict(by_hand.head.state_dict())
     X, y = normal(3, 5, 3), normal(3, 2)
     risks = [EmpiricalRisk(model, nn.MSELoss(), (X, y)) for model in models]
     Ks = [KFAC(risk, sharing=sharing) for risk in risks]

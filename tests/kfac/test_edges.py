@@ -51,6 +51,18 @@ NOT_COVERED: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
     "copied columns": (lambda m, x: x @ m.W[:, ::2].contiguous(), {"W": normal(4, 8)}),
     "strided parameter": (lambda m, x: x * m.W, {"W": torch.randn(1, 8)[:, ::2]}),
     "two results": (lambda m, x: x @ torch.linalg.eigh(m.W + m.W.T)[1], {"W": normal(4, 4)}),
+    "columns of an embedding": (
+        lambda m, x: x + F.embedding(torch.zeros_like(x[:, 0]).long(), m.W.T),
+        {"W": normal(4, 3)},
+    ),
+    "odd bias without batch": (
+        lambda m, x: x + F.linear(torch.ones(2, 4, dtype=x.dtype), m.W, m.b[::2])[0],
+        {"W": normal(4, 4), "b": normal(8)},
+    ),
+    "columns of a scale": (
+        lambda m, x: F.layer_norm(x.reshape(-1, 2, 2), (2, 2), m.s[:, ::2]).flatten(1),
+        {"s": normal(2, 4)},
+    ),
     "learned queries": (
         lambda m, x: F.scaled_dot_product_attention(m.q.tanh(), x.unsqueeze(1), x.unsqueeze(1)).squeeze(1),
         {"q": normal(1, 1, 4)},
@@ -170,7 +182,7 @@ def test_inputs_without_batch_axis() -> None:
             model = Function(form, W=W)
             model.register_buffer("table", table)
             table = model.table  # type: ignore[assignment]
-            results.append(KFAC(EmpiricalRisk(model.double(), nn.MSELoss(), (X, y)), sharing=sharing))  # type: ignore[arg-type]
+            results.append(KFAC(EmpiricalRisk(model.double(), nn.MSELoss(), (X, y)), sharing=sharing))
         same(results[0], results[1])
         same(results[0], results[2])
 
@@ -213,6 +225,40 @@ def test_parts_of_rows(sharing: Any) -> None:
         P=P,
     )
     assert swapped.blocks["P"].B[0].abs().max() == 0 < swapped.blocks["P"].B[1, 2].abs()
+
+
+def test_learned_queries_states_and_sparse_matrices() -> None:
+    """A parameter expanded over the batch, in attention; a copied table that has a batch axis; a graph."""
+    torch.manual_seed(0)
+    X, y, q, W = normal(3, 4), normal(3, 4), normal(1, 1, 4), normal(5, 4)
+
+    def attend(query: Tensor, x: Tensor) -> Tensor:
+        keys = torch.stack([x, x.tanh()], 1)
+        return F.scaled_dot_product_attention(query, keys, keys).squeeze(1)
+
+    expanded = factors(lambda m, x: attend(m.q.expand(len(x), 1, 4), x), X, y, q=q)
+    added = factors(lambda m, x: attend(m.q + 0 * x.unsqueeze(1), x), X, y, q=q)
+    same(expanded, added)
+
+    copied = factors(lambda m, x: (x + F.embedding(torch.ones(len(x)).long(), m.W).clone()).tanh(), X, y, W=W)
+    plain = factors(lambda m, x: (x + F.embedding((0 * x[:, 0]).long() + 1, m.W)).tanh(), X, y, W=W)
+    same(copied, plain)
+
+    graph = torch.eye(3, dtype=torch.float64).to_sparse()
+    sparse = factors(lambda m, x: torch.sparse.mm(graph, x @ m.V).tanh(), X, y, V=normal(4, 4))
+    assert list(sparse.blocks) == ["V"]
+
+
+def test_splits_that_differ() -> None:
+    """One weight as two different matrices has no single pair of factors."""
+    twice = Function(
+        lambda m, x: (
+            torch.einsum("ni,iab->nab", x[:, :2], m.W)[:, 0] + torch.einsum("nia,iab->nb", x.reshape(-1, 2, 2), m.W)
+        ),
+        W=normal(2, 2, 2),
+    )
+    uncovered = inspect(twice.double(), normal(3, 4)).uncovered
+    assert uncovered == {"W": "its use by 'einsum' does not fit together with its other uses"}
 
 
 def test_precision_of_parameters_that_are_cast() -> None:

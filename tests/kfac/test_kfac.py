@@ -134,7 +134,7 @@ class NoBatching(torch.autograd.Function):
 
 
 def test_operations_that_vmap_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), Apply(NoBatching.apply), nn.Linear(4, 2)).double()  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(3, 4), Apply(NoBatching.apply), nn.Linear(4, 2)).double()
     X, y = data()
     alone = KFAC(risk_of(model, X, y), columns_at_once=1)
     monkeypatch.setattr("kfs.kfac.scaffold.columns_at_once", lambda _, settings: settings.columns_at_once or 2)
@@ -261,8 +261,7 @@ def test_unit_vectors_and_others_add_up() -> None:
 
     for sharing in ("expand", "reduce"):
         K, L = (
-            KFAC(EmpiricalRisk(Function(f, **params), nn.MSELoss(), (X, y)), sharing=sharing)  # type: ignore[arg-type]
-            for f in (both, explicit)
+            KFAC(EmpiricalRisk(Function(f, **params), nn.MSELoss(), (X, y)), sharing=sharing) for f in (both, explicit)
         )
         same(K, L)
 
@@ -280,7 +279,7 @@ def test_a_weight_with_and_without_bias() -> None:
         return nn.functional.linear(nn.functional.linear(x, m.W, m.b).tanh(), m.W, 0 * m.b.detach())
 
     for sharing in ("expand", "reduce"):
-        K, L = (KFAC(EmpiricalRisk(Function(h, **params), nn.MSELoss(), (X, y)), sharing=sharing) for h in (f, g))  # type: ignore[arg-type]
+        K, L = (KFAC(EmpiricalRisk(Function(h, **params), nn.MSELoss(), (X, y)), sharing=sharing) for h in (f, g))
         same(K, L)
         assert K.blocks["W"].A.shape == (5, 5)
         count = 3 * K.blocks["W"].reduction_factor

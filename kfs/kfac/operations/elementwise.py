@@ -209,10 +209,8 @@ def _probed(capture: Capture, result: Any, names: set[str], operation: str) -> A
         capture.unexplained.update((name, operation) for name in names)
 
     if isinstance(result, Tensor):
-        return capture.tap(result, fire) if result.is_floating_point() else result
-    if type(result) in {tuple, list}:
-        return type(result)(_probed(capture, part, names, operation) for part in result)
-    capture.unexplained.update((name, operation) for name in names)
+        return capture.tap(result, fire)
+    fire(tensors_of(result)[0])  # several results are not followed one by one
     return result
 
 
