@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import CrossEntropyLoss
-from torch.utils.flop_counter import FlopCounterMode, addmm_flop, baddbmm_flop
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.factor_problems import Batches, factor_problems, vit
 from benchmarks.report import RESULTS, Row, medians, write
@@ -28,7 +29,14 @@ TASKS: dict[str, dict[str, Any]] = {
     "empirical expand": {"fisher": "empirical", "sharing": "expand"},
     "type-2 expand": {"fisher": "type-2", "sharing": "expand"},
 }
-_OURS_IN_PLACE = {torch.ops.aten.addmm_: addmm_flop, torch.ops.aten.baddbmm_: baddbmm_flop}
+
+
+def product_flops(total: Any, left: Any, right: Any, **_: Any) -> int:
+    """Count the FLOPs of a matrix product in place, or several, given shapes; PyTorch's counter does not know them."""
+    return 2 * prod(left) * int(right[-1])
+
+
+IN_PLACE = {torch.ops.aten.addmm_: product_flops, torch.ops.aten.baddbmm_: product_flops}
 
 
 def curvlinops_factors(problem: Batches, fisher: str, sharing: str) -> Callable[[], object] | None:
@@ -39,8 +47,7 @@ def curvlinops_factors(problem: Batches, fisher: str, sharing: str) -> Callable[
         return None
     kinds = {"mc": FisherType.MC, "empirical": FisherType.EMPIRICAL, "type-2": FisherType.TYPE2}
     sharings = {"expand": KFACType.EXPAND, "reduce": KFACType.REDUCE}
-    layers = [m for m in problem.model.modules() if isinstance(m, (torch.nn.Linear, torch.nn.Conv2d))]
-    params = [p for layer in layers for p in layer.parameters()]  # others have no factors there
+    params = [problem.model.get_parameter(name) for name in layers(problem)]  # others have no factors there
 
     def compute() -> None:
         operator = KFACLinearOperator(
@@ -70,9 +77,16 @@ def forward_backward(problem: Batches) -> None:
     problem.model.zero_grad()
 
 
-def kfs_factors(problem: Batches, **settings: Any) -> KFAC:
-    """Compute our factors."""
-    return KFAC(EmpiricalRisk(problem.model, CrossEntropyLoss(), problem.data), **settings)
+def layers(problem: Batches) -> list[str]:
+    """Return the parameters that all libraries cover: those of linear layers and convolutions."""
+    kinds = (torch.nn.Linear, torch.nn.Conv2d)
+    inside = {id(p) for m in problem.model.modules() if isinstance(m, kinds) for p in m.parameters()}
+    return [name for name, p in problem.model.named_parameters() if id(p) in inside]
+
+
+def kfs_factors(problem: Batches, params: list[str] | None = None, **settings: Any) -> KFAC:
+    """Compute our factors, of all parameters by default."""
+    return KFAC(EmpiricalRisk(problem.model, CrossEntropyLoss(), problem.data, params=params), **settings)
 
 
 def tasks(problem: Batches) -> dict[str, dict[str, Any]]:
@@ -80,13 +94,15 @@ def tasks(problem: Batches) -> dict[str, dict[str, Any]]:
     return {name: setting for name, setting in TASKS.items() if name != "type-2 expand" or problem.few_columns}
 
 
-def programs(problem: Batches) -> dict[tuple[str, str], Callable[[], object]]:
+def programs(problem: Batches) -> dict[tuple[str, str], Callable[[], Any]]:
     """Return everything that is measured on a problem."""
-    found: dict[tuple[str, str], Callable[[], object]] = {
+    found: dict[tuple[str, str], Callable[[], Any]] = {
         ("forward+backward", "torch"): partial(forward_backward, problem)
     }
     for name, setting in tasks(problem).items():
-        found[name, "kfs"] = partial(kfs_factors, problem, **setting)
+        found[name, "kfs"] = partial(kfs_factors, problem, layers(problem), **setting)
+        if len(layers(problem)) < len(list(problem.model.parameters())):
+            found[name, "kfs, all parameters"] = partial(kfs_factors, problem, **setting)
         peer = curvlinops_factors(problem, **setting)
         if peer is not None and problem.autocast is None:
             found[name, "curvlinops"] = peer
@@ -95,7 +111,7 @@ def programs(problem: Batches) -> dict[tuple[str, str], Callable[[], object]]:
 
 def flops(program: Callable[[], object]) -> float:
     """Count the FLOPs of matrix products and convolutions."""
-    with FlopCounterMode(display=False, custom_mapping=_OURS_IN_PLACE) as counter:
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         program()
     return float(counter.get_total_flops())
 
@@ -144,9 +160,10 @@ def measure(chosen: list[Batches], repeats: int = REPEATS) -> list[Row]:
             counts = {key: flops(program) for key, program in found.items() if key[1] != "curvlinops"}
             for key, value in seconds.items():
                 factors = 0
-                if key[1] == "kfs":
-                    K = kfs_factors(problem, **TASKS[key[0]])
+                if "kfs" in key[1]:
+                    K = found[key]()
                     factors = sum(block.nbytes for block in K.blocks.values())
+                    del K
                 peak, base = memory[key], memory[unit]
                 memory_ratio = (peak - factors) / base if peak and base else None
                 flop_ratio = counts[key] / counts[unit] if key in counts else None

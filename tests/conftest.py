@@ -1,10 +1,14 @@
 """Settings for all tests: repeatable property-based tests, and a check that no test leaves global state behind."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+# On some CPUs oneDNN chooses instructions for bfloat16 products that they do not have.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # Derandomized: the same examples on every machine and in every run. No deadline: timing is no subject of unit tests.
 settings.register_profile("kfs", deadline=None, derandomize=True, max_examples=40)

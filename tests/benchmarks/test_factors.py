@@ -1,0 +1,43 @@
+"""The factor benchmark runs on small batches and writes its files. Nothing here depends on how long anything took."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import factors, gram
+from benchmarks.factor_problems import Batches, cnn, factor_problems, vit
+
+
+def small(scale: int, device: str) -> list[Batches]:
+    """Return one batch of the MLP and of the GPT."""
+    mlp, _, gpt = factor_problems(scale, device)
+    return [Batches(p.name, p.model, p.data[:1], p.few_columns, p.terms) for p in (mlp, gpt)]
+
+
+def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "curvlinops", None)  # as where it is not installed
+    monkeypatch.setattr(factors, "factor_problems", small)
+    factors.main(tmp_path, repeats=1, scale=8)
+    content = json.loads((tmp_path / "factors.json").read_text(encoding="utf-8"))
+    assert {row["problem"] for row in content["rows"]} == {"MLP", "GPT"}
+    assert {row["library"] for row in content["rows"]} == {"torch", "kfs", "kfs, all parameters"}
+    assert all(row["flop_ratio"] > 0.5 for row in content["rows"])
+    assert (tmp_path / "factors.png").stat().st_size > 1000
+    out = capsys.readouterr().out
+    assert "| GPT | mc expand | kfs |" in out
+    assert "| MLP | type-2 expand | kfs |" in out
+    assert "| GPT | type-2 expand |" not in out
+
+
+def test_problems() -> None:
+    convolutions = [m for m in cnn().modules() if type(m).__name__ == "Conv2d"]
+    assert len(convolutions) == 11
+    assert [p.autocast is None for p in vit(16, "cpu")] == [True, True, False]
+
+
+def test_strip_widths_are_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(gram.SIZES, "cpu", ((8, 96),))
+    gram.main()
+    assert "8 96 torch.float32" in capsys.readouterr().out
