@@ -31,9 +31,9 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def product_flops(total: Any, left: Any, right: Any, **_: Any) -> int:
+def product_flops(_: Any, left: Any, right: Any, **__: Any) -> int:
     """Count the FLOPs of a matrix product in place, or several, given shapes; PyTorch's counter does not know them."""
-    return 2 * prod(left) * int(right[-1])
+    return int(2 * prod(left) * right[-1])
 
 
 IN_PLACE = {torch.ops.aten.addmm_: product_flops, torch.ops.aten.baddbmm_: product_flops}
