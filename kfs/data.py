@@ -95,6 +95,15 @@ def move(x: Any, device: torch.device) -> Any:
     return x.to(device) if hasattr(x, "to") else x  # tensors, packed sequences
 
 
+def mapped(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to all tensors in a batch's input."""
+    if isinstance(x, Mapping):
+        return {key: mapped(value, function) for key, value in x.items()}
+    if type(x) in {tuple, list}:
+        return tuple(mapped(value, function) for value in x)
+    return function(x) if isinstance(x, Tensor) else x
+
+
 def tensors_in(x: Any) -> list[Tensor]:
     """Return all tensors in a batch's input."""
     parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()

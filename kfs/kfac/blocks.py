@@ -139,7 +139,8 @@ class Block:
     def B(self) -> Tensor:  # noqa: N802
         """The gradient-based factor: `[d, d]`, only its diagonal `[d]`, or one for each group."""
         if self.forward_only:
-            return torch.ones_like(self._raw("B"))
+            ones = torch.ones_like(self._raw("B"))
+            return ones if self.diagonal["B"] else torch.diag_embed(ones.diagonal(dim1=-2, dim2=-1))
         terms = sum(pair.terms for pair in self.pairs.values())
         return self._raw("B") / terms if terms else self._raw("B")
 

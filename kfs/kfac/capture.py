@@ -10,14 +10,17 @@ Where a parameter meets no data yet (an embedding of positions `0, ..., T - 1` w
 per datum.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
+from kfs.errors import ModelError
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
 from kfs.kfac.batch_axis import BatchAxis
 from kfs.kfac.blocks import Layout, Side
@@ -52,6 +55,11 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Show the gradients; nothing needs to be computed for the second input."""
+        if ctx.capture.running:
+            raise ModelError(
+                "The model differentiates its own predictions (torch.autograd.grad in its forward pass).",
+                "Leave the parameters behind that derivative out with params=; KFAC is not defined for them here.",
+            )
         if ctx.capture.together:
             Show.apply(g, ctx.receive)  # type: ignore[no-untyped-call]
         else:
@@ -84,6 +92,7 @@ class Show(torch.autograd.Function):
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 _SHAPES_ONLY = {getattr(torch, name) for name in _LIKE} | {getattr(Tensor, name) for name in _NEW}
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow")} | {"__setitem__"}
 _FIRST_ONLY = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
 
 
@@ -92,7 +101,6 @@ class Capture(TorchFunctionMode):
 
     Args:
         params: The tracked parameters, by name.
-        constants: Other tensors that do not depend on the data, such as buffers.
         num_data: Number of data in the batch.
         uses: Takes note of uses.
         rules: By operation, what to do if it uses a tracked tensor. A rule takes this object, the operation and its
@@ -103,6 +111,7 @@ class Capture(TorchFunctionMode):
     Attributes:
         batch: Where the batch axis is.
         handles: The taps' zero-size inputs.
+        running: Whether the forward pass is still running.
         keep_graph: Whether further backward passes will follow.
         together: Whether a backward pass is for several columns, by `vmap`.
         unexplained: `(parameter, operation)` of uses that no rule explains and that influence the predictions. It is
@@ -112,7 +121,6 @@ class Capture(TorchFunctionMode):
     def __init__(
         self,
         params: dict[str, Tensor],
-        constants: Iterable[Tensor],
         num_data: int,
         uses: Uses,
         rules: Mapping[Any, Callable[..., Any]],
@@ -125,27 +133,32 @@ class Capture(TorchFunctionMode):
         self.num_data, self.uses, self.batch = num_data, uses, BatchAxis(num_data, batch_axis)
         self.rules, self.otherwise = rules, otherwise
         self.handles: list[Tensor] = []
-        self.keep_graph, self.together = True, False
+        self.keep_graph, self.together, self.running = True, False, True
         self.unexplained: set[tuple[str, str]] = set()
-        self._constants = {id(t) for t in (*params.values(), *constants)}
+        self._marked: list[weakref.ref[Tensor]] = []
         self._virtual: list[Virtual] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, by a rule if it has one and uses a tracked parameter."""
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled():  # what has no gradient is constant
-            refuse_reentrant_checkpoint()
-            return func(*args, **kwargs)
         inputs = tensors_of((*args, *kwargs.values()))
         result = NotImplemented
-        if any(self.sources.find(t) is not None for t in inputs):
+        if not torch.is_grad_enabled():  # what has no gradient is no use
+            refuse_reentrant_checkpoint()
+            result = func(*args, **kwargs)
+        elif any(map(is_functorch_wrapped_tensor, inputs)):
+            result = func(*args, **kwargs)
+            plain = [t for t in inputs if not is_functorch_wrapped_tensor(t)]
+            found = [source for t in plain if (source := self.sources.find(t)) is not None]
+            self.unexplained.update((source.name, f"{func.__name__} inside of torch.func") for source in found)
+        elif any(self.sources.find(t) is not None for t in inputs):
             rule = self.rules.get(func)
             result = NotImplemented if rule is None else rule(self, func, *args, **kwargs)
             if result is NotImplemented:
                 result = self.otherwise(self, func, args, kwargs)
         else:
             result = func(*args, **kwargs)
-        self._note_constants(func, inputs, args, result)
+        self._mark(func, inputs, args, result)
         return result
 
     def tap(self, z: Tensor, receive: Receiver) -> Tensor:
@@ -184,15 +197,10 @@ class Capture(TorchFunctionMode):
         for virtual in reversed(self._virtual):
             virtual.pass_on()
 
-    def constant(self, t: Tensor) -> bool:
-        """Whether a tensor does not depend on the data, as far as one can see."""
-        return id(t) in self._constants or getattr(t, "_kfs_constant", False)
-
-    def batched(self, t: Tensor) -> Tensor | None:
-        """Return an input with its batch axis, expanded if its first axis has length one; nothing if it has none."""
-        if not self.constant(t):
-            return t
-        return t.expand(self.num_data, *t.shape[1:]) if t.ndim > 1 and t.shape[0] == 1 else None
+    def is_data(self, t: Tensor) -> bool:
+        """Whether a tensor depends on the data. One that comes from code that this mode does not see may do so."""
+        marked: bool | None = getattr(t, "_kfs_data", None)
+        return t.grad_fn is not None and self.sources.find(t) is None if marked is None else marked
 
     @contextmanager
     def with_batch_axis(self, axis: int | None) -> Iterator[None]:
@@ -204,20 +212,57 @@ class Capture(TorchFunctionMode):
         finally:
             self.batch = before
 
-    def _note_constants(self, func: Any, inputs: list[Tensor], args: Any, result: Any) -> None:
-        """Mark results that do not depend on the data, and unmark what data were written into."""
+    def mark_data(self, t: Tensor) -> Tensor:
+        """Return a batch's input such that what is computed from it is known to depend on data.
+
+        An input without batch axis, such as positions `[1, T]`, is the same for all data.
+        """
+        axis = self.batch.axis or 0
+        first = t.shape[axis] if t.ndim > axis else 1
+        divides = first > 1 and (first % self.num_data == 0 or self.num_data % first == 0)
+        elsewhere = self.num_data in t.shape and (t.shape[0] > 1 or self.num_data == 1)
+        return self.as_data(t, divides or elsewhere or self.num_data == first)
+
+    def as_data(self, t: Tensor, data: bool = True) -> Tensor:
+        """Return a tensor such that what is computed from it is known to depend on data (or not)."""
+        alias = t.view_as(t)
+        self._set_mark(alias, data)
+        return alias
+
+    def forget_marks(self) -> None:
+        """Leave nothing behind on tensors that a model has kept."""
+        for reference in self._marked:
+            t = reference()
+            if t is not None:
+                del t._kfs_data  # type: ignore[attr-defined]
+        self._marked.clear()
+
+    def _set_mark(self, t: Tensor, data: bool) -> None:
+        if not hasattr(t, "_kfs_data"):
+            self._marked.append(weakref.ref(t))
+        t._kfs_data = data  # type: ignore[attr-defined]
+
+    def _mark(self, func: Any, inputs: list[Tensor], args: Any, result: Any) -> None:
+        """Mark results by whether they depend on data, and what data were written into."""
         if func in _SHAPES_ONLY:
-            constant = True
+            data = False
         else:  # the second argument of `to` gives its type only
-            constant = all(map(self.constant, inputs[:1] if func in _FIRST_ONLY else inputs))
+            data = any(self.is_data(t) for t in (inputs[:1] if func in _FIRST_ONLY else inputs))
         before = {id(t) for t in inputs}
         for t in tensors_of([result]):
-            if constant and id(t) not in before:
-                t._kfs_constant = True  # type: ignore[attr-defined]
-            elif not constant and id(t) in before and getattr(t, "_kfs_constant", False):
-                t._kfs_constant = False  # type: ignore[attr-defined]
-        if func is Tensor.__setitem__ and not constant and getattr(args[0], "_kfs_constant", False):
-            args[0]._kfs_constant = False
+            if id(t) not in before or data:
+                self._set_mark(t, data)
+        if func is Tensor.__setitem__ and data:
+            self._set_mark(args[0], True)
+        base = args[0]._base if data and args and isinstance(args[0], Tensor) and is_in_place(func) else None
+        if base is not None and not base.requires_grad:
+            self._set_mark(base, True)  # data were written into a part of it
+
+
+def is_in_place(func: Any) -> bool:
+    """Whether an operation changes its first argument, judging by its name."""
+    name: str = getattr(func, "__name__", "")
+    return name in _IN_PLACE if name.startswith("__") else name.endswith("_")
 
 
 def tensors_of(parts: Iterable[Any]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 # Up to which number of columns one product is faster than strips, and how wide strips are: `benchmarks/gram.py`
 # measures it.
-_STRIPS = {"cpu": (128, 96), "cuda": (512, 256), "cuda half": (1536, 768)}
+_STRIPS = {"cpu": (128, 96), "cuda": (512, 256), "cuda, tensor cores": (1536, 768)}
 _HALF = {torch.float16, torch.bfloat16}
 
 
@@ -61,7 +61,8 @@ def mirror(total: Tensor) -> None:
 
 def _strips(size: int, x: Tensor) -> list[tuple[int, int]]:
     """Return first and one behind the last row of every strip; a single one if that is faster."""
-    kind = x.device.type + (" half" if x.device.type == "cuda" and x.dtype in _HALF else "")
+    narrow = x.dtype in _HALF or (x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
+    kind = "cuda, tensor cores" if x.device.type == "cuda" and narrow else x.device.type
     most, width = _STRIPS.get(kind, (size, size))
     width = size if size <= most else width
     return [(start, min(start + width, size)) for start in range(0, size, width)]

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.func import vmap
-from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kfs.data import Batch
+from kfs.data import Batch, mapped
+from kfs.exact_derivatives import explained
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors
 from kfs.kfac.blocks import Block
-from kfs.kfac.capture import Capture
+from kfs.kfac.capture import Capture, Tap
 from kfs.kfac.operations import RULES
 from kfs.kfac.operations.elementwise import otherwise
 from kfs.kfac.settings import Settings
@@ -62,7 +63,7 @@ def kfac(risk: EmpiricalRisk, settings: Settings) -> Result:
     at_once = columns_at_once(risk, settings)
     # vmap does not know the faster attention kernels.
     attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
-    with risk.untouched(first_order=True), attention, torch.enable_grad():
+    with risk.untouched(first_order=True), attention, torch.enable_grad(), explained():
         for batch in risk.batches("KFAC"):
             # Step 1: forward pass. Step 2: input-based factors, on the way.
             f, capture = forward(risk, batch, uses)
@@ -96,11 +97,34 @@ def columns_at_once(risk: EmpiricalRisk, settings: Settings) -> int:
 
 def forward(risk: EmpiricalRisk, batch: Batch, uses: Uses) -> tuple[Tensor, Capture]:
     """Evaluate the model with taps at the outputs of all parametric operations."""
-    constants = list(risk.model.buffers()) if isinstance(risk.model, Module) else []
-    capture = Capture(risk.params, constants, len(batch.y), uses, RULES, otherwise, uses.settings.batch_axis)
-    with torch.compiler.set_stance("force_eager"), capture:  # a compiled model hides its operations
-        f = risk.predict(risk.params, batch)
+    capture = Capture(risk.params, len(batch.y), uses, RULES, otherwise, uses.settings.batch_axis)
+    marked = Batch(mapped(batch.x, capture.mark_data), batch.y, batch.first)
+    try:
+        with torch.compiler.set_stance("force_eager"), capture:  # a compiled model hides its operations
+            f = risk.predict(risk.params, marked)
+    finally:
+        capture.forget_marks()
+    capture.running = False
+    capture.unexplained |= hidden_uses(f, risk.params)
     return f, capture
+
+
+def hidden_uses(f: Tensor, params: dict[str, Tensor]) -> set[tuple[str, str]]:
+    """Find parameters that enter a custom `autograd.Function`, which PyTorch does not show to modes."""
+    names = {id(p): name for name, p in params.items()}
+    found: set[tuple[str, str]] = set()
+    seen, waiting = set(), [f.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            name = names.get(id(getattr(following, "variable", None)))
+            if name is not None and isinstance(node, BackwardCFunction) and not isinstance(node, Tap._backward_cls):
+                found.add((name, type(node).__name__.removesuffix("Backward")))
+            waiting.append(following)
+    return found
 
 
 def backward(f: Tensor, capture: Capture, vectors: Tensor, keep_graph: bool = False) -> None:

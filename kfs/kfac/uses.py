@@ -57,10 +57,8 @@ class Uses:
         block = self.blocks.get((layout.weight, layout.rows))
         if block is not None:
             there = block.layout
-            if (
-                there.order != layout.order
-                and there.order == layout.order[layout.split :] + layout.order[: layout.split]
-            ):
+            turned = there.order == layout.order[layout.split :] + layout.order[: layout.split]
+            if there.order != layout.order and turned and there.bias is None:
                 return there, "B"
             return replace(layout, bias=there.bias), "A"
         if bias is None or not self.settings.joint_bias:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from kfs.errors import DataError, ModelError
 from kfs.kfac import KFAC, inspect
 from kfs.operators import GGN
 from kfs.risk import EmpiricalRisk
@@ -22,8 +23,6 @@ def factors(function: Callable[..., Tensor], X: Tensor, y: Tensor, sharing: Any 
 
 
 NOT_COVERED: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
-    "matrix times vector": (lambda m, x: x + (m.W @ torch.ones(4, dtype=x.dtype)), {"W": normal(4, 4)}),
-    "constant right factor": (lambda m, x: x + (m.W @ torch.eye(4, dtype=x.dtype)).sum(0), {"W": normal(4, 4)}),
     "batched weights": (lambda m, x: (m.W @ x.T).sum(0).T, {"W": normal(2, 4, 4)}),
     "two parameters": (lambda m, x: x @ (m.W @ m.V), {"W": normal(4, 2), "V": normal(2, 4)}),
     "einsum of two parameters": (
@@ -45,16 +44,10 @@ NOT_COVERED: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
         lambda m, x: F.bilinear(x, m.v.expand_as(x), m.W),
         {"W": normal(4, 4, 4), "v": normal(1, 4)},
     ),
-    "constant sum": (lambda m, x: x + (m.v + torch.ones(4).to(x)), {"v": normal(4)}),
-    "repeated rows": (lambda m, x: x + m.v.repeat(2, 1).mean(0), {"v": normal(1, 4)}),
     "copied part": (lambda m, x: x @ m.W[:2].clone().repeat(2, 1), {"W": normal(4, 4)}),
     "copied columns": (lambda m, x: x @ m.W[:, ::2].contiguous(), {"W": normal(4, 8)}),
     "strided parameter": (lambda m, x: x * m.W, {"W": torch.randn(1, 8)[:, ::2]}),
     "two results": (lambda m, x: x @ torch.linalg.eigh(m.W + m.W.T)[1], {"W": normal(4, 4)}),
-    "columns of an embedding": (
-        lambda m, x: x + F.embedding(torch.zeros_like(x[:, 0]).long(), m.W.T),
-        {"W": normal(4, 3)},
-    ),
     "odd bias without batch": (
         lambda m, x: x + F.linear(torch.ones(2, 4, dtype=x.dtype), m.W, m.b[::2])[0],
         {"W": normal(4, 4), "b": normal(8)},
@@ -79,6 +72,240 @@ def test_not_covered(name: str) -> None:
     table = inspect(model, normal(3, 3))
     assert table.uncovered, str(table)
     assert all("no rule" in why or "no operation" in why for why in table.uncovered.values())
+
+
+DERIVED: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
+    "one plus": (lambda m, x: x * (1.0 + m.v), {"v": normal(4)}),
+    "exponential": (lambda m, x: x * m.v.exp(), {"v": normal(4)}),
+    "twice": (lambda m, x: x * (m.v.exp() + 1).tanh(), {"v": normal(4)}),
+    "used twice": (lambda m, x: x.tanh() * (z := m.v.exp()) + z, {"v": normal(4)}),
+    "constant sum": (lambda m, x: x + (m.v + torch.arange(4).to(x)), {"v": normal(4)}),
+    "repeated rows": (lambda m, x: x + m.v.repeat(2, 1).mean(0), {"v": normal(1, 4)}),
+    "scaled table": (lambda m, x: x + (m.v * torch.ones(3, 4).to(x))[1], {"v": normal(1)}),
+    "matrix times vector": (lambda m, x: x + torch.eye(4).to(x) @ m.v, {"v": normal(4)}),
+    "norm of a constant": (lambda m, x: x + F.layer_norm(torch.arange(4).to(x), (4,), m.v), {"v": normal(4)}),
+    "complex": (lambda m, x: x * torch.fft.fft(m.v).abs(), {"v": normal(4)}),
+}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", DERIVED)
+def test_computed_before_it_meets_the_batch(name: str, sharing: Any) -> None:
+    """What is computed from a parameter alone is followed; gradients go back through it, one datum at a time."""
+    function, params = DERIVED[name]
+    torch.manual_seed(0)
+    model = between(Function(function, **params)).double()
+    X, y = normal(1, 3), normal(1, 2)
+    risk = EmpiricalRisk(model, nn.MSELoss(), (X, y))
+    close(KFAC(risk, sharing=sharing).to_dense(), GGN(risk).to_dense())
+    X, y = normal(4, 3), normal(4, 2)  # as many data as features
+    whole = KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y)), sharing=sharing)
+    same(
+        whole, KFAC(EmpiricalRisk(model, nn.MSELoss(), list(zip(X.split(1), y.split(1), strict=True))), sharing=sharing)
+    )
+
+
+def test_constants_of_all_kinds() -> None:
+    """Plain tensors, caches, frozen parameters, inputs without batch axis are no data, and nothing sticks to them."""
+    torch.manual_seed(0)
+    index, table = torch.arange(5), normal(5, 3)
+
+    class Cached(nn.Module):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.kind, self.pos, self.head = kind, nn.Embedding(5, 3), nn.Linear(3, 2)
+            self.table = nn.Parameter(table, requires_grad=False)
+            self.mix = nn.Linear(3, 3)
+            self.cache: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.cache is None:
+                self.cache = torch.arange(5)
+            with torch.no_grad():
+                fresh = torch.arange(5)
+            places = {"plain": index, "cache": self.cache, "no grad": fresh, "row": index[None]}
+            if self.kind == "first row":
+                added = self.pos(index[None])[0]
+            elif self.kind == "batch":
+                added = self.pos(index.expand(len(x), 5) + (0 * x[..., 0]).long())
+            else:
+                added = self.pos(places[self.kind])
+            x = (x + added + self.mix(self.table)).tanh()
+            result: Tensor = self.head(x).mean(1)
+            return result
+
+    X, y = normal(5, 5, 3), normal(5, 2)
+    expected = None
+    for kind in ("batch", "plain", "cache", "no grad", "row", "first row"):
+        torch.manual_seed(1)
+        model = Cached(kind).double()
+        for _ in range(2):
+            K = KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y)))
+            expected = K if expected is None else expected
+            same(K, expected)
+        assert model.cache is not None
+        assert not vars(model.cache)
+    assert not vars(index)
+
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pos, self.head = nn.Embedding(5, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, pos: Tensor) -> Tensor:
+            result: Tensor = self.head((x + self.pos(pos)).tanh()).mean(1)
+            return result
+
+    given = Given().double()
+    batches = [({"x": X, "pos": index[None]}, y)]
+    K = KFAC(EmpiricalRisk(given, nn.MSELoss(), batches))
+    singles = [({"x": X[n : n + 1], "pos": index[None]}, y[n : n + 1]) for n in range(5)]
+    same(K, KFAC(EmpiricalRisk(given, nn.MSELoss(), singles)))
+
+
+class Double(torch.autograd.Function):
+    """A product that no mode sees."""
+
+    @staticmethod
+    def forward(ctx, x, W):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(x, W)
+        return x @ W
+
+    @staticmethod
+    def backward(ctx, g):  # type: ignore[no-untyped-def]
+        x, W = ctx.saved_tensors
+        return g @ W.T, x.T @ g
+
+
+HIDDEN: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "in place": (lambda m, x: (F.linear(x, m.W) + 0).addmm_(x.tanh(), m.W), "addmm_"),
+    "result ignored": (lambda m, x: _write(F.linear(x, m.W) + 0, m.W), "__setitem__"),
+    "custom function": (lambda m, x: F.linear(x, m.W) + Double.apply(x, m.W), "Double"),  # type: ignore[no-untyped-call]
+    "torch.func": (lambda m, x: F.linear(x, m.W) + torch.vmap(lambda v: m.W @ v)(x), "inside of torch.func"),
+    "norm of a parameter": (lambda m, x: x @ F.layer_norm(m.W, (4,), m.W[0]), "layer_norm"),
+    "learned kernel": (
+        lambda m, x: F.conv1d(x.unsqueeze(0), m.W[:1, None, :3].expand(3, 1, 3), groups=3, padding=1)[0],
+        "conv1d",
+    ),
+}
+
+
+def _write(h: Tensor, W: Tensor) -> Tensor:
+    h[:, 0] = W[0, 0]
+    return h
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_uses_that_are_easily_missed_are_reported(name: str) -> None:
+    """Together with a use that has a rule, they would make the factors wrong without a word."""
+    function, operation = HIDDEN[name]
+    uncovered = inspect(between(Function(function, W=normal(4, 4))).double(), normal(3, 3)).uncovered
+    assert list(uncovered) == ["2.W"]
+    assert operation in uncovered["2.W"]
+
+
+def test_operations_in_place_run_once() -> None:
+    p = normal(3)
+    model = nn.Sequential(
+        Function(lambda m, x: (x + 0).lerp_(m.p.expand(len(x), -1), 0.5), p=p), nn.Linear(3, 2)
+    ).double()
+    X, y = normal(4, 3), normal(4, 2)
+    K = KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y)), uncovered="skip")
+    expected = (X + p) / 2
+    close(K.blocks["1"].A[:-1, :-1], K.blocks["1"].reduction_factor * expected.T @ expected)
+
+
+def test_models_that_differentiate_themselves_are_refused() -> None:
+    def force(m: Any, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(F.linear(x, m.W).tanh().sum(), x, create_graph=True)[0]
+
+    risk = EmpiricalRisk(Function(force, W=normal(4, 4)), nn.MSELoss(), (normal(3, 4), normal(3, 4)))
+    with pytest.raises(ModelError, match="differentiates its own predictions"):
+        KFAC(risk)
+
+
+def test_states_and_functions_of_them() -> None:
+    """Zeros of shape [N, ...] that are looked up, viewed, and combined with data."""
+    torch.manual_seed(0)
+    X, y, W = normal(4, 8, 3), normal(4, 2), normal(5, 3)
+    forms: list[Callable[..., Tensor]] = [
+        lambda m, x: (x + F.embedding(torch.zeros(len(x)).long(), m.W)[:, None]).tanh().mean(1)[:, :2],
+        lambda m, x: (x + F.embedding((0 * x[:, 0, 0]).long(), m.W)[:, None]).tanh().mean(1)[:, :2],
+    ]
+    for sharing in ("expand", "reduce"):
+        K, L = (factors(form, X, y, sharing, W=W) for form in forms)
+        same(K, L)
+
+
+def test_data_written_into_parts_and_batches_that_are_not_found() -> None:
+    torch.manual_seed(0)
+    X, y, W = normal(4, 3), normal(4, 2), normal(2, 3)
+
+    def written(m: Any, x: Tensor) -> Tensor:
+        rows = torch.zeros_like(x)
+        rows[:, :].copy_(x)
+        return F.linear(rows, m.W)
+
+    same(factors(written, X, y, W=W), factors(lambda m, x: F.linear(x, m.W), X, y, W=W))
+
+    def turned(m: Any, x: Tensor) -> Tensor:
+        return (x.reshape(2, 6) + F.embedding(torch.zeros(6).long(), m.E).squeeze(1)).reshape(4, 3)[:, :2]
+
+    with pytest.raises(DataError, match=r"in the shape \[2, 6\].*batch of 4 data"):
+        factors(turned, X, y, E=normal(3, 1))
+    columns = Function(lambda m, x: x + F.embedding((x[:, 0] > 0).long(), m.W.T), W=normal(3, 2)).double()
+    assert list(inspect(columns, X).uncovered) == ["W"]
+    left = Function(lambda m, x: (m.W @ torch.ones(3, 2, dtype=x.dtype)).sum() * x[:, :2], W=W).double()
+    assert not inspect(left, X).uncovered
+
+
+def test_tied_autoencoders_and_dropout() -> None:
+    X, y = normal(4, 3), normal(4, 3)
+    params = {"W": normal(5, 3), "b": normal(5), "c": normal(3)}
+    model = Function(lambda m, x: F.linear(F.linear(x, m.W, m.b).tanh(), m.W.T, m.c), **params)
+    with pytest.raises(ModelError, match="does not fit"):
+        KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y)))
+    K = KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y)), joint_bias=False)
+    assert K.to_dense().isfinite().all()
+    forward = KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y)), "forward-only", joint_bias=False)
+    B = forward.blocks["W"].B
+    close(B if B.ndim == 2 else B.diag(), torch.eye(5, dtype=torch.float64))
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(3, 2, num_layers=2, dropout=0.5, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.rnn(x)[0][:, -1]
+            return result
+
+    with pytest.raises(ModelError, match="chance"):
+        KFAC(EmpiricalRisk(Noisy().double(), nn.MSELoss(), (normal(4, 5, 3), normal(4, 2))))
+
+
+def test_other_ways_to_call() -> None:
+    torch.manual_seed(0)
+    X, y, W, b = normal(3, 4), normal(3, 4), normal(4, 4), normal(4)
+    plain = factors(lambda m, x: torch.addmm(m.b, x, m.W), X, y, W=W, b=b)
+    same(factors(lambda m, x: torch.addmm(m.b, mat1=x, mat2=m.W), X, y, W=W, b=b), plain)
+    product = factors(lambda m, x: x @ m.W, X, y, W=W)
+    for function in (
+        lambda m, x: torch.matmul(x, other=m.W),
+        lambda m, x: torch.mm(x, mat2=m.W),
+    ):
+        same(factors(function, X, y, W=W), product)
+    same(factors(lambda m, x: torch.add(x, other=m.b), X, y, b=b), factors(lambda m, x: x + m.b, X, y, b=b))
+    norm = factors(lambda m, x: torch.layer_norm(x, (4,), m.b, None, 1e-5, False), X, y, b=b)
+    same(norm, factors(lambda m, x: F.layer_norm(x, (4,), m.b), X, y, b=b))
+    for wrong in (
+        lambda m, x: F.linear(x, m.W, m.s),
+        lambda m, x: torch.addmm(m.M, x, m.W) + 0 * m.s,
+        lambda m, x: F.linear(x, x.detach().T @ x.detach(), m.s) @ m.W,
+    ):
+        model = Function(wrong, W=W, s=normal(1), M=normal(3, 4)).double()
+        assert inspect(model, X).uncovered
 
 
 def test_parts_that_do_not_matter_are_no_obstacle() -> None:

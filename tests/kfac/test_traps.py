@@ -332,17 +332,22 @@ def test_positions_without_batch_axis(kind: str, num_data: int, sharing: Any) ->
     same(results[0], results[1])
 
 
-def test_positions_that_meet_no_batch_are_refused() -> None:
+@pytest.mark.parametrize("sharing", SHARING)
+def test_positions_that_are_transformed_before_they_meet_the_batch(sharing: Any) -> None:
     class Nonlinear(Positions):
         def forward(self, x: Tensor) -> Tensor:
-            added = self.positions(torch.arange(x.shape[1])).tanh()
+            index = torch.arange(x.shape[1]) + (0 * x if self.kind == "batch" else 0)
+            added = self.positions(index).tanh()
             result: Tensor = self.head((self.tokens(x) + added).tanh()).mean(1)
             return result
 
-    table = inspect(Nonlinear("index"), torch.randint(7, (4, 8)))
-    assert table.uncovered == {
-        "positions.weight": "it is used by tanh before it meets the batch, for which there is no rule"
-    }
+    results = []
+    X, y = torch.randint(7, (4, 8)), torch.randint(2, (4,))
+    for kind in ("batch", "index"):
+        torch.manual_seed(0)
+        risk = EmpiricalRisk(Nonlinear(kind).double(), nn.CrossEntropyLoss(), (X, y))
+        results.append(KFAC(risk, sharing=sharing))
+    same(results[0], results[1])
 
 
 @pytest.mark.parametrize("sharing", SHARING)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.kfac.capture import Capture
-from kfs.kfac.operations.elementwise import follow, is_followable
+from kfs.kfac.operations.elementwise import is_followable, meet_batch
 
 _BODY = FunctionType(
     F.multi_head_attention_forward.__code__,
@@ -43,7 +43,8 @@ def scaled_dot_product(
     if learned or not is_followable(capture, attn_mask):
         return NotImplemented
     shape = torch.broadcast_shapes(attn_mask.shape, (*query.shape[:-1], key.shape[-2]))
-    return func(query, key, value, follow(capture, attn_mask, shape, "attention bias"), *args, **kwargs)
+    tapped = meet_batch(capture, attn_mask, shape, "attention bias")
+    return NotImplemented if tapped is None else func(query, key, value, tapped, *args, **kwargs)
 
 
 RULES = {

@@ -29,9 +29,9 @@ def convolution(
 ) -> Any:
     """Convolve."""
     dims, view = weight.ndim - 2, capture.sources.view(weight)
-    if input.ndim != dims + 2 or capture.constant(input):
+    if input.ndim != dims + 2 or not capture.is_data(input):
         return NotImplemented
-    if capture.sources.find(weight) is None and capture.sources.find(input) is None:
+    if capture.sources.find(weight) is None:
         out = func(input, weight, bias, stride, padding, dilation, groups)
         return record_bias(capture, out, bias, _channels_last(groups), groups)
     if view is None or weight.shape != view.source.tensor.shape:
@@ -62,9 +62,9 @@ def transposed_convolution(
 ) -> Any:
     """Convolve the other way round."""
     dims, view = weight.ndim - 2, capture.sources.view(weight)
-    if input.ndim != dims + 2 or capture.constant(input):
+    if input.ndim != dims + 2 or not capture.is_data(input):
         return NotImplemented
-    if capture.sources.find(weight) is None and capture.sources.find(input) is None:
+    if capture.sources.find(weight) is None:
         out = func(input, weight, bias, stride, padding, output_padding, groups, dilation)
         return record_bias(capture, out, bias, _channels_last(groups), groups)
     if view is None or weight.shape != view.source.tensor.shape:

@@ -9,92 +9,142 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
+from kfs.errors import DataError
+from kfs.kfac.batch_axis import BatchAxis
 from kfs.kfac.blocks import Layout
-from kfs.kfac.capture import Capture, Read, Receiver, tensors_of
+from kfs.kfac.capture import Capture, Read, Receiver, is_in_place, tensors_of
 from kfs.kfac.inputs import Rows
 from kfs.kfac.views import Source
 
 
 def elementwise(capture: Capture, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operation that broadcasts its tensors to one shape."""
+    args = (*args, *(kwargs.pop(key) for key in ("other", "input", "self") if key in kwargs))
     inputs = [t for t in args if isinstance(t, Tensor)]
     tracked = [t for t in inputs if capture.sources.find(t) is not None]
-    others = [t for t in inputs if all(t is not one for one in tracked)]
-    in_place = func.__name__.endswith("_") and func.__name__ not in _NOT_IN_PLACE
-    if not others or (in_place and tracked[0] is args[0]) or not all(is_followable(capture, t) for t in tracked):
+    in_place = is_in_place(func) and tracked[0] is args[0]
+    if in_place or not any(map(capture.is_data, inputs)) or not all(is_followable(capture, t) for t in tracked):
         return NotImplemented
     shape = torch.broadcast_shapes(*(t.shape for t in inputs))
-    if all(map(capture.constant, others)):
-        if not shape or shape[0] != 1 or in_place:
-            return NotImplemented
-        shape = torch.Size([capture.num_data, *shape[1:]])  # give it a batch axis here
     swap = {}
     for t in tracked:
-        if _has_batch(capture, t, shape):
-            swap[id(t)] = capture.tap(t, capture.sources.get(t).virtual.receiver())  # type: ignore[union-attr]
-        elif capture.num_data > 1 and _aligned(t, shape) == list(shape):
+        tapped = meet_batch(capture, t, shape, func.__name__.strip("_"))
+        if tapped is None:
             return NotImplemented  # nothing is broadcast, so there is no batch axis
-        else:
-            swap[id(t)] = follow(capture, t, shape, func.__name__.strip("_"))
+        swap[id(t)] = tapped
     return func(*(swap.get(id(t), t) for t in args), **kwargs)
 
 
+def meet_batch(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Tensor | None:
+    """Tap (a view of) a parameter that is combined with data of some shape; nothing if one does not see how."""
+    source = capture.sources.get(t)
+    aligned = t.ndim == len(shape) and t.shape[0] == shape[0] == capture.num_data > 1
+    if aligned and source.virtual is not None and source.tensor.shape[0] == capture.num_data:
+        # Its first axis has turned out to be the batch axis, as that of zeros for a first state.
+        receive, index = source.virtual.receiver(), _places(t, source, list(range(t.ndim)))
+        return capture.tap(
+            t, lambda g: receive(_scattered(g.flatten(1).unsqueeze(1), index, source.tensor.shape)[:, 0])
+        )
+    if capture.num_data > 1 and [1] * (len(shape) - t.ndim) + list(t.shape) == list(shape):
+        return None
+    return follow(capture, t, shape, operation)
+
+
 def repeat(capture: Capture, func: Any, t: Tensor, *sizes: Any) -> Any:
-    """Repeat along axes of length one, which is the same as expanding."""
+    """Repeat over the batch, along one axis of length one, which is the same as expanding."""
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    aligned = [1] * (len(sizes) - t.ndim) + list(t.shape)
-    if (
-        capture.num_data not in sizes
-        or not is_followable(capture, t)
-        or any(n > 1 and k > 1 for n, k in zip(aligned, sizes, strict=True))
-    ):
+    repeated = [axis for axis, size in enumerate(sizes) if size != 1] or [0]
+    over_batch = len(sizes) == t.ndim > 1 and len(repeated) == 1 and sizes[repeated[0]] == capture.num_data
+    if not over_batch or t.shape[repeated[0]] != 1 or not is_followable(capture, t):
         return NotImplemented
-    shape = torch.Size([n * k for n, k in zip(aligned, sizes, strict=True)])
+    shape = torch.Size([n * size for n, size in zip(t.shape, sizes, strict=True)])
     return follow(capture, t, shape, "repeat").clone()
 
 
 def copied(capture: Capture, func: Any, t: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Copy a parameter, perhaps into another precision, and follow the copy."""
+    """Copy a whole parameter, perhaps into another precision, and take the copy for it."""
     result, source = func(t, *args, **kwargs), capture.sources.get(t)
     if not isinstance(result, Tensor) or result.untyped_storage().data_ptr() == t.untyped_storage().data_ptr():
         return result
-    virtual = source.virtual
-    if virtual is None:
-        view = capture.sources.view(t)
-        if view is None or view.transposed or t.shape != source.tensor.shape:
-            return NotImplemented
-        capture.sources.add(Source(source.name, result))
-        return result
-    index = _places(t, source, list(range(t.ndim)))
-
-    def record(with_batch: bool) -> Receiver:
-        if with_batch:
-            return virtual.receiver()
-        collect = virtual.collector()
-        return lambda g: collect(_scattered(g.flatten(2), index, source.tensor.shape))
-
-    return capture.record_virtual(result, source.name, record)
+    view = capture.sources.view(t)
+    if view is None or view.transposed or t.shape != source.tensor.shape:
+        return NotImplemented
+    capture.sources.add(Source(source.name, result))
+    return result
 
 
 def otherwise(capture: Capture, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation without rule: tap parameters that were expanded over the batch before, and probe all others."""
-    tracked = [t for t in tensors_of((*args, *kwargs.values())) if capture.sources.find(t) is not None]
+    """Run an operation without rule.
+
+    What is computed from one parameter and constants is a virtual parameter. Where data meet a parameter that was
+    expanded over the batch before, it is tapped. All other uses are probed: one learns whether predictions depend on
+    them.
+    """
+    inputs = tensors_of((*args, *kwargs.values()))
+    tracked = [t for t in inputs if capture.sources.find(t) is not None]
     sources = [capture.sources.get(t) for t in tracked]
     names, operation = {source.name for source in sources}, getattr(func, "__name__", str(func))
-    versions = [t._version for t in tracked]
-    result = func(*args, **kwargs)
-    if versions != [t._version for t in tracked]:  # written into
+    if is_in_place(func):  # nobody may look at the result, so that there is nothing to probe
         capture.unexplained.update((name, operation) for name in names)
-    outputs = [t for t in tensors_of([result]) if t.is_floating_point()]
+        return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    outputs = [t for t in tensors_of([result]) if t.is_floating_point() or t.is_complex()]
     storages = {t.untyped_storage().data_ptr() for t in tracked}
     if not outputs or all(t.untyped_storage().data_ptr() in storages for t in outputs):
         return result  # a view of a parameter, or nothing to differentiate
-    if all(_is_expanded(capture, t) and is_followable(capture, t) for t in tracked):
+    data = any(map(capture.is_data, inputs))
+    if not data and len(tracked) == 1 and isinstance(result, Tensor) and is_followable(capture, tracked[0]):
+        return _derived(capture, func, args, kwargs, tracked[0], result)
+    if data and func in _BATCH_FIRST and all(_is_expanded(capture, t) and is_followable(capture, t) for t in tracked):
         swap = {id(t): follow(capture, t, t.shape, operation) for t in tracked}
         return func(*_replaced(args, swap), **{key: _replaced(value, swap) for key, value in kwargs.items()})
     before = any(source.virtual is not None for source in sources)
     return _probed(capture, result, names, f"{operation} before it meets the batch" if before else operation)
+
+
+def _derived(capture: Capture, func: Any, args: Any, kwargs: Any, t: Tensor, result: Tensor) -> Tensor:
+    """Follow what is computed from a parameter and constants; gradients go back through the operation, per datum."""
+    source = capture.sources.get(t)
+    index, shape = _places(t, source, list(range(t.ndim))), source.tensor.shape
+
+    def again(value: Tensor) -> Tensor:
+        swap = {id(t): value}
+        out: Tensor = func(*_replaced(args, swap), **{key: _replaced(part, swap) for key, part in kwargs.items()})
+        return out
+
+    def record(with_batch: bool) -> Receiver:
+        if source.virtual is None:
+            receive = _record_entries_per_datum(capture, source, operation=getattr(func, "__name__", "operation"))
+        else:
+            receive = source.virtual.receiver() if with_batch else source.virtual.collector()
+        pull_back = torch.func.vjp(again, t.detach())[1]
+
+        def pass_on(g: Tensor) -> None:
+            leading = g.shape[: g.ndim - result.ndim]
+            (back,) = torch.func.vmap(pull_back)(g.reshape(-1, *result.shape))
+            receive(_scattered(back.reshape(*leading, -1), index, shape))
+
+        return pass_on
+
+    return capture.record_virtual(result, source.name, record)
+
+
+def _record_entries_per_datum(capture: Capture, source: Source, operation: str) -> Receiver:
+    """Take note of a use of all entries of a parameter, once for every datum; gradients are `[columns, N, *shape]`."""
+    layout = entries_layout(source)
+    rows = torch.arange(layout.column_size, device=source.tensor.device)
+    dtype = torch.promote_types(source.tensor.dtype, torch.float32)
+    vectors = Rows(rows, layout.column_size, (capture.num_data,), dtype)
+
+    def by_rows(g: Tensor) -> Tensor:
+        rows_last: Tensor = g.flatten(2).unflatten(-1, (-1, layout.row_size))
+        return rows_last
+
+    return capture.uses.record(
+        BatchAxis(capture.num_data, 0), operation, layout, vectors, by_rows, source.tensor, False, "A"
+    )
 
 
 def is_followable(capture: Capture, t: Tensor) -> bool:
@@ -114,11 +164,20 @@ def follow(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Te
         return g.permute(0, *(1 + axis for axis in (*free, *own))).flatten(1 + len(free)) if own else g.unsqueeze(-1)
 
     if source.virtual is not None:
-        leading, batch, collect = len(free), capture.batch, source.virtual.collector()
+        lengths, collect = [z.shape[axis] for axis in free], source.virtual.collector()
+        if capture.num_data not in lengths:
+            raise DataError(
+                f"A result that does not depend on the data is combined with them in the shape {list(shape)}, in which "
+                f"the batch of {capture.num_data} data is not found.",
+                "Put the batch axis first, or leave the parameter out with params=.",
+            )
+        batch = capture.batch.axis if capture.batch.axis in free else free[lengths.index(capture.num_data)]
+        others = [1 + free.index(axis) for axis in free if axis != batch]
 
         def pass_on(g: Tensor) -> None:
-            columns = torch.stack([batch.canonical(column, leading).sum(1) for column in own_last(g)])
-            collect(_scattered(columns, index, source.tensor.shape))
+            summed = own_last(g)
+            summed = summed.sum(others) if others else summed  # [columns, N, entries]
+            collect(_scattered(summed, index, source.tensor.shape))
 
         return capture.tap(z, pass_on)
     layout = entries_layout(source)
@@ -177,9 +236,9 @@ def _places(t: Tensor, source: Source, axes: list[int]) -> Tensor:
 
 
 def _scattered(g: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
-    """Put entries `[columns, N, k]` at their places in tensors of a shape, `[columns, N, *shape]`."""
-    full = g.new_zeros(*g.shape[:2], shape.numel())
-    return full.index_add_(2, index.flatten().to(g.device), g).reshape(*g.shape[:2], *shape)
+    """Put entries `[..., k]` at their places in tensors of a shape, `[..., *shape]`."""
+    full = g.new_zeros(*g.shape[:-1], shape.numel())
+    return full.index_add_(-1, index.flatten().to(g.device), g).reshape(*g.shape[:-1], *shape)
 
 
 def _is_expanded(capture: Capture, t: Tensor) -> bool:
@@ -187,19 +246,6 @@ def _is_expanded(capture: Capture, t: Tensor) -> bool:
     if capture.num_data == 1:
         return t.ndim > 1 and t.shape[0] == 1
     return any(n == capture.num_data and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True))
-
-
-def _has_batch(capture: Capture, t: Tensor, shape: torch.Size) -> bool:
-    """Whether the first axis of a virtual parameter has turned out to be the batch axis."""
-    source = capture.sources.get(t)
-    whole = t.shape == source.tensor.shape and t.stride() == source.tensor.stride()
-    return (
-        source.virtual is not None and whole and t.ndim == len(shape) and t.shape[0] == shape[0] == capture.num_data > 1
-    )
-
-
-def _aligned(t: Tensor, shape: torch.Size) -> list[int]:
-    return [1] * (len(shape) - t.ndim) + list(t.shape)
 
 
 def _probed(capture: Capture, result: Any, names: set[str], operation: str) -> Any:
@@ -223,7 +269,8 @@ def _replaced(part: Any, swap: dict[int, Tensor]) -> Any:
 
 _NAMES = ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide")
 _OPERATORS = ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv")
-_NOT_IN_PLACE = {f"__{name}__" for name in _OPERATORS if not name.startswith("i")}
+# Operations that leave the first axis alone: an expanded first axis of a parameter is the batch axis there.
+_BATCH_FIRST = {torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.stack, F.scaled_dot_product_attention}
 _COPIES = ("clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16")
 RULES = (
     {getattr(torch, name): elementwise for name in _NAMES}

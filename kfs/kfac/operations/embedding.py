@@ -28,19 +28,19 @@ def embedding(
     view = capture.sources.view(weight)
     if view is None or view.transposed or weight.ndim != 2:
         return NotImplemented
-    known = capture.batched(input)
-    out = func(input if known is None else known, weight, padding_idx)
+    out = func(input, weight, padding_idx)
     layout = Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, (1, 0), 1)
 
     def record(with_batch: bool) -> Receiver:
-        index = input if known is None else known
-        index = index if with_batch else index.expand(capture.num_data, *index.shape)
+        index = input if with_batch else input.expand(capture.num_data, *input.shape)
         counts = None if padding_idx is None else index != padding_idx % len(weight)
         tokens = OneHot(index, len(weight), counts, torch.promote_types(weight.dtype, torch.float32))
         where, side = capture.uses.place(layout)
         return capture.uses.record(capture.batch, "embedding", where, tokens, _masked(counts), out, False, side)
 
-    return capture.record_virtual(out, layout.weight, record) if known is None else capture.tap(out, record(True))
+    return (
+        capture.tap(out, record(True)) if capture.is_data(input) else capture.record_virtual(out, layout.weight, record)
+    )
 
 
 def _masked(counts: Tensor | None) -> Read:

@@ -22,23 +22,25 @@ def linear(capture: Capture, func: Any, input: Tensor, weight: Tensor, bias: Ten
     return _multiply(capture, "linear", lambda x: func(x, weight, bias), input, weight, bias)
 
 
-def addmm(capture: Capture, func: Any, bias: Tensor, x: Tensor, weight: Tensor, **scales: float) -> Any:
+def addmm(capture: Capture, func: Any, *args: Tensor, beta: float = 1, alpha: float = 1, **kwargs: Tensor) -> Any:
     """Compute `bias + x @ weight`, as Hugging Face's `Conv1D` does."""
-    if any(scale != 1 for scale in scales.values()):
+    bias, x, weight = (*args, *kwargs.values())
+    if beta != 1 or alpha != 1:
         return NotImplemented
     return _multiply(capture, "addmm", lambda t: func(bias, t, weight), x, weight.T, bias)
 
 
-def matmul(capture: Capture, func: Any, a: Tensor, b: Tensor) -> Any:
+def matmul(capture: Capture, func: Any, *args: Tensor, **kwargs: Tensor) -> Any:
     """Compute `a @ b`, where one of them is a parameter with two axes."""
+    a, b = (*args, *kwargs.values())
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or min(a.ndim, b.ndim) < 2:
         return NotImplemented
     if b.ndim == 2 and capture.sources.find(b) is not None:
         return _multiply(capture, "matmul", lambda x: func(x, b), a, b.T, None)
     if a.ndim == 2:
-        x = b.transpose(-1, -2)
-        if capture.constant(b):
+        if not capture.is_data(b):
             return NotImplemented
+        x = capture.as_data(b.transpose(-1, -2))
         return _multiply(capture, "matmul", lambda x: func(a, x.transpose(-1, -2)), x, a, None, _transposed)
     return NotImplemented
 
@@ -72,7 +74,7 @@ def einsum(capture: Capture, func: Any, equation: Any, *operands: Any) -> Any:
     ):
         return NotImplemented
     view = capture.sources.view(weight)
-    if view is None or view.transposed or capture.constant(vectors):
+    if view is None or view.transposed or not capture.is_data(vectors):
         return NotImplemented
     order = tuple(w.index(c) for c in (*out, *into))
     layout, side = capture.uses.place(
@@ -95,15 +97,17 @@ def einsum(capture: Capture, func: Any, equation: Any, *operands: Any) -> Any:
 
 
 def bilinear(
-    capture: Capture, func: Any, one: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None = None
+    capture: Capture, func: Any, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Any:
-    """Compute `one^T W other + bias` for every matrix `W` of `weight`: linear in the outer products of the inputs."""
+    """Compute `x^T W y + bias` for every matrix `W` of `weight`: linear in the outer products of the inputs."""
     view = capture.sources.view(weight)
-    if view is None or view.transposed or capture.sources.find(one) or capture.sources.find(other):
+    if view is None or not capture.is_data(input1) or not capture.is_data(input2):
         return NotImplemented
-    x = (one.detach().unsqueeze(-1) * other.detach().unsqueeze(-2)).flatten(-2)
+    x = (input1.detach().unsqueeze(-1) * input2.detach().unsqueeze(-2)).flatten(-2)
     layout = Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, (0, 1, 2), 1)
-    return record_with_bias(capture, func(one, other, weight, bias), "bilinear", layout, Vectors(x), lambda g: g, bias)
+    return record_with_bias(
+        capture, func(input1, input2, weight, bias), "bilinear", layout, Vectors(x), lambda g: g, bias
+    )
 
 
 def record_with_bias(
@@ -111,7 +115,7 @@ def record_with_bias(
 ) -> Any:
     """Take note of a use of weight and bias, in one block or in two. The bias lies along the output features."""
     tracked = bias is not None and capture.sources.find(bias) is not None
-    if tracked and capture.sources.view(bias) is None:
+    if tracked and (capture.sources.view(bias) is None or bias.shape != (layout.row_size * layout.groups,)):  # type: ignore[union-attr]
         return NotImplemented
     name = _name_of(capture, bias, layout)
     layout, side = capture.uses.place(layout, name)
@@ -123,7 +127,7 @@ def record_with_bias(
 def _name_of(capture: Capture, bias: Tensor | None, layout: Layout) -> str | None:
     """Return the name of a bias that may join its weight: all of it, or the part that belongs to the weight's rows."""
     view = capture.sources.view(bias)
-    if view is None:
+    if view is None or bias is None or bias.shape != (layout.row_size * layout.groups,):
         return None
     whole = view.rows == (0, len(view.source.tensor))
     fits = whole if layout.rows == (0, layout.shape[0]) else view.rows == layout.rows
@@ -133,7 +137,8 @@ def _name_of(capture: Capture, bias: Tensor | None, layout: Layout) -> str | Non
 def record_bias(capture: Capture, out: Tensor, bias: Tensor | None, read: Read, groups: int = 1) -> Any:
     """Take note of a use of a bias alone."""
     view = capture.sources.view(bias)
-    if view is None or view.source.tensor.ndim != 1:
+    features = read(torch.empty(1, *out.shape, device="meta")).shape[-1] * groups
+    if view is None or view.source.tensor.ndim != 1 or bias is None or len(bias) != features:
         return NotImplemented
 
     def features_last(g: Tensor) -> Tensor:
@@ -171,16 +176,14 @@ def _multiply(
 ) -> Any:
     """Take note of `call(x)`, which multiplies vectors `x` `[..., in]` with `weight` `[out, in]`."""
     view = capture.sources.view(weight)
-    if capture.sources.find(weight) is None and capture.sources.find(x) is None:
+    if capture.sources.find(weight) is None and capture.is_data(x):
         return record_bias(capture, call(x), bias, read)
     if view is None or weight.ndim != 2 or capture.sources.find(x) is not None:
         return NotImplemented
     order = (1, 0) if view.transposed else (0, 1)
     layout = Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, order, 1)
-    with_batch = capture.batched(x)
-    if with_batch is not None:
-        vectors = Vectors(_as_used(with_batch))
-        return record_with_bias(capture, call(with_batch), operation, layout, vectors, read, bias)
+    if capture.is_data(x):
+        return record_with_bias(capture, call(x), operation, layout, Vectors(_as_used(x)), read, bias)
     name = _name_of(capture, bias, layout)
     where, side = capture.uses.place(layout, name)
     if bias is not None and capture.sources.find(bias) is not None and (name is None or where.bias != name):

@@ -21,11 +21,14 @@ def layer_norm(
     weight: Any = None,
     bias: Any = None,
     eps: float = 1e-5,
+    *_: Any,
 ) -> Any:
     """Normalise over the last axes, then scale and shift."""
     out = func(input, normalized_shape, weight, bias, eps)
     x = input.detach()
-    return _scaled(capture, "layer_norm", out, weight, bias, lambda: F.layer_norm(x, normalized_shape, eps=eps), False)
+    return _scaled(
+        capture, "layer_norm", input, out, weight, bias, lambda: F.layer_norm(x, normalized_shape, eps=eps), False
+    )
 
 
 def rms_norm(
@@ -39,7 +42,9 @@ def rms_norm(
     """Divide by the root mean square over the last axes, then scale."""
     out = func(input, normalized_shape, weight, eps)
     x = input.detach()
-    return _scaled(capture, "rms_norm", out, weight, None, lambda: F.rms_norm(x, normalized_shape, eps=eps), False)
+    return _scaled(
+        capture, "rms_norm", input, out, weight, None, lambda: F.rms_norm(x, normalized_shape, eps=eps), False
+    )
 
 
 def group_norm(
@@ -50,11 +55,12 @@ def group_norm(
     weight: Any = None,
     bias: Any = None,
     eps: float = 1e-5,
+    *_: Any,
 ) -> Any:
     """Normalise groups of channels, then scale and shift channels."""
     out = func(input, num_groups, weight, bias, eps)
     x = input.detach()
-    return _scaled(capture, "group_norm", out, weight, bias, lambda: F.group_norm(x, num_groups, eps=eps), True)
+    return _scaled(capture, "group_norm", input, out, weight, bias, lambda: F.group_norm(x, num_groups, eps=eps), True)
 
 
 def batch_norm(
@@ -78,7 +84,14 @@ def batch_norm(
     out = func(input, running_mean, running_var, weight, bias, training, momentum, eps)
     x = input.detach()
     return _scaled(
-        capture, "batch_norm", out, weight, bias, lambda: F.batch_norm(x, running_mean, running_var, eps=eps), True
+        capture,
+        "batch_norm",
+        input,
+        out,
+        weight,
+        bias,
+        lambda: F.batch_norm(x, running_mean, running_var, eps=eps),
+        True,
     )
 
 
@@ -101,7 +114,7 @@ def instance_norm(
     def normalized() -> Tensor:
         return F.instance_norm(x, running_mean, running_var, use_input_stats=use_input_stats, momentum=0.0, eps=eps)
 
-    return _scaled(capture, "instance_norm", out, weight, bias, normalized, True)
+    return _scaled(capture, "instance_norm", input, out, weight, bias, normalized, True)
 
 
 def prelu(capture: Capture, func: Any, input: Tensor, weight: Tensor) -> Any:
@@ -113,12 +126,13 @@ def prelu(capture: Capture, func: Any, input: Tensor, weight: Tensor) -> Any:
     def negative() -> Tensor:
         return x.clamp(max=0)
 
-    return _scaled(capture, "prelu", out, weight, None, negative, channels, single=not channels)
+    return _scaled(capture, "prelu", input, out, weight, None, negative, channels, single=not channels)
 
 
 def _scaled(
     capture: Capture,
     operation: str,
+    x: Tensor,
     out: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -131,6 +145,7 @@ def _scaled(
     Args:
         capture: The forward pass.
         operation: What to call it.
+        x: What it was applied to.
         out: What the operation returned.
         weight: The scale, if there is one.
         bias: The shift, if there is one.
@@ -147,6 +162,8 @@ def _scaled(
     def times_normalized(g: Tensor) -> Tensor:
         return normalized().mul_(g[0]).unsqueeze(0) if len(g) == 1 else g * normalized()
 
+    if not capture.is_data(x):
+        return NotImplemented
     reads: list[tuple[Tensor | None, Read]] = [
         (weight, lambda g: features_last(times_normalized(g))),
         (bias, features_last),

@@ -45,7 +45,7 @@ def _cell(step: Step, states: int) -> Callable[..., Any]:
     def cell(
         capture: Capture, func: Any, x: Tensor, h: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
     ) -> Any:
-        state = _with_batch(h if states == 2 else (h,))
+        state = _with_batch(capture, h if states == 2 else (h,))
         with capture:
             state = step(F.linear(x, w_ih, b_ih), *_recur(state, w_hh, b_hh))
         return state if states == 2 else state[0]
@@ -53,9 +53,9 @@ def _cell(step: Step, states: int) -> Callable[..., Any]:
     return cell
 
 
-def _with_batch(state: Iterable[Tensor]) -> State:
+def _with_batch(capture: Capture, state: Iterable[Tensor]) -> State:
     """Return states that count as data: they may consist of zeros only, but they have a batch axis."""
-    return tuple(h.view_as(h) for h in state)
+    return tuple(map(capture.as_data, state))
 
 
 def _recur(state: State, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, State]:
@@ -91,8 +91,12 @@ def _network(capture: Capture, x: Tensor, args: tuple[Any, ...], step: Step, sta
             "A recurrent network is called with a packed sequence.",
             "Pass padded sequences, or leave it out with params=.",
         )
-    hx, weights, has_bias, layers, _, _, both, batch_first = args
-    initial = _with_batch(hx if states == 2 else (hx,))
+    hx, weights, has_bias, layers, dropout, training, both, batch_first = args
+    if training and dropout:
+        raise ModelError(
+            "A recurrent network drops out, so its prediction depends on chance.", "Call model.eval() first."
+        )
+    initial = _with_batch(capture, hx if states == 2 else (hx,))
     directions, per = 2 if both else 1, 4 if has_bias else 2
     projected = states == 2 and initial[0].shape[-1] != initial[1].shape[-1]
     per += projected

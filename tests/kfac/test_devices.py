@@ -1,0 +1,66 @@
+"""Factors are the same on an accelerator as on the CPU, in double precision to round-off, and in half precision."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs.kfac import KFAC
+from kfs.kfac.covariance import add_gram, mirror
+from kfs.risk import EmpiricalRisk
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Mixed(nn.Module):
+    """Tokens, positions, attention, normalisation and a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(7, 8, padding_idx=0), nn.Parameter(torch.randn(1, 6, 8))
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.conv, self.head = nn.Conv1d(8, 4, 3, padding=1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(self.tokens(x) + self.positions)
+        result: Tensor = self.head(self.conv(h.transpose(1, 2)).relu().mean(2))
+        return result
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", ["type-2", "mc", "empirical"])
+def test_same_factors(fisher: Any, sharing: Any) -> None:
+    model = Mixed().double().eval()
+    X, y = torch.randint(7, (5, 6)), torch.randint(3, (5,))
+    there = copy.deepcopy(model).cuda()
+    K, L = (KFAC(EmpiricalRisk(m, nn.CrossEntropyLoss(), (X, y)), fisher, sharing) for m in (model, there))
+    for name, block in K.blocks.items():
+        torch.testing.assert_close(L.blocks[name].A.cpu(), block.A, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(L.blocks[name].B.cpu(), block.B, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [100, 700, 1700])
+def test_strips(size: int, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 40, size, device="cuda", dtype=dtype)
+    total = torch.zeros(size, size, device="cuda")
+    upper = [add_gram(total, x) for _ in range(3)]
+    if upper[0]:
+        mirror(total)
+    expected = 3 * torch.einsum("npi,npj->ij", x.double(), x.double())
+    torch.testing.assert_close(total.double(), expected, rtol=1e-3, atol=1e-2)
+
+
+def test_autocast() -> None:
+    model = Mixed().cuda().eval()
+    X, y = torch.randint(7, (64, 6)), torch.randint(3, (64,))
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y))
+    plain = KFAC(risk, "empirical")
+    with torch.autocast("cuda", torch.bfloat16):
+        narrow = KFAC(risk, "empirical")
+    for name, block in narrow.blocks.items():
+        assert block.A.dtype == block.B.dtype == torch.float32
+        scale = plain.blocks[name].B.abs().max()
+        torch.testing.assert_close(block.B / scale, plain.blocks[name].B / scale, rtol=0.1, atol=0.05)
