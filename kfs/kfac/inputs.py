@@ -69,7 +69,7 @@ class OneHot(Input):
         """Store indices and which of them count (a boolean tensor shaped like them)."""
         self.index, self.size, self.dtype = index, size, dtype
         self.counts = torch.ones_like(index, dtype=torch.bool) if counts is None else counts
-        self.positions = float(self.counts.sum())
+        self.positions = index.numel() if counts is None else float(counts.sum())
 
     def add_to(self, moment: Moment, ones: bool) -> None:
         """Count every index."""
@@ -102,7 +102,10 @@ class Rows(Input):
 
     def add_to(self, moment: Moment, ones: bool) -> None:
         """Count the places."""
-        moment.entries[self.rows] += self.places
+        if self.size == 1:
+            moment.total += self.places
+        else:
+            moment.entries[self.rows] += self.places
 
     def sums(self, canonical: Canonical) -> tuple[Tensor, Tensor]:
         """Count the places of each datum."""

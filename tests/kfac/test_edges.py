@@ -285,6 +285,25 @@ def test_tied_autoencoders_and_dropout() -> None:
         KFAC(EmpiricalRisk(Noisy().double(), nn.MSELoss(), (normal(4, 5, 3), normal(4, 2))))
 
 
+def test_several_inputs() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 2), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, z: Tensor, scale: float) -> Tensor:
+            result: Tensor = self.one(x) + scale * self.other(z).tanh()
+            return result
+
+    torch.manual_seed(0)
+    model, X, Z, y = Two().double(), normal(1, 3), normal(1, 4), normal(1, 2)
+    risk = EmpiricalRisk(model, nn.MSELoss(), [((X, Z, 2.0), y)])
+    K, G = KFAC(risk), GGN(risk)
+    for block in K.blocks.values():
+        names = block.layout.params
+        close(K.submatrix(names).to_dense(), G.submatrix(names).to_dense())
+
+
 def test_other_ways_to_call() -> None:
     torch.manual_seed(0)
     X, y, W, b = normal(3, 4), normal(3, 4), normal(4, 4), normal(4)
