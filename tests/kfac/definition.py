@@ -69,9 +69,8 @@ def definition(
             x = torch.cat([x, torch.ones_like(x[..., :1])], -1)
         S = len(x)
         A = A + outer(x, sharing)
-        factor = hessian_factor(loss, f[n].detach(), y[n])
-        for c in range(factor[0].numel()):
-            v = factor.reshape(f[n].numel(), -1)[:, c].reshape(f[n].shape)
+        columns = hessian_factor(loss, f[n].detach(), y[n]).reshape(f[n].numel(), -1).T
+        for v in columns.reshape(-1, *f[n].shape):
             outs = torch.autograd.grad((f[n] * v).sum(), [out for _, out in calls], retain_graph=True)
             g = torch.cat([gradients(layer, out[n]) for out in outs])
             B = B + outer(g, sharing) / (N * S if sharing == "expand" else N * S**2)

@@ -16,6 +16,7 @@ from kfs.kfac.settings import Settings
 from kfs.kfac.uses import Uses
 from kfs.losses import TokenCrossEntropy
 from kfs.risk import EmpiricalRisk
+from tests.kfac.definition import definition
 from tests.operators.contract import close
 
 SHARING = ("expand", "reduce")
@@ -302,3 +303,36 @@ def test_hugging_face(name: str) -> None:
         for block, other in zip(K.blocks.values(), L.blocks.values(), strict=True):
             close(block.A, other.A)
             close(block.B, other.B)
+
+
+class Logits(nn.Module):
+    """A language model that takes tokens and returns logits with classes along the second axis."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.model(ids).logits.transpose(1, 2)
+        return result
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_hugging_face_layers_by_definition(name: str, sharing: str) -> None:
+    """Every linear layer has the factors of the literal definition: hooks, one datum and one vector at a time."""
+    torch.manual_seed(0)
+    model = Logits(hugging_face(name)[0]).double().eval()
+    X = torch.randint(1, 11, (2, 3))
+    y = torch.tensor([[1, 4, -100], [2, -100, 3]])
+    loss = nn.CrossEntropyLoss()
+    K = KFAC(EmpiricalRisk(model, loss, (X, y)), sharing=sharing)  # type: ignore[arg-type]
+    checked = 0
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and path + ("" if layer.bias is not None else ".weight") in K.blocks:
+            block = K.blocks[path + ("" if layer.bias is not None else ".weight")]
+            A, B = definition(model, loss, X, y, layer, sharing, 0.25)
+            close(block.A, A[0])
+            close(block.B, B[0])
+            checked += 1
+    assert checked >= 6
