@@ -2,7 +2,7 @@
 
 A `TorchFunctionMode` recognises parameters, and views of them, by their storage. A rule for the operation (see
 `operations`) says what multiplies the parameter and how to read gradients; the operation's output passes through a
-tap, an identity with a zero-size second input. Differentiating the predictions with respect to these inputs sends
+tap, an identity with a zero-size second input. Differentiating the predictions with respect to this input sends
 vectors back to all taps: no weight gradient is computed, and a gradient is used where it arises and never stored.
 
 Where a parameter meets no data yet (an embedding of positions `0, ..., T - 1` without batch axis), the result is a
@@ -53,7 +53,7 @@ class Tap(torch.autograd.Function):
         return z.new_empty(0).set_(z.untyped_storage(), z.storage_offset(), z.shape, z.stride())
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         """Show the gradients; nothing needs to be computed for the second input."""
         if ctx.capture.running:
             raise ModelError(
@@ -66,7 +66,7 @@ class Tap(torch.autograd.Function):
             ctx.receive(g.unsqueeze(0))
         if not ctx.capture.keep_graph:
             ctx.receive = None  # it may hold activations
-        return g, g.new_empty(0), None, None
+        return g, None, None, None
 
 
 class Show(torch.autograd.Function):
@@ -110,7 +110,7 @@ class Capture(TorchFunctionMode):
 
     Attributes:
         batch: Where the batch axis is.
-        handles: The taps' zero-size inputs.
+        handle: The zero-size second input of all taps; nothing if there is no tap.
         running: Whether the forward pass is still running.
         keep_graph: Whether further backward passes will follow.
         together: Whether a backward pass is for several columns, by `vmap`.
@@ -132,7 +132,7 @@ class Capture(TorchFunctionMode):
         self.sources = Sources(params)
         self.num_data, self.uses, self.batch = num_data, uses, BatchAxis(num_data, batch_axis)
         self.rules, self.otherwise = rules, otherwise
-        self.handles: list[Tensor] = []
+        self.handle: Tensor | None = None
         self.keep_graph, self.together, self.running = True, False, True
         self.unexplained: set[tuple[str, str]] = set()
         self._marked: list[weakref.ref[Tensor]] = []
@@ -163,9 +163,9 @@ class Capture(TorchFunctionMode):
 
     def tap(self, z: Tensor, receive: Receiver) -> Tensor:
         """Return `z` such that gradients with respect to it are shown to a receiver."""
-        handle = torch.empty(0, dtype=z.dtype, device=z.device, requires_grad=True)
-        self.handles.append(handle)
-        result: Tensor = Tap.apply(z, handle, self, receive)  # type: ignore[no-untyped-call]
+        if self.handle is None:
+            self.handle = torch.empty(0, requires_grad=True)
+        result: Tensor = Tap.apply(z, self.handle, self, receive)  # type: ignore[no-untyped-call]
         return result
 
     def record(

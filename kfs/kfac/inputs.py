@@ -6,6 +6,7 @@ Axes are canonical: `[batch, shared, features]`. An input knows how to add its v
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from math import prod
 
 import torch
 from torch import Tensor
@@ -87,30 +88,33 @@ class Rows(Input):
     """Every use touches the same rows of a parameter once: unit vectors in order, at `leading` places.
 
     Args:
-        rows: Which rows, `[r]`.
-        size: How many rows the parameter has. With one row only, the input is the number one.
+        rows: Which rows, `[r]`; nothing if there is only one. Then the input is the number one.
+        size: How many rows the parameter has.
         leading: The axes over which the parameter was broadcast.
-        dtype: Of the sums.
+        like: Has the device, and the dtype from which that of the sums follows.
     """
 
-    def __init__(self, rows: Tensor, size: int, leading: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, rows: Tensor | None, size: int, leading: tuple[int, ...], like: Tensor) -> None:
         """Count the places."""
-        self.rows, self.size, self.leading, self.dtype = rows, size, leading, dtype
+        self.rows, self.size, self.leading = rows, size, leading
+        self.dtype, self.device = torch.promote_types(like.dtype, torch.float32), like.device
         self.sparse = size > 1
-        self.places = int(torch.Size(leading).numel())
-        self.positions = self.places * len(rows)
+        self.places = prod(leading)
+        self.positions = self.places * (1 if rows is None else len(rows))
 
     def add_to(self, moment: Moment, ones: bool) -> None:
         """Count the places."""
-        if self.size == 1:
+        if self.rows is None:
             moment.total += self.places
         else:
             moment.entries[self.rows] += self.places
 
     def sums(self, canonical: Canonical) -> tuple[Tensor, Tensor]:
         """Count the places of each datum."""
-        like = torch.empty((), dtype=self.dtype, device=self.rows.device)
+        like = torch.empty((), dtype=self.dtype, device=self.device)
         places = canonical(like.expand(*self.leading, 1), len(self.leading)).shape[1]
-        sums = like.new_zeros(self.size).index_fill(0, self.rows, places)
         num_data = self.places // places
+        if self.rows is None:
+            return like.new_full((num_data, 1), places), like.new_full((num_data,), places)
+        sums = like.new_zeros(self.size).index_fill(0, self.rows, places)
         return sums.expand(num_data, -1), like.new_full((num_data,), places * len(self.rows))

@@ -26,13 +26,15 @@ class Moment:
     _upper: bool = False  # only the upper triangle is complete
 
     @classmethod
-    def zeros(cls, size: int, groups: int, diagonal: bool, bias: bool, like: Tensor) -> "Moment":
-        """Start a sum for vectors of some size (without the bias coordinate), in float32 or better."""
+    def zeros(
+        cls, size: int, groups: int, diagonal: bool, bias: bool, dtype: torch.dtype, device: torch.device | str
+    ) -> "Moment":
+        """Start a sum for vectors of some size (without the bias coordinate) and dtype, in float32 or better."""
         size += bias
         width = -(-size // 16) * 16  # rows that start at multiples of 64 bytes are faster to write
         shape = [width] if diagonal else [size, width]
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        total = torch.zeros([groups, *shape] if groups > 1 else shape, dtype=dtype, device=like.device)
+        dtype = torch.promote_types(dtype, torch.float32)
+        total = torch.zeros([groups, *shape] if groups > 1 else shape, dtype=dtype, device=device)
         return cls(total[..., :size], diagonal, bias)
 
     @property

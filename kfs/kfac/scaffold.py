@@ -129,12 +129,13 @@ def hidden_uses(f: Tensor, params: dict[str, Tensor]) -> set[tuple[str, str]]:
 
 def backward(f: Tensor, capture: Capture, vectors: Tensor, keep_graph: bool = False) -> None:
     """Send vectors `[columns, *f.shape]` back to all taps, which take note of what arrives."""
-    if not f.requires_grad or not capture.handles:  # no parameter was used
+    handle = capture.handle
+    if not f.requires_grad or handle is None:  # no parameter was used
         return
     capture.keep_graph, capture.together = keep_graph, len(vectors) > 1
 
     def send(v: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(f, capture.handles, v, retain_graph=keep_graph, materialize_grads=True)
+        return torch.autograd.grad(f, handle, v, retain_graph=keep_graph, materialize_grads=True)
 
     vectors = vectors.to(f.dtype)
     vmap(send)(vectors) if capture.together else send(vectors[0])

@@ -158,11 +158,10 @@ class Uses:
             sizes = (columns, rows) if side == "A" else (rows, columns)
             bias = block.layout.bias is not None and side == "A"
             wide = [self.settings.is_diagonal(size) for size in (sizes[0] + bias, sizes[1])]
-            device = "meta" if self.dry else like.device
-            like = torch.empty(0, dtype=like.dtype, device=device)
+            kind = like.dtype, "meta" if self.dry else like.device
             block.pairs[side] = Pair(
-                Moment.zeros(sizes[0], groups, vectors.sparse or wide[0], bias, like),
-                Moment.zeros(sizes[1], groups, block.forward_only or wide[1], False, like),
+                Moment.zeros(sizes[0], groups, vectors.sparse or wide[0], bias, *kind),
+                Moment.zeros(sizes[1], groups, block.forward_only or wide[1], False, *kind),
             )
         return block.pairs[side]
 

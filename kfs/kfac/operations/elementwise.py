@@ -134,9 +134,7 @@ def _derived(capture: Capture, func: Any, args: Any, kwargs: Any, t: Tensor, res
 def _record_entries_per_datum(capture: Capture, source: Source, operation: str) -> Receiver:
     """Take note of a use of all entries of a parameter, once for every datum; gradients are `[columns, N, *shape]`."""
     layout = entries_layout(source)
-    rows = torch.arange(layout.column_size, device=source.tensor.device)
-    dtype = torch.promote_types(source.tensor.dtype, torch.float32)
-    vectors = Rows(rows, layout.column_size, (capture.num_data,), dtype)
+    vectors = Rows(_all_rows(layout, source.tensor), layout.column_size, (capture.num_data,), source.tensor)
 
     def by_rows(g: Tensor) -> Tensor:
         rows_last: Tensor = g.flatten(2).unflatten(-1, (-1, layout.row_size))
@@ -194,12 +192,8 @@ def follow(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Te
         rows_last: Tensor = g.unflatten(-1, (-1, features))
         return rows_last
 
-    vectors = Rows(
-        rows.to(device),
-        layout.column_size,
-        tuple(z.shape[axis] for axis in free),
-        torch.promote_types(z.dtype, torch.float32),
-    )
+    used = rows.to(device) if layout.column_size > 1 else None
+    vectors = Rows(used, layout.column_size, tuple(z.shape[axis] for axis in free), z)
     receive = capture.uses.record(capture.batch, operation, layout, vectors, read, z, False, "A")
     return capture.tap(z, receive)
 
@@ -208,14 +202,17 @@ def record_entries(capture: Capture, out: Tensor, operation: str, source: Source
     """Take note of a use of a whole parameter with several axes, which are the last ones of what `read` returns."""
     layout = entries_layout(source)
     leading = tuple(out.shape[: out.ndim - axes])
-    rows = torch.arange(layout.column_size, device=out.device)
-    vectors = Rows(rows, layout.column_size, leading, torch.promote_types(out.dtype, torch.float32))
+    vectors = Rows(_all_rows(layout, out), layout.column_size, leading, out)
 
     def by_rows(g: Tensor) -> Tensor:
         rows_last: Tensor = read(g).flatten(1 + len(leading)).unflatten(-1, (-1, layout.row_size))
         return rows_last
 
     return capture.record(out, operation, layout, vectors, by_rows, ones=False)
+
+
+def _all_rows(layout: Layout, like: Tensor) -> Tensor | None:
+    return torch.arange(layout.column_size, device=like.device) if layout.column_size > 1 else None
 
 
 def entries_layout(source: Source) -> Layout:

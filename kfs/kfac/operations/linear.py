@@ -137,17 +137,20 @@ def _name_of(capture: Capture, bias: Tensor | None, layout: Layout) -> str | Non
 def record_bias(capture: Capture, out: Tensor, bias: Tensor | None, read: Read, groups: int = 1) -> Any:
     """Take note of a use of a bias alone."""
     view = capture.sources.view(bias)
-    features = read(torch.empty(1, *out.shape, device="meta")).shape[-1] * groups
-    if view is None or view.source.tensor.ndim != 1 or bias is None or len(bias) != features:
-        return NotImplemented
 
     def features_last(g: Tensor) -> Tensor:
         return read(g).flatten(-2) if groups > 1 else read(g)
 
-    return record_vector(capture, out, "bias", view, features_last, features_last)
+    shape = features_last(torch.empty(1, *out.shape, device="meta")).shape
+    if view is None or view.source.tensor.ndim != 1 or bias is None or len(bias) != shape[-1]:
+        return NotImplemented
+
+    return record_vector(capture, out, "bias", view, features_last, shape[1:-1])
 
 
-def record_vector(capture: Capture, out: Tensor, operation: str, view: View, read: Read, features_last: Read) -> Tensor:
+def record_vector(
+    capture: Capture, out: Tensor, operation: str, view: View, read: Read, leading: tuple[int, ...]
+) -> Tensor:
     """Take note of a use of a vector that is added to, or scales, the output's features.
 
     Args:
@@ -156,13 +159,10 @@ def record_vector(capture: Capture, out: Tensor, operation: str, view: View, rea
         operation: What to call it.
         view: The vector.
         read: Turns the output's gradients into those of the vector, one for each position.
-        features_last: Does the same to the axes alone.
+        leading: The axes of positions in what `read` returns.
     """
-    leading = features_last(torch.empty(1, *out.shape, device="meta")).shape[1:-1]
     layout = Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, (0,), 1)
-    one = torch.zeros(1, dtype=torch.long, device=out.device)
-    dtype = torch.promote_types(out.dtype, torch.float32)
-    return capture.record(out, operation, layout, Rows(one, 1, tuple(leading), dtype), read, ones=False)
+    return capture.record(out, operation, layout, Rows(None, 1, leading, out), read, ones=False)
 
 
 def _multiply(

@@ -1,6 +1,7 @@
 """Scale and shift of normalisations, and the slope of PReLU: vectors that multiply features, or are added to them."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -168,6 +169,9 @@ def _scaled(
         (weight, lambda g: features_last(times_normalized(g))),
         (bias, features_last),
     ]
+    leading = tuple(out.shape) if single else tuple(out.shape[:-1])
+    if channels:
+        leading = (len(out), prod(out.shape[2:])) if out.ndim > 2 else (len(out),)
     for parameter, read in reads:
         if parameter is None or capture.sources.find(parameter) is None:
             continue
@@ -177,7 +181,7 @@ def _scaled(
         if parameter.ndim > 1:
             out = record_entries(capture, out, operation, view.source, parameter.ndim, read)
         else:
-            out = record_vector(capture, out, operation, view, read, features_last)
+            out = record_vector(capture, out, operation, view, read, leading)
     return out
 
 
