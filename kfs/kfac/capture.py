@@ -60,6 +60,10 @@ class Tap(torch.autograd.Function):
                 "The model differentiates its own predictions (torch.autograd.grad in its forward pass).",
                 "Leave the parameters behind that derivative out with params=; KFAC is not defined for them here.",
             )
+        if (
+            g.is_cuda
+        ):  # pragma: no cover (the thread's first operation may be a product, for which cuBLAS wants a context)
+            torch.cuda.set_device(g.device)
         if ctx.capture.together:
             Show.apply(g, ctx.receive)  # type: ignore[no-untyped-call]
         else:
