@@ -6,9 +6,10 @@ column counts what our matrix products and convolutions do, relative to those of
 above what was there before, relative to that of forward+backward, with our factors taken off.
 """
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -128,6 +129,8 @@ def peak_memory(program: Callable[[], object]) -> float | None:
     status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not clear.exists():
         return None
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # gives back what earlier programs have freed
     clear.write_text("5", encoding="utf-8")  # resets the high-water mark
     before = _kilobytes(status, "VmHWM")
     program()
