@@ -100,7 +100,8 @@ def draw(rows: list[Row], title: str, file: Path) -> None:
         for i, library in enumerate(libraries):
             chosen = [row for row in inside if row.library == library]
             places = [programs.index(row.program) + (i - (len(libraries) - 1) / 2) * width for row in chosen]
-            axes.bar(places, [row.ratio for row in chosen], 0.9 * width, label=library)
+            if chosen:
+                axes.bar(places, [row.ratio for row in chosen], 0.9 * width, label=library, color=f"C{i}")
             counted = [(place, row.flop_ratio) for place, row in zip(places, chosen, strict=True) if row.flop_ratio]
             for place, flops in counted:
                 axes.hlines(flops, place - width / 2, place + width / 2, colors="black")

@@ -1,5 +1,8 @@
 r"""KFAC in five steps: the scaffold that all curvature matrices, operations and losses share.
 
+Every curvature matrix here is a sum over data of outer products of what is sent back through the net, and KFAC
+replaces each layer's block of it by one Kronecker product, of an input-based and a gradient-based factor:
+
 $$
 C(\theta^{(i)}) = R \sum_n J_n^\top \Big[ \sum_c \blacktriangle_{n,c} \blacktriangle_{n,c}^\top \Big] J_n
 \approx A^{(i)} \otimes B^{(i)}
