@@ -193,9 +193,13 @@ def _computed(risk: EmpiricalRisk, settings: Settings) -> tuple[list[Block], Res
     try:
         result = kfac(risk, settings)
     except (RuntimeError, NotImplementedError) as error:
-        together = settings.columns_at_once is None and "vmap" in str(error)
-        if not together:
+        if "vmap" not in str(error):
             raise
+        if settings.columns_at_once is not None:
+            raise ModelError(
+                "An operation's backward pass does not work for several vectors together (vmap).",
+                "Leave columns_at_once out, or set it to one.",
+            ) from error
         result = kfac(risk, replace(settings, columns_at_once=1))  # an operation that vmap does not know
     bad = set(result.uncovered)
     blocks = [block for block in result.blocks if not bad & set(block.layout.params)]

@@ -133,14 +133,20 @@ class NoBatching(torch.autograd.Function):
         return 3 * ctx.saved_tensors[0] ** 2 * g
 
 
+def _fail(_: Tensor) -> Tensor:
+    raise RuntimeError("something else")
+
+
 def test_operations_that_vmap_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(3, 4), Apply(NoBatching.apply), nn.Linear(4, 2)).double()
     X, y = data()
     alone = KFAC(risk_of(model, X, y), columns_at_once=1)
     monkeypatch.setattr("kfs.kfac.scaffold.columns_at_once", lambda _, settings: settings.columns_at_once or 2)
     same(KFAC(risk_of(model, X, y)), alone)
-    with pytest.raises(RuntimeError, match="vmap"):
+    with pytest.raises(ModelError, match=r"vmap.*columns_at_once"):
         KFAC(risk_of(model, X, y), columns_at_once=2)
+    with pytest.raises(RuntimeError, match="something else"):
+        KFAC(risk_of(nn.Sequential(nn.Linear(3, 2), Apply(_fail)).double(), X, y))
 
 
 def test_forward_only() -> None:

@@ -86,11 +86,8 @@ def _relu_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
 
 def _network(capture: Capture, x: Tensor, args: tuple[Any, ...], step: Step, states: int) -> Any:
     """Run all layers and directions."""
-    if isinstance(args[0], Tensor) and not args[0].is_floating_point():  # numbers of sequences at every time
-        raise ModelError(
-            "A recurrent network is called with a packed sequence.",
-            "Pass padded sequences, or leave it out with params=.",
-        )
+    if isinstance(args[0], Tensor) and not args[0].is_floating_point():
+        return NotImplemented  # a packed sequence, with the number of sequences at every time
     hx, weights, has_bias, layers, dropout, training, both, batch_first = args
     if training and dropout:
         raise ModelError(
