@@ -1,4 +1,4 @@
-"""What does not depend on the data: tables, states, what is computed from parameters alone, until it meets the batch."""
+"""What does not depend on the data: tables, states, what is computed from parameters; until it meets the batch."""
 
 from collections.abc import Callable
 from typing import Any
