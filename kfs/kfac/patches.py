@@ -19,7 +19,7 @@ from kfs.kfac.inputs import Canonical, Input
 from kfs.kfac.moments import Moment
 
 # Patches are written down for so many data at a time that they fill about this many bytes.
-_PATCH_BYTES = 2**26
+_PATCH_BYTES = {False: 2**26, True: 2**28}  # on a CPU, on an accelerator
 Range = tuple[int, int]
 
 
@@ -63,7 +63,8 @@ class Patches(Input):
         if self._shifts_pay() and not moment.diagonal:
             self._add_by_shifts(moment.inner)
         else:
-            each = max(1, _PATCH_BYTES // (self.x.element_size() * prod(self.out) * self.size * self.groups))
+            limit = _PATCH_BYTES[self.x.device.type != "cpu"]
+            each = max(1, limit // (self.x.element_size() * prod(self.out) * self.size * self.groups))
             for x in self.x.split(each):
                 moment.add_inner(self._vectors(x))
         if ones:
@@ -122,8 +123,8 @@ class Patches(Input):
         return patches if self.groups > 1 else patches.squeeze(2)
 
     def _shifts_pay(self) -> bool:
-        """Whether autocorrelations need fewer operations than patches do."""
-        if self.groups > 1 or any(s != 1 for s in self.stride):
+        """Whether autocorrelations need fewer operations than patches do; an accelerator prefers few large ones."""
+        if self.groups > 1 or any(s != 1 for s in self.stride) or self.x.device.type != "cpu":
             return False
         gaps = [0, *(d * (k - 1) for k, d in zip(self.kernel[1:], self.dilation[1:], strict=True))]
         frame = prod(n + gap for n, gap in zip(self.spatial, gaps, strict=True))
