@@ -29,8 +29,7 @@ class BatchAxis:
         """
         shape = t.shape[:leading]
         if self.axis == 1 and leading == 1 and shape[0] % self.num_data == 0:  # sequence and batch share an axis
-            t, axis = t.reshape(-1, self.num_data, *t.shape[1:]), 1
-            return t.movedim(axis, 0)
+            return t.reshape(-1, self.num_data, *t.shape[1:]).transpose(0, 1)
         found = self._find(shape)
         if found is None:
             raise DataError(

@@ -118,8 +118,8 @@ class Capture(TorchFunctionMode):
         running: Whether the forward pass is still running.
         keep_graph: Whether further backward passes will follow.
         together: Whether a backward pass is for several columns, by `vmap`.
-        unexplained: `(parameter, operation)` of uses that no rule explains and that influence the predictions. It is
-            filled in by the backward pass.
+        unexplained: `(parameter, operation)` of uses that no rule explains and that influence the predictions, or
+            may do so. It is complete after a backward pass.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from kfs.kfac.backpropagated_vectors import backpropagated_vectors
 from kfs.kfac.blocks import Block
 from kfs.kfac.capture import Capture, Tap
 from kfs.kfac.operations import RULES
-from kfs.kfac.operations.elementwise import otherwise
+from kfs.kfac.operations.fallback import otherwise
 from kfs.kfac.settings import Settings
 from kfs.kfac.uses import Uses
 from kfs.risk import EmpiricalRisk

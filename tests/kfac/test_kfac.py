@@ -183,7 +183,7 @@ def test_wide_sides_become_diagonal_and_say_so() -> None:
     close(K.blocks["0"].A, dense.blocks["0"].A.diagonal())
     close(K.blocks["2"].A, dense.blocks["2"].A.diagonal(dim1=1, dim2=2))
     close(K.blocks["0"].B, dense.blocks["0"].B)
-    close(K.diagonal() if hasattr(K, "diagonal") else K.to_dense().diagonal(), dense.to_dense().diagonal())
+    close(K.to_dense().diagonal(), dense.to_dense().diagonal())
     with pytest.warns(KfsWarning):
         reduced = KFAC(risk, max_dim=7, sharing="reduce")
     close(reduced.blocks["0"].A, KFAC(risk, sharing="reduce").blocks["0"].A.diagonal())

@@ -1,4 +1,4 @@
-"""Parameters that are broadcast over the batch: added, multiplied, concatenated, or whatever else happens to them.
+"""Parameters that are broadcast over the batch: added, multiplied, repeated. And copies of parameters.
 
 Such a parameter is expanded to the shape that it is broadcast to, and tapped there, so that its gradients are still
 there for every datum and position. Sizes of one aside, the last axis of a parameter holds its features, and the
@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
 
 from kfs.errors import DataError
-from kfs.kfac.batch_axis import BatchAxis
 from kfs.kfac.blocks import Layout
-from kfs.kfac.capture import Capture, Read, Receiver, is_in_place, tensors_of
+from kfs.kfac.capture import Capture, Read, is_in_place
 from kfs.kfac.inputs import Rows
 from kfs.kfac.views import Source
 
@@ -43,10 +41,8 @@ def meet_batch(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -
     aligned = t.ndim == len(shape) and t.shape[0] == shape[0] == capture.num_data > 1
     if aligned and source.virtual is not None and source.tensor.shape[0] == capture.num_data:
         # Its first axis has turned out to be the batch axis, as that of zeros for a first state.
-        receive, index = source.virtual.receiver(), _places(t, source, list(range(t.ndim)))
-        return capture.tap(
-            t, lambda g: receive(_scattered(g.flatten(1).unsqueeze(1), index, source.tensor.shape)[:, 0])
-        )
+        receive, index = source.virtual.receiver(), places_in(t, source, list(range(t.ndim)))
+        return capture.tap(t, lambda g: receive(scattered(g.flatten(1).unsqueeze(1), index, source.tensor.shape)[:, 0]))
     if capture.num_data > 1 and [1] * (len(shape) - t.ndim) + list(t.shape) == list(shape):
         return None
     return follow(capture, t, shape, operation)
@@ -75,76 +71,6 @@ def copied(capture: Capture, func: Any, t: Tensor, *args: Any, **kwargs: Any) ->
     return result
 
 
-def otherwise(capture: Capture, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation without rule.
-
-    What is computed from one parameter and constants is a virtual parameter. Where data meet a parameter that was
-    expanded over the batch before, it is tapped. All other uses are probed: one learns whether predictions depend on
-    them.
-    """
-    inputs = tensors_of((*args, *kwargs.values()))
-    tracked = [t for t in inputs if capture.sources.find(t) is not None]
-    sources = [capture.sources.get(t) for t in tracked]
-    names, operation = {source.name for source in sources}, getattr(func, "__name__", str(func))
-    if is_in_place(func):  # nobody may look at the result, so that there is nothing to probe
-        capture.unexplained.update((name, operation) for name in names)
-        return func(*args, **kwargs)
-    result = func(*args, **kwargs)
-    outputs = [t for t in tensors_of([result]) if t.is_floating_point() or t.is_complex()]
-    storages = {t.untyped_storage().data_ptr() for t in tracked}
-    if not outputs or all(t.untyped_storage().data_ptr() in storages for t in outputs):
-        return result  # a view of a parameter, or nothing to differentiate
-    data = any(map(capture.is_data, inputs))
-    if not data and len(tracked) == 1 and isinstance(result, Tensor) and is_followable(capture, tracked[0]):
-        return _derived(capture, func, args, kwargs, tracked[0], result)
-    if data and func in _BATCH_FIRST and all(_is_expanded(capture, t) and is_followable(capture, t) for t in tracked):
-        swap = {id(t): follow(capture, t, t.shape, operation) for t in tracked}
-        return func(*_replaced(args, swap), **{key: _replaced(value, swap) for key, value in kwargs.items()})
-    before = any(source.virtual is not None for source in sources)
-    return _probed(capture, result, names, f"{operation} before it meets the batch" if before else operation)
-
-
-def _derived(capture: Capture, func: Any, args: Any, kwargs: Any, t: Tensor, result: Tensor) -> Tensor:
-    """Follow what is computed from a parameter and constants; gradients go back through the operation, per datum."""
-    source = capture.sources.get(t)
-    index, shape = _places(t, source, list(range(t.ndim))), source.tensor.shape
-
-    def again(value: Tensor) -> Tensor:
-        swap = {id(t): value}
-        out: Tensor = func(*_replaced(args, swap), **{key: _replaced(part, swap) for key, part in kwargs.items()})
-        return out
-
-    def record(with_batch: bool) -> Receiver:
-        if source.virtual is None:
-            receive = _record_entries_per_datum(capture, source, operation=getattr(func, "__name__", "operation"))
-        else:
-            receive = source.virtual.receiver() if with_batch else source.virtual.collector()
-        pull_back = torch.func.vjp(again, t.detach())[1]
-
-        def pass_on(g: Tensor) -> None:
-            leading = g.shape[: g.ndim - result.ndim]
-            (back,) = torch.func.vmap(pull_back)(g.reshape(-1, *result.shape))
-            receive(_scattered(back.reshape(*leading, -1), index, shape))
-
-        return pass_on
-
-    return capture.record_virtual(result, source.name, record)
-
-
-def _record_entries_per_datum(capture: Capture, source: Source, operation: str) -> Receiver:
-    """Take note of a use of all entries of a parameter, once for every datum; gradients are `[columns, N, *shape]`."""
-    layout = entries_layout(source)
-    vectors = Rows(_all_rows(layout, source.tensor), layout.column_size, (capture.num_data,), source.tensor)
-
-    def by_rows(g: Tensor) -> Tensor:
-        rows_last: Tensor = g.flatten(2).unflatten(-1, (-1, layout.row_size))
-        return rows_last
-
-    return capture.uses.record(
-        BatchAxis(capture.num_data, 0), operation, layout, vectors, by_rows, source.tensor, False, "A"
-    )
-
-
 def is_followable(capture: Capture, t: Tensor) -> bool:
     """Whether a tensor is a view of a parameter that is laid out by rows."""
     source = None if t is None else capture.sources.find(t)
@@ -156,7 +82,7 @@ def follow(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Te
     source, z = capture.sources.get(t), t.expand(shape)
     own = [axis for axis in range(z.ndim) if z.stride(axis) != 0 and z.shape[axis] != 1]
     free = [axis for axis in range(z.ndim) if axis not in own]
-    index = _places(z, source, own)
+    index = places_in(z, source, own)
 
     def own_last(g: Tensor) -> Tensor:
         return g.permute(0, *(1 + axis for axis in (*free, *own))).flatten(1 + len(free)) if own else g.unsqueeze(-1)
@@ -175,7 +101,7 @@ def follow(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Te
         def pass_on(g: Tensor) -> None:
             summed = own_last(g)
             summed = summed.sum(others) if others else summed  # [columns, N, entries]
-            collect(_scattered(summed, index, source.tensor.shape))
+            collect(scattered(summed, index, source.tensor.shape))
 
         return capture.tap(z, pass_on)
     layout = entries_layout(source)
@@ -202,7 +128,7 @@ def record_entries(capture: Capture, out: Tensor, operation: str, source: Source
     """Take note of a use of a whole parameter with several axes, which are the last ones of what `read` returns."""
     layout = entries_layout(source)
     leading = tuple(out.shape[: out.ndim - axes])
-    vectors = Rows(_all_rows(layout, out), layout.column_size, leading, out)
+    vectors = Rows(all_rows(layout, out), layout.column_size, leading, out)
 
     def by_rows(g: Tensor) -> Tensor:
         rows_last: Tensor = read(g).flatten(1 + len(leading)).unflatten(-1, (-1, layout.row_size))
@@ -211,7 +137,8 @@ def record_entries(capture: Capture, out: Tensor, operation: str, source: Source
     return capture.record(out, operation, layout, vectors, by_rows, ones=False)
 
 
-def _all_rows(layout: Layout, like: Tensor) -> Tensor | None:
+def all_rows(layout: Layout, like: Tensor) -> Tensor | None:
+    """Return the indices of all rows of a parameter; nothing if there is only one."""
     return torch.arange(layout.column_size, device=like.device) if layout.column_size > 1 else None
 
 
@@ -223,7 +150,7 @@ def entries_layout(source: Source) -> Layout:
     return Layout(source.name, shape, (0, shape[0]), order, 1)
 
 
-def _places(t: Tensor, source: Source, axes: list[int]) -> Tensor:
+def places_in(t: Tensor, source: Source, axes: list[int]) -> Tensor:
     """Return which entry of a parameter is where in a view of it; axes over which it is broadcast are left out."""
     return torch.arange(source.tensor.numel()).as_strided(
         [t.shape[axis] for axis in axes],
@@ -232,42 +159,14 @@ def _places(t: Tensor, source: Source, axes: list[int]) -> Tensor:
     )
 
 
-def _scattered(g: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
+def scattered(g: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
     """Put entries `[..., k]` at their places in tensors of a shape, `[..., *shape]`."""
     full = g.new_zeros(*g.shape[:-1], shape.numel())
     return full.index_add_(-1, index.flatten().to(g.device), g).reshape(*g.shape[:-1], *shape)
 
 
-def _is_expanded(capture: Capture, t: Tensor) -> bool:
-    """Whether a parameter was expanded over the batch before; a batch of one shows only as a first axis of one."""
-    if capture.num_data == 1:
-        return t.ndim > 1 and t.shape[0] == 1
-    return any(n == capture.num_data and stride == 0 for n, stride in zip(t.shape, t.stride(), strict=True))
-
-
-def _probed(capture: Capture, result: Any, names: set[str], operation: str) -> Any:
-    """Return results such that one learns whether gradients come back to them."""
-
-    def fire(_: Tensor) -> None:
-        capture.unexplained.update((name, operation) for name in names)
-
-    if isinstance(result, Tensor):
-        return capture.tap(result, fire)
-    fire(tensors_of(result)[0])  # several results are not followed one by one
-    return result
-
-
-def _replaced(part: Any, swap: dict[int, Tensor]) -> Any:
-    """Return arguments with some tensors replaced."""
-    if isinstance(part, Tensor):
-        return swap.get(id(part), part)
-    return type(part)(_replaced(inner, swap) for inner in part) if type(part) in {tuple, list} else part
-
-
 _NAMES = ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide")
 _OPERATORS = ("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv")
-# Operations that leave the first axis alone: an expanded first axis of a parameter is the batch axis there.
-_BATCH_FIRST = {torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.stack, F.scaled_dot_product_attention}
 _COPIES = ("clone", "contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16")
 RULES = (
     {getattr(torch, name): elementwise for name in _NAMES}
