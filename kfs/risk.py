@@ -162,7 +162,8 @@ class EmpiricalRisk:
         with no_randomness(self.device), unchanged(tensors_in(batch.x)):
             if isinstance(self.model, nn.Module):
                 args, kwargs = arguments(batch.x)
-                f = functional_call(self.model, params, args, kwargs)
+                own = params is self.params and self._at_own_params(frozen=True)
+                f = self.model(*args, **kwargs) if own else functional_call(self.model, params, args, kwargs)
             else:
                 f = self.model(params, batch.x)
         f = getattr(f, "logits", f)

@@ -98,6 +98,10 @@ _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 _SHAPES_ONLY = {getattr(torch, name) for name in _LIKE} | {getattr(Tensor, name) for name in _NEW}
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow")} | {"__setitem__"}
 _FIRST_ONLY = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
+# Questions, which are asked so often that it pays not to look at their arguments.
+_PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_sparse", "layout")
+_METHODS = ("dim", "size", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
+_QUESTIONS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
 
 
 class Capture(TorchFunctionMode):
@@ -145,6 +149,8 @@ class Capture(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, by a rule if it has one and uses a tracked parameter."""
         kwargs = kwargs or {}
+        if func in _QUESTIONS:
+            return func(*args, **kwargs)
         inputs = tensors_of((*args, *kwargs.values()))
         result = NotImplemented
         if not torch.is_grad_enabled():  # what has no gradient is no use
@@ -204,7 +210,9 @@ class Capture(TorchFunctionMode):
     def is_data(self, t: Tensor) -> bool:
         """Whether a tensor depends on the data. One that comes from code that this mode does not see may do so."""
         marked: bool | None = getattr(t, "_kfs_data", None)
-        return t.grad_fn is not None and self.sources.find(t) is None if marked is None else marked
+        if marked is not None:
+            return marked
+        return t.grad_fn is not None and self.sources.find(t) is None
 
     @contextmanager
     def with_batch_axis(self, axis: int | None) -> Iterator[None]:
@@ -242,7 +250,7 @@ class Capture(TorchFunctionMode):
         self._marked.clear()
 
     def _set_mark(self, t: Tensor, data: bool) -> None:
-        if not hasattr(t, "_kfs_data"):
+        if getattr(t, "_kfs_data", None) is None:
             self._marked.append(weakref.ref(t))
         t._kfs_data = data  # type: ignore[attr-defined]
 
@@ -252,13 +260,14 @@ class Capture(TorchFunctionMode):
             data = False
         else:  # the second argument of `to` gives its type only
             data = any(self.is_data(t) for t in (inputs[:1] if func in _FIRST_ONLY else inputs))
-        before = {id(t) for t in inputs}
         for t in tensors_of([result]):
-            if id(t) not in before or data:
+            if data or all(t is not before for before in inputs):
                 self._set_mark(t, data)
-        if func is Tensor.__setitem__ and data:
+        if not data or not is_in_place(func) or not args or not isinstance(args[0], Tensor):
+            return
+        if func is Tensor.__setitem__:
             self._set_mark(args[0], True)
-        base = args[0]._base if data and args and isinstance(args[0], Tensor) and is_in_place(func) else None
+        base = args[0]._base
         if base is not None and not base.requires_grad:
             self._set_mark(base, True)  # data were written into a part of it
 

@@ -61,8 +61,9 @@ def mirror(total: Tensor) -> None:
 
 def _strips(size: int, x: Tensor) -> list[tuple[int, int]]:
     """Return first and one behind the last row of every strip; a single one if that is faster."""
-    narrow = x.dtype in _HALF or (x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)
-    kind = "cuda, tensor cores" if x.device.type == "cuda" and narrow else x.device.type
+    kind = x.device.type
+    if kind == "cuda" and (x.dtype in _HALF or (x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)):
+        kind = "cuda, tensor cores"  # pragma: no cover (tested on a GPU)
     most, width = _STRIPS.get(kind, (size, size))
     width = size if size <= most else width
     return [(start, min(start + width, size)) for start in range(0, size, width)]

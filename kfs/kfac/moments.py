@@ -23,6 +23,7 @@ class Moment:
     diagonal: bool
     bias: bool = False
     _whole: bool = False  # the bias coordinate was added with the others
+    _ones: float = 0.0  # sum over the bias coordinate that the total's last entry lacks
     _upper: bool = False  # only the upper triangle is complete
 
     @classmethod
@@ -73,7 +74,7 @@ class Moment:
             self.total[..., -1] += count
         else:
             self.total[..., :-1, -1] += sums
-            self.total[..., -1, -1] += count
+            self._ones += count
 
     def add_whole(self, x: Tensor) -> None:
         """Add vectors `[N, P, D]` (or `[N, P, G, D]`) that have all coordinates, the bias coordinate included."""
@@ -91,6 +92,8 @@ class Moment:
             mirror(self.total if self._whole else self.inner)
         if self.bias and not self._whole:
             self.total[..., -1, :-1] = self.total[..., :-1, -1]
+            self.total[..., -1, -1] += self._ones
+            self._ones = 0.0
 
     def merge(self, other: "Moment") -> "Moment":
         """Return the sum of two finished moments of the same vectors."""

@@ -5,8 +5,7 @@ With `expand`, inputs are added to their factor at once, in the forward pass, an
 are complete.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -192,13 +191,20 @@ def _three_axes(g: Tensor, groups: int) -> Tensor:
     return g.flatten(0, -2 - features)
 
 
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+class full_precision:  # noqa: N801 (used like a function; a generator would take several times as long)
     """Compute factors without graph, and in the precision that they are stored in, whatever `autocast` says."""
-    enabled = torch.is_autocast_enabled(device.type)
-    torch.set_autocast_enabled(device.type, False)  # the context manager costs ten times as much
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        torch.set_autocast_enabled(device.type, enabled)
+
+    def __init__(self, device: torch.device) -> None:
+        """Remember the kind of device."""
+        self.kind = device.type
+
+    def __enter__(self) -> None:
+        """Switch both off."""
+        self.autocast, self.grad = torch.is_autocast_enabled(self.kind), torch.is_grad_enabled()
+        torch.set_autocast_enabled(self.kind, False)
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        """Leave both as they were."""
+        torch.set_autocast_enabled(self.kind, self.autocast)
+        torch._C._set_grad_enabled(self.grad)
