@@ -13,6 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kfs.kfac.decompositions import computable
+from kfs.kfac.factors import Factor
+from kfs.kfac.kronecker import Kronecker
 from kfs.kfac.moments import Moment
 
 Side = Literal["A", "B"]
@@ -141,8 +144,12 @@ class Block:
         if self.forward_only:
             ones = torch.ones_like(self._raw("B"))
             return ones if self.diagonal["B"] else torch.diag_embed(ones.diagonal(dim1=-2, dim2=-1))
+        return self._B_scale * self._raw("B")
+
+    @property
+    def _B_scale(self) -> float:  # noqa: N802
         terms = sum(pair.terms for pair in self.pairs.values())
-        return self._raw("B") / terms if terms else self._raw("B")
+        return 1.0 if self.forward_only or not terms else 1 / terms
 
     @property
     def diagonal(self) -> dict[Side, bool]:
@@ -159,11 +166,19 @@ class Block:
         moments = [m for pair in self.pairs.values() for m in (pair.input, pair.gradient)]
         return sum(m.total.numel() * m.total.element_size() for m in moments)
 
-    def multiply(self, M: Tensor) -> Tensor:
-        """Multiply `[K, d_B, d_A]` (or `[K, G, d_B, d_A]`): `B M A`."""
-        A, B = self.A.to(M), self.B.to(M)
-        M = M * A.unsqueeze(-2) if self.diagonal["A"] else M @ A
-        return M * B.unsqueeze(-1) if self.diagonal["B"] else B @ M
+    def structure(self) -> Kronecker:
+        """Return the block as a Kronecker product; factors are not copied."""
+        factors = []
+        scale_of: dict[Side, float] = {"A": self.reduction_factor, "B": self._B_scale}
+        for side, scale in scale_of.items():
+            raw = computable(self._raw(side))
+            values = raw if self.layout.groups > 1 else raw.unsqueeze(0)
+            scales = values.new_full((len(values),), scale)
+            if side == "B" and self.forward_only:
+                factors.append(Factor.identity(values.shape[-1], scales))
+            else:
+                factors.append(Factor(values, scales, "diagonal" if self.diagonal[side] else "dense"))
+        return Kronecker(*factors)
 
     def _raw(self, side: Side) -> Tensor:
         """Combine the sums on one side, over both roles that a parameter may have.

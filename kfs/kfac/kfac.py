@@ -8,17 +8,19 @@ from typing import Self
 import torch
 
 from kfs.errors import DataError, KfsWarning, ModelError
+from kfs.kfac.block_diagonal import BlockDiagonal, Group, grouped, unused_rows, zero_block
 from kfs.kfac.blocks import Block, Layout, Pair
 from kfs.kfac.diagonal import exact_diagonal
+from kfs.kfac.kronecker import Kronecker
 from kfs.kfac.moments import Moment
 from kfs.kfac.scaffold import Result, kfac
 from kfs.kfac.settings import Fisher, Settings, Sharing, Uncovered
-from kfs.operators.interface import LinearOperator
-from kfs.operators.space import Columns, Space
+from kfs.kfac.structures import Structure
+from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
 
 
-class KFAC(LinearOperator):
+class KFAC(BlockDiagonal):
     """Kronecker factors of every parametric operation of a model.
 
     Args:
@@ -85,24 +87,22 @@ class KFAC(LinearOperator):
         blocks, result = _computed(risk, self.settings)
         covered = {name for block in blocks for name in block.layout.params}
         space = Space({n: p.shape for n, p in risk.params.items() if n in covered}, risk.dtype, risk.device)
-        super().__init__(space, space)
+        super().__init__(space, None)
         self._loss, self._count, self.num_data = risk.loss, result.count, result.num_data
         order = {name: place for place, name in enumerate(risk.params)}
         self.blocks = {b.name: b for b in sorted(blocks, key=lambda b: (order[b.layout.weight], b.layout.rows))}
         self._scale()
         self._announce()
 
-    def multiply(self, columns: Columns) -> Columns:
-        """Multiply block by block."""
-        result = {name: torch.zeros_like(t).contiguous() for name, t in columns.items()}
-        columns = {name: t.contiguous() for name, t in columns.items()}
-        for block in self.blocks.values():
-            block.layout.write(block.multiply(block.layout.matrix(columns)), result)
-        return result
-
-    def multiply_transposed(self, columns: Columns) -> Columns:
-        """Multiply: the operator is symmetric."""
-        return self.multiply(columns)
+    @property
+    def groups(self) -> list[Group]:
+        """The blocks as Kronecker products, those of one size together in memory."""
+        if self._groups is None:
+            parts: list[tuple[Layout, Structure]] = [(b.layout, b.structure()) for b in self.blocks.values()]
+            unused = unused_rows([layout for layout, _ in parts], self.domain)
+            self._groups = grouped([*parts, *((layout, zero_block(layout, self.domain)) for layout in unused)])
+            self._share_memory()
+        return self._groups
 
     def update(self, risk: EmpiricalRisk) -> Self:
         """Add more data, in place; if something goes wrong, nothing is changed.
@@ -142,6 +142,7 @@ class KFAC(LinearOperator):
         old = self.domain
         space = Space(old.shapes, dtype or old.dtype, torch.device(device) if device is not None else old.device)
         self.domain = self.codomain = space
+        self._groups = None
         return self
 
     def _add(self, blocks: Mapping[str, Block], num_data: int, count: float) -> None:
@@ -164,6 +165,21 @@ class KFAC(LinearOperator):
         """Tell blocks the reduction factor of all data seen."""
         for block in self.blocks.values():
             block.reduction_factor = self._loss.reduction_factor(self._count)
+        self._groups = None
+
+    def _share_memory(self) -> None:
+        """Let raw sums live where blocks of one size were put together, so that they are stored once."""
+        for group in self.groups:
+            start, structure = 0, group.structure
+            for layout in group.layouts:
+                units, block = slice(start, start + layout.groups), self.blocks.get(layout.name)
+                start += layout.groups
+                if block is None or set(block.pairs) != {"A"} or not isinstance(structure, Kronecker):
+                    continue
+                pair = block.pairs["A"]
+                for moment, factor in ((pair.input, structure.A), (pair.gradient, structure.B)):
+                    if factor.kind != "identity" and factor.values.dtype == moment.total.dtype:
+                        moment.total = factor.values[units].reshape(moment.total.shape)
 
     def _announce(self) -> None:
         """Warn about factors that keep their diagonal because they are wide."""

@@ -1,0 +1,186 @@
+r"""Kronecker products: what can be done with $B \otimes A$ without ever forming it.
+
+For a block that maps a matrix $M$ to $B M A^\top$, that is, in row-wise flattening, multiplies with $B \otimes A$:
+
+$$
+\begin{aligned}
+(B \otimes A)^\top &= B^\top \otimes A^\top &
+(B_1 \otimes A_1)(B_2 \otimes A_2) &= B_1 B_2 \otimes A_1 A_2 \\
+(B \otimes A)^{-1} &= B^{-1} \otimes A^{-1} &
+(B \otimes A)^p &= B^p \otimes A^p \\
+\mathrm{tr}(B \otimes A) &= \mathrm{tr}(B)\, \mathrm{tr}(A) &
+\log\det(B \otimes A) &= d_A \log\det B + d_B \log\det A \\
+\|B \otimes A\|_F &= \|B\|_F\, \|A\|_F &
+\mathrm{eig}(B \otimes A) &= \{\lambda_B \lambda_A\}
+\end{aligned}
+$$
+
+If $B = Q_B \Lambda_B Q_B^\top$ and $A = Q_A \Lambda_A Q_A^\top$, then the eigenvectors of $B \otimes A$ are the columns
+of $Q_B \otimes Q_A$, so that functions of $B \otimes A + \delta I$, which is no Kronecker product, are easy too: see
+`Eigenbasis` in `structures`. A sum of two products is one again if they share a factor.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kfs.kfac import decompositions
+from kfs.kfac.factors import Factor
+from kfs.kfac.structures import Dense, Eigenbasis, Structure
+
+
+@dataclass(frozen=True, eq=False)
+class Kronecker(Structure):
+    """Blocks that are Kronecker products of two dense, diagonal or identity factors.
+
+    Attributes:
+        A: Input-based factors.
+        B: Gradient-based factors.
+    """
+
+    A: Factor
+    B: Factor
+
+    @property
+    def units(self) -> int:  # type: ignore[override]
+        """How many."""
+        return len(self.A)
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        """`d_B`."""
+        return self.B.size
+
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        """`d_A`."""
+        return self.A.size
+
+    @property
+    def symmetric(self) -> bool:  # type: ignore[override]
+        """Whether both factors are."""
+        return self.A.symmetric and self.B.symmetric
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Kinds and sizes."""
+        return ("kronecker", self.A.kind, self.B.kind, self.rows, self.columns, self.A.scale.device)
+
+    @property
+    def like(self) -> Tensor:
+        """The scales."""
+        return self.A.scale
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both factors."""
+        return self.A.nbytes + self.B.nbytes
+
+    @classmethod
+    def stack(cls, parts: Sequence[Any]) -> Self:
+        """Put blocks together."""
+        return cls(Factor.stack([part.A for part in parts]), Factor.stack([part.B for part in parts]))
+
+    def multiply(self, M: Tensor) -> Tensor:
+        """Multiply from both sides; scales come last, and are not applied to large factors."""
+        return self.B.left(self.A.right(M)) * (self.A.scale * self.B.scale).reshape(-1, 1, 1, 1)
+
+    def transposed(self) -> "Kronecker":
+        """Transpose both factors."""
+        return Kronecker(self.A.T, self.B.T)
+
+    def scaled(self, factor: float) -> "Kronecker":
+        """Scale one factor."""
+        return Kronecker(self.A.scaled(factor), self.B)
+
+    def eigenbasis(self) -> Eigenbasis:
+        """Decompose both factors."""
+        (a, Q_A), (b, Q_B) = self.A.eigh(), self.B.eigh()
+        values = b.unsqueeze(2) * a.unsqueeze(1)
+        # An eigenvalue of one factor that is zero up to round-off makes products that are, with the other's largest.
+        noise_a, noise_b = decompositions.round_off(a), decompositions.round_off(b)
+        largest_a, largest_b = a.abs().max(1).values, b.abs().max(1).values
+        return Eigenbasis(Q_A, Q_B, values, noise_a * largest_b + noise_b * largest_a)
+
+    def to_dense(self) -> Tensor:
+        """Multiply out."""
+        A, B = self.A.to_dense(), self.B.to_dense()
+        return torch.einsum("uij,ukl->uikjl", B, A).reshape(self.units, self.rows * self.columns, -1)
+
+    def diagonal(self) -> Tensor:
+        """Multiply the factors' diagonals."""
+        return self.B.entries().unsqueeze(2) * self.A.entries().unsqueeze(1)
+
+    def trace(self) -> Tensor:
+        """Multiply the factors' traces."""
+        return self.A.trace() * self.B.trace()
+
+    def squared_norm(self) -> Tensor:
+        """Multiply the factors' squared norms."""
+        return self.A.squared_norm() * self.B.squared_norm()
+
+    def slogdet(self) -> tuple[Tensor, Tensor]:
+        """Add the factors' logarithms of determinants, each as often as the other one's size."""
+        (sign_a, log_a), (sign_b, log_b) = self.A.slogdet(), self.B.slogdet()
+        return sign_a**self.rows * sign_b**self.columns, self.rows * log_a + self.columns * log_b
+
+    def inverse(self) -> "Kronecker":
+        """Invert both factors."""
+        return Kronecker(self.A.inverse(), self.B.inverse())
+
+    def power(self, exponent: float, damping: Tensor | None = None) -> Structure:
+        """Raise both factors to a power; with damping, it is no Kronecker product any more."""
+        if damping is not None and (damping != 0).any():
+            return super().power(exponent, damping)
+        return Kronecker(self.A.power(exponent), self.B.power(exponent))
+
+    def product(self, other: Structure) -> Structure | None:
+        """Multiply factor by factor."""
+        if isinstance(other, Dense):
+            return Dense(self.to_dense() @ other.matrix, self.rows, self.columns, symmetric=False)
+        if not isinstance(other, Kronecker):
+            return None
+        return Kronecker(self.A.compose(other.A), self.B.compose(other.B))
+
+    def plus(self, other: Structure) -> Structure | None:
+        """Add what differs, if one factor is the same."""
+        if isinstance(other, Dense):
+            return other.plus(self)
+        if not isinstance(other, Kronecker):
+            return None
+        if self.A.equals(other.A):
+            ratio = other.A.scale / self.A.scale
+            return replace(self, B=self.B.plus(other.B.scaled(ratio)))
+        if self.B.equals(other.B):
+            ratio = other.B.scale / self.B.scale
+            return replace(self, A=self.A.plus(other.A.scaled(ratio)))
+        if "dense" not in {self.A.kind, self.B.kind, other.A.kind, other.B.kind}:
+            return Eigenbasis.of_diagonal(self.diagonal() + other.diagonal())
+        return None
+
+
+if __name__ == "__main__":
+    from kfs.verification import verify, verify_differs
+
+    torch.manual_seed(0)
+    d_A, d_B = 3, 2
+    X, G = torch.randn(5, d_A, dtype=torch.float64), torch.randn(5, d_B, dtype=torch.float64)
+    A, B = X.T @ X, G.T @ G
+    K = Kronecker(Factor.dense(A.unsqueeze(0)), Factor.dense(B.unsqueeze(0)))
+    dense, M = torch.kron(B, A), torch.randn(d_B, d_A, dtype=torch.float64)
+    verify("B M A is a product with B (x) A", K.multiply(M[None, None]).flatten(), dense @ M.flatten())
+    verify_differs("but not with A (x) B", K.multiply(M[None, None]).flatten(), torch.kron(A, B) @ M.flatten())
+    verify("the inverse", K.inverse().to_dense()[0], torch.linalg.inv(dense))
+    root = K.power(-0.5).to_dense()[0]
+    verify("the inverse square root, squared", root @ root, torch.linalg.inv(dense))
+    verify("the trace", K.trace()[0], dense.trace())
+    verify("the log-determinant", K.slogdet()[1][0], dense.logdet())
+    verify("the squared Frobenius norm", K.squared_norm()[0], dense.square().sum())
+    verify("the diagonal", K.diagonal()[0].flatten(), dense.diagonal())
+    verify("the eigenvalues", K.eigenvalues()[0].sort().values, torch.linalg.eigvalsh(dense))
+    damped = K.power(-1.0, torch.full((1,), 0.1, dtype=torch.float64)).to_dense()[0]
+    identity = torch.eye(d_A * d_B, dtype=torch.float64)
+    verify("the inverse after adding a multiple of the identity", damped, torch.linalg.inv(dense + 0.1 * identity))

@@ -1,0 +1,338 @@
+"""Kronecker algebra: everything an operator with structured blocks can do, against its dense matrix."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs.errors import DtypeError, KfsWarning, ModelError, SolverError
+from kfs.kfac import KFAC
+from kfs.kfac.block_diagonal import BlockDiagonal, Group, unused_rows
+from kfs.kfac.blocks import Layout
+from kfs.kfac.factors import Factor
+from kfs.kfac.kronecker import Kronecker
+from kfs.kfac.structures import Dense, Eigenbasis
+from kfs.operators import LinearOperator
+from kfs.operators.space import Space
+from kfs.risk import EmpiricalRisk
+from tests.operators.contract import check_contract, close
+
+
+class Mixed(nn.Module):
+    """Dense, diagonal and one-dimensional factors, groups of channels, and two layers of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.conv = nn.Conv1d(4, 4, 2, groups=2)
+        self.head = nn.Linear(4, 3, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.table(tokens))
+        x = torch.tanh(self.two(torch.tanh(self.one(x))))
+        result: Tensor = self.head(self.conv(x.transpose(1, 2)).mean(2))
+        return result
+
+
+def kfac(**settings: Any) -> KFAC:
+    torch.manual_seed(0)
+    model = Mixed().double().eval()
+    data = torch.randint(5, (40, 3)), torch.randint(3, (40,))
+    return KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), **settings)
+
+
+def one_block(A: Tensor, B: Tensor, diagonal: bool = False) -> BlockDiagonal:
+    """A parameter `W` with given factors."""
+    make = Factor.diagonal if diagonal else Factor.dense
+    structure = Kronecker(make(A.unsqueeze(0)), make(B.unsqueeze(0)))
+    return of_structure(structure, (structure.rows, structure.columns))
+
+
+def of_structure(structure: Any, shape: tuple[int, int]) -> BlockDiagonal:
+    space = Space({"W": shape}, torch.float64, torch.device("cpu"))
+    return BlockDiagonal(space, [Group((Layout("W", shape, (0, shape[0]), (0, 1), 1),), structure)])
+
+
+def product_by_product(A: LinearOperator) -> Tensor:
+    """The dense matrix from products with the identity."""
+    return A @ torch.eye(A.shape[1], dtype=A.dtype)
+
+
+def definite(size: int, seed: int = 0) -> Tensor:
+    X = torch.randn(2 * size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return X.T @ X
+
+
+OPERATORS: dict[str, Callable[[], BlockDiagonal]] = {
+    "KFAC": kfac,
+    "KFAC, reduce": lambda: kfac(sharing="reduce"),
+    "KFAC, separate bias, diagonals": lambda: kfac(joint_bias=False, max_dim=3),
+    "forward-only": lambda: kfac(fisher="forward-only"),
+    "damped inverse": lambda: kfac().inverse(0.1),
+    "factored inverse": lambda: kfac().inverse(0.1, "factored"),
+    "per-factor inverse": lambda: kfac().inverse(0.1, "per-factor"),
+    "root": lambda: kfac().power(0.5),
+    "diagonal": lambda: one_block(torch.rand(3).double(), torch.rand(2).double(), diagonal=True),
+    "not symmetric": lambda: one_block(definite(3), definite(2)) @ one_block(definite(3, 1), definite(2, 1)),  # type: ignore[dict-item,return-value]
+    "dense": lambda: of_structure(Dense(definite(6).unsqueeze(0), 2, 3), (2, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Factors wider")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_contract(name: str) -> None:
+    torch.manual_seed(0)
+    K = OPERATORS[name]()
+    check_contract(K, product_by_product(K))
+
+
+@pytest.mark.filterwarnings("ignore:Factors wider")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_numbers(name: str) -> None:
+    torch.manual_seed(0)
+    K = OPERATORS[name]()
+    dense = product_by_product(K)
+    close(K.trace(), dense.trace())
+    close(K.diagonal(), dense.diagonal())
+    close(K.squared_frobenius_norm(), dense.square().sum())
+    close(K.frobenius_norm(), dense.norm())
+    assert K.nbytes > 0
+    if not K.symmetric:
+        for question in (K.eigenvalues, K.eigh, lambda: K.power(2.0), lambda: K.inverse(1.0)):
+            with pytest.raises(ModelError, match="not symmetric"):
+                question()
+        close(K.inverse().to_dense(), torch.linalg.inv(dense))
+        return
+    close(K.eigenvalues(), torch.linalg.eigvalsh(dense))
+    values, Q = K.eigh()
+    v = torch.randn(len(dense), dtype=torch.float64)
+    close(Q @ (values * (Q.T @ v)), K @ v)
+    close(product_by_product(Q.T @ Q), torch.eye(len(dense), dtype=torch.float64))
+    damped = dense + 0.3 * torch.eye(len(dense), dtype=torch.float64)
+    shifted = K.shift(0.3)
+    close(product_by_product(shifted), damped)
+    assert isinstance(shifted, BlockDiagonal)
+    close(shifted.logdet(), damped.logdet())
+    torch.testing.assert_close(shifted.det(), torch.linalg.det(damped), rtol=1e-9, atol=0.0)
+    close(K.inverse(0.3).to_dense(), torch.linalg.inv(damped))
+    close(K.inverse(0.3).logdet(), -damped.logdet())
+    close(K.power(-0.5, 0.3).to_dense() @ K.power(-0.5, 0.3).to_dense(), torch.linalg.inv(damped))
+    close(K.power(2.0).to_dense(), dense @ dense)
+
+
+@pytest.mark.parametrize("method", ["exact", "factored", "per-factor"])
+def test_dampings_have_inverses_that_know_everything(method: Any) -> None:
+    """Against dense factors, damped as the papers say; and blocks may have dampings of their own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    data = torch.randn(20, 3, dtype=torch.float64), torch.randint(2, (20,))
+    K = KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), data))
+    dampings = {"0": 0.1, "2": 0.02}
+    inverse = K.inverse(dampings, method)
+    for name, d in dampings.items():
+        A, B = K.blocks[name].A, K.blocks[name].B
+        eye_A, eye_B = torch.eye(len(A), dtype=torch.float64), torch.eye(len(B), dtype=torch.float64)
+        if method == "exact":
+            block = torch.kron(B, A) + d * torch.kron(eye_B, eye_A)
+        elif method == "factored":
+            pi = ((A.trace() / len(A)) / (B.trace() / len(B))).sqrt()
+            block = torch.kron(B + d**0.5 / pi * eye_B, A + d**0.5 * pi * eye_A)
+        else:
+            block = torch.kron(B + d * eye_B, A + d * eye_A)
+        order = torch.arange(len(block)).reshape(len(B), len(A))
+        order = torch.cat([order[:, :-1].flatten(), order[:, -1]])
+        names = [f"{name}.weight", f"{name}.bias"]
+        close(inverse.submatrix(names).to_dense(), torch.linalg.inv(block)[order][:, order])
+    check_contract(inverse, product_by_product(inverse))
+    close(inverse.trace(), inverse.to_dense().trace())
+    close(inverse.logdet(), inverse.to_dense().logdet())
+
+
+def test_inverse_without_damping_is_a_kronecker_product() -> None:
+    K = one_block(definite(3), definite(2))
+    inverse = K.inverse()
+    assert isinstance(inverse.structures["W"], Kronecker)
+    close((inverse @ K).to_dense(), torch.eye(6, dtype=torch.float64))
+    assert isinstance((inverse @ K), BlockDiagonal)
+    close(K.power(-1.0).to_dense(), inverse.to_dense())
+    assert isinstance(K.power(0.5).structures["W"], Kronecker)
+
+
+def test_products_and_sums_stay_structured_when_they_can() -> None:
+    A, B, C = definite(3), definite(2), definite(3, 5)
+    one, same_B, same_A = one_block(A, B), one_block(C, B), one_block(A, definite(2, 7))
+    other = one_block(C, definite(2, 9))
+    for first, second, kind in (
+        (one, same_B, Kronecker),
+        (one, same_A, Kronecker),
+        (one.inverse(0.1), one.inverse(0.2), Eigenbasis),
+        (of_structure(Dense(definite(6).unsqueeze(0), 2, 3), (2, 3)), one, Dense),
+        (one, of_structure(Dense(definite(6).unsqueeze(0), 2, 3), (2, 3)), Dense),
+    ):
+        total = first + 2.0 * second
+        assert isinstance(total, BlockDiagonal)
+        assert isinstance(total.structures["W"], kind)
+        close(total.to_dense(), first.to_dense() + 2 * second.to_dense())
+        difference = first - second
+        close(difference.to_dense(), first.to_dense() - second.to_dense())
+        product = first @ second
+        assert isinstance(product, BlockDiagonal)
+        close(product.to_dense(), first.to_dense() @ second.to_dense())
+    for first, second in ((one, other), (one, one.inverse(0.1)), (one.inverse(0.1), one), (one.inverse(0.1), other)):
+        total = first + second
+        assert not isinstance(total, BlockDiagonal)
+        close(total.to_dense(), first.to_dense() + second.to_dense())
+    close((one.inverse(0.1) @ other).to_dense(), one.inverse(0.1).to_dense() @ other.to_dense())
+    mixed = one_block(torch.rand(3).double(), torch.rand(2).double(), diagonal=True)
+    twice = mixed + one_block(torch.rand(3).double(), torch.rand(2).double(), diagonal=True)
+    assert isinstance(twice, BlockDiagonal)
+    assert isinstance(twice.structures["W"], Eigenbasis)
+    another = one_block(torch.rand(2).double(), torch.rand(3).double(), diagonal=True)
+    with pytest.raises(Exception, match="cannot be added"):
+        mixed + another
+
+
+@pytest.mark.parametrize("kinds", [(a, b) for a in ("dense", "diagonal", "identity") for b in ("dense", "diagonal")])
+def test_factors_of_all_kinds_multiply_and_add(kinds: tuple[str, str]) -> None:
+    def make(kind: str, seed: int) -> Factor:
+        scale = torch.tensor([2.0, 0.5], dtype=torch.float64)
+        matrices = torch.stack([definite(3, seed), definite(3, seed + 1)])
+        if kind == "dense":
+            return Factor.dense(matrices, scale)
+        if kind == "diagonal":
+            return Factor.diagonal(matrices.diagonal(dim1=1, dim2=2).contiguous(), scale)
+        return Factor.identity(3, scale)
+
+    for left, right in ((make(kinds[0], 0), make(kinds[1], 5)), (make(kinds[1], 0), make(kinds[0], 5))):
+        close(left.compose(right).to_dense(), left.to_dense() @ right.to_dense())
+        close(left.compose(right).T.to_dense(), (left.to_dense() @ right.to_dense()).transpose(1, 2))
+        close(left.plus(right).to_dense(), left.to_dense() + right.to_dense())
+        assert not left.equals(right) or kinds[0] == kinds[1]
+    single = make(kinds[0], 0)
+    close(single.inverse().to_dense(), torch.linalg.inv(single.to_dense()))
+    close(single.power(0.5).compose(single.power(0.5)).to_dense(), single.to_dense())
+    close(single.slogdet()[1], single.to_dense().logdet())
+    close(single.squared_norm(), single.to_dense().square().sum((1, 2)))
+    close(single.plus(single).to_dense(), 2 * single.to_dense())
+    assert single.nbytes == (0 if kinds[0] == "identity" else single.values.numel() * 8)
+
+
+def test_samples_have_the_inverse_as_covariance() -> None:
+    K = kfac()
+    samples = K.sample(20_000, damping=0.5, seed=3)
+    covariance = samples @ samples.T / samples.shape[1]
+    expected = torch.linalg.inv(K.shift(0.5).to_dense())
+    # Standard errors of covariances of variances up to 2 are below 2 * sqrt(2 / 20000) = 0.02; five of them.
+    assert (covariance - expected).abs().max() < 0.1
+    assert (covariance - K.shift(0.5).to_dense()).abs().max() > 0.2
+    close(K.sample(2, damping=0.5, seed=3), K.sample(2, damping=0.5, seed=3))
+    assert (K.sample(2, damping=0.5, seed=4) - K.sample(2, damping=0.5, seed=3)).abs().max() > 0.1
+
+
+def test_blocks_of_one_size_are_processed_together_and_stored_once() -> None:
+    K = kfac()
+    assert any({"one", "two"} <= {layout.name for layout in group.layouts} for group in K.groups)
+    for name in ("one", "two"):
+        pair = K.blocks[name].pairs["A"]
+        storages = {pair.input.total.untyped_storage().data_ptr(), pair.gradient.total.untyped_storage().data_ptr()}
+        structure = K.structures[name]
+        assert isinstance(structure, Kronecker)
+        assert storages == {f.values.untyped_storage().data_ptr() for f in (structure.A, structure.B)}
+
+
+def test_what_no_operation_uses_has_zero_curvature() -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.W = nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.W[1:3])
+
+    torch.manual_seed(0)
+    data = torch.randn(8, 3, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    K = KFAC(EmpiricalRisk(Part(), nn.MSELoss(), data))
+    assert [layout.rows for layout in unused_rows([K.blocks["W[1:3]"].layout], K.domain)] == [(0, 1), (3, 5)]
+    close((K @ torch.ones(15, dtype=torch.float64))[[0, 1, 2, 9, 14]], torch.zeros(5, dtype=torch.float64))
+    close((K.inverse(0.1) @ torch.ones(15, dtype=torch.float64))[[0, 9]], torch.full((2,), 10.0, dtype=torch.float64))
+
+
+def test_singular_and_bad_factors_are_named() -> None:
+    singular = one_block(torch.ones(3, 3, dtype=torch.float64), definite(2))
+    with pytest.warns(KfsWarning, match="1 of 1 factors are singular"):
+        singular.inverse()
+    with pytest.raises(SolverError, match="'W' is singular"):
+        singular.power(-0.5)
+    assert singular.logdet() < -30
+    diagonal = one_block(torch.tensor([1.0, 0.0]).double(), torch.ones(2).double(), diagonal=True)
+    with pytest.raises(SolverError, match="'W' is singular"):
+        diagonal.inverse()
+    negative = one_block(-definite(3), definite(2))
+    assert (-1.0 * one_block(definite(3), definite(2))).logdet().isfinite()  # an even number of negative eigenvalues
+    for call in (negative.inverse, lambda: negative.power(0.5), lambda: negative.inverse(0.1, "factored")):
+        with pytest.raises(SolverError, match="'W' has a negative eigenvalue"):
+            call()
+    with pytest.raises(SolverError, match="'W' has a negative eigenvalue"):
+        of_structure(Eigenbasis.of_diagonal(torch.tensor([[[1.0, -1.0]]]).double()), (1, 2)).inverse(0.1)
+    assert of_structure(Eigenbasis.of_diagonal(torch.tensor([[[1.0, -1.0]]]).double()), (1, 2)).logdet().isnan()
+    broken = definite(3)
+    broken[0, 0] = torch.nan
+    for method in ("exact", "factored", "per-factor"):
+        with pytest.raises(SolverError, match="'W' has NaN"):
+            one_block(broken, definite(2)).inverse(0.1, method)  # type: ignore[arg-type]
+
+
+def test_a_dead_layer_can_be_damped() -> None:
+    dead = one_block(torch.zeros(3, 3, dtype=torch.float64), definite(2))
+    close(dead.inverse(0.1).to_dense(), 10 * torch.eye(6, dtype=torch.float64))
+    assert dead.inverse(0.1, "factored").to_dense().isfinite().all()
+
+
+def test_float32_that_fails_is_tried_in_float64() -> None:
+    """A matrix that is positive definite, though float32 cannot see it, is inverted without jitter or warning."""
+    for seed in range(1000):
+        X = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+        X[3] = X[:3].sum(0) * (1 + 1e-4 * X[3])
+        A = X @ X.T
+        if torch.linalg.cholesky_ex(A)[1] > 0 and torch.linalg.cholesky_ex(A.double())[1] == 0:
+            break
+    else:
+        pytest.fail("no such matrix was found")
+    inverse = Factor.dense(A.unsqueeze(0)).inverse()
+    assert inverse.values.dtype == torch.float32
+    expected = torch.linalg.inv(A.double())
+    # Rounded to float32 twice, with a condition number that only float64 can stand.
+    assert (inverse.values[0] - expected).norm() < 1e-2 * expected.norm()
+
+
+def test_eigenvectors_are_tried_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = torch.linalg.eigh
+
+    def eigh(A: Tensor) -> Any:
+        if A.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("did not converge")  # type: ignore[attr-defined]
+        return original(A)
+
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    A = definite(3).float()
+    values, vectors = Factor.dense(A.unsqueeze(0)).eigh()
+    assert values.dtype == vectors.values.dtype == torch.float32
+    torch.testing.assert_close(vectors.values[0] @ torch.diag(values[0]) @ vectors.values[0].T, A)
+
+
+def test_bad_arguments() -> None:
+    K = kfac()
+    with pytest.raises(ModelError, match="method is 'exakt'"):
+        K.inverse(0.1, "exakt")  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"damping lacks the blocks .* and has \['nothing'\] too many"):
+        K.inverse({"one": 0.1, "nothing": 1.0})
+    for bad in (-1.0, float("nan"), float("inf"), "much"):
+        with pytest.raises(DtypeError, match="A damping is"):
+            K.inverse(bad)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="cannot have factored damping"):
+        K.inverse(0.1).inverse(0.1, "factored")
+    with pytest.raises(DtypeError, match="cannot be subtracted|subtracted from it"):
+        K - 1.0  # type: ignore[operator]
