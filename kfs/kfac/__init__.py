@@ -4,7 +4,8 @@
 """
 
 from kfs.kfac.blocks import Block
+from kfs.kfac.ekfac import EKFAC
 from kfs.kfac.inspection import Inspection, inspect
 from kfs.kfac.kfac import KFAC
 
-__all__ = ["KFAC", "Block", "Inspection", "inspect"]
+__all__ = ["EKFAC", "KFAC", "Block", "Inspection", "inspect"]

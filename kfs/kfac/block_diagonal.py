@@ -79,7 +79,7 @@ def unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
     """Return layouts for rows of parameters that no block has; their curvature is zero."""
     layouts = list(layouts)
     result = []
-    for name, shape in space.shapes.items():
+    for name in space.shapes:
         mine = sorted(layout.rows for layout in layouts if layout.weight == name)
         if not mine:  # a bias within its weight's block
             continue

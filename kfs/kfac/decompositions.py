@@ -76,8 +76,9 @@ def cholesky(matrices: Tensor) -> Tensor:
     """Return lower triangular factors `L` of `[U, d, d]`, with `L L^T` equal to the matrices."""
     check_finite(matrices)
     matrices = computable(matrices)
-    narrow, failed = torch.linalg.cholesky_ex(matrices)
-    L: Tensor = narrow
+    L: Tensor
+    wide: Tensor
+    L, failed = torch.linalg.cholesky_ex(matrices)
     if not failed.any():
         return L
     wide, failed = torch.linalg.cholesky_ex(matrices.double())
@@ -96,8 +97,7 @@ def cholesky(matrices: Tensor) -> Tensor:
         wide = torch.linalg.cholesky(
             matrices.double() + torch.diag_embed(shift.unsqueeze(-1).expand(-1, matrices.shape[-1]))
         )
-    L = wide.to(matrices.dtype)
-    return L
+    return wide.to(matrices.dtype)
 
 
 def inverse(matrices: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """KFAC: the Kronecker-factored approximation of a curvature matrix, one block per parameter (with its bias)."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from kfs.kfac.settings import Fisher, Settings, Sharing, Uncovered
 from kfs.kfac.structures import Structure
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
+
+Answer = TypeVar("Answer")
 
 
 class KFAC(BlockDiagonal):
@@ -93,6 +95,7 @@ class KFAC(BlockDiagonal):
         self.blocks = {b.name: b for b in sorted(blocks, key=lambda b: (order[b.layout.weight], b.layout.rows))}
         self._scale()
         self._announce()
+        self._complete(risk)
 
     @property
     def groups(self) -> list[Group]:
@@ -127,9 +130,7 @@ class KFAC(BlockDiagonal):
         Returns:
             This object.
         """
-        mine, theirs = (replace(k.settings, first_datum=0) for k in (self, other))
-        if mine != theirs:
-            raise ModelError(f"The settings differ: {mine} and {theirs}.", "Merge what was computed in the same way.")
+        self._check_settings(other)
         self._add(other.blocks, other.num_data, other._count)
         return self
 
@@ -160,6 +161,15 @@ class KFAC(BlockDiagonal):
             self.blocks[name].operations |= blocks[name].operations
         self.num_data, self._count = self.num_data + num_data, self._count + count
         self._scale()
+
+    def _complete(self, risk: EmpiricalRisk) -> None:
+        """Do what remains to be done after the factors were computed: nothing here."""
+
+    def _check_settings(self, other: "KFAC") -> None:
+        """Refuse what was computed in another way."""
+        mine, theirs = (replace(k.settings, first_datum=0) for k in (self, other))
+        if mine != theirs:
+            raise ModelError(f"The settings differ: {mine} and {theirs}.", "Merge what was computed in the same way.")
 
     def _scale(self) -> None:
         """Tell blocks the reduction factor of all data seen."""
@@ -204,10 +214,10 @@ class KFAC(BlockDiagonal):
                 raise ModelError(f"sharing has unknown names {unknown}.", f"Choose from {sorted(known)}.")
 
 
-def _computed(risk: EmpiricalRisk, settings: Settings) -> tuple[list[Block], Result]:
-    """Compute blocks, check them, and deal with parameters that are not covered."""
+def without_vmap_if_needed(settings: Settings, run: Callable[[Settings], Answer]) -> Answer:
+    """Compute something for several vectors together, or one by one if an operation does not work with `vmap`."""
     try:
-        result = kfac(risk, settings)
+        return run(settings)
     except (RuntimeError, NotImplementedError) as error:
         if "vmap" not in str(error):
             raise
@@ -216,7 +226,12 @@ def _computed(risk: EmpiricalRisk, settings: Settings) -> tuple[list[Block], Res
                 "An operation's backward pass does not work for several vectors together (vmap).",
                 "Leave columns_at_once out, or set it to one.",
             ) from error
-        result = kfac(risk, replace(settings, columns_at_once=1))  # an operation that vmap does not know
+        return run(replace(settings, columns_at_once=1))
+
+
+def _computed(risk: EmpiricalRisk, settings: Settings) -> tuple[list[Block], Result]:
+    """Compute blocks, check them, and deal with parameters that are not covered."""
+    result = without_vmap_if_needed(settings, lambda s: kfac(risk, s))
     bad = set(result.uncovered)
     blocks = [block for block in result.blocks if not bad & set(block.layout.params)]
     kept = {name for block in blocks for name in block.layout.params}
@@ -227,7 +242,7 @@ def _computed(risk: EmpiricalRisk, settings: Settings) -> tuple[list[Block], Res
     if blocks:
         _check_finite(blocks)
     if uncovered and settings.uncovered == "diagonal":
-        blocks += _diagonal_blocks(risk, list(uncovered), settings)
+        blocks += diagonal_blocks(risk, list(uncovered), settings)
     if not blocks:
         raise coverage_error(uncovered)
     return blocks, result
@@ -247,7 +262,7 @@ def coverage_error(uncovered: Mapping[str, str]) -> ModelError:
     )
 
 
-def _diagonal_blocks(risk: EmpiricalRisk, names: Iterable[str], settings: Settings) -> list[Block]:
+def diagonal_blocks(risk: EmpiricalRisk, names: Iterable[str], settings: Settings) -> list[Block]:
     """Return blocks with exact diagonals."""
     blocks = []
     for name, entries in exact_diagonal(risk, list(names), settings).items():

@@ -7,6 +7,7 @@ only 13 shifts. In images that are stored row by row with zeros between rows, a 
 no autocorrelation needs a copy. Strided convolutions write their patches down, a few data at a time.
 """
 
+from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from math import prod
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.kfac.inputs import Canonical, Input
+from kfs.kfac.inputs import Canonical, Input, at_a_time
 from kfs.kfac.moments import Moment
 
 # Patches are written down for so many data at a time that they fill about this many bytes.
@@ -33,6 +34,7 @@ class Patches(Input):
         padding: Zeros before and after, per spatial axis (a negative number crops).
         dilation: Per spatial axis.
         groups: Number of channel groups.
+        mirrored: Whether patches come in the opposite order of the operation's output positions.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class Patches(Input):
         padding: tuple[Range, ...],
         dilation: tuple[int, ...],
         groups: int,
+        mirrored: bool = False,
     ) -> None:
         """Crop where padding is negative, and count output positions."""
         for axis, (before, after) in enumerate(padding, start=2):
             x = x.narrow(axis, max(-before, 0), x.shape[axis] - max(-before, 0) - max(-after, 0))
         self.x = x.detach()
         self.kernel, self.stride, self.dilation, self.groups = kernel, stride, dilation, groups
+        self.mirrored = mirrored
         self.padding = tuple((max(before, 0), max(after, 0)) for before, after in padding)
         self.spatial = tuple(x.shape[2:])
         self.out = tuple(
@@ -74,6 +78,20 @@ class Patches(Input):
         """Sum every datum's patches."""
         sums = canonical(self._sums(), 1)  # a datum may have several images
         return sums.sum(1), sums.new_full((len(sums),), sums.shape[1] * prod(self.out))
+
+    def gradients(self, g: Tensor, canonical: Canonical, ones: bool) -> Iterator[Tensor]:
+        """Multiply image by image; patches are written down for a few images at a time."""
+        g = g.to(torch.promote_types(g.dtype, self.x.dtype))
+        g = (g if self.groups > 1 else g.unsqueeze(2)).permute(0, 2, 3, 1)  # [N, G, d_B, P]
+        g = g.flip(3) if self.mirrored else g
+        images = len(canonical(self.x.new_empty(len(self.x), 1), 1)[0])  # of a datum
+        step = len(g) if images > 1 else at_a_time(g, self.size * max(g.shape[2], prod(self.out)) * self.groups)
+        for some_x, some_g in zip(self.x.split(step), g.split(step), strict=True):
+            patches = self._vectors(some_x.to(g.dtype)).reshape(len(some_x), prod(self.out), self.groups, -1)
+            gradients = some_g @ patches.transpose(1, 2)
+            if ones:
+                gradients = torch.cat([gradients, some_g.sum(3).unsqueeze(3)], 3)
+            yield canonical(gradients, 1).sum(1) if images > 1 else gradients
 
     def _sums(self) -> Tensor:
         """Sum patches over positions, `[N, C * kernel]` (or `[N, G, C * kernel]`): one axis after the other."""

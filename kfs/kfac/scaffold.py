@@ -61,13 +61,34 @@ def kfac(risk: EmpiricalRisk, settings: Settings) -> Result:
     Returns:
         The blocks, with raw sums: scaling by `R` is left to them, so that more data can be added.
     """
-    uses, num_data, count = Uses(settings), 0, 0.0
+    uses = Uses(settings)
+    num_data, count, unexplained = sweep(risk, uses, "KFAC")
+    # Step 5: return the factors.
+    for block in uses.blocks.values():
+        for pair in block.pairs.values():
+            pair.input.finish()
+            pair.gradient.finish()
+    return Result(list(uses.blocks.values()), num_data, count, not_covered(risk, uses, unexplained))
+
+
+def sweep(risk: EmpiricalRisk, uses: Uses, task: str) -> tuple[int, float, set[tuple[str, str]]]:
+    """Show all inputs and gradients of all parametric operations to `uses`.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        uses: Takes note of uses; has the settings.
+        task: What to call it in a progress bar.
+
+    Returns:
+        The number of data, what a mean over the targets divides by, and `(parameter, operation)` of uses without rule.
+    """
+    settings, num_data, count = uses.settings, 0, 0.0
     unexplained: set[tuple[str, str]] = set()
     at_once = columns_at_once(risk, settings)
     # vmap does not know the faster attention kernels.
     attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
     with risk.untouched(first_order=True), attention, torch.enable_grad(), explained():
-        for batch in risk.batches("KFAC"):
+        for batch in risk.batches(task):
             # Step 1: forward pass. Step 2: input-based factors, on the way.
             f, capture = forward(risk, batch, uses)
             risk.finite(f.detach(), batch)
@@ -83,12 +104,7 @@ def kfac(risk: EmpiricalRisk, settings: Settings) -> Result:
             del f, capture  # their graph is large, and the next one comes before they are replaced
             # Step 4: what the loss's reduction divides by.
             num_data, count = num_data + len(batch.y), count + risk.loss.count(batch.y)
-    # Step 5: return the factors.
-    for block in uses.blocks.values():
-        for pair in block.pairs.values():
-            pair.input.finish()
-            pair.gradient.finish()
-    return Result(list(uses.blocks.values()), num_data, count, not_covered(risk, uses, unexplained))
+    return num_data, count, unexplained
 
 
 def columns_at_once(risk: EmpiricalRisk, settings: Settings) -> int:

@@ -241,11 +241,11 @@ class Eigenbasis(Structure):
 
     def product(self, other: Structure) -> Structure | None:
         """Multiply eigenvalues, if the eigenvectors are the same."""
-        return replace(self, values=self.values * other.values) if self._same_basis(other) else None  # type: ignore[attr-defined]
+        return replace(self, values=self.values * other.values) if self.same_basis(other) else None  # type: ignore[attr-defined]
 
     def plus(self, other: Structure) -> Structure | None:
         """Add eigenvalues, if the eigenvectors are the same."""
-        if not self._same_basis(other):
+        if not self.same_basis(other):
             return None
         return replace(self, values=self.values + other.values, noise=self.noise + other.noise)  # type: ignore[attr-defined]
 
@@ -253,7 +253,8 @@ class Eigenbasis(Structure):
         """Add to all eigenvalues."""
         return replace(self, values=self.values + delta)
 
-    def _same_basis(self, other: Structure) -> bool:
+    def same_basis(self, other: Structure) -> bool:
+        """Whether another structure has the same eigenvectors."""
         return isinstance(other, Eigenbasis) and self.Q_A.equals(other.Q_A) and self.Q_B.equals(other.Q_B)
 
 

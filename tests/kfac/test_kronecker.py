@@ -271,8 +271,12 @@ def test_singular_and_bad_factors_are_named() -> None:
     with pytest.raises(SolverError, match="'W' is singular"):
         diagonal.inverse()
     negative = one_block(-definite(3), definite(2))
-    assert (-1.0 * one_block(definite(3), definite(2))).logdet().isfinite()  # an even number of negative eigenvalues
-    for call in (negative.inverse, lambda: negative.power(0.5), lambda: negative.inverse(0.1, "factored")):
+    even = -1.0 * one_block(definite(3), definite(2))
+    assert isinstance(even, BlockDiagonal)
+    assert even.logdet().isfinite()  # an even number of negative eigenvalues
+    calls: list[Callable[[], Any]] = [negative.inverse, lambda: negative.power(0.5)]
+    calls.append(lambda: negative.inverse(0.1, "factored"))
+    for call in calls:
         with pytest.raises(SolverError, match="'W' has a negative eigenvalue"):
             call()
     with pytest.raises(SolverError, match="'W' has a negative eigenvalue"):
@@ -280,9 +284,10 @@ def test_singular_and_bad_factors_are_named() -> None:
     assert of_structure(Eigenbasis.of_diagonal(torch.tensor([[[1.0, -1.0]]]).double()), (1, 2)).logdet().isnan()
     broken = definite(3)
     broken[0, 0] = torch.nan
-    for method in ("exact", "factored", "per-factor"):
+    methods: tuple[Any, ...] = ("exact", "factored", "per-factor")
+    for method in methods:
         with pytest.raises(SolverError, match="'W' has NaN"):
-            one_block(broken, definite(2)).inverse(0.1, method)  # type: ignore[arg-type]
+            one_block(broken, definite(2)).inverse(0.1, method)
 
 
 def test_a_dead_layer_can_be_damped() -> None:
@@ -334,5 +339,5 @@ def test_bad_arguments() -> None:
             K.inverse(bad)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="cannot have factored damping"):
         K.inverse(0.1).inverse(0.1, "factored")
-    with pytest.raises(DtypeError, match="cannot be subtracted|subtracted from it"):
+    with pytest.raises(DtypeError, match="subtracted from it"):
         K - 1.0  # type: ignore[operator]

@@ -80,7 +80,7 @@ def transposed_convolution(
         for k, d, p, more in zip(kernel, spread, _each(padding, dims), _each(output_padding, dims), strict=True)
     )
     out = func(input, weight, bias, stride, padding, output_padding, groups, dilation)
-    patches = Patches(sparse, kernel, (1,) * dims, around, spread, groups)
+    patches = Patches(sparse, kernel, (1,) * dims, around, spread, groups, mirrored=True)
     shape = (groups, weight.shape[0] // groups, *weight.shape[1:])
     layout = Layout(view.source.name, shape, (0, groups), (0, 2, 1, *range(3, len(shape))), 2, groups)
     return record_with_bias(capture, out, func.__name__, layout, patches, _channels_last(groups), bias)

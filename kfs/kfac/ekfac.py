@@ -1,0 +1,207 @@
+r"""EKFAC: KFAC's eigenvectors with the right eigenvalues.
+
+KFAC approximates a block $C = R \sum_{n,c} \mathrm{vec}(G_{n,c}) \mathrm{vec}(G_{n,c})^\top$ of a curvature matrix by
+$B \otimes A$, with eigenvectors $Q_B \otimes Q_A$ and eigenvalues $\lambda_B \lambda_A$. George et al. (2018) keep the
+eigenvectors and replace the eigenvalues by the curvature along them,
+
+$$
+\Lambda = R \sum_{n,c} \left(Q_B^\top G_{n,c}\, Q_A\right)^{\odot 2},
+\qquad
+C \approx (Q_B \otimes Q_A)\, \mathrm{diag}(\mathrm{vec}\, \Lambda)\, (Q_B \otimes Q_A)^\top .
+$$
+
+No other choice of eigenvalues is closer to $C$ in the Frobenius norm, for these eigenvectors; in particular, KFAC's
+are not. The trace is that of $C$. Without weight sharing, $G_{n,c} = g\, x^\top$, so that the squares are those of an
+outer product: $\Lambda = R \sum (Q_B^\top g)^{\odot 2} \left((Q_A^\top x)^{\odot 2}\right)^\top$ is a product of two
+matrices, and no per-datum gradient is formed. With weight sharing, gradients of a few data at a time are. Inputs and
+gradients are rotated before they are multiplied, or their product is afterwards, whichever takes fewer operations.
+
+It takes two passes over the data: one for the factors, one for the eigenvalues.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Self
+
+import torch
+
+from kfs.errors import DataError, ModelError
+from kfs.kfac.block_diagonal import Group
+from kfs.kfac.blocks import Block, Layout
+from kfs.kfac.kfac import KFAC, diagonal_blocks, without_vmap_if_needed
+from kfs.kfac.per_datum import PerDatum, Squares, Statistic
+from kfs.kfac.scaffold import sweep
+from kfs.kfac.settings import Settings
+from kfs.kfac.structures import Eigenbasis
+from kfs.kfac.uses import Key
+from kfs.risk import EmpiricalRisk
+
+
+class EKFAC(KFAC):
+    """KFAC with corrected eigenvalues. It takes the arguments of `KFAC`, except that there is no `"forward-only"`.
+
+    Attributes:
+        blocks: Blocks by name. Their `A` and `B` are KFAC's; the eigenvectors come from them.
+        num_data: How many data the eigenvalues were computed from.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+        >>> risk = EmpiricalRisk(model, torch.nn.CrossEntropyLoss(), (torch.rand(10, 4), torch.randint(2, (10,))))
+        >>> E = EKFAC(risk)
+        >>> (E.inverse(damping=1e-3) @ risk.gradient())["0.weight"].shape
+        torch.Size([3, 4])
+    """
+
+    @classmethod
+    def from_kfac(cls, K: KFAC, risk: EmpiricalRisk) -> "EKFAC":
+        """Compute eigenvalues from some data, for the eigenvectors of a KFAC that may come from others.
+
+        Args:
+            K: Its factors are used as they are, and not copied.
+            risk: The same model, loss and parameters, with any data.
+        """
+        E = cls.__new__(cls)
+        E.__dict__ |= {name: value for name, value in K.__dict__.items() if name != "_groups"}
+        E._groups = None
+        E._complete(risk)
+        return E
+
+    @property
+    def groups(self) -> list[Group]:
+        """The blocks by eigenvalues and eigenvectors, those of one size together in memory."""
+        if self._groups is None:
+            R = self._loss.reduction_factor(self._count)
+            self._groups = [Group(group.layouts, group.structure.scaled(R)) for group in self._raw]
+        return self._groups
+
+    def update(self, risk: EmpiricalRisk) -> Self:
+        """Add more data to the eigenvalues, in place; the eigenvectors stay. If it fails, nothing is changed.
+
+        Args:
+            risk: The same model, loss and parameters with other data. Draws continue where they ended.
+        """
+        s = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
+        more, num_data, count = self._squares(risk, s)
+        self._add_raw(more, num_data, count)
+        return self
+
+    def merge(self, other: KFAC) -> Self:
+        """Add eigenvalues that another object computed from other data, for the same eigenvectors, in place.
+
+        Args:
+            other: Comes from the same factors: use `from_kfac`.
+        """
+        self._check_settings(other)
+        if not isinstance(other, EKFAC) or not all(
+            mine.layouts == theirs.layouts and mine.structure.same_basis(theirs.structure)  # type: ignore[attr-defined]
+            for mine, theirs in zip(self._raw, other._raw, strict=True)
+        ):
+            raise ModelError("The eigenvectors differ.", "Make both from one KFAC, with EKFAC.from_kfac(K, risk).")
+        self._add_raw(other._raw, other.num_data, other._count)
+        return self
+
+    def _complete(self, risk: EmpiricalRisk) -> None:
+        """Decompose the factors and compute eigenvalues."""
+        if self.settings.fisher == "forward-only":
+            raise ModelError(
+                "fisher='forward-only' has no gradients to correct eigenvalues with.", "Use KFAC, or another fisher."
+            )
+        self._bases = []
+        for group in super().groups:
+            basis = self._call(group, lambda g: g.structure.eigenbasis())
+            self._bases.append(Group(group.layouts, basis))
+        self._raw, self.num_data, self._count = self._squares(risk, self.settings)
+        self._groups = None
+
+    def _squares(self, risk: EmpiricalRisk, settings: Settings) -> tuple[list[Group], int, float]:
+        """Sum squared gradients in the eigenbases, without the reduction factor, and count data."""
+
+        def run(s: Settings) -> tuple[list[Group], int, float]:
+            raw = [self._zeros(group) for group in self._bases]
+            num_data, count, _ = sweep(risk, PerDatum(s, self._layouts, self._statistics(raw)), "EKFAC")
+            return raw, num_data, count
+
+        raw, num_data, count = without_vmap_if_needed(settings, run)
+        self._add_exact(raw, risk, settings)
+        for group in raw:
+            if not group.structure.like.isfinite().all():
+                raise DataError(
+                    f"Gradients of the blocks {sorted(set(group.names))} are not finite.",
+                    "Look for NaN or infinity in the data, the parameters or the loss.",
+                )
+        return raw, num_data, count
+
+    @property
+    def _layouts(self) -> dict[Key, Layout]:
+        return {(b.layout.weight, b.layout.rows): b.layout for b in self.blocks.values()}
+
+    @staticmethod
+    def _zeros(group: Group) -> Group:
+        """Return the same eigenvectors with eigenvalues of zero."""
+        basis = group.structure
+        assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
+        zeros = torch.zeros_like(basis.values, memory_format=torch.contiguous_format)
+        return Group(group.layouts, replace(basis, values=zeros, noise=torch.zeros_like(basis.noise)))
+
+    def _statistics(self, raw: list[Group]) -> dict[Key, Statistic]:
+        """Return what adds to the eigenvalues of each block."""
+        found: dict[Key, Statistic] = {}
+        for block, basis, units in self._parts(raw):
+            if block.sharing != "exact":
+                Q_A, Q_B = (Q.values[units] if Q.kind == "dense" else None for Q in (basis.Q_A, basis.Q_B))
+                found[block.layout.weight, block.layout.rows] = Squares(basis.values[units], Q_A, Q_B)
+        return found
+
+    def _add_exact(self, raw: list[Group], risk: EmpiricalRisk, settings: Settings) -> None:
+        """Write the exact diagonals of parameters that no rule covers."""
+        exact = {block.name: (basis, units) for block, basis, units in self._parts(raw) if block.sharing == "exact"}
+        if exact:
+            for block in diagonal_blocks(risk, list(exact), settings):
+                basis, units = exact[block.name]
+                basis.values[units] = block.pairs["A"].gradient.total.reshape(1, -1, 1)
+
+    def _parts(self, raw: list[Group]) -> Iterator[tuple[Block, Eigenbasis, slice]]:
+        """Go through all blocks with their eigenvalues."""
+        for group in raw:
+            start = 0
+            for layout in group.layouts:
+                units = slice(start, start + layout.groups)
+                start += layout.groups
+                if layout.name in self.blocks and isinstance(group.structure, Eigenbasis):
+                    yield self.blocks[layout.name], group.structure, units
+
+    def _add_raw(self, more: list[Group], num_data: int, count: float) -> None:
+        """Add eigenvalues of other data."""
+        for mine, theirs in zip(self._raw, more, strict=True):
+            mine.structure.like.add_(theirs.structure.like.to(mine.structure.like))
+        self.num_data, self._count = self.num_data + num_data, self._count + count
+        self._groups = None
+
+
+if __name__ == "__main__":
+    from torch.nn import CrossEntropyLoss, Linear, Sequential, Tanh
+
+    from kfs.operators import GGN
+    from kfs.verification import verify, verify_differs, verify_that
+
+    torch.manual_seed(0)
+    model = Sequential(Linear(4, 3), Tanh(), Linear(3, 3)).double()
+    for N in (1, 20):
+        X, y = 3 * torch.randn(N, 4, dtype=torch.float64), torch.randint(3, (N,))
+        risk = EmpiricalRisk(model, CrossEntropyLoss(), (X, y))
+        K, E = KFAC(risk), EKFAC(risk)
+        for name, block in K.blocks.items():
+            exact, kfac, ekfac = (op.submatrix(block.layout.params).to_dense() for op in (GGN(risk), K, E))
+            case = f"layer {name}, {N} data"
+            if N == 1:
+                verify("for one datum, EKFAC equals the GGN's block", ekfac, exact, case=case)
+                continue
+            verify_differs("for several data, it approximates it", ekfac, exact, case=case)
+            closer = (ekfac - exact).norm() < (kfac - exact).norm()
+            verify_that("better than KFAC does, in the Frobenius norm", bool(closer), case=case)
+            verify("the trace is right", ekfac.trace(), exact.trace(), case=case)
+            Q = K.eigh()[1].submatrix(block.layout.params).to_dense()
+            rotated = Q.T @ ekfac @ Q
+            verify("it is diagonal in KFAC's eigenvectors", rotated, torch.diag(rotated.diagonal()), case=case)
+            verify("with the exact block's diagonal", rotated.diagonal(), (Q.T @ exact @ Q).diagonal(), case=case)

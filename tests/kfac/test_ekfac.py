@@ -1,0 +1,247 @@
+"""EKFAC: eigenvalues are the exact curvature along KFAC's eigenvectors, for every operation, Fisher and sharing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from kfs.errors import DataError, ModelError
+from kfs.kfac import EKFAC, KFAC
+from kfs.operators import GGN, Fisher, LinearOperator
+from kfs.risk import EmpiricalRisk
+from tests.kfac.models import ONE_POSITION, Case, Function
+from tests.kfac.test_kronecker import product_by_product
+from tests.operators.contract import check_contract, close
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, about bilinear
+
+N = 6
+
+
+class Tokens(nn.Module):
+    """Tokens `[N, 5]` to predictions `[N, 2]` by way of a module for `[N, 5, 4]`."""
+
+    def __init__(self, inner: nn.Module, padding: int | None = None) -> None:
+        super().__init__()
+        self.table, self.inner, self.head = nn.Embedding(7, 4, padding_idx=padding), inner, nn.Linear(4, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.inner(self.table(tokens)))
+        result: Tensor = self.head(x[:, -1] + x.mean(1))
+        return result
+
+
+class Tied(nn.Module):
+    """Logits from the table that embeds tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix = nn.Embedding(7, 3), nn.Linear(3, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.mix(self.table(tokens)).mean(1))
+        return F.linear(x, self.table.weight)[:, :2]
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, the second time by hand and without its bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        result: Tensor = self.head(torch.tanh(F.linear(x, self.layer.weight)))
+        return result
+
+
+class Last(nn.Module):
+    """The output of an attention or recurrent layer, without the rest."""
+
+    def __init__(self, layer: nn.Module, times: int) -> None:
+        super().__init__()
+        self.layer, self.times = layer, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(*[x] * self.times)[0]
+        return result
+
+
+def images(*layers: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, shape), *layers, nn.Tanh(), nn.Flatten(), nn.LazyLinear(2))
+
+
+def positions(m: Any, x: Tensor) -> Tensor:
+    """Add positions, scale, and use one row of a table only."""
+    result: Tensor = (x + m.p) * m.s + m.table[1:2]
+    return result
+
+
+SHARED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "few positions": (lambda: Tokens(nn.Linear(4, 4)), "tokens"),
+    "padding": (lambda: Tokens(nn.Linear(4, 4), padding=2), "tokens"),
+    "many positions": (
+        lambda: nn.Sequential(nn.Unflatten(1, (6, 2)), nn.Linear(2, 3), nn.Flatten(), nn.Linear(18, 2)),
+        "12",
+    ),
+    "no bias": (lambda: nn.Sequential(nn.Unflatten(1, (2, 6)), nn.Linear(6, 3, bias=False), nn.Flatten()), "12, 6"),
+    "norms": (lambda: Tokens(nn.Sequential(nn.LayerNorm(4), nn.RMSNorm(4))), "tokens"),
+    "positions": (
+        lambda: Tokens(Function(positions, p=torch.randn(5, 4), s=torch.rand(4), table=torch.rand(3, 4))),
+        "tokens",
+    ),
+    "tied": (Tied, "tokens"),
+    "called twice": (Twice, "4"),
+    "attention": (lambda: Tokens(Last(nn.MultiheadAttention(4, 2, batch_first=True), 3)), "tokens"),
+    "LSTM": (lambda: Tokens(Last(nn.LSTM(4, 4, batch_first=True), 1)), "tokens"),
+    "convolution": (lambda: images(nn.Conv2d(2, 3, 3, padding=1), shape=(2, 2, 3)), "12"),
+    "strided, dilated": (lambda: images(nn.Conv1d(1, 3, 3, stride=2, padding=1, dilation=2), shape=(1, 12)), "12"),
+    "groups": (lambda: images(nn.Conv1d(2, 4, 2, groups=2), shape=(2, 6)), "12"),
+    "transposed": (lambda: images(nn.ConvTranspose1d(2, 4, 2, stride=2, groups=2), shape=(2, 6)), "12"),
+    "transposed in 2d": (
+        lambda: images(nn.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1), shape=(2, 2, 3)),
+        "12",
+    ),
+    "several images": (
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (2, 1, 6)),
+            nn.Flatten(0, 1),
+            nn.Conv1d(1, 2, 3),
+            nn.Tanh(),
+            nn.Unflatten(0, (-1, 2)),
+            nn.Flatten(),
+            nn.Linear(16, 2),
+        ),
+        "12",
+    ),
+}
+
+
+def risk_of(make: Callable[[], nn.Module], kind: str, num_data: int = N) -> EmpiricalRisk:
+    torch.manual_seed(0)
+    model = make()
+    size, _, outputs = kind.partition(", ")
+    X = torch.randint(7, (num_data, 5)) if kind == "tokens" else torch.randn(num_data, int(size))
+    model(X)  # lazy layers learn their size
+    model.double()
+    y = torch.randn(num_data, int(outputs or 2), dtype=torch.float64)
+    return EmpiricalRisk(model, nn.MSELoss(), (X if kind == "tokens" else X.double(), y))
+
+
+def check(risk: EmpiricalRisk, exact: LinearOperator, **settings: Any) -> None:
+    """Compare eigenvalues with the curvature along eigenvectors, block by block, and errors with those of KFAC."""
+    K, E = KFAC(risk, **settings), EKFAC(risk, **settings)
+    C = exact.to_dense()
+    Q = K.eigh()[1].to_dense()
+    close(E.to_dense(), Q @ torch.diag((Q.T @ C @ Q).diagonal()) @ Q.T)
+    round_off = 1e-12 * C.norm()
+    assert (E.to_dense() - C).norm() <= (K.to_dense() - C).norm() + round_off  # outside of blocks, both are zero
+    close(E.trace(), C.trace())
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_positions(name: str, sharing: Any) -> None:
+    risk = risk_of(*SHARED[name])
+    check(risk, GGN(risk), sharing=sharing)
+    if name != "no bias":  # one linear layer, where KFAC expand is exact
+        assert not torch.allclose(EKFAC(risk, sharing=sharing).to_dense(), KFAC(risk, sharing=sharing).to_dense())
+
+
+@pytest.mark.parametrize("name", ["few positions", "many positions", "convolution", "groups", "called twice", "tied"])
+def test_every_fisher(name: str) -> None:
+    risk = risk_of(*SHARED[name])
+    check(risk, Fisher(risk, "type-1", mc_samples=2, seed=1), fisher="mc", mc_samples=2, seed=1)
+    check(risk, Fisher(risk, "empirical"), fisher="empirical", joint_bias=False)
+    check(risk, GGN(risk), fisher="ggn", columns_at_once=2)
+
+
+@pytest.mark.parametrize("case", ONE_POSITION, ids=str)
+def test_one_position(case: Case) -> None:
+    torch.manual_seed(0)
+    model = case.make().double()
+    X = torch.randint(5, (N, 1)) if case.tokens else torch.randn(N, 3, dtype=torch.float64)
+    risk = EmpiricalRisk(model, nn.MSELoss(), (X, torch.randn(N, 2, dtype=torch.float64)))
+    check(risk, GGN(risk))
+
+
+def test_contract_and_inverse() -> None:
+    risk = risk_of(*SHARED["convolution"])
+    E = EKFAC(risk)
+    dense = product_by_product(E)
+    check_contract(E, dense)
+    close(E.inverse(0.1).to_dense(), torch.linalg.inv(dense + 0.1 * torch.eye(len(dense), dtype=torch.float64)))
+    close(E.eigenvalues(), torch.linalg.eigvalsh(dense))
+    assert E.nbytes > 0
+
+
+def test_it_does_not_depend_on_batches() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    X, y = torch.randn(7, 3, dtype=torch.float64), torch.randint(2, (7,))
+    for fisher in ("type-2", "mc", "empirical"):
+        one = EKFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y)), fisher)
+        batches = [(X[:2], y[:2]), (X[2:], y[2:])]
+        close(EKFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), batches), fisher).to_dense(), one.to_dense())
+
+
+def test_data_can_be_added_for_fixed_eigenvectors() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    X, y = torch.randn(7, 3, dtype=torch.float64), torch.randint(2, (7,))
+
+    def risk(part: slice) -> EmpiricalRisk:
+        return EmpiricalRisk(model, nn.CrossEntropyLoss(), (X[part], y[part]))
+
+    for fisher in ("type-2", "mc"):
+        K = KFAC(risk(slice(0, 7)), fisher)
+        whole = EKFAC.from_kfac(K, risk(slice(0, 7)))
+        close(whole.to_dense(), EKFAC(risk(slice(0, 7)), fisher).to_dense())
+        updated = EKFAC.from_kfac(K, risk(slice(0, 3))).update(risk(slice(3, 7)))
+        close(updated.to_dense(), whole.to_dense())
+        assert updated.num_data == 7
+        later = KFAC(risk(slice(0, 7)), fisher, first_datum=3)
+        later.blocks = K.blocks
+        merged = EKFAC.from_kfac(K, risk(slice(0, 3))).merge(EKFAC.from_kfac(later, risk(slice(3, 7))))
+        close(merged.to_dense(), whole.to_dense())
+    E = EKFAC(risk(slice(0, 7)))
+    before = E.to_dense()
+    with pytest.raises(ModelError, match="The eigenvectors differ"):
+        E.merge(EKFAC(risk(slice(0, 5))))
+    with pytest.raises(ModelError, match="The eigenvectors differ"):
+        E.merge(KFAC(risk(slice(0, 5))))
+    with pytest.raises(ModelError, match="The settings differ"):
+        E.merge(EKFAC(risk(slice(0, 5)), "mc"))
+    bad = X.clone()
+    bad[0] = torch.inf
+    with pytest.raises(DataError, match="not finite"):
+        E.update(EmpiricalRisk(model, nn.CrossEntropyLoss(), (bad, y)))
+    close(E.to_dense(), before)
+
+
+def test_uncovered_parameters_have_their_exact_diagonal() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Function(lambda m, x: x * m.s.cumsum(0), s=torch.rand(3)), nn.Linear(3, 2)).double()
+    data = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(model, nn.MSELoss(), data)
+    params = ["0.s"]
+    E = EKFAC(risk, uncovered="diagonal")
+    exact = GGN(risk).submatrix(params).to_dense()
+    if "0.s" in E.blocks and E.blocks["0.s"].sharing == "exact":
+        close(E.submatrix(params).to_dense(), torch.diag(exact.diagonal()))
+    close(E.submatrix(params).to_dense().trace(), exact.trace())
+    half = EmpiricalRisk(model, nn.MSELoss(reduction="sum"), (data[0][:2], data[1][:2]))
+    rest = EmpiricalRisk(model, nn.MSELoss(reduction="sum"), (data[0][2:], data[1][2:]))
+    both = EKFAC(half, uncovered="diagonal").update(rest)
+    full = EmpiricalRisk(model, nn.MSELoss(reduction="sum"), data)
+    close(both.submatrix(params).to_dense().trace(), GGN(full).submatrix(params).to_dense().trace())
+
+
+def test_what_cannot_be_corrected_is_refused() -> None:
+    risk = risk_of(*SHARED["convolution"])
+    with pytest.raises(ModelError, match="forward-only"):
+        EKFAC(risk, "forward-only")
