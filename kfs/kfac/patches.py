@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.kfac.inputs import Canonical, Input, at_a_time
+from kfs.kfac.inputs import Canonical, Input, Vectors, at_a_time
 from kfs.kfac.moments import Moment
 
 # Patches are written down for so many data at a time that they fill about this many bytes.
@@ -81,17 +81,36 @@ class Patches(Input):
 
     def gradients(self, g: Tensor, canonical: Canonical, ones: bool) -> Iterator[Tensor]:
         """Multiply image by image; patches are written down for a few images at a time."""
-        g = g.to(torch.promote_types(g.dtype, self.x.dtype))
-        g = (g if self.groups > 1 else g.unsqueeze(2)).permute(0, 2, 3, 1)  # [N, G, d_B, P]
-        g = g.flip(3) if self.mirrored else g
-        images = len(canonical(self.x.new_empty(len(self.x), 1), 1)[0])  # of a datum
-        step = len(g) if images > 1 else at_a_time(g, self.size * max(g.shape[2], prod(self.out)) * self.groups)
-        for some_x, some_g in zip(self.x.split(step), g.split(step), strict=True):
-            patches = self._vectors(some_x.to(g.dtype)).reshape(len(some_x), prod(self.out), self.groups, -1)
-            gradients = some_g @ patches.transpose(1, 2)
+        several = self._images(canonical) > 1
+        for patches, some_g in self._with_gradients(g, all_at_once=several):  # [n, P, G, d_A], [n, P, G, d_B]
+            gradients = some_g.permute(0, 2, 3, 1) @ patches.transpose(1, 2)
             if ones:
-                gradients = torch.cat([gradients, some_g.sum(3).unsqueeze(3)], 3)
-            yield canonical(gradients, 1).sum(1) if images > 1 else gradients
+                gradients = torch.cat([gradients, some_g.sum(1).unsqueeze(3)], 3)
+            yield canonical(gradients, 1).sum(1) if several else gradients
+
+    def add_squares(
+        self, total: Tensor, g: Tensor, canonical: Canonical, ones: bool, Q_A: Tensor | None, Q_B: Tensor | None
+    ) -> None:
+        """Treat patches of a few images at a time like any other vectors."""
+        if self.groups > 1 or self._images(canonical) > 1:
+            super().add_squares(total, g, canonical, ones, Q_A, Q_B)
+            return
+        for patches, some_g in self._with_gradients(g):
+            vectors = Vectors(patches.squeeze(2))
+            vectors.add_squares(total, some_g.squeeze(2), lambda t, _: t, ones, Q_A, Q_B)
+
+    def _images(self, canonical: Canonical) -> int:
+        """Return how many images a datum has."""
+        return len(canonical(self.x.new_empty(len(self.x), 1), 1)[0])
+
+    def _with_gradients(self, g: Tensor, all_at_once: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """Write patches down, `[n, P, G, d_A]`, a few at a time, with the gradients that belong to them."""
+        g = (g if self.groups > 1 else g.unsqueeze(2)).to(torch.promote_types(g.dtype, self.x.dtype))
+        g = g.flip(1) if self.mirrored else g
+        step = len(g) if all_at_once else at_a_time(g, self.size * prod(self.out) * self.groups)
+        for some_x, some_g in zip(self.x.split(step), g.split(step), strict=True):
+            patches = self._vectors(some_x.to(g.dtype))
+            yield patches.reshape(len(some_x), prod(self.out), self.groups, self.size), some_g
 
     def _sums(self) -> Tensor:
         """Sum patches over positions, `[N, C * kernel]` (or `[N, G, C * kernel]`): one axis after the other."""

@@ -1,8 +1,9 @@
 r"""Per-datum gradients: what is needed beyond factors to say how good they are, or to correct them.
 
 The curvature of a block is $C = R \sum_{n,c} \mathrm{vec}(G_{n,c})\, \mathrm{vec}(G_{n,c})^\top$, where
-$G_{n,c} = \sum_s g_{n,s,c}\, x_{n,s}^\top$ is the gradient of the parameter that a backpropagated vector of one datum makes, summed over
-shared positions and over all uses of the parameter. A `Statistic` is shown these gradients, and keeps a sum.
+$G_{n,c} = \sum_s g_{n,s,c}\, x_{n,s}^\top$ is the gradient of the parameter that a backpropagated vector of one datum
+makes, summed over shared positions and over all uses of the parameter. A `Statistic` is shown these gradients, and
+keeps a sum.
 """
 
 from abc import ABC, abstractmethod
