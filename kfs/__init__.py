@@ -4,20 +4,21 @@ Start with `EmpiricalRisk` (model, loss, data), the linear operators on it, and 
 `kfs.operators`, losses in `kfs.losses`, and the definitions, one runnable file each, in `kfs.basics`.
 """
 
-from kfs.kfac import EKFAC, KFAC, inspect
+from kfs.kfac import EKFAC, KFAC, Checkpoint, inspect, load
 from kfs.operators import GGN, Fisher, Hessian, Jacobian
 from kfs.risk import EmpiricalRisk
-
-__version__ = "0.1.0"
+from kfs.version import __version__
 
 __all__ = [
     "EKFAC",
     "GGN",
     "KFAC",
+    "Checkpoint",
     "EmpiricalRisk",
     "Fisher",
     "Hessian",
     "Jacobian",
     "__version__",
     "inspect",
+    "load",
 ]

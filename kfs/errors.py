@@ -60,6 +60,10 @@ class SolverError(KfsError, ArithmeticError):
     """An iteration cannot reach a solution."""
 
 
+class StorageError(KfsError, ValueError):
+    """A file cannot be written, or is not what it should be."""
+
+
 class VerificationError(KfsError, AssertionError):
     """A numerical claim turned out to be false."""
 

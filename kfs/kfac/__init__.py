@@ -3,9 +3,12 @@
 `scaffold` is the place to start reading.
 """
 
+from kfs.kfac.block_diagonal import BlockDiagonal
 from kfs.kfac.blocks import Block
+from kfs.kfac.checkpoint import Checkpoint
 from kfs.kfac.ekfac import EKFAC
+from kfs.kfac.files import load
 from kfs.kfac.inspection import Inspection, inspect
 from kfs.kfac.kfac import KFAC
 
-__all__ = ["EKFAC", "KFAC", "Block", "Inspection", "inspect"]
+__all__ = ["EKFAC", "KFAC", "Block", "BlockDiagonal", "Checkpoint", "Inspection", "inspect", "load"]

@@ -9,12 +9,14 @@ Contracts, for such an operator `K`, a vector `v` and numbers `d`, `p`:
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar, overload
 
 import torch
 from torch import Tensor
 
+from kfs import storage
 from kfs.errors import DtypeError, ModelError, SolverError
 from kfs.kfac import decompositions
 from kfs.kfac.blocks import Layout
@@ -59,9 +61,27 @@ class Group:
             layout.write(part if layout.groups > 1 else part.squeeze(1), columns)
             start += layout.groups
 
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a file."""
+        kind = next(kind for kind, cls in _KINDS.items() if type(self.structure) is cls)
+        return {"layouts": [asdict(layout) for layout in self.layouts], "kind": kind, "blocks": self.structure.state()}
+
+    @classmethod
+    def from_state(cls, state: Any) -> "Group":
+        """Undo `state`."""
+        layouts = tuple(map(Layout.from_state, state["layouts"]))
+        units, rows = sum(layout.groups for layout in layouts), layouts[0].row_size
+        sizes = {layout.column_size + (layout.bias is not None) for layout in layouts}
+        if {layout.row_size for layout in layouts} != {rows} or len(sizes) != 1:
+            raise ValueError("blocks of different sizes are together")
+        return cls(layouts, _KINDS[state["kind"]].from_state(state["blocks"], units, rows, sizes.pop()))
+
     @staticmethod
     def _units(M: Tensor, layout: Layout) -> Tensor:
         return M.transpose(0, 1) if layout.groups > 1 else M.unsqueeze(0)
+
+
+_KINDS: dict[str, type[Structure]] = {"kronecker": Kronecker, "eigenbasis": Eigenbasis, "dense": Dense}
 
 
 def grouped(parts: Iterable[tuple[Layout, Structure]]) -> list[Group]:
@@ -296,6 +316,52 @@ class BlockDiagonal(LinearOperator):
             dense[index.unsqueeze(2), index.unsqueeze(1)] = blocks
         return dense[order][:, order]
 
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Move all blocks to a device, or convert them, in place."""
+        self._groups = [Group(group.layouts, group.structure.to(device, dtype)) for group in self.groups]
+        self._move_space(device, dtype)
+        return self
+
+    def _move_space(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        old = self.domain
+        space = Space(old.shapes, dtype or old.dtype, old.device if device is None else torch.device(device))
+        self.domain = self.codomain = space
+
+    def save(self, path: str | Path) -> None:
+        """Write everything to a file that `kfs.load` reads, in the safetensors format.
+
+        The file is complete or not there at all, and an older one is replaced at once. Its header is readable: the
+        library's version, parameters with their shapes and, of `KFAC` and `EKFAC`, loss, kind of Fisher, sharing,
+        number of data and seed.
+
+        Args:
+            path: Where; `"k.safetensors"`, say.
+
+        Raises:
+            StorageError: If the file cannot be written.
+        """
+        kind = next(cls.__name__ for cls in type(self).__mro__ if cls.__name__ in {"EKFAC", "KFAC", "BlockDiagonal"})
+        storage.write(path, {"kind": kind} | self._about(), self._state() | self._state_of_space())
+
+    def _about(self) -> dict[str, Any]:
+        """Return what people want to see in a file's header."""
+        return {"parameters": {name: list(shape) for name, shape in self.domain.shapes.items()}}
+
+    def _state(self) -> dict[str, Any]:
+        """Return everything but the space, for a file."""
+        return {"groups": [group.state() for group in self.groups]}
+
+    def _state_of_space(self) -> dict[str, Any]:
+        shapes = [[name, list(shape)] for name, shape in self.domain.shapes.items()]
+        return {"space": {"shapes": shapes, "dtype": str(self.dtype).removeprefix("torch.")}}
+
+    @classmethod
+    def _from_state(cls, state: Any, space: Space) -> "BlockDiagonal":
+        """Undo `_state`."""
+        groups = [Group.from_state(part) for part in state["groups"]]
+        check_cover([layout for group in groups for layout in group.layouts], space)
+        return cls(space, groups)
+
     def _multiplied(self, columns: Columns, of: Callable[[Structure], Structure]) -> Columns:
         columns = {name: t.contiguous() for name, t in columns.items()}
         result = {name: torch.empty_like(t) for name, t in columns.items()}
@@ -376,6 +442,19 @@ class BlockDiagonal(LinearOperator):
             raise ModelError(
                 f"The operator is not symmetric, so it cannot be {verb}.", "Apply this before multiplying operators."
             )
+
+
+def check_cover(layouts: Iterable[Layout], space: Space) -> None:
+    """Check that blocks cover all entries of all parameters once.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    counts = {name: torch.zeros(1, *shape) for name, shape in space.shapes.items()}
+    for layout in layouts:
+        layout.write(layout.matrix(counts) + 1, counts)
+    if not all((t == 1).all() for t in counts.values()):
+        raise ValueError("blocks do not cover all parameters once")
 
 
 def zero_block(layout: Layout, space: Space) -> Structure:

@@ -6,9 +6,9 @@ rows of it, in which order of axes, in how many groups, and with which bias as l
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -42,6 +42,18 @@ class Layout:
     split: int
     groups: int = 1
     bias: str | None = None
+
+    @classmethod
+    def from_state(cls, state: Any) -> "Layout":
+        """Undo `dataclasses.asdict`, after a file was read."""
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
+        layout = cls(**fields)
+        numbers = (*layout.shape, *layout.rows, *layout.order, layout.split, layout.groups)
+        names = isinstance(layout.weight, str) and isinstance(layout.bias, str | None)
+        sensible = sorted(layout.order) == list(range(len(layout.shape))) and layout.groups > 0
+        if not names or not sensible or not all(type(n) is int and n >= 0 for n in numbers):
+            raise ValueError(f"the layout {state} is not one")
+        return layout
 
     @property
     def name(self) -> str:
@@ -106,6 +118,10 @@ class Pair:
         """Return the sums over both."""
         return Pair(self.input.merge(other.input), self.gradient.merge(other.gradient), self.terms + other.terms)
 
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a file."""
+        return {"input": self.input.state(), "gradient": self.gradient.state(), "terms": self.terms}
+
 
 @dataclass
 class Block:
@@ -159,6 +175,35 @@ class Block:
             "B": [p.gradient if side == "A" else p.input for side, p in self.pairs.items()],
         }
         return {side: all(m.diagonal for m in moments) for side, moments in mixed.items()}  # type: ignore[misc]
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, also of sums that are not finished, for a file."""
+        return {
+            "layout": asdict(self.layout),
+            "sharing": self.sharing,
+            "forward_only": self.forward_only,
+            "operations": sorted(self.operations),
+            "pairs": {side: pair.state() for side, pair in self.pairs.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Any) -> "Block":
+        """Undo `state`."""
+        layout = Layout.from_state(state["layout"])
+        block = cls(layout, str(state["sharing"]), bool(state["forward_only"]), operations=set(state["operations"]))
+        sizes: dict[Side, int] = {"A": layout.column_size, "B": layout.row_size}
+        sides: tuple[tuple[Side, Side], ...] = (("A", "B"), ("B", "A"))
+        for side, other in sides:
+            if side in state["pairs"]:
+                pair = state["pairs"][side]
+                block.pairs[side] = Pair(
+                    Moment.from_state(pair["input"], sizes[side], layout.groups),
+                    Moment.from_state(pair["gradient"], sizes[other], layout.groups),
+                    float(pair["terms"]),
+                )
+        if not block.pairs or set(state["pairs"]) - {"A", "B"}:
+            raise ValueError(f"the block {block.name!r} has no factors")
+        return block
 
     @property
     def nbytes(self) -> int:

@@ -21,19 +21,21 @@ It takes two passes over the data: one for the factors, one for the eigenvalues.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from kfs.errors import DataError, ModelError
-from kfs.kfac.block_diagonal import Group
+from kfs.kfac.block_diagonal import Group, check_cover
 from kfs.kfac.blocks import Block, Layout
+from kfs.kfac.checkpoint import Checkpoint, Journal, Progress
 from kfs.kfac.kfac import KFAC, diagonal_blocks, without_vmap_if_needed
 from kfs.kfac.per_datum import PerDatum, Squares, Statistic
 from kfs.kfac.scaffold import sweep
 from kfs.kfac.settings import Settings
 from kfs.kfac.structures import Eigenbasis
 from kfs.kfac.uses import Key
+from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
 
 
@@ -101,28 +103,31 @@ class EKFAC(KFAC):
         self._add_raw(other._raw, other.num_data, other._count)
         return self
 
-    def _complete(self, risk: EmpiricalRisk) -> None:
+    def _complete(self, risk: EmpiricalRisk, checkpoint: Checkpoint | None = None) -> None:
         """Decompose the factors and compute eigenvalues."""
         if self.settings.fisher == "forward-only":
             raise ModelError(
                 "fisher='forward-only' has no gradients to correct eigenvalues with.", "Use KFAC, or another fisher."
             )
-        self._bases = []
-        for group in super().groups:
-            basis = self._call(group, lambda g: g.structure.eigenbasis())
-            self._bases.append(Group(group.layouts, basis))
-        self._raw, self.num_data, self._count = self._squares(risk, self.settings)
+        self._raw = [
+            Group(group.layouts, self._call(group, lambda g: g.structure.eigenbasis())) for group in super().groups
+        ]
+        journal = None if checkpoint is None else Journal(checkpoint, risk, self.settings, "eigenvalues")
+        self._raw, self.num_data, self._count = self._squares(risk, self.settings, journal)
         self._groups = None
 
-    def _squares(self, risk: EmpiricalRisk, settings: Settings) -> tuple[list[Group], int, float]:
+    def _squares(
+        self, risk: EmpiricalRisk, settings: Settings, journal: Journal | None = None
+    ) -> tuple[list[Group], int, float]:
         """Sum squared gradients in the eigenbases, without the reduction factor, and count data."""
+        self._check_loss(risk)
 
-        def run(s: Settings) -> tuple[list[Group], int, float]:
-            raw = [self._zeros(group) for group in self._bases]
-            num_data, count, _ = sweep(risk, PerDatum(s, self._layouts, self._statistics(raw)), "EKFAC")
-            return raw, num_data, count
+        def run(s: Settings) -> tuple[list[Group], Progress]:
+            raw = [self._zeros(group) for group in self._raw]
+            uses = PerDatum(s, self._layouts, self._statistics(raw))
+            return raw, sweep(risk, uses, "EKFAC", journal)
 
-        raw, num_data, count = without_vmap_if_needed(settings, run)
+        raw, progress = without_vmap_if_needed(settings, run)
         self._add_exact(raw, risk, settings)
         for group in raw:
             if not group.structure.like.isfinite().all():
@@ -130,7 +135,28 @@ class EKFAC(KFAC):
                     f"Gradients of the blocks {sorted(set(group.names))} are not finite.",
                     "Look for NaN or infinity in the data, the parameters or the loss.",
                 )
-        return raw, num_data, count
+        return raw, progress.num_data, progress.count
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Move everything to a device, or convert it, in place."""
+        super().to(device, dtype)
+        self._raw = [Group(group.layouts, group.structure.to(device, dtype)) for group in self._raw]
+        return self
+
+    def _state(self) -> dict[str, Any]:
+        """Return everything but the space, for a file."""
+        return super()._state() | {"eigenvalues": [group.state() for group in self._raw]}
+
+    @classmethod
+    def _from_state(cls, state: Any, space: Space) -> "EKFAC":
+        """Undo `_state`."""
+        E = super()._from_state(state, space)
+        assert isinstance(E, EKFAC)  # noqa: S101 (it is this class)
+        E._raw = [Group.from_state(part) for part in state["eigenvalues"]]
+        check_cover([layout for group in E._raw for layout in group.layouts], space)
+        if not all(isinstance(group.structure, Eigenbasis) for group in E._raw):
+            raise ValueError("blocks are not given by eigenvalues")
+        return E
 
     @property
     def _layouts(self) -> dict[Key, Layout]:

@@ -6,7 +6,7 @@ All methods act on `U` matrices of size `d` together, each with a scale of its o
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,6 +58,27 @@ class Factor:
             return cls.identity(first.size, scale)
         symmetric = all(part.symmetric for part in parts)
         return cls(torch.cat([part.values for part in parts]), scale, first.kind, symmetric)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Factor":
+        """Return the same matrices on a device, or in another precision."""
+        values, scale = (t.to(device=device, dtype=dtype) for t in (self.values, self.scale))
+        return replace(self, values=values, scale=scale)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a file."""
+        values = self.size if self.kind == "identity" else self.values
+        return {"kind": self.kind, "values": values, "scale": self.scale, "symmetric": self.symmetric}
+
+    @classmethod
+    def from_state(cls, state: Any, units: int, size: int) -> "Factor":
+        """Undo `state`, for some matrices of a size."""
+        kind, values, scale = state["kind"], state["values"], state["scale"]
+        if kind == "identity":
+            values = scale.new_ones(()).expand(units, int(values))
+        shape = {"dense": (units, size, size), "diagonal": (units, size), "identity": (units, size)}[kind]
+        if values.shape != shape or scale.shape != (units,):
+            raise ValueError(f"a factor has shape {list(values.shape)} instead of {list(shape)}")
+        return cls(values, scale, kind, bool(state["symmetric"]))
 
     def __len__(self) -> int:
         """Count the matrices."""

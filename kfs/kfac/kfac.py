@@ -2,14 +2,16 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import Self, TypeVar
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import torch
 
 from kfs.errors import DataError, KfsWarning, ModelError
-from kfs.kfac.block_diagonal import BlockDiagonal, Group, grouped, unused_rows, zero_block
+from kfs.kfac.block_diagonal import BlockDiagonal, Group, check_cover, grouped, unused_rows, zero_block
 from kfs.kfac.blocks import Block, Layout, Pair
+from kfs.kfac.checkpoint import Checkpoint, Journal
 from kfs.kfac.diagonal import exact_diagonal
 from kfs.kfac.kronecker import Kronecker
 from kfs.kfac.moments import Moment
@@ -20,6 +22,19 @@ from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
 
 Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What remains of a loss after factors were computed: its name, and how it scales them."""
+
+    name: str
+    reduction: str
+    scale: float
+
+    def reduction_factor(self, count: float) -> float:
+        """Return `R`, given the count of all targets."""
+        return self.scale if self.reduction == "sum" else self.scale / count
 
 
 class KFAC(BlockDiagonal):
@@ -43,6 +58,11 @@ class KFAC(BlockDiagonal):
         batch_axis: Where the batch axis is in activations, if it is not first; `"reduce"` needs to know.
         first_datum: Index of the first datum, for draws, if these data are a part of a larger set.
         columns_at_once: How many backpropagated vectors are sent back together: more take more memory.
+        factor_device: Where factors live, if not with the model: `"cpu"` saves memory of a GPU, and takes longer.
+        factor_dtype: Precision of the factors, if not the model's (or float32 for half precision). They are summed up
+            in float32 or better in any case.
+        checkpoint: Where to write intermediate results, and to resume from if they are there: a path, or a
+            `Checkpoint` that also says how often.
 
     Attributes:
         blocks: Blocks by name. Each has `A` and `B`.
@@ -80,22 +100,38 @@ class KFAC(BlockDiagonal):
         batch_axis: int | None = None,
         first_datum: int = 0,
         columns_at_once: int | None = None,
+        factor_device: str | torch.device | None = None,
+        factor_dtype: torch.dtype | None = None,
+        checkpoint: str | Path | Checkpoint | None = None,
     ) -> None:
         """Compute all factors."""
         self.settings = Settings(
-            fisher, sharing, mc_samples, seed, joint_bias, max_dim, uncovered, batch_axis, first_datum, columns_at_once
+            fisher,
+            sharing,
+            mc_samples,
+            seed,
+            joint_bias,
+            max_dim,
+            uncovered,
+            batch_axis,
+            first_datum,
+            columns_at_once,
+            None if factor_device is None else str(factor_device),
+            factor_dtype,
         )
         self._check_names(risk)
-        blocks, result = _computed(risk, self.settings)
+        checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
+        blocks, result = _computed(risk, self.settings, checkpoint)
         covered = {name for block in blocks for name in block.layout.params}
         space = Space({n: p.shape for n, p in risk.params.items() if n in covered}, risk.dtype, risk.device)
         super().__init__(space, None)
-        self._loss, self._count, self.num_data = risk.loss, result.count, result.num_data
+        self._loss = LossScale(risk.loss.name, risk.loss.reduction, risk.loss.scale)
+        self._count, self.num_data = result.count, result.num_data
         order = {name: place for place, name in enumerate(risk.params)}
         self.blocks = {b.name: b for b in sorted(blocks, key=lambda b: (order[b.layout.weight], b.layout.rows))}
         self._scale()
         self._announce()
-        self._complete(risk)
+        self._complete(risk, checkpoint)
 
     @property
     def groups(self) -> list[Group]:
@@ -116,6 +152,7 @@ class KFAC(BlockDiagonal):
         Returns:
             This object. It equals one that was computed from all data at once.
         """
+        self._check_loss(risk)
         s = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
         blocks, result = _computed(risk, s)
         self._add({block.name: block for block in blocks}, result.num_data, result.count)
@@ -140,9 +177,7 @@ class KFAC(BlockDiagonal):
             for pair in block.pairs.values():
                 for moment in (pair.input, pair.gradient):
                     moment.total = moment.total.to(device=device, dtype=dtype)
-        old = self.domain
-        space = Space(old.shapes, dtype or old.dtype, torch.device(device) if device is not None else old.device)
-        self.domain = self.codomain = space
+        self._move_space(device, dtype)
         self._groups = None
         return self
 
@@ -162,14 +197,57 @@ class KFAC(BlockDiagonal):
         self.num_data, self._count = self.num_data + num_data, self._count + count
         self._scale()
 
-    def _complete(self, risk: EmpiricalRisk) -> None:
+    def _complete(self, risk: EmpiricalRisk, checkpoint: Checkpoint | None = None) -> None:
         """Do what remains to be done after the factors were computed: nothing here."""
+
+    def _check_loss(self, risk: EmpiricalRisk) -> None:
+        """Refuse data for another loss."""
+        theirs = LossScale(risk.loss.name, risk.loss.reduction, risk.loss.scale)
+        if theirs != self._loss:
+            raise ModelError(f"The losses differ: {self._loss} and {theirs}.", "Use the same loss for all data.")
 
     def _check_settings(self, other: "KFAC") -> None:
         """Refuse what was computed in another way."""
         mine, theirs = (replace(k.settings, first_datum=0) for k in (self, other))
         if mine != theirs:
             raise ModelError(f"The settings differ: {mine} and {theirs}.", "Merge what was computed in the same way.")
+        if self._loss != other._loss:
+            raise ModelError(f"The losses differ: {self._loss} and {other._loss}.", "Use the same loss for all data.")
+
+    def _about(self) -> dict[str, Any]:
+        """Return what people want to see in a file's header."""
+        settings = self.settings.state()
+        return super()._about() | {
+            "loss": f"{self._loss.name}, reduction={self._loss.reduction!r}",
+            "fisher": settings["fisher"],
+            "sharing": settings["sharing"],
+            "num_data": self.num_data,
+            "seed": settings["seed"],
+        }
+
+    def _state(self) -> dict[str, Any]:
+        """Return everything but the space, for a file."""
+        return {
+            "settings": self.settings.state(),
+            "loss": asdict(self._loss),
+            "count": self._count,
+            "num_data": self.num_data,
+            "blocks": [block.state() for block in self.blocks.values()],
+        }
+
+    @classmethod
+    def _from_state(cls, state: Any, space: Space) -> "KFAC":
+        """Undo `_state`."""
+        K = cls.__new__(cls)
+        BlockDiagonal.__init__(K, space, None)
+        K.settings, K._loss = Settings.from_state(state["settings"]), LossScale(**state["loss"])
+        K._count, K.num_data = float(state["count"]), int(state["num_data"])
+        blocks = list(map(Block.from_state, state["blocks"]))
+        layouts = [block.layout for block in blocks]
+        check_cover([*layouts, *unused_rows(layouts, space)], space)
+        K.blocks = {block.name: block for block in blocks}
+        K._scale()
+        return K
 
     def _scale(self) -> None:
         """Tell blocks the reduction factor of all data seen."""
@@ -229,9 +307,12 @@ def without_vmap_if_needed(settings: Settings, run: Callable[[Settings], Answer]
         return run(replace(settings, columns_at_once=1))
 
 
-def _computed(risk: EmpiricalRisk, settings: Settings) -> tuple[list[Block], Result]:
+def _computed(
+    risk: EmpiricalRisk, settings: Settings, checkpoint: Checkpoint | None = None
+) -> tuple[list[Block], Result]:
     """Compute blocks, check them, and deal with parameters that are not covered."""
-    result = without_vmap_if_needed(settings, lambda s: kfac(risk, s))
+    journal = None if checkpoint is None else Journal(checkpoint, risk, settings, "factors")
+    result = without_vmap_if_needed(settings, lambda s: kfac(risk, s, journal))
     bad = set(result.uncovered)
     blocks = [block for block in result.blocks if not bad & set(block.layout.params)]
     kept = {name for block in blocks for name in block.layout.params}

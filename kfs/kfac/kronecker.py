@@ -84,6 +84,19 @@ class Kronecker(Structure):
         """Put blocks together."""
         return cls(Factor.stack([part.A for part in parts]), Factor.stack([part.B for part in parts]))
 
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Return the same blocks on a device, or in another precision."""
+        return type(self)(self.A.to(device, dtype), self.B.to(device, dtype))
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a file."""
+        return {"A": self.A.state(), "B": self.B.state()}
+
+    @classmethod
+    def from_state(cls, state: Any, units: int, rows: int, columns: int) -> Self:
+        """Undo `state`, for some blocks of a size."""
+        return cls(Factor.from_state(state["A"], units, columns), Factor.from_state(state["B"], units, rows))
+
     def multiply(self, M: Tensor) -> Tensor:
         """Multiply from both sides; scales come last, and are not applied to large factors."""
         return self.B.left(self.A.right(M)) * (self.A.scale * self.B.scale).reshape(-1, 1, 1, 1)

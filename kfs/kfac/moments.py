@@ -1,6 +1,7 @@
 """Running sums of outer products of one side of a block: dense, or only their diagonal."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,17 +85,57 @@ class Moment:
             self._upper |= add_gram(self.total, x)
         self._whole = True
 
-    def finish(self) -> None:
-        """Fill in what is below the diagonal."""
-        if self.diagonal:
-            return
-        if self._upper:
-            mirror(self.total if self._whole else self.inner)
-        if self.bias and not self._whole:
-            self.total[..., -1, :-1] = self.total[..., :-1, -1]
-            self.total[..., -1, -1] += self._ones
-            self._ones = 0.0
+    def finish(self, dtype: torch.dtype | None = None) -> None:
+        """Fill in what is below the diagonal, and convert to another precision if asked for."""
+        if not self.diagonal:
+            if self._upper:
+                mirror(self.total if self._whole else self.inner)
+            if self.bias and not self._whole:
+                self.total[..., -1, :-1] = self.total[..., :-1, -1]
+                self.total[..., -1, -1] += self._ones
+        self._whole, self._upper, self._ones = False, False, 0.0
+        self.total = self.total.to(dtype or self.total.dtype)
+
+    def near(self, device: torch.device) -> "Moment":
+        """Return a moment on a device to add vectors to: this one, or a new one that `absorb` takes."""
+        if self.total.device == device:
+            return self
+        groups = len(self.total) if self.total.ndim > (1 if self.diagonal else 2) else 1
+        return Moment.zeros(self.size - self.bias, groups, self.diagonal, self.bias, self.total.dtype, device)
+
+    def absorb(self, other: "Moment") -> None:
+        """Add what `near` returned, after vectors were added to it."""
+        if other is not self:
+            self.total += other.total.to(self.total.device)
+            self._whole, self._upper = self._whole | other._whole, self._upper | other._upper
+            self._ones += other._ones
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, also of a sum that is not finished, for a file."""
+        return {
+            "total": self.total,
+            "diagonal": self.diagonal,
+            "bias": self.bias,
+            "whole": self._whole,
+            "upper": self._upper,
+            "ones": self._ones,
+        }
+
+    @classmethod
+    def from_state(cls, state: Any, size: int, groups: int) -> "Moment":
+        """Undo `state`, for vectors of a size (without the bias coordinate)."""
+        total, diagonal, bias = state["total"], bool(state["diagonal"]), bool(state["bias"])
+        moment = cls.zeros(size, groups, diagonal, bias, total.dtype, total.device)
+        if moment.total.shape != total.shape or not total.is_floating_point():
+            raise ValueError(f"a factor has shape {list(total.shape)} instead of {list(moment.total.shape)}")
+        moment.total.copy_(total)  # rows start where they did before: results are the same to the last bit
+        if total.dtype != moment.total.dtype:
+            moment.total = total
+        moment._whole, moment._upper, moment._ones = bool(state["whole"]), bool(state["upper"]), float(state["ones"])
+        return moment
 
     def merge(self, other: "Moment") -> "Moment":
         """Return the sum of two finished moments of the same vectors."""
-        return Moment(self.total + other.total.to(self.total), self.diagonal, self.bias)
+        dtype = torch.promote_types(self.total.dtype, torch.float32)
+        total = self.total.to(dtype) + other.total.to(self.total.device, dtype)
+        return Moment(total.to(self.total.dtype), self.diagonal, self.bias)

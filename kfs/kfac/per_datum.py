@@ -9,6 +9,7 @@ keeps a sum.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,13 @@ from kfs.kfac.uses import Key, Uses, full_precision
 
 
 class Statistic(ABC):
-    """A sum over the gradients of one block."""
+    """A sum over the gradients of one block.
+
+    Attributes:
+        total: The sum, changed in place.
+    """
+
+    total: Tensor
 
     @abstractmethod
     def add(self, gradients: Tensor) -> None:
@@ -127,6 +134,15 @@ class PerDatum(Uses):
             with full_precision(gradients.device):
                 self._statistics[key].add(gradients)
         self._sums_of_uses.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Return all sums, between two batches, for a file."""
+        return {"totals": [statistic.total for statistic in self._statistics.values()]}
+
+    def restore(self, state: Any) -> None:
+        """Undo `state`."""
+        for statistic, total in zip(self._statistics.values(), state["totals"], strict=True):
+            statistic.total.copy_(total)
 
     def finish_batch(self) -> None:
         """Forget the batch."""

@@ -27,6 +27,7 @@ from kfs.exact_derivatives import explained
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors
 from kfs.kfac.blocks import Block
 from kfs.kfac.capture import Capture, Tap
+from kfs.kfac.checkpoint import Journal, Progress
 from kfs.kfac.operations import RULES
 from kfs.kfac.operations.fallback import otherwise
 from kfs.kfac.settings import Settings
@@ -51,44 +52,48 @@ class Result:
     uncovered: dict[str, str]
 
 
-def kfac(risk: EmpiricalRisk, settings: Settings) -> Result:
+def kfac(risk: EmpiricalRisk, settings: Settings, journal: Journal | None = None) -> Result:
     """Compute the Kronecker factors of all parametric operations.
 
     Args:
         risk: Model, loss, data and parameters.
         settings: Which curvature matrix, and how.
+        journal: Keeps intermediate results in a file.
 
     Returns:
         The blocks, with raw sums: scaling by `R` is left to them, so that more data can be added.
     """
     uses = Uses(settings)
-    num_data, count, unexplained = sweep(risk, uses, "KFAC")
+    progress = sweep(risk, uses, "KFAC", journal)
     # Step 5: return the factors.
     for block in uses.blocks.values():
         for pair in block.pairs.values():
-            pair.input.finish()
-            pair.gradient.finish()
-    return Result(list(uses.blocks.values()), num_data, count, not_covered(risk, uses, unexplained))
+            pair.input.finish(settings.factor_dtype)
+            pair.gradient.finish(settings.factor_dtype)
+    uncovered = not_covered(risk, uses, progress.unexplained)
+    return Result(list(uses.blocks.values()), progress.num_data, progress.count, uncovered)
 
 
-def sweep(risk: EmpiricalRisk, uses: Uses, task: str) -> tuple[int, float, set[tuple[str, str]]]:
+def sweep(risk: EmpiricalRisk, uses: Uses, task: str, journal: Journal | None = None) -> Progress:
     """Show all inputs and gradients of all parametric operations to `uses`.
 
     Args:
         risk: Model, loss, data and parameters.
         uses: Takes note of uses; has the settings.
         task: What to call it in a progress bar.
+        journal: Keeps intermediate results in a file, and may have some already.
 
     Returns:
-        The number of data, what a mean over the targets divides by, and `(parameter, operation)` of uses without rule.
+        What was counted on the way.
     """
-    settings, num_data, count = uses.settings, 0, 0.0
-    unexplained: set[tuple[str, str]] = set()
+    settings, progress = uses.settings, Progress() if journal is None else journal.resume(uses)
     at_once = columns_at_once(risk, settings)
     # vmap does not know the faster attention kernels.
     attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
     with risk.untouched(first_order=True), attention, torch.enable_grad(), explained():
-        for batch in risk.batches(task):
+        for place, batch in enumerate(risk.batches(task)):
+            if journal is not None and journal.knows(place, batch):
+                continue
             # Step 1: forward pass. Step 2: input-based factors, on the way.
             f, capture = forward(risk, batch, uses)
             risk.finite(f.detach(), batch)
@@ -100,11 +105,15 @@ def sweep(risk: EmpiricalRisk, uses: Uses, task: str) -> tuple[int, float, set[t
                 backward(f, capture, columns, keep_graph=not last)
                 uses.finish_backward()
             uses.finish_batch()
-            unexplained |= capture.unexplained
+            progress.unexplained |= capture.unexplained
             del f, capture  # their graph is large, and the next one comes before they are replaced
             # Step 4: what the loss's reduction divides by.
-            num_data, count = num_data + len(batch.y), count + risk.loss.count(batch.y)
-    return num_data, count, unexplained
+            progress.add(len(batch.y), risk.loss.count(batch.y))
+            if journal is not None:
+                journal.note(progress, uses)
+    if journal is not None:
+        journal.close(progress, uses)
+    return progress
 
 
 def columns_at_once(risk: EmpiricalRisk, settings: Settings) -> int:

@@ -1,8 +1,10 @@
 """The settings of a KFAC approximation, checked once."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
 
 from kfs.errors import ModelError
 
@@ -34,6 +36,8 @@ class Settings:
     batch_axis: int | None = None
     first_datum: int = 0
     columns_at_once: int | None = None
+    factor_device: str | None = None
+    factor_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         """Check all of them."""
@@ -49,6 +53,22 @@ class Settings:
             optional = name in {"max_dim", "columns_at_once"} and value is None
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < smallest):
                 raise ModelError(f"{name} is {value!r}.", f"Use an integer from {smallest} on.")
+        if self.factor_dtype is not None and not (
+            isinstance(self.factor_dtype, torch.dtype) and self.factor_dtype.is_floating_point
+        ):
+            raise ModelError(f"factor_dtype is {self.factor_dtype!r}.", "Use a floating-point type of PyTorch.")
+
+    def state(self) -> dict[str, Any]:
+        """Return all of them, for a file."""
+        dtype = None if self.factor_dtype is None else str(self.factor_dtype).removeprefix("torch.")
+        sharing = dict(self.sharing) if isinstance(self.sharing, Mapping) else self.sharing
+        return asdict(self) | {"sharing": sharing, "factor_dtype": dtype}
+
+    @classmethod
+    def from_state(cls, state: Any) -> "Settings":
+        """Undo `state`."""
+        dtype = state["factor_dtype"]
+        return cls(**state | {"factor_dtype": None if dtype is None else getattr(torch, dtype)})
 
     def sharing_of(self, name: str) -> Sharing:
         """Return the weight sharing of a parameter: its own, that of its module, or `"expand"`."""

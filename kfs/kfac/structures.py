@@ -58,6 +58,19 @@ class Structure(ABC):
         """Put blocks with equal keys together."""
 
     @abstractmethod
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Return the same blocks on a device, or in another precision."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a file."""
+
+    @classmethod
+    @abstractmethod
+    def from_state(cls, state: Any, units: int, rows: int, columns: int) -> Self:
+        """Undo `state`, for some blocks of a size."""
+
+    @abstractmethod
     def multiply(self, M: Tensor) -> Tensor:
         """Multiply `[U, K, d_B, d_A]`."""
 
@@ -178,6 +191,23 @@ class Eigenbasis(Structure):
             return parts[0]  # type: ignore[no-any-return]
         Q_A, Q_B = Factor.stack([part.Q_A for part in parts]), Factor.stack([part.Q_B for part in parts])
         return cls(Q_A, Q_B, torch.cat([p.values for p in parts]), torch.cat([p.noise for p in parts]))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Return the same blocks on a device, or in another precision."""
+        values, noise = (t.to(device=device, dtype=dtype) for t in (self.values, self.noise))
+        return type(self)(self.Q_A.to(device, dtype), self.Q_B.to(device, dtype), values, noise)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a file."""
+        return {"Q_A": self.Q_A.state(), "Q_B": self.Q_B.state(), "values": self.values, "noise": self.noise}
+
+    @classmethod
+    def from_state(cls, state: Any, units: int, rows: int, columns: int) -> Self:
+        """Undo `state`, for some blocks of a size."""
+        Q_A, Q_B = Factor.from_state(state["Q_A"], units, columns), Factor.from_state(state["Q_B"], units, rows)
+        if state["values"].shape != (units, rows, columns) or state["noise"].shape != (units,):
+            raise ValueError(f"eigenvalues have shape {list(state['values'].shape)}")
+        return cls(Q_A, Q_B, state["values"], state["noise"])
 
     def rotated(self, M: Tensor, back: bool = False) -> Tensor:
         """Return `Q_B^T M Q_A`; or, the way back, `Q_B M Q_A^T`."""
@@ -300,6 +330,21 @@ class Dense(Structure):
         first = parts[0]
         matrix = first.matrix if len(parts) == 1 else torch.cat([part.matrix for part in parts])
         return cls(matrix, first.rows, first.columns, all(part.symmetric for part in parts))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Return the same blocks on a device, or in another precision."""
+        return replace(self, matrix=self.matrix.to(device=device, dtype=dtype))
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a file."""
+        return {"matrix": self.matrix, "symmetric": self.symmetric}
+
+    @classmethod
+    def from_state(cls, state: Any, units: int, rows: int, columns: int) -> Self:
+        """Undo `state`, for some blocks of a size."""
+        if state["matrix"].shape != (units, rows * columns, rows * columns):
+            raise ValueError(f"a block has shape {list(state['matrix'].shape)}")
+        return cls(state["matrix"], rows, columns, bool(state["symmetric"]))
 
     def multiply(self, M: Tensor) -> Tensor:
         """Multiply with matrices."""

@@ -7,6 +7,7 @@ are complete.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +91,9 @@ class Uses:
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         with full_precision(like.device):
             if block.sharing == "expand":
-                vectors.add_to(pair.input, ones)
+                moment = pair.input.near(like.device)
+                vectors.add_to(moment, ones)
+                pair.input.absorb(moment)
                 pair.terms += vectors.positions
             else:
                 self._collect((key, side), batch, vectors, pair.input.bias, ones)
@@ -102,7 +105,9 @@ class Uses:
                 g = read(g.detach())
                 if block.sharing == "expand":
                     g = g.to(narrow) if narrow is not None and g.dtype == torch.float32 else g  # as autocast multiplies
-                    pair.gradient.add_inner(_three_axes(g, vectors.groups))
+                    moment = pair.gradient.near(g.device)
+                    moment.add_inner(_three_axes(g, vectors.groups))
+                    pair.gradient.absorb(moment)
                 else:
                     self._collect_gradients((key, side), batch, g, vectors.groups)
 
@@ -113,7 +118,9 @@ class Uses:
         for (key, side), sums in self._sums.items():
             pair = self.blocks[key].pairs[side]
             with full_precision(sums.inputs.device):
-                pair.input.add_whole(sums.inputs.unsqueeze(1))
+                moment = pair.input.near(sums.inputs.device)
+                moment.add_whole(sums.inputs.unsqueeze(1))
+                pair.input.absorb(moment)
             pair.terms += len(sums.inputs)
 
     def finish_backward(self) -> None:
@@ -122,14 +129,26 @@ class Uses:
             if sums.gradients is not None:
                 counts = sums.counts.clamp(min=1).reshape(-1, *[1] * (sums.gradients.ndim - 2))
                 with full_precision(counts.device):
-                    self.blocks[key].pairs[side].gradient.add_inner(
-                        (sums.gradients / counts).flatten(0, 1).unsqueeze(1)
-                    )
+                    total = self.blocks[key].pairs[side].gradient
+                    moment = total.near(counts.device)
+                    moment.add_inner((sums.gradients / counts).flatten(0, 1).unsqueeze(1))
+                    total.absorb(moment)
                 sums.gradients = None
 
     def finish_batch(self) -> None:
         """Forget the batch."""
         self._sums.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Return all sums, between two batches, for a file."""
+        blocks = [block.state() for block in self.blocks.values()]
+        return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
+
+    def restore(self, state: Any) -> None:
+        """Undo `state`."""
+        self.conflicts = {(str(name), str(operation)) for name, operation in state["conflicts"]}
+        for block in map(Block.from_state, state["blocks"]):
+            self._own(block)
 
     def _block(self, layout: Layout, operation: str) -> Block | None:
         """Return the block of a use; nothing if another block has its parameters in a way that does not fit."""
@@ -140,14 +159,18 @@ class Uses:
                 if layout.weight != other.weight or overlap:
                     return None
             sharing = self.settings.sharing_of(layout.weight)
-            self.blocks[key] = Block(layout, sharing, self.settings.fisher == "forward-only")
-            for name in layout.params:
-                self._owners.setdefault(name, []).append(self.blocks[key])
+            self._own(Block(layout, sharing, self.settings.fisher == "forward-only"))
         block = self.blocks[key]
         if block.layout != layout:
             return None
         block.operations.add(operation)
         return block
+
+    def _own(self, block: Block) -> None:
+        """Take note of a new block."""
+        self.blocks[block.layout.weight, block.layout.rows] = block
+        for name in block.layout.params:
+            self._owners.setdefault(name, []).append(block)
 
     def _pair(self, block: Block, vectors: Input, like: Tensor, side: Side) -> Pair:
         """Return the sums of a use's role, new ones for its first use."""
@@ -157,12 +180,16 @@ class Uses:
             sizes = (columns, rows) if side == "A" else (rows, columns)
             bias = block.layout.bias is not None and side == "A"
             wide = [self.settings.is_diagonal(size) for size in (sizes[0] + bias, sizes[1])]
-            kind = like.dtype, "meta" if self.dry else like.device
+            kind = self.settings.factor_dtype or like.dtype, self._device(like)
             block.pairs[side] = Pair(
                 Moment.zeros(sizes[0], groups, vectors.sparse or wide[0], bias, *kind),
                 Moment.zeros(sizes[1], groups, block.forward_only or wide[1], False, *kind),
             )
         return block.pairs[side]
+
+    def _device(self, like: Tensor) -> torch.device | str:
+        """Return where factors live."""
+        return "meta" if self.dry else self.settings.factor_device or like.device
 
     def _collect(self, key: tuple[Key, Side], batch: BatchAxis, vectors: Input, bias: bool, ones: bool) -> None:
         """Add a use's sums over shared positions."""

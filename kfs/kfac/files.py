@@ -1,0 +1,53 @@
+"""Loading what `save` has written."""
+
+from pathlib import Path
+
+import torch
+
+from kfs import storage
+from kfs.errors import StorageError
+from kfs.kfac.block_diagonal import BlockDiagonal
+from kfs.kfac.ekfac import EKFAC
+from kfs.kfac.kfac import KFAC
+from kfs.operators.space import Space
+
+_CLASSES: dict[str, type[BlockDiagonal]] = {"KFAC": KFAC, "EKFAC": EKFAC, "BlockDiagonal": BlockDiagonal}
+
+
+def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal:
+    """Read a `KFAC`, an `EKFAC`, or what was made from them (an inverse, say) from a file.
+
+    Args:
+        path: What `save` has written.
+        device: Where to put it.
+
+    Returns:
+        An object of the same class, equal to the one that was saved to the last bit. More data can be added to it.
+
+    Raises:
+        StorageError: If there is no such file, if kfs has not written it, or if it was damaged. Code is never executed.
+
+    Example:
+        >>> import tempfile
+        >>> from kfs import EmpiricalRisk
+        >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
+        >>> K = KFAC(risk)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     K.save(f"{folder}/k.safetensors")
+        ...     again = load(f"{folder}/k.safetensors")
+        >>> bool((again.to_dense() == K.to_dense()).all())
+        True
+    """
+    header, state = storage.read(path, device)
+    cls = _CLASSES.get(header.get("kind", ""))
+    if cls is None:
+        raise StorageError(
+            f"{path} holds a {header.get('kind', 'nothing')}.",
+            "Pass a file that K.save(...) has written; a checkpoint is resumed with KFAC(risk, checkpoint=...).",
+        )
+    with storage.valid(path):
+        shapes = {str(name): tuple(map(int, shape)) for name, shape in state["space"]["shapes"]}
+        dtype = getattr(torch, state["space"]["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{dtype} is no dtype")
+        return cls._from_state(state, Space(shapes, dtype, torch.device(device)))

@@ -1,0 +1,176 @@
+"""Files: tensors and a readable header, in the safetensors format, written atomically and checked when they are read.
+
+The header is JSON that any safetensors tool shows. It has a digest of the whole file, so that a file that was cut off,
+or of which a single byte was changed, is refused. Reading a file never executes code from it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kfs.errors import StorageError
+from kfs.version import __version__
+
+_NO_DIGEST = "0" * 64
+_LARGEST_HEADER = 100_000_000  # what safetensors itself accepts
+_TENSOR = "$tensor"
+
+
+def write(path: str | Path, about: Mapping[str, Any], state: Any) -> None:
+    """Write a file, or leave an older one at its place as it was.
+
+    Args:
+        path: Where.
+        about: What people want to see in the header, by name: strings, numbers, lists, dictionaries.
+        state: Nested dictionaries and lists of tensors, strings, numbers, booleans and nothing.
+
+    Raises:
+        StorageError: If the file cannot be written.
+    """
+    path = Path(path)
+    tensors: dict[str, Tensor] = {}
+    packed = _pack(state, "", tensors)
+    header = {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
+    header |= {"format": "kfs", "kfs_version": __version__, "state": json.dumps(packed), "digest": _NO_DIGEST}
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        save_file(tensors, partial, header)
+        with open(partial, "r+b") as file:
+            start, digest = _digest(file)
+            file.seek(start)
+            file.write(digest.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        _sync_folder(path.parent)
+    except (OSError, SafetensorError) as error:
+        partial.unlink(missing_ok=True)
+        raise StorageError(
+            f"{path} cannot be written: {error}.", "Choose an existing folder with enough space that may be written to."
+        ) from error
+
+
+def read(path: str | Path, device: str | torch.device = "cpu") -> tuple[dict[str, str], Any]:
+    """Read a file that `write` has written.
+
+    Args:
+        path: Where.
+        device: Where tensors go.
+
+    Returns:
+        The header, and the state.
+
+    Raises:
+        StorageError: If there is no such file, if it is foreign, or if it was damaged.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            header = _header(file, path)
+            start, digest = _digest(file)
+            file.seek(start)
+            if file.read(64).decode(errors="replace") != digest:
+                raise _damaged(path)
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+            state = _unpack(json.loads(header["state"]), tensors)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error}.", "Look at the path, and who may read it.") from error
+    except (SafetensorError, ValueError, KeyError) as error:
+        if isinstance(error, StorageError):
+            raise
+        raise _damaged(path) from error
+    return header, state
+
+
+@contextmanager
+def valid(path: str | Path) -> Iterator[None]:
+    """Say of a state that does not have the expected parts that it is not one of ours."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        raise StorageError(
+            f"{path} does not hold what its header says ({type(error).__name__}: {error}).",
+            "It was written by another version of kfs, or by something else. Compute and save it again.",
+        ) from error
+
+
+def _damaged(path: Path) -> StorageError:
+    return StorageError(
+        f"{path} is damaged: it was cut off or changed.", "Use another copy, or compute and save it again."
+    )
+
+
+def _header(file: Any, path: Path) -> dict[str, str]:
+    """Return the metadata of a file in the safetensors format that kfs has written."""
+    length = int.from_bytes(file.read(8), "little")
+    header: Any = None
+    if length <= min(os.fstat(file.fileno()).st_size - 8, _LARGEST_HEADER):
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:  # other bytes than text, or other text than JSON
+            header = None
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("format") != "kfs" or "state" not in metadata:
+        raise StorageError(
+            f"{path} is not a file that kfs has written, or its beginning is damaged.",
+            "Pass a file that K.save(...) has written.",
+        )
+    return metadata
+
+
+def _digest(file: Any) -> tuple[int, str]:
+    """Return where in a file its digest is, and what it should be; the digest itself counts as zeros."""
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    header = file.read(length)
+    mark = b'"digest":"'
+    start = header.find(mark) + len(mark)
+    if start < len(mark):
+        raise ValueError("there is no digest")
+    hashed = hashlib.blake2b(length.to_bytes(8, "little"), digest_size=32)
+    hashed.update(header[:start] + _NO_DIGEST.encode() + header[start + 64 :])
+    while block := file.read(2**22):
+        hashed.update(block)
+    return 8 + start, hashed.hexdigest()
+
+
+def _pack(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Take tensors out of a state."""
+    if isinstance(state, Tensor):
+        tensors[name] = state.detach().cpu().contiguous().clone()
+        return {_TENSOR: name}
+    if isinstance(state, Mapping):
+        return {key: _pack(value, f"{name}.{key}".lstrip("."), tensors) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_pack(value, f"{name}.{place}".lstrip("."), tensors) for place, value in enumerate(state)]
+    return state
+
+
+def _unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
+    """Put tensors back."""
+    if isinstance(packed, dict):
+        if set(packed) == {_TENSOR}:
+            return tensors[packed[_TENSOR]]
+        return {key: _unpack(value, tensors) for key, value in packed.items()}
+    return [_unpack(value, tensors) for value in packed] if isinstance(packed, list) else packed
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make sure that the new name survives a power failure, where the system can do that."""
+    if os.name != "posix":  # pragma: no cover (folders cannot be opened there)
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
