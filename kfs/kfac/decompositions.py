@@ -69,7 +69,7 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
         values, vectors = torch.linalg.eigh(matrices)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # float32 algorithms sometimes do not converge
         values, vectors = torch.linalg.eigh(matrices.double())
-    return values.to(matrices), vectors.to(matrices)
+    return values.to(matrices), vectors.to(matrices).contiguous()
 
 
 def cholesky(matrices: Tensor) -> Tensor:
