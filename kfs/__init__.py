@@ -4,7 +4,7 @@ Start with `EmpiricalRisk` (model, loss, data), the linear operators on it, and 
 `kfs.operators`, losses in `kfs.losses`, and the definitions, one runnable file each, in `kfs.basics`.
 """
 
-from kfs.kfac import EKFAC, KFAC, Checkpoint, inspect, load
+from kfs.kfac import EKFAC, KFAC, Checkpoint, compare, inspect, load
 from kfs.operators import GGN, Fisher, Hessian, Jacobian
 from kfs.risk import EmpiricalRisk
 from kfs.version import __version__
@@ -19,6 +19,7 @@ __all__ = [
     "Hessian",
     "Jacobian",
     "__version__",
+    "compare",
     "inspect",
     "load",
 ]

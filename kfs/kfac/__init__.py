@@ -3,12 +3,29 @@
 `scaffold` is the place to start reading.
 """
 
+from kfs.kfac.alternatives import exact_blocks, exact_diagonal, optimal_kronecker, trace_scaled
 from kfs.kfac.block_diagonal import BlockDiagonal
 from kfs.kfac.blocks import Block
 from kfs.kfac.checkpoint import Checkpoint
+from kfs.kfac.comparison import Comparison, compare
 from kfs.kfac.ekfac import EKFAC
 from kfs.kfac.files import load
 from kfs.kfac.inspection import Inspection, inspect
 from kfs.kfac.kfac import KFAC
 
-__all__ = ["EKFAC", "KFAC", "Block", "BlockDiagonal", "Checkpoint", "Inspection", "inspect", "load"]
+__all__ = [
+    "EKFAC",
+    "KFAC",
+    "Block",
+    "BlockDiagonal",
+    "Checkpoint",
+    "Comparison",
+    "Inspection",
+    "compare",
+    "exact_blocks",
+    "exact_diagonal",
+    "inspect",
+    "load",
+    "optimal_kronecker",
+    "trace_scaled",
+]

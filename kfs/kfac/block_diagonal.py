@@ -55,10 +55,15 @@ class Group:
 
     def write(self, M: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Undo `read`: write into tensors `[K, *shape]`."""
+        for layout, units in self.parts():
+            part = M[units].transpose(0, 1)
+            layout.write(part if layout.groups > 1 else part.squeeze(1), columns)
+
+    def parts(self) -> Iterator[tuple[Layout, slice]]:
+        """Go through all blocks, and which units belong to them."""
         start = 0
         for layout in self.layouts:
-            part = M[start : start + layout.groups].transpose(0, 1)
-            layout.write(part if layout.groups > 1 else part.squeeze(1), columns)
+            yield layout, slice(start, start + layout.groups)
             start += layout.groups
 
     def state(self) -> dict[str, Any]:
@@ -137,8 +142,8 @@ class BlockDiagonal(LinearOperator):
 
     @property
     def structures(self) -> dict[str, Structure]:
-        """The structure that each block is stored in, by the block's name; blocks of one size share it."""
-        return {layout.name: group.structure for group in self.groups for layout in group.layouts}
+        """The structure of each block, by its name: one unit, or one for each group of channels."""
+        return {layout.name: group.structure[units] for group in self.groups for layout, units in group.parts()}
 
     @property
     def nbytes(self) -> int:

@@ -190,10 +190,7 @@ class EKFAC(KFAC):
     def _parts(self, raw: list[Group]) -> Iterator[tuple[Block, Eigenbasis, slice]]:
         """Go through all blocks with their eigenvalues."""
         for group in raw:
-            start = 0
-            for layout in group.layouts:
-                units = slice(start, start + layout.groups)
-                start += layout.groups
+            for layout, units in group.parts():
                 if layout.name in self.blocks and isinstance(group.structure, Eigenbasis):
                     yield self.blocks[layout.name], group.structure, units
 

@@ -80,6 +80,10 @@ class Factor:
             raise ValueError(f"a factor has shape {list(values.shape)} instead of {list(shape)}")
         return cls(values, scale, kind, bool(state["symmetric"]))
 
+    def __getitem__(self, units: slice) -> "Factor":
+        """Return some of the matrices."""
+        return replace(self, values=self.values[units], scale=self.scale[units])
+
     def __len__(self) -> int:
         """Count the matrices."""
         return len(self.scale)

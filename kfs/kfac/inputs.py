@@ -116,7 +116,7 @@ class Vectors(Input):
 
     def gradients(self, g: Tensor, canonical: Canonical, ones: bool) -> Iterator[Tensor]:
         """Multiply datum by datum."""
-        x, g = self._both(g, canonical)
+        x, g = self.both(g, canonical)
         step = at_a_time(x, x.shape[2] * g.shape[2])
         for some_x, some_g in zip(x.split(step), g.split(step), strict=True):
             gradients = some_g.transpose(1, 2) @ some_x
@@ -128,7 +128,7 @@ class Vectors(Input):
         self, total: Tensor, g: Tensor, canonical: Canonical, ones: bool, Q_A: Tensor | None, Q_B: Tensor | None
     ) -> None:
         """Rotate vectors before they are multiplied, on each side where that is cheaper than rotating the product."""
-        x, g = (t.to(total.dtype) for t in self._both(g, canonical))
+        x, g = (t.to(total.dtype) for t in self.both(g, canonical))
         if Q_B is not None and x.shape[1] <= x.shape[2]:
             g, Q_B = g @ Q_B[0], None
         if Q_A is not None and x.shape[1] <= g.shape[2]:
@@ -149,7 +149,7 @@ class Vectors(Input):
             self._rotated = (main + Q[-1] if ones else main).unflatten(0, x.shape[:2])
         return self._rotated
 
-    def _both(self, g: Tensor, canonical: Canonical) -> tuple[Tensor, Tensor]:
+    def both(self, g: Tensor, canonical: Canonical) -> tuple[Tensor, Tensor]:
         """Return vectors and gradients as `[N, S, features]`."""
         x = canonical(self.x, self.x.ndim - 1)
         g = canonical(g, g.ndim - 1)

@@ -65,7 +65,7 @@ class Inspection:
 
     def table(self) -> Table:
         """Return the table for `rich`."""
-        table = Table(title=f"KFAC: {len(self.rows)} rows, {_size(self.nbytes)} of factors")
+        table = Table(title=f"KFAC: {len(self.rows)} rows, {readable_size(self.nbytes)} of factors")
         for column in ("parameter", "shape", "operations", "block", "A", "B"):
             table.add_column(column, overflow="fold")
         table.add_column("bytes", justify="right")
@@ -73,7 +73,14 @@ class Inspection:
         for row in self.rows:
             shape = "x".join(map(str, row.shape))
             table.add_row(
-                row.parameter, shape, ", ".join(row.operations), row.block, row.A, row.B, _size(row.nbytes), row.why_not
+                row.parameter,
+                shape,
+                ", ".join(row.operations),
+                row.block,
+                row.A,
+                row.B,
+                readable_size(row.nbytes),
+                row.why_not,
             )
         return table
 
@@ -170,7 +177,7 @@ def _shape(block: Block, side: Any, diagonal: bool) -> list[int]:
     return list(moment.total.shape)
 
 
-def _size(nbytes: float) -> str:
+def readable_size(nbytes: float) -> str:
     """Write a number of bytes for people."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:

@@ -12,12 +12,12 @@ from kfs.errors import DataError, KfsWarning, ModelError
 from kfs.kfac.block_diagonal import BlockDiagonal, Group, check_cover, grouped, unused_rows, zero_block
 from kfs.kfac.blocks import Block, Layout, Pair
 from kfs.kfac.checkpoint import Checkpoint, Journal
-from kfs.kfac.diagonal import exact_diagonal
 from kfs.kfac.kronecker import Kronecker
 from kfs.kfac.moments import Moment
 from kfs.kfac.scaffold import Result, kfac
 from kfs.kfac.settings import Fisher, Settings, Sharing, Uncovered
 from kfs.kfac.structures import Structure
+from kfs.kfac.uncovered import diagonal_of_uncovered
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
 
@@ -258,10 +258,9 @@ class KFAC(BlockDiagonal):
     def _share_memory(self) -> None:
         """Let raw sums live where blocks of one size were put together, so that they are stored once."""
         for group in self.groups:
-            start, structure = 0, group.structure
-            for layout in group.layouts:
-                units, block = slice(start, start + layout.groups), self.blocks.get(layout.name)
-                start += layout.groups
+            structure = group.structure
+            for layout, units in group.parts():
+                block = self.blocks.get(layout.name)
                 if block is None or set(block.pairs) != {"A"} or not isinstance(structure, Kronecker):
                     continue
                 pair = block.pairs["A"]
@@ -346,7 +345,7 @@ def coverage_error(uncovered: Mapping[str, str]) -> ModelError:
 def diagonal_blocks(risk: EmpiricalRisk, names: Iterable[str], settings: Settings) -> list[Block]:
     """Return blocks with exact diagonals."""
     blocks = []
-    for name, entries in exact_diagonal(risk, list(names), settings).items():
+    for name, entries in diagonal_of_uncovered(risk, list(names), settings).items():
         layout = Layout(name, (entries.numel(),), (0, entries.numel()), (0,), 1)
         pair = Pair(Moment(entries.new_ones(1, 1), False), Moment(entries.flatten(), True), 1.0)
         blocks.append(Block(layout, "exact", pairs={"A": pair}, operations={"any"}))

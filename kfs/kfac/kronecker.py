@@ -84,6 +84,10 @@ class Kronecker(Structure):
         """Put blocks together."""
         return cls(Factor.stack([part.A for part in parts]), Factor.stack([part.B for part in parts]))
 
+    def __getitem__(self, units: slice) -> Self:
+        """Return some of the blocks."""
+        return type(self)(self.A[units], self.B[units])
+
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Return the same blocks on a device, or in another precision."""
         return type(self)(self.A.to(device, dtype), self.B.to(device, dtype))

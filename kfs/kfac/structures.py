@@ -58,6 +58,10 @@ class Structure(ABC):
         """Put blocks with equal keys together."""
 
     @abstractmethod
+    def __getitem__(self, units: slice) -> Self:
+        """Return some of the blocks."""
+
+    @abstractmethod
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Return the same blocks on a device, or in another precision."""
 
@@ -191,6 +195,10 @@ class Eigenbasis(Structure):
             return parts[0]  # type: ignore[no-any-return]
         Q_A, Q_B = Factor.stack([part.Q_A for part in parts]), Factor.stack([part.Q_B for part in parts])
         return cls(Q_A, Q_B, torch.cat([p.values for p in parts]), torch.cat([p.noise for p in parts]))
+
+    def __getitem__(self, units: slice) -> Self:
+        """Return some of the blocks."""
+        return type(self)(self.Q_A[units], self.Q_B[units], self.values[units], self.noise[units])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Return the same blocks on a device, or in another precision."""
@@ -330,6 +338,10 @@ class Dense(Structure):
         first = parts[0]
         matrix = first.matrix if len(parts) == 1 else torch.cat([part.matrix for part in parts])
         return cls(matrix, first.rows, first.columns, all(part.symmetric for part in parts))
+
+    def __getitem__(self, units: slice) -> Self:
+        """Return some of the blocks."""
+        return replace(self, matrix=self.matrix[units])
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Return the same blocks on a device, or in another precision."""

@@ -9,7 +9,7 @@ from kfs.operators.derivatives import leaves_and_rest, pull_back
 from kfs.risk import EmpiricalRisk
 
 
-def exact_diagonal(risk: EmpiricalRisk, names: list[str], settings: Settings) -> dict[str, Tensor]:
+def diagonal_of_uncovered(risk: EmpiricalRisk, names: list[str], settings: Settings) -> dict[str, Tensor]:
     """Sum squares of every datum's backpropagated vectors, without the reduction factor.
 
     Args:

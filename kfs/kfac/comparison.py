@@ -1,0 +1,199 @@
+"""How good is a structure? Errors against exact blocks, layer by layer, beside what each structure costs."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from kfs.errors import ModelError
+from kfs.kfac.alternatives import exact_blocks, exact_diagonal, exact_matrices, optimal_kronecker, trace_scaled
+from kfs.kfac.block_diagonal import BlockDiagonal
+from kfs.kfac.ekfac import EKFAC
+from kfs.kfac.inspection import readable_size
+from kfs.kfac.kfac import KFAC
+from kfs.risk import EmpiricalRisk
+
+STRUCTURES: dict[str, Callable[..., BlockDiagonal]] = {
+    "KFAC": KFAC,
+    "EKFAC": EKFAC,
+    "diagonal": exact_diagonal,
+    "trace-scaled": trace_scaled,
+    "optimal Kronecker": optimal_kronecker,
+    "exact blocks": exact_blocks,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One structure of one layer.
+
+    Attributes:
+        layer: Name of the block.
+        structure: Name of the structure.
+        frobenius: Error in the Frobenius norm, relative to the exact block.
+        spectral: Error in the spectral norm, relative to the exact block.
+        nbytes: Bytes that the block takes.
+    """
+
+    layer: str
+    structure: str
+    frobenius: float
+    spectral: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` returns; print it, or `plot` it.
+
+    Attributes:
+        rows: One for every layer and structure.
+        costs: Time that each structure took for all layers, in units of one gradient of the risk.
+        left_out: Layers that are too large for an exact block.
+    """
+
+    rows: tuple[Row, ...]
+    costs: dict[str, float]
+    left_out: tuple[str, ...] = ()
+
+    def table(self) -> Table:
+        """Return the table for a terminal."""
+        table = Table(title="Errors against exact blocks, relative to them", title_style="bold")
+        for name, side in (("layer", "left"), ("structure", "left"), ("Frobenius", "right"), ("spectral", "right")):
+            table.add_column(name, justify=side)  # type: ignore[arg-type]
+        table.add_column("bytes", justify="right")
+        table.add_column("cost / gradient", justify="right")
+        before = None
+        for row in self.rows:
+            layer, before = row.layer if row.layer != before else "", row.layer
+            numbers = (f"{row.frobenius:.2e}", f"{row.spectral:.2e}", readable_size(row.nbytes))
+            table.add_row(layer, row.structure, *numbers, f"{self.costs[row.structure]:.1f}", end_section=False)
+        return table
+
+    def __str__(self) -> str:
+        """Return the table as text."""
+        console = Console(width=100)
+        with console.capture() as text:
+            console.print(self.table())
+        return text.get() + (f"Too large for exact blocks: {', '.join(self.left_out)}.\n" if self.left_out else "")
+
+    def plot(self, path: str | Path) -> None:
+        """Draw errors in the Frobenius norm, a group of bars for each layer.
+
+        Args:
+            path: Where to write the picture; the ending says in which format.
+
+        Raises:
+            ModelError: If matplotlib is missing.
+        """
+        try:
+            from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
+        except ImportError as error:
+            raise ModelError("matplotlib is not installed.", "Install it: pip install 'kfs[plots]'.") from error
+        layers = list(dict.fromkeys(row.layer for row in self.rows))
+        wrong = {row.structure for row in self.rows if row.frobenius > 0}  # exact ones have no bar
+        names = [name for name in self.costs if name in wrong]
+        figure = Figure(figsize=(2 + 1.3 * len(layers), 3.6), layout="constrained")
+        axes = figure.subplots()
+        width = 0.8 / max(len(names), 1)
+        for place, name in enumerate(names):
+            errors = [row.frobenius for row in self.rows if row.structure == name]
+            left = [x - 0.4 + (place + 0.5) * width for x in range(len(layers))]
+            axes.bar(left, errors, width, label=f"{name} ({self.costs[name]:.1f})")
+        axes.set_xticks(range(len(layers)), layers)
+        axes.set_xlabel("layer")
+        axes.set_ylabel(r"$\|S - C\|_F \,/\, \|C\|_F$")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(title="structure (cost / gradient)", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.savefig(path)
+
+
+def compare(
+    risk: EmpiricalRisk,
+    structures: Iterable[str] | Mapping[str, Callable[..., BlockDiagonal]] = tuple(STRUCTURES),
+    *,
+    max_size: int = 4096,
+    **settings: Any,
+) -> Comparison:
+    """Compare structures with the exact blocks of a curvature matrix, layer by layer.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        structures: Names from `"KFAC"`, `"EKFAC"`, `"diagonal"`, `"trace-scaled"`, `"optimal Kronecker"`, `"exact
+            blocks"`; or functions by name, which take the risk and settings and return an operator with KFAC's blocks.
+        max_size: Layers with more parameters than this are left out.
+        **settings: Those of `KFAC`: `fisher`, `sharing` and so on.
+
+    Returns:
+        Relative errors in two norms, bytes and costs.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> data = torch.rand(20, 3, dtype=torch.float64), torch.randint(2, (20,))
+        >>> comparison = compare(EmpiricalRisk(model.double(), torch.nn.CrossEntropyLoss(), data), ["KFAC", "EKFAC"])
+        >>> errors = {(row.layer, row.structure): row.frobenius for row in comparison.rows}
+        >>> errors["0", "EKFAC"] < errors["0", "KFAC"]
+        True
+    """
+    makers = _makers(structures)
+    K = KFAC(risk, **settings)
+    sizes = {b.name: sum(K.domain.sizes[n] for n in b.layout.params) for b in K.blocks.values()}
+    small = {name for name, size in sizes.items() if size <= max_size}
+    if not small:
+        raise ModelError(
+            f"All layers have more than {max_size} parameters.", "Choose smaller ones with params=, or raise max_size=."
+        )
+    left_out = tuple(name for name in sizes if name not in small)
+    if left_out:
+        makers.pop("exact blocks", None)
+    exact = exact_matrices(K, risk, small)
+    unit = _seconds(risk.gradient)[1]
+    found: dict[str, BlockDiagonal] = {}
+    costs: dict[str, float] = {}
+    for name, make in makers.items():
+        found[name], seconds = _seconds(partial(make, risk, **settings))
+        costs[name] = seconds / unit
+    structures_of = {name: operator.structures for name, operator in found.items()}
+    rows = [_row(layer, name, structures_of[name][layer], C) for layer, C in exact.items() for name in found]
+    return Comparison(tuple(rows), costs, left_out)
+
+
+def _makers(structures: Iterable[str] | Mapping[str, Callable[..., BlockDiagonal]]) -> dict[str, Any]:
+    """Return functions by name."""
+    if isinstance(structures, Mapping):
+        return dict(structures)
+    names = [structures] if isinstance(structures, str) else list(structures)
+    unknown = [name for name in names if name not in STRUCTURES]
+    if unknown or not names:
+        raise ModelError(f"There are no structures {unknown or names}.", f"Choose from {list(STRUCTURES)}.")
+    return {name: STRUCTURES[name] for name in names}
+
+
+def _row(layer: str, name: str, structure: Any, C: Tensor) -> Row:
+    """Measure one structure of one layer."""
+    C = C.double()
+    difference = _dense(structure).to(C) - C
+    norms = [(difference.norm(), C.norm()), tuple(torch.linalg.matrix_norm(t, ord=2) for t in (difference, C))]
+    frobenius, spectral = (float(error / size) if size > 0 else float(error) for error, size in norms)
+    return Row(layer, name, frobenius, spectral, structure.nbytes)
+
+
+def _dense(structure: Any) -> Tensor:
+    """Return the matrix of a layer; groups of channels make smaller blocks in it."""
+    matrix: Tensor = torch.block_diag(*structure.to_dense())
+    return matrix.double()
+
+
+def _seconds(call: Callable[[], Any]) -> tuple[Any, float]:
+    """Return a result, and how long it took."""
+    start = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - start
