@@ -44,6 +44,7 @@ def chapters() -> dict[str, list[Path]]:
     """Return the files of all definitions, by chapter, in reading order."""
     contents = {title: ("basics", names) for title, names in basics.CONTENTS.items()}
     contents["KFAC"] = ("kfac", ("scaffold", "backpropagated_vectors", "expand_Linear"))
+    contents["Kronecker algebra"] = ("kfac", ("kronecker", "damping", "ekfac", "alternatives"))
     contents["Where KFAC is exact"] = ("kfac_tests", kfac_tests.CONTENTS)
     package = Path(basics.__file__).parent.parent
     return {title: [package / folder / f"{n}.py" for n in names] for title, (folder, names) in contents.items()}

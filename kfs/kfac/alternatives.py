@@ -22,15 +22,18 @@ from torch import Tensor
 
 from kfs.errors import ModelError
 from kfs.kfac.batch_axis import BatchAxis
-from kfs.kfac.block_diagonal import BlockDiagonal, grouped, unused_rows, zero_block
+from kfs.kfac.block_diagonal import BlockDiagonal
 from kfs.kfac.blocks import Block, Layout
+from kfs.kfac.dense import Dense
+from kfs.kfac.eigenbasis import Eigenbasis
 from kfs.kfac.factors import Factor
+from kfs.kfac.groups import grouped, unused_rows, zero_block
 from kfs.kfac.inputs import Input, Vectors
 from kfs.kfac.kfac import KFAC, without_vmap_if_needed
 from kfs.kfac.kronecker import Kronecker
 from kfs.kfac.per_datum import PerDatum, Squares, Statistic
 from kfs.kfac.scaffold import sweep
-from kfs.kfac.structures import Dense, Eigenbasis, Structure
+from kfs.kfac.structures import Structure
 from kfs.risk import EmpiricalRisk
 
 S = TypeVar("S", bound=Statistic)

@@ -26,14 +26,14 @@ from typing import Any, Self
 import torch
 
 from kfs.errors import DataError, ModelError
-from kfs.kfac.block_diagonal import Group, check_cover
 from kfs.kfac.blocks import Block, Layout
 from kfs.kfac.checkpoint import Checkpoint, Journal, Progress
+from kfs.kfac.eigenbasis import Eigenbasis
+from kfs.kfac.groups import Group, check_cover
 from kfs.kfac.kfac import KFAC, diagonal_blocks, without_vmap_if_needed
 from kfs.kfac.per_datum import PerDatum, Squares, Statistic
 from kfs.kfac.scaffold import sweep
 from kfs.kfac.settings import Settings
-from kfs.kfac.structures import Eigenbasis
 from kfs.kfac.uses import Key
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk

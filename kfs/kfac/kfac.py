@@ -9,9 +9,10 @@ from typing import Any, Self, TypeVar
 import torch
 
 from kfs.errors import DataError, KfsWarning, ModelError
-from kfs.kfac.block_diagonal import BlockDiagonal, Group, check_cover, grouped, unused_rows, zero_block
+from kfs.kfac.block_diagonal import BlockDiagonal
 from kfs.kfac.blocks import Block, Layout, Pair
 from kfs.kfac.checkpoint import Checkpoint, Journal
+from kfs.kfac.groups import Group, check_cover, grouped, unused_rows, zero_block
 from kfs.kfac.kronecker import Kronecker
 from kfs.kfac.moments import Moment
 from kfs.kfac.scaffold import Result, kfac

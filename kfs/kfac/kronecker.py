@@ -17,7 +17,7 @@ $$
 
 If $B = Q_B \Lambda_B Q_B^\top$ and $A = Q_A \Lambda_A Q_A^\top$, then the eigenvectors of $B \otimes A$ are the columns
 of $Q_B \otimes Q_A$, so that functions of $B \otimes A + \delta I$, which is no Kronecker product, are easy too: see
-`Eigenbasis` in `structures`. A sum of two products is one again if they share a factor.
+`eigenbasis`. A sum of two products is one again if they share a factor.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,10 @@ import torch
 from torch import Tensor
 
 from kfs.kfac import decompositions
+from kfs.kfac.dense import Dense
+from kfs.kfac.eigenbasis import Eigenbasis
 from kfs.kfac.factors import Factor
-from kfs.kfac.structures import Dense, Eigenbasis, Structure
+from kfs.kfac.structures import Structure
 
 
 @dataclass(frozen=True, eq=False)

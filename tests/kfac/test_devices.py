@@ -1,13 +1,14 @@
 """Factors are the same on an accelerator as on the CPU, in double precision to round-off, and in half precision."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from kfs.kfac import KFAC
+from kfs.kfac import EKFAC, KFAC, exact_blocks, load, optimal_kronecker
 from kfs.kfac.covariance import add_gram, mirror
 from kfs.risk import EmpiricalRisk
 
@@ -66,3 +67,39 @@ def test_autocast() -> None:
         assert block.A.dtype == block.B.dtype == torch.float32
         scale = plain.blocks[name].B.abs().max()
         torch.testing.assert_close(block.B / scale, plain.blocks[name].B / scale, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_factors_may_live_elsewhere(make: Any, sharing: Any, tmp_path: Path) -> None:
+    model = Mixed().double().eval()
+    X, y = torch.randint(7, (5, 6)), torch.randint(3, (5,))
+    there = EmpiricalRisk(copy.deepcopy(model).cuda(), nn.CrossEntropyLoss(), (X, y))
+    here = make(EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y)), sharing=sharing)
+    dense = here.to_dense()
+    inverse = here.inverse(0.1).to_dense()
+    for device in ("cpu", None):
+        checkpoint = tmp_path / f"checkpoint {device}"
+        for _ in range(2):  # the second time, from the checkpoint
+            K = make(there, sharing=sharing, factor_device=device, checkpoint=checkpoint)
+            assert {block.A.device.type for block in K.blocks.values()} == {device or "cuda"}
+            assert K.device.type == "cuda"
+            torch.testing.assert_close(K.to_dense().cpu(), dense, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(K.inverse(0.1).to_dense().cpu(), inverse, rtol=1e-9, atol=1e-9)
+            v = torch.randn(len(dense), dtype=torch.float64)
+            torch.testing.assert_close((K @ v.cuda()).cpu(), dense @ v, rtol=1e-9, atol=1e-9)
+    K.save(tmp_path / "k")
+    for device in ("cpu", "cuda"):
+        loaded = load(tmp_path / "k", device)
+        assert loaded.device.type == device
+        torch.testing.assert_close((loaded @ v.to(device)).cpu(), dense @ v, rtol=1e-9, atol=1e-9)
+    assert K.to("cpu").device.type == "cpu"
+    torch.testing.assert_close(K @ v, dense @ v, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", [exact_blocks, optimal_kronecker])
+def test_other_structures(make: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    X, y = torch.randn(5, 3, dtype=torch.float64), torch.randint(2, (5,))
+    here, there = (make(EmpiricalRisk(m, nn.CrossEntropyLoss(), (X, y))) for m in (model, copy.deepcopy(model).cuda()))
+    torch.testing.assert_close(there.to_dense().cpu(), here.to_dense(), rtol=1e-7, atol=1e-9)

@@ -18,7 +18,7 @@ import kfs
 from kfs import storage
 from kfs.errors import ModelError, StorageError
 from kfs.kfac import EKFAC, KFAC, BlockDiagonal, load
-from kfs.kfac.structures import Dense
+from kfs.kfac.dense import Dense
 from kfs.risk import EmpiricalRisk
 from tests.kfac.test_ekfac import SHARED, risk_of
 from tests.kfac.test_kronecker import definite, kfac, of_structure

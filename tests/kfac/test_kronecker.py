@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from kfs.errors import DtypeError, KfsWarning, ModelError, SolverError
 from kfs.kfac import KFAC
-from kfs.kfac.block_diagonal import BlockDiagonal, Group, unused_rows
+from kfs.kfac.block_diagonal import BlockDiagonal
 from kfs.kfac.blocks import Layout
+from kfs.kfac.dense import Dense
+from kfs.kfac.eigenbasis import Eigenbasis
 from kfs.kfac.factors import Factor
+from kfs.kfac.groups import Group, unused_rows
 from kfs.kfac.kronecker import Kronecker
-from kfs.kfac.structures import Dense, Eigenbasis
 from kfs.operators import LinearOperator
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
