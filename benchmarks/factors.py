@@ -32,42 +32,42 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def product_flops(_: Any, left: Any, right: Any, **__: Any) -> int:
-    """Count the FLOPs of a matrix product in place, or several, given shapes; PyTorch's counter does not know them."""
+def product_flops(_: Any, left: Any, right: Any, *__: Any, **___: Any) -> int:
+    """Count FLOPs of matrix products that PyTorch does not know how to count: in place, or with another result type."""
     return int(2 * prod(left) * right[-1])
 
 
-IN_PLACE = {torch.ops.aten.addmm_: product_flops, torch.ops.aten.baddbmm_: product_flops}
+PRODUCTS = dict.fromkeys((torch.ops.aten.addmm_, torch.ops.aten.addmm, torch.ops.aten.baddbmm_), product_flops)
+
+
+def curvlinops_operator(problem: Batches, fisher: str, sharing: str, name: str = "KFACLinearOperator") -> Any:
+    """Return curvlinops' operator before its factors are computed; nothing if it is not installed."""
+    try:
+        import curvlinops  # noqa: PLC0415 (a peer, not a dependency)
+    except ImportError:
+        return None
+    kinds = curvlinops.FisherType
+    kind = {"mc": kinds.MC, "empirical": kinds.EMPIRICAL, "type-2": kinds.TYPE2}[fisher]
+    sharings = {"expand": curvlinops.KFACType.EXPAND, "reduce": curvlinops.KFACType.REDUCE}
+    return getattr(curvlinops, name)(
+        problem.model,
+        CrossEntropyLoss(),
+        [problem.model.get_parameter(name) for name in layers(problem)],  # others have no factors there
+        problem.data,
+        check_deterministic=False,
+        fisher_type=kind,
+        kfac_approx=sharings[sharing],
+        separate_weight_and_bias=False,
+        num_per_example_loss_terms=problem.terms,
+        num_data=sum(len(X) for X, _ in problem.data),
+    )
 
 
 def curvlinops_factors(problem: Batches, fisher: str, sharing: str) -> Callable[[], object] | None:
-    """Return a program that computes curvlinops' factors; nothing if it is not installed or does not support this."""
-    try:
-        from curvlinops import FisherType, KFACLinearOperator, KFACType  # noqa: PLC0415 (a peer, not a dependency)
-    except ImportError:
+    """Return a program that computes curvlinops' factors; nothing if it is not installed."""
+    if curvlinops_operator(problem, fisher, sharing) is None:
         return None
-    kinds = {"mc": FisherType.MC, "empirical": FisherType.EMPIRICAL, "type-2": FisherType.TYPE2}
-    sharings = {"expand": KFACType.EXPAND, "reduce": KFACType.REDUCE}
-    params = [problem.model.get_parameter(name) for name in layers(problem)]  # others have no factors there
-
-    def compute() -> None:
-        operator = KFACLinearOperator(
-            problem.model,
-            CrossEntropyLoss(),
-            params,
-            problem.data,
-            check_deterministic=False,
-            fisher_type=kinds[fisher],
-            kfac_approx=sharings[sharing],
-            separate_weight_and_bias=False,
-            num_per_example_loss_terms=problem.terms,
-            num_data=sum(len(X) for X, _ in problem.data),
-        )
-        operator.compute_kronecker_factors() if hasattr(
-            operator, "compute_kronecker_factors"
-        ) else operator._compute_kfac()
-
-    return compute
+    return lambda: curvlinops_operator(problem, fisher, sharing).compute_kronecker_factors()
 
 
 def forward_backward(problem: Batches) -> None:
@@ -112,7 +112,7 @@ def programs(problem: Batches) -> dict[tuple[str, str], Callable[[], Any]]:
 
 def flops(program: Callable[[], object]) -> float:
     """Count the FLOPs of matrix products and convolutions."""
-    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+    with FlopCounterMode(display=False, custom_mapping=PRODUCTS) as counter:
         program()
     return float(counter.get_total_flops())
 

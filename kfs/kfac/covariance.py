@@ -11,6 +11,7 @@ from torch import Tensor
 # Up to which number of columns one product is faster than strips, and how wide strips are: `benchmarks/gram.py`
 # measures it.
 _STRIPS = {"cpu": (128, 96), "cuda": (512, 256), "cuda, tensor cores": (1536, 768)}
+_LAUNCH = 3e9  # an accelerator needs as long to start another operation as for so many multiplications
 _HALF = {torch.float16, torch.bfloat16}
 
 
@@ -62,6 +63,8 @@ def mirror(total: Tensor) -> None:
 def _strips(size: int, x: Tensor) -> list[tuple[int, int]]:
     """Return first and one behind the last row of every strip; a single one if that is faster."""
     kind = x.device.type
+    if kind != "cpu" and x.shape[0] * size**2 < _LAUNCH:
+        return [(0, size)]
     if kind == "cuda" and (x.dtype in _HALF or (x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)):
         kind = "cuda, tensor cores"  # pragma: no cover (tested on a GPU)
     most, width = _STRIPS.get(kind, (size, size))

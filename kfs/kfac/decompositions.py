@@ -63,24 +63,27 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Eigenvalues in ascending order, `[U, d]`, and eigenvectors, the columns of `[U, d, d]`.
     """
-    check_finite(matrices)
     matrices = computable(matrices)
     try:
         values, vectors = torch.linalg.eigh(matrices)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # float32 algorithms sometimes do not converge
-        values, vectors = torch.linalg.eigh(matrices.double())
+        if values.isfinite().all():
+            return values, vectors.contiguous()
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        pass  # NaN, or a float32 algorithm that did not converge
+    check_finite(matrices)
+    values, vectors = torch.linalg.eigh(matrices.double())
     return values.to(matrices), vectors.to(matrices).contiguous()
 
 
 def cholesky(matrices: Tensor) -> Tensor:
     """Return lower triangular factors `L` of `[U, d, d]`, with `L L^T` equal to the matrices."""
-    check_finite(matrices)
     matrices = computable(matrices)
     L: Tensor
     wide: Tensor
     L, failed = torch.linalg.cholesky_ex(matrices)
     if not failed.any():
         return L
+    check_finite(matrices)
     wide, failed = torch.linalg.cholesky_ex(matrices.double())
     if failed.any():
         values = torch.linalg.eigvalsh(matrices.double())

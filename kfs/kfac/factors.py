@@ -119,9 +119,11 @@ class Factor:
             return self.values[:, None, :, None] * M
         if self.kind == "identity":
             return M
-        side_by_side = M.transpose(1, 2).flatten(2)  # not K copies of the matrices
-        product = self.values @ side_by_side
-        return product.reshape(len(product), -1, M.shape[1], M.shape[3]).transpose(1, 2)
+        if M.shape[1] == 1:
+            return (self.values @ M.squeeze(1)).unsqueeze(1)
+        if len(self) == 1 or M.device.type != "cpu":
+            return self.values.unsqueeze(1) @ M
+        return torch.stack([matrix @ columns for matrix, columns in zip(self.values, M, strict=True)])  # not K copies
 
     def right(self, M: Tensor) -> Tensor:
         """Multiply `[U, K, e, d]` from the right with the transposed matrices, without their scales."""
@@ -154,7 +156,11 @@ class Factor:
 
     def shift(self, delta: Tensor) -> "Factor":
         """Add multiples `[U]` of the identity."""
-        return self.plus(Factor.identity(self.size, delta.to(self.scale)))
+        if self.kind != "dense":
+            return self.plus(Factor.identity(self.size, delta.to(self.scale)))
+        values = self.values * self._scale(self.values)
+        values.diagonal(dim1=1, dim2=2).add_(delta.to(values).unsqueeze(1))
+        return Factor.dense(values, symmetric=self.symmetric)
 
     def scaled(self, factor: Tensor | float) -> "Factor":
         """Scale all matrices by a number, or by one each, `[U]`."""

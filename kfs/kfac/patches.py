@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from kfs.kfac.inputs import Canonical, Input, Vectors, at_a_time
 from kfs.kfac.moments import Moment
@@ -91,13 +92,29 @@ class Patches(Input):
     def add_squares(
         self, total: Tensor, g: Tensor, canonical: Canonical, ones: bool, Q_A: Tensor | None, Q_B: Tensor | None
     ) -> None:
-        """Treat patches of a few images at a time like any other vectors."""
+        """Treat patches of a few images at a time like any other vectors; rotating them is a convolution."""
         if self.groups > 1 or self._images(canonical) > 1:
             super().add_squares(total, g, canonical, ones, Q_A, Q_B)
+            return
+        if Q_A is not None and prod(self.out) <= g.shape[-1]:
+            g = g.flip(1) if self.mirrored else g
+            step = at_a_time(g, prod(self.out) * Q_A.shape[2])
+            for x, some_g in zip(self.x.split(step), g.split(step), strict=True):
+                rotated = Vectors(self._rotated(x.to(total.dtype), Q_A[0], ones))
+                rotated.add_squares(total, some_g, lambda t, _: t, False, None, Q_B)
             return
         for patches, some_g in self._with_gradients(g):
             vectors = Vectors(patches.squeeze(2))
             vectors.add_squares(total, some_g.squeeze(2), lambda t, _: t, ones, Q_A, Q_B)
+
+    def _rotated(self, x: Tensor, Q: Tensor, ones: bool) -> Tensor:
+        """Return patches in another basis, `[n, P, d_A]`; a last row of it is the bias'."""
+        flat = [side for pad in reversed(self.padding) for side in pad]
+        weight = Q[: self.size].T.reshape(-1, self.channels, *self.kernel)
+        convolution = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(self.kernel)]
+        bias = Q[-1] if ones else None
+        rotated: Tensor = convolution(F.pad(x, flat), weight, bias, self.stride, 0, self.dilation)  # type: ignore[operator]
+        return rotated.flatten(2).transpose(1, 2)
 
     def _images(self, canonical: Canonical) -> int:
         """Return how many images a datum has."""
@@ -148,7 +165,7 @@ class Patches(Input):
     def _vectors(self, x: Tensor) -> Tensor:
         """Write patches down, `[1, P, D]` (or `[1, P, G, D]`), with positions next to each other in memory."""
         flat = [side for pad in reversed(self.padding) for side in pad]
-        x = torch.nn.functional.pad(x, flat).transpose(0, 1)
+        x = F.pad(x, flat).transpose(0, 1)
         patches = x.new_empty(x.shape[0], prod(self.kernel), x.shape[1], *self.out)
         for place, offset in enumerate(product(*map(range, self.kernel))):
             window = [

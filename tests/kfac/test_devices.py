@@ -69,11 +69,11 @@ def test_autocast() -> None:
         torch.testing.assert_close(block.B / scale, plain.blocks[name].B / scale, rtol=0.1, atol=0.05)
 
 
-@pytest.mark.parametrize("make", [KFAC, EKFAC])
-@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+# With reduce, gradients of keys sum up to zero, so that EKFAC's eigenvectors for them are round-off.
+@pytest.mark.parametrize(("make", "sharing"), [(KFAC, "expand"), (KFAC, "reduce"), (EKFAC, "expand")])
 def test_factors_may_live_elsewhere(make: Any, sharing: Any, tmp_path: Path) -> None:
     model = Mixed().double().eval()
-    X, y = torch.randint(7, (5, 6)), torch.randint(3, (5,))
+    X, y = torch.randint(7, (40, 6)), torch.randint(3, (40,))  # fewer would leave eigenvectors undetermined
     there = EmpiricalRisk(copy.deepcopy(model).cuda(), nn.CrossEntropyLoss(), (X, y))
     here = make(EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y)), sharing=sharing)
     dense = here.to_dense()
