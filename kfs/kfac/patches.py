@@ -113,7 +113,7 @@ class Patches(Input):
         weight = Q[: self.size].T.reshape(-1, self.channels, *self.kernel)
         convolution = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(self.kernel)]
         bias = Q[-1] if ones else None
-        rotated: Tensor = convolution(F.pad(x, flat), weight, bias, self.stride, 0, self.dilation)  # type: ignore[operator]
+        rotated: Tensor = convolution(F.pad(x, flat), weight, bias, self.stride, 0, self.dilation)
         return rotated.flatten(2).transpose(1, 2)
 
     def _images(self, canonical: Canonical) -> int:
