@@ -21,12 +21,22 @@ from pygments.lexers import PythonLexer
 from rich.progress import track
 
 from kfs import __version__
+from kfs.plots import structure_errors
 from kfs.tour import Report, by_claim, chapters, definitions, run_definition
 from kfs.verification import Check
 
 DOCS = Path(__file__).parent
 SITE = DOCS / "site"
 MANY_CASES = 8  # from here on a claim's cases share a row
+# Figures by the page that shows them: what draws it, and what to say about it.
+FIGURES = {
+    "alternatives": (
+        structure_errors,
+        "Relative errors of structures against the exact blocks of the GGN, for the layers of a small convolutional "
+        "network. Drawn by <code>kfs/plots/structure_errors.py</code>; <code>kfs.compare(risk)</code> does the same "
+        "for your model.",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -118,6 +128,7 @@ def definition_page(definition: Definition, report: Report, before: Definition |
 <div class="columns">
 <article>
 {markdown()(definition.prose)}
+{figure(definition.name)}
 <h2>What running it verified</h2>
 <p><code>python {definition.path}</code></p>
 <table><thead><tr><th>claim</th><th>case</th><th>largest error</th></tr></thead><tbody>
@@ -130,6 +141,16 @@ def definition_page(definition: Definition, report: Report, before: Definition |
 </div>
 <nav>{previous_link}{next_link}</nav>"""
     return page(definition.title, body)
+
+
+def figure(name: str) -> str:
+    """Return the figure of a page, if it has one."""
+    if name not in FIGURES:
+        return ""
+    plot, caption = FIGURES[name]
+    return (
+        f'<figure><img src="{plot.__name__.rpartition(".")[2]}.svg" alt=""><figcaption>{caption}</figcaption></figure>'
+    )
 
 
 def index_page(by_name: dict[str, Definition]) -> str:
@@ -170,6 +191,8 @@ def build(site: Path) -> int:
         text = definition_page(definition, report, before, after)
         (site / f"{definition.name}.html").write_text(text, encoding="utf-8")
     (site / "index.html").write_text(index_page({d.name: d for d in chapter}), encoding="utf-8")
+    for plot, _ in FIGURES.values():
+        plot.draw(site / f"{plot.__name__.rpartition('.')[2]}.svg")
     errata = markdown()((DOCS / "errata.md").read_text(encoding="utf-8"))
     (site / "errata.html").write_text(page("Errata", f'<article class="single">{errata}</article>'), encoding="utf-8")
     return len(list(site.glob("*.html")))

@@ -11,9 +11,12 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_python_blocks_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_blocks_run_in_order(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # files are written
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     namespace: dict[str, object] = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)

@@ -97,22 +97,26 @@ class Comparison:
             from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
         except ImportError as error:
             raise ModelError("matplotlib is not installed.", "Install it: pip install 'kfs[plots]'.") from error
-        layers = list(dict.fromkeys(row.layer for row in self.rows))
-        wrong = {row.structure for row in self.rows if row.frobenius > 0}  # exact ones have no bar
-        names = [name for name in self.costs if name in wrong]
-        figure = Figure(figsize=(2 + 1.3 * len(layers), 3.6), layout="constrained")
+        figure = Figure(figsize=(3 + 1.3 * len({row.layer for row in self.rows}), 3.6), layout="constrained")
         axes = figure.subplots()
+        self.draw(axes)
+        axes.legend(title="structure", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.savefig(path)
+
+    def draw(self, axes: Any) -> None:
+        """Draw errors in the Frobenius norm into axes of matplotlib; exact structures have no bars."""
+        layers = list(dict.fromkeys(row.layer for row in self.rows))
+        wrong = {row.structure for row in self.rows if row.frobenius > 0}
+        names = [name for name in self.costs if name in wrong]
         width = 0.8 / max(len(names), 1)
         for place, name in enumerate(names):
             errors = [row.frobenius for row in self.rows if row.structure == name]
             left = [x - 0.4 + (place + 0.5) * width for x in range(len(layers))]
-            axes.bar(left, errors, width, label=f"{name} ({self.costs[name]:.1f})")
+            axes.bar(left, errors, 0.9 * width, label=name)
         axes.set_xticks(range(len(layers)), layers)
         axes.set_xlabel("layer")
-        axes.set_ylabel(r"$\|S - C\|_F \,/\, \|C\|_F$")
+        axes.set_ylabel(r"error, $\|S - C\|_F \,/\, \|C\|_F$")
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(title="structure (cost / gradient)", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        figure.savefig(path)
 
 
 def compare(
