@@ -191,7 +191,8 @@ class EKFAC(KFAC):
         """Go through all blocks with their eigenvalues."""
         for group in raw:
             for layout, units in group.parts():
-                if layout.name in self.blocks and isinstance(group.structure, Eigenbasis):
+                if layout.name in self.blocks:  # not rows that nothing uses
+                    assert isinstance(group.structure, Eigenbasis)  # noqa: S101 (all of them are made that way)
                     yield self.blocks[layout.name], group.structure, units
 
     def _add_raw(self, more: list[Group], num_data: int, count: float) -> None:

@@ -191,10 +191,7 @@ class OneHot(Input):
     def add_squares(
         self, total: Tensor, g: Tensor, canonical: Canonical, ones: bool, Q_A: Tensor | None, Q_B: Tensor | None
     ) -> None:
-        """Sum over equal tokens of a datum, and look at tokens that occur only."""
-        if Q_A is not None:
-            super().add_squares(total, g, canonical, ones, Q_A, Q_B)
-            return
+        """Sum over equal tokens of a datum, and look at tokens that occur only; their factor is diagonal."""
         index, g = self._both(g, canonical)
         pairs = index + self.size * torch.arange(len(index), device=index.device).unsqueeze(1)
         pairs, places = torch.unique(pairs, return_inverse=True)

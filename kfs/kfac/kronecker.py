@@ -164,6 +164,10 @@ class Kronecker(Structure):
             return None
         return Kronecker(self.A.compose(other.A), self.B.compose(other.B))
 
+    def shift(self, delta: float) -> Eigenbasis:
+        """Add a multiple of the identity: what comes out has the same eigenvectors."""
+        return self.eigenbasis().shift(delta)
+
     def plus(self, other: Structure) -> Structure | None:
         """Add what differs, if one factor is the same."""
         if isinstance(other, Dense):

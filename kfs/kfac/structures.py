@@ -118,14 +118,14 @@ class Structure(ABC):
         """Invert."""
         return self.power(-1.0)
 
+    @abstractmethod
     def product(self, other: "Structure") -> "Structure | None":
         """Multiply block by block; nothing if the result has no simple structure."""
-        return None
 
+    @abstractmethod
     def plus(self, other: "Structure") -> "Structure | None":
         """Add block by block; nothing if the result has no simple structure."""
-        return None
 
+    @abstractmethod
     def shift(self, delta: float) -> "Structure":
         """Add a multiple of the identity."""
-        return self.eigenbasis().shift(delta)

@@ -12,8 +12,7 @@ from kfs.errors import ModelError
 from kfs.kfac import EKFAC, KFAC, BlockDiagonal, exact_blocks, exact_diagonal, optimal_kronecker, trace_scaled
 from kfs.operators import GGN, Fisher
 from kfs.risk import EmpiricalRisk
-from tests.kfac.models import Function
-from tests.kfac.test_ekfac import SHARED, risk_of
+from tests.kfac.test_ekfac import SHARED, risk_of, uncovered_model
 from tests.kfac.test_kronecker import product_by_product
 from tests.operators.contract import check_contract, close
 
@@ -100,12 +99,9 @@ def test_what_is_refused() -> None:
         optimal_kronecker(risk, steps=0)
     with pytest.raises(ModelError, match="forward-only"):
         exact_diagonal(risk, fisher="forward-only")
-    model = Function(lambda m, x: (x @ m.W) * m.s.cumsum(0), W=torch.rand(3, 2), s=torch.rand(2)).double()
     data = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
-    uncovered = EmpiricalRisk(nn.Sequential(model, nn.Softmax(1)), nn.MSELoss(), data)
-    if any(block.sharing == "exact" for block in KFAC(uncovered, uncovered="diagonal").blocks.values()):
-        with pytest.raises(ModelError, match="diagonals only"):
-            exact_diagonal(uncovered, uncovered="diagonal")
+    with pytest.raises(ModelError, match="diagonals only"):
+        exact_diagonal(EmpiricalRisk(uncovered_model(), nn.MSELoss(), data), uncovered="diagonal")
 
 
 def test_comparison(tmp_path: Path) -> None:

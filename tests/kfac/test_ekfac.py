@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.errors import DataError, ModelError
 from kfs.kfac import EKFAC, KFAC
+from kfs.kfac.inputs import add_rotated_squares
 from kfs.operators import GGN, Fisher, LinearOperator
 from kfs.risk import EmpiricalRisk
 from tests.kfac.models import ONE_POSITION, Case, Function
@@ -225,20 +226,44 @@ def test_data_can_be_added_for_fixed_eigenvectors() -> None:
 
 def test_uncovered_parameters_have_their_exact_diagonal() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Function(lambda m, x: x * m.s.cumsum(0), s=torch.rand(3)), nn.Linear(3, 2)).double()
-    data = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
-    risk = EmpiricalRisk(model, nn.MSELoss(), data)
-    params = ["0.s"]
-    E = EKFAC(risk, uncovered="diagonal")
-    exact = GGN(risk).submatrix(params).to_dense()
-    if "0.s" in E.blocks and E.blocks["0.s"].sharing == "exact":
-        close(E.submatrix(params).to_dense(), torch.diag(exact.diagonal()))
-    close(E.submatrix(params).to_dense().trace(), exact.trace())
-    half = EmpiricalRisk(model, nn.MSELoss(reduction="sum"), (data[0][:2], data[1][:2]))
-    rest = EmpiricalRisk(model, nn.MSELoss(reduction="sum"), (data[0][2:], data[1][2:]))
-    both = EKFAC(half, uncovered="diagonal").update(rest)
-    full = EmpiricalRisk(model, nn.MSELoss(reduction="sum"), data)
-    close(both.submatrix(params).to_dense().trace(), GGN(full).submatrix(params).to_dense().trace())
+    model = uncovered_model()
+    X, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    for fisher, kind in (("type-2", "type-2"), ("mc", "type-1")):
+        for reduction in ("mean", "sum"):
+            whole, one, other = (
+                EmpiricalRisk(model, nn.MSELoss(reduction=reduction), (X[part], y[part]))
+                for part in (slice(0, 5), slice(0, 2), slice(2, 5))
+            )
+            E = EKFAC(whole, fisher, uncovered="diagonal")  # type: ignore[arg-type]
+            assert E.blocks["0.W"].sharing == "exact"
+            exact = torch.diag(Fisher(whole, kind).submatrix("0.W").to_dense().diagonal())  # type: ignore[arg-type]
+            close(E.submatrix("0.W").to_dense(), exact)
+            parts = EKFAC(one, fisher, uncovered="diagonal").update(other)  # type: ignore[arg-type]
+            close(parts.submatrix("0.W").to_dense(), exact)
+        skipping = EKFAC(whole, fisher, uncovered="skip")  # type: ignore[arg-type]
+        assert list(skipping.blocks) == ["1"]
+
+
+def uncovered_model() -> nn.Module:
+    """Its first parameter is multiplied with itself."""
+    torch.manual_seed(0)
+    return nn.Sequential(Function(lambda m, x: x @ (m.W @ m.W), W=torch.rand(3, 3)), nn.Linear(3, 2)).double()
+
+
+def test_gradients_that_overflow_are_refused() -> None:
+    model = nn.Linear(2, 1)
+    X = torch.full((3, 2), 1e15)
+    K = KFAC(EmpiricalRisk(model, nn.MSELoss(), (torch.rand(3, 2), torch.rand(3, 1))))
+    with pytest.raises(DataError, match="not finite"):
+        EKFAC.from_kfac(K, EmpiricalRisk(model, nn.MSELoss(), (X**2, torch.rand(3, 1))))
+
+
+def test_a_bias_that_was_not_used_adds_nothing() -> None:
+    total = torch.zeros(1, 2, 4, dtype=torch.float64)
+    gradients = torch.randn(5, 1, 2, 3, dtype=torch.float64)
+    add_rotated_squares(total, gradients, None, None)
+    close(total[0, :, :3], gradients.square().sum((0, 1)))
+    assert (total[0, :, 3] == 0).all()
 
 
 def test_what_cannot_be_corrected_is_refused() -> None:

@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 import kfs
 from kfs import storage
 from kfs.errors import ModelError, StorageError
-from kfs.kfac import EKFAC, KFAC, BlockDiagonal, load
+from kfs.kfac import EKFAC, KFAC, BlockDiagonal, exact_blocks, load
+from kfs.kfac.blocks import Layout
 from kfs.kfac.dense import Dense
 from kfs.risk import EmpiricalRisk
 from tests.kfac.test_ekfac import SHARED, risk_of
@@ -40,6 +42,7 @@ OBJECTS: dict[str, Callable[[], BlockDiagonal]] = {
     "EKFAC": lambda: EKFAC(risk_of(*SHARED["groups"]), "mc"),
     "inverse": lambda: kfac().inverse(0.1),
     "factored inverse": lambda: kfac().inverse(0.1, "factored"),
+    "bfloat16": lambda: kfac(factor_dtype=torch.bfloat16),
     "dense": lambda: of_structure(Dense(definite(6).unsqueeze(0), 2, 3), (2, 3)),
 }
 
@@ -219,7 +222,8 @@ def test_a_valid_file_with_other_contents_loads_consistently_or_not_at_all(
 
 def test_wrong_shapes_are_named(file_of_ours: Path) -> None:
     _, state = storage.read(file_of_ours)
-    path = ("blocks", 0, "pairs", "A", "input", "total")
+    path: tuple[Any, ...] = ("blocks", 0, "pairs", "A", "input", "total")
+    wrong: Any
     target = file_of_ours.with_name("shapes")
     storage.write(target, {"kind": "KFAC"}, replaced(state, path, torch.zeros(3, 3)))
     with pytest.raises(StorageError, match=r"a factor has shape \[3, 3\] instead of \[4, 4\]"):
@@ -229,6 +233,24 @@ def test_wrong_shapes_are_named(file_of_ours: Path) -> None:
         load(target)
     storage.write(target, {"kind": "KFAC"}, replaced(state, ("space", "dtype"), "nn"))
     with pytest.raises(StorageError, match="is no dtype"):
+        load(target)
+    blocks = EKFAC(mlp_risk()).inverse(0.1), of_structure(Dense(definite(6).unsqueeze(0), 2, 3), (2, 3))
+    for K, path, wrong in (
+        (blocks[0], ("groups", 0, "layouts", 0, "bias"), None),
+        (blocks[0], ("groups", 0, "blocks", "values"), torch.zeros(3)),
+        (blocks[1], ("groups", 0, "blocks", "matrix"), torch.zeros(3, 3)),
+        (blocks[1], ("groups", 0, "layouts"), [asdict(Layout("W", (2, 3), (0, n), (0, 1), 1)) for n in (1, 2)]),
+    ):
+        K.save(target)
+        _, good = storage.read(target)
+        storage.write(target, {"kind": "BlockDiagonal"}, replaced(good, path, wrong))
+        with pytest.raises(StorageError, match="does not hold what its header says"):
+            load(target)
+    EKFAC(mlp_risk()).save(target)
+    _, good = storage.read(target)
+    dense = [exact_blocks(mlp_risk()).groups[place].state() for place in range(2)]
+    storage.write(target, {"kind": "EKFAC"}, replaced(good, ("eigenvalues",), dense))
+    with pytest.raises(StorageError, match="blocks are not given by eigenvalues"):
         load(target)
     for key, wrong in (("pairs", {}), ("layout", {}), ("operations", 3)):
         storage.write(target, {"kind": "KFAC"}, replaced(state, ("blocks", 0, key), wrong))

@@ -187,6 +187,9 @@ def test_products_and_sums_stay_structured_when_they_can() -> None:
         total = first + second
         assert not isinstance(total, BlockDiagonal)
         close(total.to_dense(), first.to_dense() + second.to_dense())
+    dense = of_structure(Dense(definite(6).unsqueeze(0), 2, 3), (2, 3)) @ one
+    assert isinstance(dense, BlockDiagonal)
+    close((dense.inverse() @ dense).to_dense(), torch.eye(6, dtype=torch.float64))
     close((one.inverse(0.1) @ other).to_dense(), one.inverse(0.1).to_dense() @ other.to_dense())
     mixed = one_block(torch.rand(3).double(), torch.rand(2).double(), diagonal=True)
     twice = mixed + one_block(torch.rand(3).double(), torch.rand(2).double(), diagonal=True)
@@ -318,16 +321,21 @@ def test_float32_that_fails_is_tried_in_float64() -> None:
 def test_eigenvectors_are_tried_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     original = torch.linalg.eigh
 
-    def eigh(A: Tensor) -> Any:
+    def raises(A: Tensor) -> Any:
         if A.dtype == torch.float32:
             raise torch.linalg.LinAlgError("did not converge")  # type: ignore[attr-defined]
         return original(A)
 
-    monkeypatch.setattr(torch.linalg, "eigh", eigh)
-    A = definite(3).float()
-    values, vectors = Factor.dense(A.unsqueeze(0)).eigh()
-    assert values.dtype == vectors.values.dtype == torch.float32
-    torch.testing.assert_close(vectors.values[0] @ torch.diag(values[0]) @ vectors.values[0].T, A)
+    def returns_nan(A: Tensor) -> Any:
+        values, vectors = original(A)
+        return (torch.full_like(values, torch.nan) if A.dtype == torch.float32 else values), vectors
+
+    for eigh in (raises, returns_nan):
+        monkeypatch.setattr(torch.linalg, "eigh", eigh)
+        A = definite(3).float()
+        values, vectors = Factor.dense(A.unsqueeze(0)).eigh()
+        assert values.dtype == vectors.values.dtype == torch.float32
+        torch.testing.assert_close(vectors.values[0] @ torch.diag(values[0]) @ vectors.values[0].T, A)
 
 
 def test_bad_arguments() -> None:
