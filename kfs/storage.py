@@ -20,6 +20,11 @@ from torch import Tensor
 from kfs.errors import StorageError
 from kfs.version import __version__
 
+
+class UnfitError(Exception):
+    """A part of a state is not what it should be; `valid` turns this into a helpful message."""
+
+
 _NO_DIGEST = "0" * 64
 _LARGEST_HEADER = 100_000_000  # what safetensors itself accepts
 _TENSOR = "$tensor"
@@ -85,7 +90,7 @@ def read(path: str | Path, device: str | torch.device = "cpu") -> tuple[dict[str
             state = _unpack(json.loads(header["state"]), tensors)
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error}.", "Look at the path, and who may read it.") from error
-    except (SafetensorError, ValueError, KeyError) as error:
+    except (UnfitError, SafetensorError, ValueError, KeyError) as error:
         if isinstance(error, StorageError):
             raise
         raise _damaged(path) from error
@@ -97,7 +102,7 @@ def valid(path: str | Path) -> Iterator[None]:
     """Say of a state that does not have the expected parts that it is not one of ours."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+    except (UnfitError, KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
         raise StorageError(
             f"{path} does not hold what its header says ({type(error).__name__}: {error}).",
             "It was written by another version of kfs, or by something else. Compute and save it again.",
@@ -136,7 +141,7 @@ def _digest(file: Any) -> tuple[int, str]:
     mark = b'"digest":"'
     start = header.find(mark) + len(mark)
     if start < len(mark):
-        raise ValueError("there is no digest")
+        raise UnfitError("there is no digest")
     hashed = hashlib.blake2b(length.to_bytes(8, "little"), digest_size=32)
     hashed.update(header[:start] + _NO_DIGEST.encode() + header[start + 64 :])
     while block := file.read(2**22):

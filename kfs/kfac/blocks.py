@@ -17,6 +17,7 @@ from kfs.kfac.decompositions import computable
 from kfs.kfac.factors import Factor
 from kfs.kfac.kronecker import Kronecker
 from kfs.kfac.moments import Moment
+from kfs.storage import UnfitError
 
 Side = Literal["A", "B"]
 
@@ -52,7 +53,7 @@ class Layout:
         names = isinstance(layout.weight, str) and isinstance(layout.bias, str | None)
         sensible = sorted(layout.order) == list(range(len(layout.shape))) and layout.groups > 0
         if not names or not sensible or not all(type(n) is int and n >= 0 for n in numbers):
-            raise ValueError(f"the layout {state} is not one")
+            raise UnfitError(f"the layout {state} is not one")
         return layout
 
     @property
@@ -202,7 +203,7 @@ class Block:
                     float(pair["terms"]),
                 )
         if not block.pairs or set(state["pairs"]) - {"A", "B"}:
-            raise ValueError(f"the block {block.name!r} has no factors")
+            raise UnfitError(f"the block {block.name!r} has no factors")
         return block
 
     @property

@@ -11,6 +11,7 @@ from kfs.kfac import decompositions
 from kfs.kfac.eigenbasis import Eigenbasis
 from kfs.kfac.factors import Factor
 from kfs.kfac.structures import Structure
+from kfs.storage import UnfitError
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ class Dense(Structure):
     def from_state(cls, state: Any, units: int, rows: int, columns: int) -> Self:
         """Undo `state`, for some blocks of a size."""
         if state["matrix"].shape != (units, rows * columns, rows * columns):
-            raise ValueError(f"a block has shape {list(state['matrix'].shape)}")
+            raise UnfitError(f"a block has shape {list(state['matrix'].shape)}")
         return cls(state["matrix"], rows, columns, bool(state["symmetric"]))
 
     def multiply(self, M: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from kfs.kfac import decompositions
 from kfs.kfac.factors import Factor, positive_power
 from kfs.kfac.structures import Structure
+from kfs.storage import UnfitError
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ class Eigenbasis(Structure):
         """Undo `state`, for some blocks of a size."""
         Q_A, Q_B = Factor.from_state(state["Q_A"], units, columns), Factor.from_state(state["Q_B"], units, rows)
         if state["values"].shape != (units, rows, columns) or state["noise"].shape != (units,):
-            raise ValueError(f"eigenvalues have shape {list(state['values'].shape)}")
+            raise UnfitError(f"eigenvalues have shape {list(state['values'].shape)}")
         return cls(Q_A, Q_B, state["values"], state["noise"])
 
     def rotated(self, M: Tensor, back: bool = False) -> Tensor:

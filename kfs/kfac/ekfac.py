@@ -37,6 +37,7 @@ from kfs.kfac.settings import Settings
 from kfs.kfac.uses import Key
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
+from kfs.storage import UnfitError
 
 
 class EKFAC(KFAC):
@@ -155,7 +156,7 @@ class EKFAC(KFAC):
         E._raw = [Group.from_state(part) for part in state["eigenvalues"]]
         check_cover([layout for group in E._raw for layout in group.layouts], space)
         if not all(isinstance(group.structure, Eigenbasis) for group in E._raw):
-            raise ValueError("blocks are not given by eigenvalues")
+            raise UnfitError("blocks are not given by eigenvalues")
         return E
 
     @property

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kfs.kfac import decompositions
+from kfs.storage import UnfitError
 
 Kind = Literal["dense", "diagonal", "identity"]
 
@@ -77,7 +78,7 @@ class Factor:
             values = scale.new_ones(()).expand(units, int(values))
         shape = {"dense": (units, size, size), "diagonal": (units, size), "identity": (units, size)}[kind]
         if values.shape != shape or scale.shape != (units,):
-            raise ValueError(f"a factor has shape {list(values.shape)} instead of {list(shape)}")
+            raise UnfitError(f"a factor has shape {list(values.shape)} instead of {list(shape)}")
         return cls(values, scale, kind, bool(state["symmetric"]))
 
     def __getitem__(self, units: slice) -> "Factor":

@@ -10,6 +10,7 @@ from kfs.kfac.block_diagonal import BlockDiagonal
 from kfs.kfac.ekfac import EKFAC
 from kfs.kfac.kfac import KFAC
 from kfs.operators.space import Space
+from kfs.storage import UnfitError
 
 _CLASSES: dict[str, type[BlockDiagonal]] = {"KFAC": KFAC, "EKFAC": EKFAC, "BlockDiagonal": BlockDiagonal}
 
@@ -49,5 +50,5 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal:
         shapes = {str(name): tuple(map(int, shape)) for name, shape in state["space"]["shapes"]}
         dtype = getattr(torch, state["space"]["dtype"])
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{dtype} is no dtype")
+            raise UnfitError(f"{dtype} is no dtype")
         return cls._from_state(state, Space(shapes, dtype, torch.device(device)))

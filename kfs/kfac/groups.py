@@ -13,6 +13,7 @@ from kfs.kfac.eigenbasis import Eigenbasis
 from kfs.kfac.kronecker import Kronecker
 from kfs.kfac.structures import Structure
 from kfs.operators.space import Space
+from kfs.storage import UnfitError
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Group:
         units, rows = sum(layout.groups for layout in layouts), layouts[0].row_size
         sizes = {layout.column_size + (layout.bias is not None) for layout in layouts}
         if {layout.row_size for layout in layouts} != {rows} or len(sizes) != 1:
-            raise ValueError("blocks of different sizes are together")
+            raise UnfitError("blocks of different sizes are together")
         return cls(layouts, _KINDS[state["kind"]].from_state(state["blocks"], units, rows, sizes.pop()))
 
     @staticmethod
@@ -104,13 +105,13 @@ def check_cover(layouts: Iterable[Layout], space: Space) -> None:
     """Check that blocks cover all entries of all parameters once.
 
     Raises:
-        ValueError: If they do not.
+        UnfitError: If they do not.
     """
     counts = {name: torch.zeros(1, *shape) for name, shape in space.shapes.items()}
     for layout in layouts:
         layout.write(layout.matrix(counts) + 1, counts)
     if not all((t == 1).all() for t in counts.values()):
-        raise ValueError("blocks do not cover all parameters once")
+        raise UnfitError("blocks do not cover all parameters once")
 
 
 def zero_block(layout: Layout, space: Space) -> Structure:

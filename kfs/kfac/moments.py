@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kfs.kfac.covariance import add_gram, add_squares, mirror
+from kfs.storage import UnfitError
 
 
 @dataclass
@@ -127,7 +128,7 @@ class Moment:
         total, diagonal, bias = state["total"], bool(state["diagonal"]), bool(state["bias"])
         moment = cls.zeros(size, groups, diagonal, bias, total.dtype, total.device)
         if moment.total.shape != total.shape or not total.is_floating_point():
-            raise ValueError(f"a factor has shape {list(total.shape)} instead of {list(moment.total.shape)}")
+            raise UnfitError(f"a factor has shape {list(total.shape)} instead of {list(moment.total.shape)}")
         moment.total.copy_(total)  # rows start where they did before: results are the same to the last bit
         if total.dtype != moment.total.dtype:
             moment.total = total

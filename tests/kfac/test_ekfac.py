@@ -250,6 +250,16 @@ def uncovered_model() -> nn.Module:
     return nn.Sequential(Function(lambda m, x: x @ (m.W @ m.W), W=torch.rand(3, 3)), nn.Linear(3, 2)).double()
 
 
+def test_rows_that_nothing_uses_and_layers_that_are_skipped() -> None:
+    torch.manual_seed(0)
+    data = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    rows = Function(lambda m, x: F.linear(x, m.W[1:4]), W=torch.rand(6, 3)).double()
+    risk = EmpiricalRisk(rows, nn.MSELoss(), data)
+    close(EKFAC(risk).to_dense(), GGN(risk).to_dense())
+    twice = Function(lambda m, x: F.linear(x, m.W) @ (m.W @ m.W) + m.b, W=torch.rand(3, 3), b=torch.rand(3)).double()
+    assert list(EKFAC(EmpiricalRisk(twice, nn.MSELoss(), data), uncovered="skip").blocks) == ["b"]
+
+
 def test_gradients_that_overflow_are_refused() -> None:
     model = nn.Linear(2, 1)
     X = torch.full((3, 2), 1e15)

@@ -190,6 +190,9 @@ def test_products_and_sums_stay_structured_when_they_can() -> None:
     dense = of_structure(Dense(definite(6).unsqueeze(0), 2, 3), (2, 3)) @ one
     assert isinstance(dense, BlockDiagonal)
     close((dense.inverse() @ dense).to_dense(), torch.eye(6, dtype=torch.float64))
+    for symmetric in (of_structure(Dense(definite(6).unsqueeze(0), 2, 3), (2, 3)), one.inverse(0.1)):
+        close(symmetric.inverse().to_dense(), torch.linalg.inv(symmetric.to_dense()))
+    close((other @ one.inverse(0.1)).to_dense(), other.to_dense() @ one.inverse(0.1).to_dense())
     close((one.inverse(0.1) @ other).to_dense(), one.inverse(0.1).to_dense() @ other.to_dense())
     mixed = one_block(torch.rand(3).double(), torch.rand(2).double(), diagonal=True)
     twice = mixed + one_block(torch.rand(3).double(), torch.rand(2).double(), diagonal=True)

@@ -60,6 +60,13 @@ def test_numbers_depend_on_the_index_alone() -> None:
     assert Draws(7, 0, 0).uniform(2, (), CPU).shape == (2,)
 
 
+def test_many_numbers_are_the_same_as_few_at_a_time() -> None:
+    """Many are drawn with PyTorch, few with NumPy."""
+    many = Draws(3, 5, 1).uniform(70_000, (1,), torch.device("cpu"))
+    few = [Draws(3, 5 + start, 1).uniform(10_000, (1,), torch.device("cpu")) for start in range(0, 70_000, 10_000)]
+    assert torch.equal(many, torch.cat(few))
+
+
 def test_poisson_quantiles_are_scipys() -> None:
     rate = torch.tensor([0.0, 1e-8, 0.3, 1.0, 7.5, 120.0, 1e4, 1e7], dtype=torch.float64)
     for u in (2.0**-53, 1e-6, 0.1, 0.5, 0.9, 1 - 1e-6, 1 - 2.0**-52):
