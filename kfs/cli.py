@@ -1,15 +1,18 @@
-"""The command line: `kfs tour | inspect`. Commands parse arguments and exit codes; the work is done elsewhere."""
+"""The command line, `kfs tour | inspect | check`: commands parse arguments and exit; work is done elsewhere."""
 
 import json
 import sys
 from dataclasses import asdict
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.live import Live
 
 from kfs import __version__
+from kfs.conformance import Result, checks, find, report, run_one, script, select
 from kfs.errors import KfsError, ModelError
 from kfs.kfac import inspect as inspect_model
 from kfs.tour import run_tour
@@ -63,6 +66,52 @@ def inspect(
     else:
         Console().print(table.table())
     if table.uncovered:
+        raise typer.Exit(code=1)
+
+
+@app.command()
+def check(
+    target: Annotated[
+        str, typer.Argument(help="An adapter's name (kfs, curvlinops, ...), or package.module:compute of yours.")
+    ],
+    only: Annotated[list[str] | None, typer.Option(help="Run checks with this tag only; may be repeated.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write results as JSON.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a report as a page.")] = None,
+    verbose: Annotated[bool, typer.Option(help="Also show checks that passed.")] = False,
+) -> None:
+    """Check an implementation of KFAC where the right answer is known. Fails if it is wrong somewhere."""
+    sys.path.insert(0, "")
+    try:
+        adapter, chosen = find(target), select(only or ())
+    except KfsError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(code=2) from error
+    finally:
+        sys.path.remove("")
+    if not chosen:
+        tags = sorted({tag for one in checks() for tag in one.tags})
+        typer.echo(f"Error: No check has all of the tags {only}. Choose from: {', '.join(tags)}.", err=True)
+        raise typer.Exit(code=2)
+    console, results = Console(), list[Result]()
+    with Live(console=console, refresh_per_second=8, transient=True) as live:
+        for one in chosen:
+            live.update(report.progress(results, len(chosen), one.name))
+            results.append(run_one(adapter, one))
+    bad = [result for result in results if result.bad]
+    if bad or verbose or any(result.status == "expected failure" for result in results):
+        console.print(report.table(adapter, results, verbose))
+    console.print(f"{adapter.name} {adapter.version}: {report.summary(results)}.", markup=False, highlight=False)
+    if bad:
+        program = script(target, bad[0].check)
+        console.print(f"Repeat the first one:\n\n{program}", markup=False, highlight=False, soft_wrap=True)
+    for file, text in (
+        (json_file, report.to_json(adapter, results)),
+        (html_file, report.to_html(adapter, target, results)),
+    ):
+        if file is not None:
+            file.write_text(text, encoding="utf-8")
+            console.print(f"Written: {file}", markup=False)
+    if bad:
         raise typer.Exit(code=1)
 
 

@@ -1,33 +1,18 @@
-"""What the files here share: exact blocks from the definitions, and claims about KFAC's blocks."""
+"""What the files here share: claims about KFAC's blocks, beside exact ones."""
 
 import torch
-from torch import Tensor, cat
+from torch import Tensor
 from torch.nn import Module
 
 from kfs import KFAC, EmpiricalRisk
-from kfs.basics.emp_fishers import vec_empirical_fisher
-from kfs.basics.flattening import Vec, cvec, rvec
-from kfs.basics.ggns import vec_ggn
+from kfs.basics.flattening import cvec, rvec
 from kfs.basics.reduction_factors import Loss
+from kfs.conformance.exact import exact_empirical_fisher, exact_ggn
 from kfs.kfac.settings import Sharing
 from kfs.verification import verify, verify_differs
 
 # The error of a Monte Carlo estimate falls with the root of the number of draws; these many suffice for a few percent.
 MC_SAMPLES, MC_TOLERANCE = 4_000, 0.1
-
-
-def exact_ggn(model: Module, loss: Loss, X: Tensor, y: Tensor, names: tuple[str, ...], vec: Vec) -> Tensor:
-    """Compute the GGN's block for some parameters, entry by entry from the definitions."""
-    params = [model.get_parameter(name) for name in names]
-    f = model(X)
-    risk = loss(f, y)
-    return cat([cat([vec_ggn(risk, f, p, q, vec=vec) for q in params], dim=1) for p in params])
-
-
-def exact_empirical_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, names: tuple[str, ...], vec: Vec) -> Tensor:
-    """Compute the empirical Fisher's block for some parameters, from the definitions."""
-    params = [model.get_parameter(name) for name in names]
-    return cat([cat([vec_empirical_fisher(model, loss, X, y, (p, q), vec=vec) for q in params], dim=1) for p in params])
 
 
 def claim_exact(

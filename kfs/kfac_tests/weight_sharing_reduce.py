@@ -8,22 +8,10 @@ global average pooling.
 
 if __name__ == "__main__":
     import torch
-    from torch import Tensor
-    from torch.nn import Conv2d, Linear, Module, MSELoss, Sequential
+    from torch.nn import Conv2d, Linear, MSELoss, Sequential
 
+    from kfs.conformance.cases import Pool
     from kfs.kfac_tests._claims import claim_exact
-
-    class Pool(Module):
-        """Sums or averages over some axes."""
-
-        def __init__(self, kind: str, axes: tuple[int, ...]) -> None:
-            """Say how and over what."""
-            super().__init__()
-            self.kind, self.axes = kind, axes
-
-        def forward(self, x: Tensor) -> Tensor:
-            """Sum or average."""
-            return x.sum(self.axes) if self.kind == "sum" else x.mean(self.axes)
 
     torch.manual_seed(0)
     X, y = torch.randn(4, 5, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)

@@ -1,0 +1,173 @@
+"""Adapters: how the kit asks an implementation for its factors, and how it reads the answer.
+
+An adapter is a function `compute(model, loss, data, fisher, sharing)`:
+
+- `model` is a module in float64, `loss` an `nn.MSELoss` or `nn.CrossEntropyLoss`, `data` a list of batches `(X, y)`.
+- `fisher` is `"type-2"`, `"mc"` (one draw per datum) or `"empirical"`; `sharing` is `"expand"` or `"reduce"`.
+- It returns `{layer: (A, B)}` by module name, such that the curvature of weight and bias, the matrix `(W b)` of shape
+  `[d_out, d_in + 1]` flattened by rows, is approximated by `kron(B, A)`. Grouped convolutions may have a list of pairs.
+  If weight and bias are separate, they have their parameters' names. Or it returns a matrix for all parameters, in the
+  order of `model.named_parameters()`, each flattened by rows.
+- What it does not support raises `NotImplementedError`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfs.errors import ModelError
+
+Compute = Callable[[nn.Module, nn.Module, list[tuple[Tensor, Tensor]], str, str], Any]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An implementation to be checked.
+
+    Attributes:
+        name: What to call it.
+        compute: Returns factors, or a matrix.
+        unsupported: Tags of checks that it does not claim to pass; nothing by default.
+        expected_failures: Reasons by the name of a check. These checks must fail.
+        version: Of the library.
+        single: Whether it computes in float32.
+    """
+
+    name: str
+    compute: Compute
+    unsupported: frozenset[str] = frozenset()
+    expected_failures: Mapping[str, str] = field(default_factory=dict)
+    version: str = ""
+    single: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an implementation returned, block by block.
+
+    Attributes:
+        blocks: Curvature by the names of the parameters in a block, in the order weight, bias; each flattened by rows.
+    """
+
+    blocks: dict[tuple[str, ...], Tensor]
+
+
+class UnreadableError(Exception):
+    """An answer that does not fit the model; the message says how."""
+
+
+def built_in() -> list[str]:
+    """Return the names of all adapters that come with the kit."""
+    folder = Path(__file__).parent / "adapters"
+    return sorted(file.stem for file in folder.glob("[a-z]*.py"))
+
+
+def find(target: str) -> Adapter:
+    """Return an adapter that comes with the kit, or the user's.
+
+    Args:
+        target: `"curvlinops"`, say, or `"package.module:name"` of a function or an `Adapter`.
+
+    Raises:
+        ModelError: If it cannot be imported.
+    """
+    if ":" not in target and target in built_in():
+        try:
+            made: Any = import_module(f"kfs.conformance.adapters.{target}").ADAPTER
+        except ImportError as error:
+            raise ModelError(
+                f"{target} cannot be imported: {error}.", f"Install it; the kit has adapters for {built_in()}."
+            ) from error
+        return _checked(made, target)
+    module, _, name = target.partition(":")
+    try:
+        made = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelError(
+            f"{target!r} cannot be imported: {error}.", f"Name it as package.module:function, or use {built_in()}."
+        ) from error
+    return _checked(made, target)
+
+
+def _checked(made: Any, target: str) -> Adapter:
+    if isinstance(made, Adapter):
+        return made
+    if not callable(made):
+        raise ModelError(
+            f"{target!r} is a {type(made).__name__}.",
+            "Let it be a function compute(model, loss, data, fisher, sharing), or an Adapter.",
+        )
+    return Adapter(getattr(made, "__name__", target), made)
+
+
+def read(answer: Any, model: nn.Module, tied: Mapping[str, str] | None = None) -> Answer:
+    """Take an answer apart.
+
+    Args:
+        answer: What an adapter returned.
+        model: The model that it is about.
+        tied: Names that stand for others.
+
+    Raises:
+        UnreadableError: If it is neither factors nor a matrix of the right size.
+    """
+    shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    if isinstance(answer, Tensor):
+        return _read_matrix(answer.detach().double(), shapes)
+    if not isinstance(answer, Mapping) or not answer:
+        raise UnreadableError(f"compute returned a {type(answer).__name__} instead of factors by layer, or a matrix.")
+    blocks: dict[tuple[str, ...], Tensor] = {}
+    for key, pairs in answer.items():
+        name = (tied or {}).get(key, key)
+        params = tuple(n for n in (name, f"{name}.weight", f"{name}.bias") if n in shapes)
+        if not params:
+            raise UnreadableError(f"{key!r} is neither a layer nor a parameter; there are {list(shapes)}.")
+        many = [pairs] if isinstance(pairs[0], Tensor) else list(pairs)
+        A, B = (torch.stack([pair[side].detach().double() for pair in many]) for side in (0, 1))
+        weight = shapes[params[0]]
+        d_out, d_in = weight[0], weight[1:].numel()
+        if len(params) == 2 and A.shape[-1] == d_in:
+            raise UnreadableError(f"The input-based factor of layer {key!r} has no row for the bias.")
+        sizes = {"input": A.shape[-1], "gradient": B.shape[-1] * len(many)}
+        expected = {"input": d_in + (len(params) == 2), "gradient": d_out}
+        if sizes != expected:
+            swapped = sizes == {"input": expected["gradient"], "gradient": expected["input"]}
+            hint = ": they are swapped" if swapped else ""
+            raise UnreadableError(f"The factors of layer {key!r} have sizes {sizes}, expected {expected}{hint}.")
+        dense = torch.block_diag(*(torch.kron(b, a) for a, b in zip(A, B, strict=True)))
+        dense = _weight_first(dense, d_out, d_in) if len(params) == 2 else dense
+        blocks[params] = blocks[params] + dense if params in blocks else dense  # two layers with one weight
+    return Answer(blocks)
+
+
+def _read_matrix(matrix: Tensor, shapes: Mapping[str, torch.Size]) -> Answer:
+    """Cut a matrix into blocks: a weight with its bias, or both alone if nothing is between them."""
+    total = sum(shape.numel() for shape in shapes.values())
+    if matrix.shape != (total, total):
+        raise UnreadableError(f"The matrix has shape {list(matrix.shape)}, but there are {total} parameters.")
+    places, start = {}, 0
+    for name, shape in shapes.items():
+        places[name] = torch.arange(start, start + shape.numel())
+        start += shape.numel()
+    blocks: dict[tuple[str, ...], Tensor] = {}
+    for name in shapes:
+        module, _, leaf = name.rpartition(".")
+        bias = f"{module}.bias"
+        if leaf == "weight" and bias in shapes and matrix[places[name]][:, places[bias]].any():
+            index = torch.cat([places[name], places[bias]])
+            blocks[name, bias] = matrix[index][:, index]
+        elif not any(name in params for params in blocks):
+            blocks[(name,)] = matrix[places[name]][:, places[name]]
+    return Answer(blocks)
+
+
+def _weight_first(dense: Tensor, d_out: int, d_in: int) -> Tensor:
+    """Bring the block of `(W b)` into the order of `W` and then `b`."""
+    order = torch.arange(d_out * (d_in + 1)).reshape(d_out, d_in + 1)
+    order = torch.cat([order[:, :-1].flatten(), order[:, -1]])
+    return dense[order][:, order]

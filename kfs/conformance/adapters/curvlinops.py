@@ -1,0 +1,48 @@
+"""Factors of curvlinops (`KFACLinearOperator`)."""
+
+from importlib.metadata import version
+
+import curvlinops
+import torch
+from torch import Tensor, nn
+
+from kfs.conformance.adapter import Adapter
+
+
+def compute(
+    model: nn.Module, loss: nn.Module, data: list[tuple[Tensor, Tensor]], fisher: str, sharing: str
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return curvlinops' factors by layer, or by parameter where only the weight or only the bias is trained.
+
+    The operator is documented as that of the loss as given, on all data: nothing is left to scale.
+
+    Raises:
+        NotImplementedError: If curvlinops refuses the loss, a layer or the data.
+    """
+    try:
+        operator = curvlinops.KFACLinearOperator(
+            model,
+            loss,
+            [p for p in model.parameters() if p.requires_grad],
+            data,
+            check_deterministic=False,
+            # It has a generator of its own.
+            seed=int(torch.randint(2**31, ())) if fisher == "mc" else 0,
+            fisher_type=fisher,
+            kfac_approx=sharing,
+            separate_weight_and_bias=False,
+        )
+        operator.compute_kronecker_factors()
+    except ValueError as error:  # how it refuses what it does not support, layers aside
+        raise NotImplementedError(str(error)) from error
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    for layer, trained in operator._mapping.items():
+        A, B = operator._input_covariances.get(layer), operator._gradient_covariances[layer]
+        if A is None:
+            factors[f"{layer}.bias"] = B.new_ones(1, 1), B
+        else:
+            factors[layer if "bias" in trained else f"{layer}.weight"] = A, B
+    return factors
+
+
+ADAPTER = Adapter("curvlinops", compute, version=version("curvlinops-for-pytorch"))

@@ -1,0 +1,55 @@
+"""Factors of laplace-torch (`KronLaplace` with its default backend, curvlinops)."""
+
+from copy import deepcopy
+from importlib.metadata import version
+
+import laplace
+import torch
+from laplace.curvature import CurvlinopsEF, CurvlinopsGGN
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from kfs.conformance.adapter import Adapter
+
+
+def compute(
+    model: nn.Module, loss: nn.Module, data: list[tuple[Tensor, Tensor]], fisher: str, sharing: str
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return Laplace's factors by parameter.
+
+    Raises:
+        NotImplementedError: If there is no likelihood for the loss, or a layer is not supported.
+    """
+    # It takes a likelihood, not a loss.
+    if isinstance(loss, nn.CrossEntropyLoss) and (
+        loss.weight is not None or loss.ignore_index != -100 or loss.label_smoothing
+    ):
+        raise NotImplementedError("no options of the cross-entropy")
+    # The seed is given, since curvlinops has a generator of its own.
+    options = {"kfac_approx": sharing, "seed": int(torch.randint(2**31, ())) if fisher == "mc" else 0}
+    examples = [example for X, y in data for example in zip(X, y, strict=True)]
+    batches = torch.arange(len(examples)).split([len(X) for X, _ in data])
+    try:
+        fitted = laplace.KronLaplace(
+            deepcopy(model),
+            "regression" if isinstance(loss, nn.MSELoss) else "classification",
+            backend=CurvlinopsEF if fisher == "empirical" else CurvlinopsGGN,
+            backend_kwargs={"stochastic": True} if fisher == "mc" else None,
+            asdl_fisher_kwargs=options,  # in spite of the name, this is how options reach any backend
+        )
+        fitted.fit(DataLoader(examples, batch_sampler=[batch.tolist() for batch in batches]))  # type: ignore[arg-type]
+    except ValueError as error:  # how it refuses what it does not support, layers aside
+        raise NotImplementedError(str(error)) from error
+    # The factors are of a sum over data (`ParametricLaplace`), for regression of half the squared error: a torch loss
+    # times `factor` is a likelihood (`CurvatureInterface`). The library multiplies its empirical Fisher by it, too.
+    scale = 1 / fitted.backend.factor
+    if loss.reduction == "mean":
+        scale /= sum(y.numel() for _, y in data)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    factors = {}
+    for name, (B, *A) in zip(names, fitted.H_facs.kfacs, strict=True):
+        factors[name] = (A[0] if A else B.new_ones(1, 1), scale * B)
+    return factors
+
+
+ADAPTER = Adapter("laplace-torch", compute, version=version("laplace-torch"))

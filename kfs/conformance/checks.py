@@ -1,0 +1,287 @@
+"""Checks: what an implementation of KFAC must satisfy, generated from the cases, with tags and hints.
+
+`exact` checks compare with definitions where KFAC has no error, `draws` checks do so for the Monte Carlo Fisher.
+`relation` checks compare an implementation with itself. `state` checks look at what it leaves behind.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfs.conformance import tolerances
+from kfs.conformance.adapter import Adapter, Answer, UnreadableError, read
+from kfs.conformance.cases import APPROXIMATE, EXACT, Case, Setting
+from kfs.conformance.diagnosis import Facts, diagnose
+from kfs.conformance.exact import exact_empirical_fisher, exact_ggn
+from kfs.conformance.state import fingerprint
+from kfs.conformance.suspects import suspects
+
+
+class CheckError(Exception):
+    """A check found something wrong; the message says what, and what probably caused it."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question to an implementation.
+
+    Attributes:
+        name: Unique.
+        tags: What it is about: kind, fisher, sharing, layer, loss, reduction.
+        bug: What a failure points to.
+        run: Raises `CheckError` (or whatever the implementation raises).
+    """
+
+    name: str
+    tags: frozenset[str]
+    bug: str
+    run: Callable[[Adapter], None]
+
+
+def ask(adapter: Adapter, setting: Setting, fisher: str, sharing: str, case: Case | None = None) -> Answer:
+    """Ask an implementation for its factors, and read the answer."""
+    answer = adapter.compute(setting.model, setting.loss, setting.data, fisher, sharing)
+    try:
+        return read(answer, setting.model, None if case is None else case.tied)
+    except UnreadableError as error:
+        raise CheckError(str(error)) from error
+
+
+def checks() -> list[Check]:
+    """Return all checks."""
+    return [*_exact_checks(), *_monte_carlo_checks(), *_relation_checks(), *_state_checks()]
+
+
+def _exact_checks() -> Iterator[Check]:
+    for case in EXACT:
+        for loss in case.losses:
+            for reduction in case.reductions:
+                for fisher in case.fishers:
+                    if fisher == "empirical" and loss == "mse":
+                        continue  # which likelihood the square loss belongs to is a convention, and makes a factor two
+                    for sharing in case.sharings:
+                        yield Check(
+                            f"exact: {case.name}, {loss} {reduction}, {fisher}, {sharing}",
+                            frozenset({"exact", fisher, sharing, case.layer, loss, reduction, case.name}),
+                            f"{case.why} So KFAC equals the exact curvature here, and yours does not.",
+                            partial(_is_exact, case, loss, reduction, fisher, sharing),
+                        )
+
+
+def _is_exact(case: Case, loss: str, reduction: str, fisher: str, sharing: str, adapter: Adapter) -> None:
+    setting = case.setting(loss, reduction)
+    answer = ask(adapter, setting, fisher, sharing, case)
+    _all_there(answer, setting.model)
+    for params, block in answer.blocks.items():
+        expected = _exact(setting, params, fisher)
+        block, expected = (_within_groups(t, params, setting, case.within_groups) for t in (block, expected))  # noqa: PLW2901
+        facts = partial(_facts, case, setting, params, fisher, sharing)
+        _compare(adapter, params, block, expected, tolerances.ROUND_OFF, facts)
+
+
+def _monte_carlo_checks() -> Iterator[Check]:
+    for name, loss in (("deep linear net", "mse"), ("one datum", "ce")):
+        case = next(c for c in EXACT if c.name == name)
+        for sharing in case.sharings:
+            yield Check(
+                f"draws: {case.name}, {loss}, {sharing}",
+                frozenset({"draws", "mc", sharing, case.layer, loss, "mean"}),
+                "With many draws, the Monte Carlo Fisher converges to the type-II Fisher; yours goes elsewhere.",
+                partial(_converges, case, loss, sharing),
+            )
+
+
+def _converges(case: Case, loss: str, sharing: str, adapter: Adapter) -> None:
+    setting = case.setting(loss, "mean")
+    X, y = (torch.cat(parts) for parts in zip(*setting.data, strict=True))
+    times = -(-tolerances.MC_REPEATS // len(X))
+    many = replace(setting, data=[(torch.cat([X] * times), torch.cat([y] * times))])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        answer = ask(adapter, many, "mc", sharing)
+    _all_there(answer, setting.model)
+    for params, block in answer.blocks.items():
+        expected = _exact(setting, params, "type-2")
+        labels = "This is the empirical Fisher: the labels at hand were used where labels must be drawn from the model."
+        others = {labels: _exact(setting, params, "empirical")}
+        facts = Facts({"N": len(X) * times, "C": case.outputs[0]}, others, tolerances.MC)
+        _compare(adapter, params, block, expected, tolerances.MC, partial(_known, facts))
+
+
+def _relation_checks() -> Iterator[Check]:
+    relations: dict[str, tuple[Callable[..., None], str]] = {
+        "mean and sum": (
+            _mean_and_sum,
+            "The curvature of a mean is that of the sum, divided by the number of terms; the reduction is ignored.",
+        ),
+        "split into batches": (
+            _split,
+            "Results must not depend on how data are split into batches; an average over batches weights uneven ones "
+            "wrongly.",
+        ),
+        "order of data": (_order, "Results must not depend on the order of data."),
+        "repeated data": (_repeated, "Twice the same data leave a mean as it is, and double a sum."),
+        "expand and reduce": (
+            _no_sharing,
+            "Where no positions share a weight, both variants of weight sharing are the same.",
+        ),
+        "NaN": (_nan, "NaN in the data gives factors that look fine: values are filtered or clamped somewhere."),
+    }
+    for name, (function, bug) in relations.items():
+        for fisher in ("type-2", "empirical"):
+            tags = frozenset({"relation", fisher, "expand", "linear", name})
+            tags |= {"reduce"} if name == "expand and reduce" else set()
+            yield Check(f"relation: {name}, {fisher}", tags | {"ce"}, bug, partial(function, fisher))
+
+
+def _mean_and_sum(fisher: str, adapter: Adapter) -> None:
+    for loss, terms in (("ce", APPROXIMATE.num_data), ("mse", APPROXIMATE.num_data * APPROXIMATE.outputs[0])):
+        mean, total = (
+            ask(adapter, APPROXIMATE.setting(loss, reduction), fisher, "expand") for reduction in ("mean", "sum")
+        )
+        for params, block in mean.blocks.items():
+            _compare(adapter, params, total.blocks[params] / terms, block, tolerances.ROUND_OFF, _scales)
+
+
+def _split(fisher: str, adapter: Adapter) -> None:
+    setting = APPROXIMATE.setting("ce", "mean")
+    uneven = replace(APPROXIMATE, batches=(1, 3, 2)).setting("ce", "mean")
+    _agree(adapter, fisher, setting, uneven)
+
+
+def _order(fisher: str, adapter: Adapter) -> None:
+    setting = APPROXIMATE.setting("ce", "mean")
+    _agree(adapter, fisher, setting, replace(setting, data=[(X.flip(0), y.flip(0)) for X, y in setting.data]))
+
+
+def _repeated(fisher: str, adapter: Adapter) -> None:
+    for reduction, factor in (("mean", 1.0), ("sum", 2.0)):
+        setting = APPROXIMATE.setting("ce", reduction)
+        twice = replace(setting, data=[(torch.cat([X, X]), torch.cat([y, y])) for X, y in setting.data])
+        _agree(adapter, fisher, setting, twice, factor)
+
+
+def _no_sharing(fisher: str, adapter: Adapter) -> None:
+    setting = APPROXIMATE.setting("ce", "mean")
+    one, other = (ask(adapter, setting, fisher, sharing) for sharing in ("expand", "reduce"))
+    for params, block in one.blocks.items():
+        _compare(adapter, params, other.blocks[params], block, tolerances.ROUND_OFF, _scales)
+
+
+def _nan(fisher: str, adapter: Adapter) -> None:
+    setting = APPROXIMATE.setting("ce", "mean")
+    X, y = setting.data[0]
+    X = X.clone()
+    X[0, 0] = torch.nan
+    try:
+        answer = ask(adapter, replace(setting, data=[(X, y)]), fisher, "expand")
+    except NotImplementedError:
+        raise
+    except Exception:  # noqa: BLE001 (an error is the best answer)
+        return
+    if all(block.isfinite().all() for block in answer.blocks.values()):
+        raise CheckError("An input is NaN, but all factors are finite.")
+
+
+def _agree(adapter: Adapter, fisher: str, one: Setting, other: Setting, factor: float = 1.0) -> None:
+    """Compare answers for two settings, block by block."""
+    first, second = (ask(adapter, setting, fisher, "expand") for setting in (one, other))
+    for params, block in first.blocks.items():
+        _compare(adapter, params, second.blocks[params], factor * block, tolerances.REORDERED, _scales)
+
+
+def _state_checks() -> Iterator[Check]:
+    for fisher in ("type-2", "mc", "empirical"):
+        yield Check(
+            f"state: untouched, {fisher}",
+            frozenset({"state", fisher, "expand", "linear", "ce"}),
+            "The user's model and the global state must be as before: somebody relies on them after the call.",
+            partial(_untouched, fisher),
+        )
+
+
+def _untouched(fisher: str, adapter: Adapter) -> None:
+    setting = APPROXIMATE.setting("ce", "mean")
+    model = setting.model
+    model[0].weight.grad = torch.ones_like(model[0].weight)  # type: ignore[index]
+    model[2].train()  # type: ignore[index]
+    model[0].register_forward_hook(_hook)  # type: ignore[index]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        torch.rand(3)  # no seed leads here
+        before = fingerprint(model, with_random_state=fisher != "mc")
+        adapter.compute(model, setting.loss, setting.data, fisher, "expand")
+        after = fingerprint(model, with_random_state=fisher != "mc")
+    changed = [name for name, value in before.items() if after[name] != value]
+    if changed:
+        raise CheckError(f"Changed by the call: {', '.join(changed)}.")
+
+
+def _hook(*_: Any) -> None:
+    """Do nothing, as a hook of the user's."""
+
+
+def _exact(setting: Setting, params: Sequence[str], fisher: str) -> Tensor:
+    """Return the exact block, from the definitions."""
+    X, y = (torch.cat(parts) for parts in zip(*setting.data, strict=True))
+    definition = exact_empirical_fisher if fisher == "empirical" else exact_ggn
+    return definition(copy.deepcopy(setting.model), setting.loss, X, y, params)  # type: ignore[arg-type]
+
+
+def _all_there(answer: Answer, model: nn.Module) -> None:
+    """Refuse an answer without some parameters."""
+    there = {name for params in answer.blocks for name in params}
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and name not in there]
+    if missing:
+        raise CheckError(f"There is nothing about the parameters {missing}.")
+
+
+def _within_groups(block: Tensor, params: Sequence[str], setting: Setting, groups: int) -> Tensor:
+    """Drop entries between groups of channels, if there are several."""
+    first = next(name for name, _ in setting.model.named_parameters())
+    if groups == 1 or first not in params:
+        return block
+    group_of = []
+    for name in params:
+        p = setting.model.get_parameter(name)
+        channel = torch.arange(len(p)).reshape(-1, *[1] * (p.ndim - 1)).expand_as(p)
+        group_of.append((channel * groups // len(p)).flatten())
+    index = torch.cat(group_of)
+    return torch.where(index.unsqueeze(0) == index.unsqueeze(1), block, 0)
+
+
+def _facts(case: Case, setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> Facts:
+    """Return what is known about a case; suspects take time, and are wanted only after a failure."""
+    num_data = sum(len(X) for X, _ in setting.data)
+    counts = {"N": num_data, "S": case.positions, "C": prod(case.outputs)}
+    return Facts(counts, suspects(case, setting, params, fisher, sharing))
+
+
+def _known(facts: Facts) -> Facts:
+    return facts
+
+
+def _scales() -> Facts:
+    return Facts({"N": APPROXIMATE.num_data, "C": APPROXIMATE.outputs[0]})
+
+
+def _compare(
+    adapter: Adapter,
+    params: Sequence[str],
+    actual: Tensor,
+    expected: Tensor,
+    tolerance: float,
+    facts: Callable[[], Facts],
+) -> None:
+    """Fail with a diagnosis if a block is not what it should be."""
+    tolerance = max(tolerance, tolerances.SINGLE) if adapter.single else tolerance
+    error = float((actual - expected).norm() / expected.norm().clamp(min=1e-300))
+    if not error <= tolerance:
+        name = " and ".join(params)
+        raise CheckError(f"{name}: relative error {error:.1e}. {diagnose(actual, expected, facts())}")

@@ -1,0 +1,110 @@
+"""Suspects: the blocks that known bugs would produce in a setting. Our own KFAC makes them."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from kfs.conformance.cases import Case, Setting
+from kfs.kfac import KFAC, Block
+from kfs.risk import EmpiricalRisk
+
+
+def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> dict[str, Tensor]:
+    """Return wrong blocks by the bug that makes them."""
+    found: dict[str, Tensor] = {}
+    right = _block(setting, params, fisher, sharing)
+    others = {"type-2": "empirical", "empirical": "type-2"}
+    words = {
+        "empirical": "This is the empirical Fisher: labels at hand were used, where the loss's Hessian (or labels "
+        "drawn from the model) belong.",
+        "type-2": "This is the type-II Fisher, where gradients for the labels at hand belong.",
+    }
+    other = others[fisher]
+    found[words[other]] = _block(setting, params, other, sharing)
+    if case.positions > 1:
+        another = "reduce" if sharing == "expand" else "expand"
+        found[f"This is weight sharing '{another}', but '{sharing}' was asked for."] = _block(
+            setting, params, fisher, another
+        )
+    shape = setting.model.get_parameter(params[0]).shape
+    weights = shape.numel()
+    if len(params) == 2:
+        without = right.clone()
+        without[weights:], without[:, weights:] = 0, 0
+        found["Entries of the bias are missing: no one was appended to the inputs."] = without
+        apart = right.clone()
+        apart[:weights, weights:], apart[weights:, :weights] = 0, 0
+        found["Weight and bias are right, but nothing is between them, though they are in one block."] = apart
+    if len(shape) > 2:
+        found |= _convolution_suspects(case, setting, params, fisher, sharing, right, shape)
+    if len(shape) == 2:
+        order = torch.arange(weights).reshape(shape).T.flatten()
+        order = torch.cat([order, torch.arange(weights, len(right))])
+        found["Entries are flattened column by column, and not row by row."] = right[order][:, order]
+    return found
+
+
+def _convolution_suspects(
+    case: Case,
+    setting: Setting,
+    params: Sequence[str],
+    fisher: str,
+    sharing: str,
+    right: Tensor,
+    shape: torch.Size,
+) -> dict[str, Tensor]:
+    """Return what bugs with patches and groups would give."""
+    found = {}
+    weights, channels, kernel = shape.numel(), shape[1], shape[2:].numel()
+    places = torch.arange(weights).reshape(shape[0], channels, kernel)
+    order = torch.cat([places.transpose(1, 2).flatten(), torch.arange(weights, len(right))])
+    found["Patches are unfolded in another order: kernel places come before channels, and not after them."] = right[
+        order
+    ][:, order]
+    if case.within_groups > 1:
+        joint = len(params) == 2
+        blocks = KFAC(_risk(setting), fisher, sharing, joint_bias=joint).blocks.values()  # type: ignore[arg-type]
+        block = next(block for block in blocks if block.layout.weight == params[0])
+        average = block.A.mean(0).expand_as(block.A)
+        found["Input-based factors of different groups of channels are averaged; each group needs its own."] = (
+            _weight_first(average, block.B, joint)
+        )
+        if joint:
+            found["Inputs of different groups of channels are averaged; each group needs its own factor."] = (
+                _weight_first(_of_average_input(block).expand_as(block.A), block.B, joint)
+            )
+    padded = copy.deepcopy(setting.model)
+    circular = [m for m in padded.modules() if isinstance(m, nn.Conv2d) and m.padding_mode != "zeros"]
+    for module in circular:
+        module.padding_mode = "zeros"
+    if circular:
+        zeros = Setting(padded, setting.loss, setting.data)
+        found["Images are padded with zeros, whatever padding_mode says."] = _block(zeros, params, fisher, sharing)
+    return found
+
+
+def _of_average_input(block: Block) -> Tensor:
+    """Return the input-based factor of one datum if one input, the mean of all groups', were that of each of them."""
+    values, vectors = torch.linalg.eigh(block.A)
+    inputs = vectors[..., -1] * values[:, -1:].sqrt()
+    mean = (inputs * inputs[:, -1:].sign()).mean(0)  # the bias coordinate is positive
+    return torch.outer(mean, mean)
+
+
+def _weight_first(A: Tensor, B: Tensor, joint: bool) -> Tensor:
+    """Multiply out all groups' factors, and bring entries of the bias to the end."""
+    dense: Tensor = torch.block_diag(*(torch.kron(b, a) for a, b in zip(A, B, strict=True)))
+    index = torch.arange(len(dense)).reshape(B[..., 0].numel(), -1)
+    order = torch.cat([index[:, :-1].flatten(), index[:, -1]]) if joint else index.flatten()
+    return dense[order][:, order]
+
+
+def _risk(setting: Setting) -> EmpiricalRisk:
+    return EmpiricalRisk(copy.deepcopy(setting.model), setting.loss, setting.data)
+
+
+def _block(setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> Tensor:
+    """Return a block of our own."""
+    return KFAC(_risk(setting), fisher, sharing).submatrix(params).to_dense()  # type: ignore[arg-type]

@@ -1,0 +1,299 @@
+"""The kit: we pass all of it; how answers are read, what is said about wrong ones, reports, command, plugin."""
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from kfs.cli import app
+from kfs.conformance import Adapter, CheckError, Result, built_in, checks, find, report, run, run_one, script, select
+from kfs.conformance.adapter import UnreadableError, read
+from kfs.conformance.adapters.kfs import compute
+from kfs.conformance.cases import EXACT
+from kfs.conformance.diagnosis import Facts, diagnose
+from kfs.errors import ModelError
+from kfs.kfac import KFAC
+from kfs.risk import EmpiricalRisk
+from tests.conformance import zoo
+from tests.conformance.zoo import ZOO
+
+ROOT = Path(__file__).parent.parent.parent
+ONE = next(check for check in checks() if check.name == "exact: one datum, mse mean, type-2, expand")
+
+
+def test_we_pass_everything() -> None:
+    results = list(run(find("kfs")))
+    assert {result.status for result in results} == {"passed"}
+    assert len(results) == len(checks()) > 100
+
+
+def test_names_and_tags() -> None:
+    names = [check.name for check in checks()]
+    assert len(set(names)) == len(names)
+    assert all(check.bug for check in checks())
+    for tag in ("exact", "draws", "relation", "state", "type-2", "mc", "empirical", "expand", "reduce", "conv2d", "ce"):
+        chosen = select([tag])
+        assert chosen
+        assert all(tag in check.tags for check in chosen)
+    assert len(select(["exact", "conv2d"])) < len(select(["exact"]))
+    assert {case.name for case in EXACT} <= {tag for check in checks() for tag in check.tags}
+
+
+def matrix(model: Any, loss: Any, data: Any, fisher: Any, sharing: Any) -> Tensor:
+    """A dense matrix instead of factors."""
+    return KFAC(EmpiricalRisk(model, loss, data), fisher, sharing).to_dense()
+
+
+def apart(model: Any, loss: Any, data: Any, fisher: Any, sharing: Any) -> Any:
+    """Factors of weights and biases alone."""
+    K = KFAC(EmpiricalRisk(model, loss, data), fisher, sharing, joint_bias=False)
+    return {name: (block.A, block.B) for name, block in K.blocks.items() if block.layout.groups == 1}
+
+
+@pytest.mark.parametrize("compute", [matrix, apart])
+def test_other_forms_of_answers(compute: Any) -> None:
+    adapter = Adapter("form", compute)
+    for check in select(["linear"]):
+        assert run_one(adapter, check).status == "passed", check.name
+
+
+def test_groups_of_separate_weights() -> None:
+    def averaged(model: Any, loss: Any, data: Any, fisher: Any, sharing: Any) -> Any:
+        K = KFAC(EmpiricalRisk(model, loss, data), fisher, sharing, joint_bias=False)
+        return {
+            name: (b.A, b.B) if b.layout.groups == 1 else [(b.A.mean(0), B) for B in b.B]
+            for name, b in K.blocks.items()
+        }
+
+    check = next(check for check in checks() if check.name.startswith("exact: groups of channels"))
+    result = run_one(Adapter("averaged", averaged), check)
+    assert "Input-based factors of different groups of channels are averaged" in result.message
+
+
+def test_inputs_averaged_over_groups() -> None:
+    """What some libraries do."""
+
+    def averaged(model: Any, loss: Any, data: Any, fisher: Any, sharing: Any) -> Any:
+        answer = compute(model, loss, data, fisher, sharing)
+        X = data[0][0].flatten(1).reshape(2, -1).mean(0)
+        x = torch.cat([X, torch.ones(1, dtype=X.dtype)])
+        scale = answer["0"][0][0][-1, -1]
+        return answer | {"0": [(scale * torch.outer(x, x), B) for _, B in answer["0"]]}
+
+    check = next(check for check in checks() if check.name.startswith("exact: groups of channels"))
+    result = run_one(Adapter("averaged", averaged), check)
+    assert "Inputs of different groups of channels are averaged" in result.message
+
+
+def test_answers_that_cannot_be_read() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False))
+    A, B = torch.eye(5), torch.eye(3)
+    for answer, words in (
+        (None, "returned a NoneType"),
+        ({}, "returned a dict"),
+        ({"layer": (A, B)}, "'layer' is neither a layer nor a parameter"),
+        ({"0": (B, A)}, "they are swapped"),
+        ({"0": (torch.eye(4), B)}, "no row for the bias"),
+        ({"0": (torch.eye(7), B)}, r"have sizes .* expected"),
+        (torch.eye(3), r"has shape \[3, 3\], but there are 21 parameters"),
+    ):
+        with pytest.raises(UnreadableError, match=words):
+            read(answer, model)
+    both = read({"0": (A, B), "again": (A, B)}, model, {"again": "0"})
+    assert torch.equal(both.blocks["0.weight", "0.bias"], 2 * torch.eye(15, dtype=torch.float64))
+
+
+def test_diagnoses() -> None:
+    torch.manual_seed(0)
+    X = torch.randn(9, 4, dtype=torch.float64)
+    C = X.T @ X
+    facts = Facts({"N": 5, "S": 7, "C": 3}, {"A known bug.": C.flip(0)})
+    Q, _ = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))
+    for block, words in (
+        (C * torch.nan, "NaN"),
+        (0 * C, "It is zero"),
+        (C.flip(0), "A known bug."),
+        (2.5 * C.flip(0), "A known bug. Besides, the scale is wrong by 2.5"),
+        (5 * C, "too large by N = 5"),
+        (C / 15, "too small by N C = 15"),
+        (49 * C, "too large by S^2 = 49"),
+        (1.1 * C, "right up to a scale of 1.1"),
+        (torch.diag(C.diagonal()), "Its diagonal is right"),
+        (Q @ C @ Q.T, "right eigenvalues"),
+        (C + C.square(), "not a known mistake"),
+    ):
+        assert words in diagnose(block, C, facts)
+    assert "not a known mistake" in diagnose(C + C.square(), C, Facts({}, {"Zero.": 0 * C}))
+
+
+def test_outcomes() -> None:
+    def status(compute: Any, **settings: Any) -> Result:
+        return run_one(Adapter("some", compute, **settings), ONE)
+
+    def unsupported(*_: Any) -> None:
+        raise NotImplementedError
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    def silent(*_: Any) -> None:
+        raise RuntimeError
+
+    def leaves(*_: Any) -> None:
+        sys.exit()
+
+    def warns(*args: Any) -> Any:
+        warnings.warn("that is not right", UserWarning, stacklevel=2)
+        return zoo.sum_for_mean(*args)
+
+    wrong = zoo.sum_for_mean
+    assert status(unsupported).status == "not supported"
+    assert status(compute, unsupported=frozenset({"linear"})).message == "It does not claim to support linear."
+    assert status(broken).message == "RuntimeError: first line"
+    assert status(silent).message == "RuntimeError: "
+    assert status(leaves).status == "failed"
+    assert status(wrong).status == "silently wrong"
+    assert status(warns).status == "failed"
+    assert "It warned: that is not right" in status(warns).message
+    known = {ONE.name: "known since version 1."}
+    assert status(wrong, expected_failures=known).status == "expected failure"
+    assert status(wrong, expected_failures=known).message.startswith("known since version 1.")
+    assert not status(wrong, expected_failures=known).bad
+    assert status(compute, expected_failures=known).status == "unexpected pass"
+    assert status(compute, expected_failures=known).bad
+
+
+def test_float32_is_enough_where_it_is_announced() -> None:
+    def single(model: Any, loss: Any, data: Any, fisher: Any, sharing: Any) -> Any:
+        return {name: (A.float(), B.float()) for name, (A, B) in compute(model, loss, data, fisher, sharing).items()}
+
+    assert run_one(Adapter("single", single), ONE).status == "silently wrong"
+    assert run_one(Adapter("single", single, single=True), ONE).status == "passed"
+
+
+def test_nan_checks_accept_errors_and_nan() -> None:
+    check = next(check for check in checks() if check.name.startswith("relation: NaN"))
+
+    def honest(model: Any, *_: Any) -> Any:
+        P = sum(p.numel() for p in model.parameters())
+        return torch.full((P, P), torch.nan)
+
+    def refuses(*_: Any) -> None:
+        raise NotImplementedError("no CE")
+
+    assert run_one(Adapter("honest", honest), check).status == "passed"
+    assert run_one(Adapter("refuses", refuses), check).status == "not supported"
+
+
+def test_adapters_are_found() -> None:
+    assert {"backpack", "curvlinops", "kfs", "kronfluence", "laplace", "nngeometry"} <= set(built_in())
+    assert find("kfs").name == "kfs"
+    assert find("tests.conformance.zoo:swapped").compute is zoo.swapped
+    assert find("kfs.conformance.adapters.kfs:ADAPTER").name == "kfs"
+    for target, words in (
+        ("curvlinops", "cannot be imported"),
+        ("nothing", "cannot be imported"),
+        ("kfs.cli:nothing", "cannot be imported"),
+        ("kfs:__version__", "is a str"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            find(target)
+
+
+def test_scripts_repeat_what_was_found() -> None:
+    target = "tests.conformance.zoo:sum_for_mean"
+    with pytest.raises(CheckError, match="too large by C = 3"):
+        exec(script(target, ONE.name), {})
+    exec(script("kfs", ONE.name), {})
+
+
+def test_command(tmp_path: Path) -> None:
+    runner = CliRunner()
+    files = ["--json", str(tmp_path / "r.json"), "--html", str(tmp_path / "r.html")]
+    good = runner.invoke(app, ["check", "kfs", "--only", "one datum", *files])
+    assert good.exit_code == 0
+    assert f"{len(select(['one datum']))} passed" in good.output
+    content = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert {result["status"] for result in content["results"]} == {"passed"}
+    bad = runner.invoke(app, ["check", "tests.conformance.zoo:sum_for_mean", "--only", "one datum", *files])
+    assert bad.exit_code == 1
+    assert "Repeat the first one" in bad.output
+    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "too large by C = 3" in page
+    assert "repeat it" in page
+    everything = runner.invoke(app, ["check", "kfs", "--only", "one datum", "--verbose"])
+    assert "exact: one datum" in everything.output
+    for arguments, words in ((["nothing"], "cannot be imported"), (["kfs", "--only", "nothing"], "Choose from: ")):
+        wrong = runner.invoke(app, ["check", *arguments])
+        assert wrong.exit_code == 2
+        assert words in wrong.output
+
+
+def test_reports_of_expected_failures() -> None:
+    adapter = Adapter("some", zoo.sum_for_mean, expected_failures={ONE.name: "known."}, version="1")
+    results = [run_one(adapter, ONE)]
+    assert report.summary(results) == "1 checks: 1 expected failure"
+    assert report.table(adapter, results).row_count == 1
+    assert report.progress(results, 5, "next").row_count == 1
+    assert 'class="other"' in report.to_html(adapter, "some", results)
+
+
+def test_pytest_plugin(tmp_path: Path) -> None:
+    (tmp_path / "adapters.py").write_text(
+        "from kfs.conformance import Adapter\n"
+        "from tests.conformance.zoo import sum_for_mean\n"
+        f"known = Adapter('known', sum_for_mean, expected_failures={{{ONE.name!r}: 'known.'}})\n",
+        encoding="utf-8",
+    )
+
+    def outcome(*arguments: str) -> tuple[int, str]:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rA",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            "addopts=",
+            str(tmp_path),
+        ]
+        done = subprocess.run(
+            [*command, *arguments],
+            cwd=tmp_path,
+            env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    only = ["--kfs-only", "one datum", "--kfs-only", "mse"]
+    code, text = outcome("--kfs-adapter=kfs", *only)
+    assert (code, "4 passed" in text) == (0, True)
+    code, text = outcome("--kfs-adapter=tests.conformance.zoo:sum_for_mean", *only)
+    assert code == 1
+    assert "too large by C = 3" in text
+    code, text = outcome("--kfs-adapter=tests.conformance.zoo:compute_or_refuse", *only)
+    assert (code, "skipped" in text) == (0, True)
+    code, text = outcome("--kfs-adapter=adapters:known", *only, "--kfs-only", "expand", "--kfs-only", "mean")
+    assert (code, "1 xfailed" in text) == (0, True)
+    code, _ = outcome()
+    assert code == 5  # nothing was collected
+
+
+def test_the_zoo_is_complete() -> None:
+    """Every bug that the kit promises to reject is in it."""
+    promised = {
+        "scaled by N", "scaled by S", "swapped", "bias forgotten", "sum for mean", "averaged loss",
+        "labels instead of draws", "uncorrected draws", "unfolded wrongly", "groups averaged",
+    }  # fmt: skip
+    assert promised <= set(ZOO)

@@ -1,0 +1,253 @@
+"""Wrong implementations of KFAC, each with one bug; which check must notice it, and with which hint."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfs.conformance.adapters.kfs import compute as right
+from kfs.kfac import KFAC
+from kfs.risk import EmpiricalRisk
+
+Pairs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """An implementation with a bug.
+
+    Attributes:
+        compute: The implementation.
+        check: Part of the name of a check that must reject it.
+        hint: What it must say.
+        fine: Part of the name of a check that it passes all the same.
+    """
+
+    compute: Callable[..., Any]
+    check: str
+    hint: str
+    fine: str | None = None
+
+
+def num_data(data: Any) -> int:
+    return sum(len(X) for X, _ in data)
+
+
+def scaled(factor: Callable[..., float]) -> Callable[..., Any]:
+    """Scale gradient-based factors by a number that depends on the setting."""
+
+    def compute(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+        answer = right(model, loss, data, fisher, sharing)
+        c = factor(model, loss, data)
+        return {
+            name: [(A, c * B) for A, B in pair] if isinstance(pair, list) else (pair[0], c * pair[1])
+            for name, pair in answer.items()
+        }
+
+    return compute
+
+
+def positions(_: Any, __: Any, data: Any) -> float:
+    X = data[0][0]
+    return float(X.shape[1]) if X.ndim == 3 else 1.0
+
+
+def swapped(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    return {name: pair[::-1] for name, pair in right(model, loss, data, fisher, sharing).items()}
+
+
+def without_bias(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    answer = {}
+    for name, (A, B) in right(model, loss, data, fisher, sharing).items():
+        A = A.clone()  # noqa: PLW2901
+        if not name.endswith(".weight"):  # there is a bias
+            A[-1], A[:, -1] = 0, 0
+        answer[name] = A, B
+    return answer
+
+
+def bias_forgotten(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    answer = right(model, loss, data, fisher, sharing)
+    return {n: (A, B) if n.endswith(".weight") else (A[:-1, :-1], B) for n, (A, B) in answer.items()}
+
+
+def sum_for_mean(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    loss = copy.deepcopy(loss)
+    loss.reduction = "sum"
+    return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
+
+
+def gradients_of_a_mean(_: Any, loss: Any, data: Any) -> float:
+    """The mean loss was differentiated, and its factor 1/N not undone."""
+    return 1 / num_data(data) if loss.reduction == "mean" else 1.0
+
+
+def labels_for_draws(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    return right(model, loss, data, "empirical" if fisher == "mc" else fisher, sharing)  # type: ignore[no-any-return]
+
+
+def uncorrected_draws(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Any:
+    """Two draws for every datum, which are summed up and not averaged."""
+    K = KFAC(EmpiricalRisk(model, loss, data), fisher, sharing, mc_samples=2)  # type: ignore[arg-type]
+    twice = 2.0 if fisher == "mc" else 1.0
+    answer: dict[str, Any] = {}
+    for name, b in K.blocks.items():
+        answer[name] = (b.A, twice * b.B) if b.layout.groups == 1 else list(zip(b.A, b.B, strict=True))
+    return answer
+
+
+def unfolded_wrongly(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    """Kernel places before channels."""
+    answer = right(model, loss, data, fisher, sharing)
+    for name, pair in answer.items():
+        weight = model.get_submodule(name).weight
+        if weight.ndim > 2 and not isinstance(pair, list):
+            A, B = pair
+            order = torch.arange(weight[0].numel()).reshape(weight.shape[1], -1).T.flatten()
+            order = torch.cat([order, torch.arange(len(order), len(A))])
+            answer[name] = A[order][:, order], B
+    return answer  # type: ignore[no-any-return]
+
+
+def groups_averaged(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    answer = right(model, loss, data, fisher, sharing)
+    for name, pair in answer.items():
+        if isinstance(pair, list):
+            average = torch.stack([A for A, _ in pair]).mean(0)
+            answer[name] = [(average, B) for _, B in pair]
+    return answer  # type: ignore[no-any-return]
+
+
+def zero_padding(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    """Factors of the model as if all convolutions were padded with zeros."""
+    other = copy.deepcopy(model)
+    for module in other.modules():
+        if isinstance(module, nn.Conv2d):
+            module.padding_mode = "zeros"
+    return right(other, loss, data, fisher, sharing)  # type: ignore[no-any-return]
+
+
+def always_expand(model: Any, loss: Any, data: Any, fisher: str, _: str) -> Pairs:
+    return right(model, loss, data, fisher, "expand")  # type: ignore[no-any-return]
+
+
+def last_call_only(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    """A hook that overwrites what an earlier call has stored: half of the positions."""
+    answer = right(model, loss, data, fisher, sharing)
+    if any(name.startswith("first") for name, _ in model.named_parameters()):
+        answer = {name: (A - torch.diag(A.diagonal()) / 2, B) for name, (A, B) in answer.items()}
+    return answer  # type: ignore[no-any-return]
+
+
+def mean_of_batches(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    parts = [right(model, loss, [batch], fisher, sharing) for batch in data]
+    return {name: tuple(sum(part[name][side] for part in parts) / len(parts) for side in (0, 1)) for name in parts[0]}
+
+
+def cleans_nan(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    return right(model, loss, [(X.nan_to_num(), y) for X, y in data], fisher, sharing)  # type: ignore[no-any-return]
+
+
+def leaves_eval_mode(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    model.eval()
+    return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
+
+
+def leaves_gradients(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    for X, y in data:
+        loss(model(X), y).backward()
+    return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
+
+
+def leaves_hooks(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    next(model.children()).register_forward_pre_hook(lambda *_: None)
+    return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
+
+
+def seeds(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    torch.manual_seed(42)
+    return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
+
+
+def first_layer_only(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    name, pair = next(iter(right(model, loss, data, fisher, sharing).items()))
+    return {name: pair}
+
+
+def columns(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Tensor:
+    """The matrix, with every weight flattened column by column."""
+    return KFAC(EmpiricalRisk(model, loss, data), fisher, sharing).to_dense("cvec")  # type: ignore[arg-type]
+
+
+ZOO: dict[str, Wrong] = {
+    "scaled by N": Wrong(
+        scaled(lambda _, __, data: num_data(data)),
+        "exact: deep linear net, mse mean",
+        "too large by N = 5",
+        "exact: one datum, mse",
+    ),
+    "scaled by S": Wrong(
+        scaled(positions), "exact: independent positions, mse mean", "too large by S = 7", "exact: one datum, mse"
+    ),
+    "swapped": Wrong(swapped, "exact: one datum, mse", "they are swapped"),
+    "bias entries zero": Wrong(
+        without_bias, "exact: one datum, mse", "Entries of the bias are missing", "exact: one datum, no bias"
+    ),
+    "bias forgotten": Wrong(
+        bias_forgotten, "exact: one datum, mse", "no row for the bias", "exact: one datum, no bias"
+    ),
+    "sum for mean": Wrong(
+        sum_for_mean, "exact: deep linear net, mse mean", "too large by N C = 15", "exact: deep linear net, mse sum"
+    ),
+    "averaged loss": Wrong(
+        scaled(gradients_of_a_mean),
+        "exact: deep linear net, mse mean",
+        "too small by N = 5: the number of data. An averaged loss was differentiated",
+    ),
+    "labels instead of draws": Wrong(
+        labels_for_draws,
+        "draws: one datum, ce",
+        "the labels at hand were used where labels must be drawn",
+        "exact: one datum, ce mean, type-2",
+    ),
+    "uncorrected draws": Wrong(
+        uncorrected_draws, "draws: deep linear net", "too large by 2", "exact: one datum, ce mean, type-2"
+    ),
+    "unfolded wrongly": Wrong(
+        unfolded_wrongly, "exact: convolution, mse", "kernel places come before channels", "exact: one datum, mse"
+    ),
+    "groups averaged": Wrong(
+        groups_averaged, "exact: groups of channels", "each group needs its own", "exact: convolution, mse"
+    ),
+    "zero padding": Wrong(
+        zero_padding,
+        "exact: circular padding",
+        "padded with zeros, whatever padding_mode says",
+        "exact: convolution, averaged",
+    ),
+    "expand for reduce": Wrong(
+        always_expand,
+        "exact: sum over positions at the end",
+        "This is weight sharing 'expand'",
+        "exact: independent positions",
+    ),
+    "last call only": Wrong(last_call_only, "exact: called twice, results added", "not a known mistake"),
+    "mean of batches": Wrong(mean_of_batches, "relation: split into batches", "relative error", "exact: one datum, ce"),
+    "NaN is cleaned": Wrong(cleans_nan, "relation: NaN", "all factors are finite", "exact: one datum, ce"),
+    "eval mode": Wrong(leaves_eval_mode, "state: untouched", "train and eval modes", "exact: one datum, ce"),
+    "gradients": Wrong(leaves_gradients, "state: untouched", "gradients", "exact: one datum, ce"),
+    "hooks": Wrong(leaves_hooks, "state: untouched", "hooks of modules", "exact: one datum, ce"),
+    "seeds": Wrong(seeds, "state: untouched, type-2", "random state", "exact: one datum, ce"),
+    "a layer missing": Wrong(first_layer_only, "exact: one datum, ce", "nothing about the parameters"),
+    "other flattening": Wrong(columns, "exact: one datum, no bias, mse", "column by column"),
+}
+
+
+def compute_or_refuse(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    """Not a wrong one: it says what it does not support."""
+    if isinstance(loss, nn.MSELoss):
+        raise NotImplementedError("no square loss")
+    return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
