@@ -34,6 +34,7 @@ bench: .venv-bench/.peers  ## measure our products, factors and inverses, and ou
 	@.venv-bench/bin/python -m benchmarks.operators
 	@.venv-bench/bin/python -m benchmarks.factors
 	@.venv-bench/bin/python -m benchmarks.algebra
+	@.venv-bench/bin/python -m benchmarks.conformance
 
 clean:  ## remove .venv and everything that is built
 	rm -rf $(VENV) .venv-bench docs/site benchmarks/results .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -28,6 +28,7 @@ from kfs.verification import Check
 DOCS = Path(__file__).parent
 SITE = DOCS / "site"
 MANY_CASES = 8  # from here on a claim's cases share a row
+PAGES = {"errata": "Errata", "test_your_kfac": "Test your KFAC"}
 # Figures by the page that shows them: what draws it, and what to say about it.
 FIGURES = {
     "alternatives": (
@@ -95,7 +96,7 @@ def page(title: str, body: str) -> str:
 <body>
 <header>
 <a href="index.html">kfs: KFAC from scratch</a>
-<span><a href="errata.html">errata</a> · {__version__}</span>
+<span><a href="test_your_kfac.html">test your KFAC</a> · <a href="errata.html">errata</a> · {__version__}</span>
 </header>
 <main>
 {body}
@@ -193,8 +194,9 @@ def build(site: Path) -> int:
     (site / "index.html").write_text(index_page({d.name: d for d in chapter}), encoding="utf-8")
     for plot, _ in FIGURES.values():
         plot.draw(site / f"{plot.__name__.rpartition('.')[2]}.svg")
-    errata = markdown()((DOCS / "errata.md").read_text(encoding="utf-8"))
-    (site / "errata.html").write_text(page("Errata", f'<article class="single">{errata}</article>'), encoding="utf-8")
+    for name, title in PAGES.items():
+        text = markdown()((DOCS / f"{name}.md").read_text(encoding="utf-8"))
+        (site / f"{name}.html").write_text(page(title, f'<article class="single">{text}</article>'), encoding="utf-8")
     return len(list(site.glob("*.html")))
 
 

@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from importlib.metadata import version
+from typing import Any
 
 import laplace
 import torch
@@ -29,6 +30,9 @@ def compute(
     options = {"kfac_approx": sharing, "seed": int(torch.randint(2**31, ())) if fisher == "mc" else 0}
     examples = [example for X, y in data for example in zip(X, y, strict=True)]
     batches = torch.arange(len(examples)).split([len(X) for X, _ in data])
+    indices: Any = [batch.tolist() for batch in batches]
+    generator = torch.Generator()  # a loader would draw from the global one
+    loader: DataLoader[Any] = DataLoader(examples, batch_sampler=indices, generator=generator)  # type: ignore[arg-type]
     try:
         fitted = laplace.KronLaplace(
             deepcopy(model),
@@ -37,7 +41,7 @@ def compute(
             backend_kwargs={"stochastic": True} if fisher == "mc" else None,
             asdl_fisher_kwargs=options,  # in spite of the name, this is how options reach any backend
         )
-        fitted.fit(DataLoader(examples, batch_sampler=[batch.tolist() for batch in batches]))  # type: ignore[arg-type]
+        fitted.fit(loader)
     except ValueError as error:  # how it refuses what it does not support, layers aside
         raise NotImplementedError(str(error)) from error
     # The factors are of a sum over data (`ParametricLaplace`), for regression of half the squared error: a torch loss

@@ -49,7 +49,9 @@ def compute(
             layers.add_layer_from_model(copied, module)
     examples = [example for X, y in data for example in zip(X, y, strict=True)]
     batches = torch.arange(len(examples)).split([len(X) for X, _ in data])
-    loader: DataLoader[Any] = DataLoader(examples, batch_sampler=[batch.tolist() for batch in batches])  # type: ignore[arg-type]
+    indices: Any = [batch.tolist() for batch in batches]
+    generator = torch.Generator()  # a loader would draw from the global one
+    loader: DataLoader[Any] = DataLoader(examples, batch_sampler=indices, generator=generator)  # type: ignore[arg-type]
     with _default_dtype(next(copied.parameters()).dtype):
         metric = FIM if fisher == "type-2" else FIM_MonteCarlo
         matrix = metric(copied, loader, PMatKFAC, variant=variant, layer_collection=layers)
