@@ -60,6 +60,7 @@ $(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/
 	@$(MAKE) --no-print-directory VENV=.venv-bench .venv-bench/bin/python
 	@echo "Installing kfs[bench] and its peers into .venv-bench (once; PyTorch is large) ..."
 	@.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
-	@.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers.txt \
-	  || echo "Not all peers could be installed; those that are missing are left out."
+	@grep -v '^#' benchmarks/peers.txt | while read -r peer; do \
+	  .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$$peer" \
+	    || echo "$$peer could not be installed and is left out."; done
 	@touch $@

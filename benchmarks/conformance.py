@@ -51,7 +51,7 @@ def matrix(results: dict[str, list[Result]]) -> str:
     for row in topics:
         cells = []
         for library in libraries:
-            seen = {result.status for result in results[library] if topic(result.check) == row}
+            seen = {result.outcome for result in results[library] if topic(result.check) == row}
             cells.append(next(word for status, word in WORDS.items() if status in seen))
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

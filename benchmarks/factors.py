@@ -1,4 +1,4 @@
-"""Cost of Kronecker factors in units of forward+backward over the same data: ours, and curvlinops' if installed.
+"""Cost of Kronecker factors in units of forward+backward over the same data: ours, and those of installed peers.
 
 One run measures everything in turn. `python -m benchmarks.factors` runs MLP, CNN and GPT on one CPU thread; `python
 -m benchmarks.factors cuda` adds the encoder of a ViT-B/16, in float32, with TF32, and under bf16 autocast. The FLOP
@@ -6,6 +6,7 @@ column counts what our matrix products and convolutions do, relative to those of
 above what was there before, relative to that of forward+backward, with our factors taken off.
 """
 
+import copy
 import ctypes
 import sys
 from collections.abc import Callable, Iterator
@@ -22,8 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.factor_problems import Batches, factor_problems, vit
 from benchmarks.report import RESULTS, Row, medians, write
 from kfs import KFAC, EmpiricalRisk
+from kfs.conformance import find
 
 REPEATS = 5
+ADAPTERS = ("backpack", "kronfluence", "laplace", "nngeometry")  # curvlinops has arguments of its own, below
 TASKS: dict[str, dict[str, Any]] = {
     "mc expand": {"fisher": "mc", "sharing": "expand"},
     "mc reduce": {"fisher": "mc", "sharing": "reduce"},
@@ -70,6 +73,20 @@ def curvlinops_factors(problem: Batches, fisher: str, sharing: str) -> Callable[
     return lambda: curvlinops_operator(problem, fisher, sharing).compute_kronecker_factors()
 
 
+def adapter_factors(problem: Batches, peer: str, fisher: str, sharing: str) -> Callable[[], object] | None:
+    """Return a program that computes a peer's factors by its adapter; nothing if it is not installed or refuses."""
+    model, inside = copy.deepcopy(problem.model), set(layers(problem))
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in inside)
+    try:
+        program = partial(find(peer).compute, model, CrossEntropyLoss(), problem.data, fisher, sharing)
+        program()
+    except Exception as error:  # noqa: BLE001 (whatever it is, there is nothing to measure)
+        print(f"{peer}, {problem.name}, {fisher} {sharing}: {str(error).partition('.')[0]:.100}")
+        return None
+    return program
+
+
 def forward_backward(problem: Batches) -> None:
     """Compute a plain gradient over all batches."""
     loss = CrossEntropyLoss()
@@ -104,9 +121,10 @@ def programs(problem: Batches) -> dict[tuple[str, str], Callable[[], Any]]:
         found[name, "kfs"] = partial(kfs_factors, problem, layers(problem), **setting)
         if len(layers(problem)) < len(list(problem.model.parameters())):
             found[name, "kfs, all parameters"] = partial(kfs_factors, problem, **setting)
-        peer = curvlinops_factors(problem, **setting)
-        if peer is not None and problem.autocast is None:
-            found[name, "curvlinops"] = peer
+        if problem.autocast is None:
+            peers = {"curvlinops": curvlinops_factors(problem, **setting)}
+            peers |= {peer: adapter_factors(problem, peer, **setting) for peer in ADAPTERS}
+            found |= {(name, peer): program for peer, program in peers.items() if program is not None}
     return found
 
 
@@ -160,7 +178,7 @@ def measure(chosen: list[Batches], repeats: int = REPEATS) -> list[Row]:
             seconds = medians(found, repeats, problem.name)
             unit = "forward+backward", "torch"
             memory = {key: peak_memory(program) for key, program in found.items()}
-            counts = {key: flops(program) for key, program in found.items() if key[1] != "curvlinops"}
+            counts = {key: flops(program) for key, program in found.items() if key[1].startswith(("kfs", "torch"))}
             for key, value in seconds.items():
                 factors = 0
                 if "kfs" in key[1]:

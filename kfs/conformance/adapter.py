@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,10 @@ class Adapter:
         name: What to call it.
         compute: Returns factors, or a matrix.
         unsupported: Tags of checks that it does not claim to pass; nothing by default.
-        expected_failures: Reasons by the name of a check. These checks must fail.
+        expected_failures: Reasons by how the name of a check begins. All these checks must fail.
         version: Of the library.
         single: Whether it computes in float32.
+        flattening: Of a matrix: `"rvec"` (by rows) or `"cvec"` (by columns).
     """
 
     name: str
@@ -44,6 +45,11 @@ class Adapter:
     expected_failures: Mapping[str, str] = field(default_factory=dict)
     version: str = ""
     single: bool = False
+    flattening: Literal["rvec", "cvec"] = "rvec"
+
+    def expects_failure(self, check: str) -> str | None:
+        """Return why a check is expected to fail, if it is."""
+        return next((why for name, why in self.expected_failures.items() if check.startswith(name)), None)
 
 
 @dataclass(frozen=True)
@@ -105,20 +111,21 @@ def _checked(made: Any, target: str) -> Adapter:
     return Adapter(getattr(made, "__name__", target), made)
 
 
-def read(answer: Any, model: nn.Module, tied: Mapping[str, str] | None = None) -> Answer:
+def read(answer: Any, model: nn.Module, tied: Mapping[str, str] | None = None, flattening: str = "rvec") -> Answer:
     """Take an answer apart.
 
     Args:
         answer: What an adapter returned.
         model: The model that it is about.
         tied: Names that stand for others.
+        flattening: Of a matrix.
 
     Raises:
         UnreadableError: If it is neither factors nor a matrix of the right size.
     """
     shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     if isinstance(answer, Tensor):
-        return _read_matrix(answer.detach().double(), shapes)
+        return _read_matrix(answer.detach().double(), shapes, flattening)
     if not isinstance(answer, Mapping) or not answer:
         raise UnreadableError(f"compute returned a {type(answer).__name__} instead of factors by layer, or a matrix.")
     blocks: dict[tuple[str, ...], Tensor] = {}
@@ -145,14 +152,16 @@ def read(answer: Any, model: nn.Module, tied: Mapping[str, str] | None = None) -
     return Answer(blocks)
 
 
-def _read_matrix(matrix: Tensor, shapes: Mapping[str, torch.Size]) -> Answer:
+def _read_matrix(matrix: Tensor, shapes: Mapping[str, torch.Size], flattening: str) -> Answer:
     """Cut a matrix into blocks: a weight with its bias, or both alone if nothing is between them."""
     total = sum(shape.numel() for shape in shapes.values())
     if matrix.shape != (total, total):
         raise UnreadableError(f"The matrix has shape {list(matrix.shape)}, but there are {total} parameters.")
     places, start = {}, 0
     for name, shape in shapes.items():
-        places[name] = torch.arange(start, start + shape.numel())
+        index = torch.arange(start, start + shape.numel())
+        places[name] = index if flattening == "rvec" else index.reshape(shape[::-1]).permute(*range(len(shape))[::-1])
+        places[name] = places[name].flatten()
         start += shape.numel()
     blocks: dict[tuple[str, ...], Tensor] = {}
     for name in shapes:

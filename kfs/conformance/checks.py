@@ -33,7 +33,7 @@ class Check:
 
     Attributes:
         name: Unique.
-        tags: What it is about: kind, fisher, sharing, layer, loss, reduction.
+        tags: What it is about: kind, fisher, sharing, layer, loss, reduction, and the case.
         bug: What a failure points to.
         run: Raises `CheckError` (or whatever the implementation raises).
     """
@@ -48,7 +48,7 @@ def ask(adapter: Adapter, setting: Setting, fisher: str, sharing: str, case: Cas
     """Ask an implementation for its factors, and read the answer."""
     answer = adapter.compute(setting.model, setting.loss, setting.data, fisher, sharing)
     try:
-        return read(answer, setting.model, None if case is None else case.tied)
+        return read(answer, setting.model, None if case is None else case.tied, adapter.flattening)
     except UnreadableError as error:
         raise CheckError(str(error)) from error
 

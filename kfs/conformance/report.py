@@ -95,7 +95,7 @@ def to_html(adapter: Adapter, target: str, results: Sequence[Result]) -> str:
 def _row(target: str, result: Result) -> str:
     kind = "bad" if result.bad else "good" if result.status == "passed" else "other"
     words = html.escape(result.message)
-    if result.bad:
+    if result.outcome in {"failed", "silently wrong"}:
         program = html.escape(script(target, result.check))
         words += (
             f'<p class="hint">{html.escape(result.bug)}</p><details><summary>repeat it</summary><pre>{program}</pre>'

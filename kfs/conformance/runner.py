@@ -23,6 +23,7 @@ class Result:
         tags: Its tags.
         status: `"passed"`; `"not supported"`; `"failed"`, by an error or after a warning; `"silently wrong"`, without a
             word; `"expected failure"`, or `"unexpected pass"` if it should have failed.
+        outcome: What happened, whatever was expected.
         message: What was wrong, and what probably caused it; or why it is not supported.
         bug: What a failure points to.
         seconds: How long it took.
@@ -34,6 +35,7 @@ class Result:
     message: str = ""
     bug: str = ""
     seconds: float = 0.0
+    outcome: str = ""
 
     @property
     def bad(self) -> bool:
@@ -69,12 +71,13 @@ def run_one(adapter: Adapter, check: Check) -> Result:
         status, message = _outcome(adapter, check)
     if status == "silently wrong" and any(issubclass(w.category, UserWarning) for w in caught):
         status, message = "failed", f"{message} It warned: {caught[0].message}"
-    reason = adapter.expected_failures.get(check.name)
+    reason, outcome = adapter.expects_failure(check.name), status
     if reason is not None and status in {"failed", "silently wrong"}:
         status, message = "expected failure", f"{reason} ({message})"
     elif reason is not None and status == "passed":
         status, message = "unexpected pass", f"It should fail: {reason}"
-    return Result(check.name, tuple(sorted(check.tags)), status, message, check.bug, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return Result(check.name, tuple(sorted(check.tags)), status, message, check.bug, seconds, outcome)
 
 
 def _outcome(adapter: Adapter, check: Check) -> tuple[Status, str]:

@@ -33,9 +33,9 @@ def test_topics_and_the_worst_of_them() -> None:
     names = {conformance.topic(check.name) for check in checks()}
     assert {"one datum", "one datum, no bias", "mean and sum", "Monte Carlo draws", "user state untouched"} <= names
     results = [
-        Result("exact: one datum, mse mean, type-2, expand", (), "passed"),
-        Result("exact: one datum, ce sum, empirical, reduce", (), "silently wrong"),
-        Result("relation: NaN, type-2", (), "not supported"),
-        Result("relation: NaN, empirical", (), "failed"),
+        Result("exact: one datum, mse mean, type-2, expand", (), "passed", outcome="passed"),
+        Result("exact: one datum, ce sum, empirical, reduce", (), "silently wrong", outcome="silently wrong"),
+        Result("relation: NaN, type-2", (), "not supported", outcome="not supported"),
+        Result("relation: NaN, empirical", (), "failed", outcome="failed"),
     ]
     assert conformance.matrix({"x 1": results}).splitlines()[2:] == ["| one datum | **wrong** |", "| NaN | error |"]

@@ -57,9 +57,9 @@ def apart(model: Any, loss: Any, data: Any, fisher: Any, sharing: Any) -> Any:
     return {name: (block.A, block.B) for name, block in K.blocks.items() if block.layout.groups == 1}
 
 
-@pytest.mark.parametrize("compute", [matrix, apart])
-def test_other_forms_of_answers(compute: Any) -> None:
-    adapter = Adapter("form", compute)
+@pytest.mark.parametrize(("compute", "flattening"), [(matrix, "rvec"), (zoo.columns, "cvec"), (apart, "rvec")])
+def test_other_forms_of_answers(compute: Any, flattening: Any) -> None:
+    adapter = Adapter("form", compute, flattening=flattening)
     for check in select(["linear"]):
         assert run_one(adapter, check).status == "passed", check.name
 
@@ -166,6 +166,7 @@ def test_outcomes() -> None:
     assert status(wrong, expected_failures=known).status == "expected failure"
     assert status(wrong, expected_failures=known).message.startswith("known since version 1.")
     assert not status(wrong, expected_failures=known).bad
+    assert status(wrong, expected_failures=known).outcome == "silently wrong"
     assert status(compute, expected_failures=known).status == "unexpected pass"
     assert status(compute, expected_failures=known).bad
 

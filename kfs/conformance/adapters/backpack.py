@@ -48,4 +48,8 @@ def compute(
     return factors
 
 
-ADAPTER = Adapter("BackPACK", compute, version=version("backpack-for-pytorch"))
+# As of the version that benchmarks/peers.txt names.
+KNOWN = {
+    "exact: one datum, activations in place": "Its hooks do not allow operations in place.",
+}
+ADAPTER = Adapter("BackPACK", compute, expected_failures=KNOWN, version=version("backpack-for-pytorch"))

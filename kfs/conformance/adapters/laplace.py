@@ -56,4 +56,12 @@ def compute(
     return factors
 
 
-ADAPTER = Adapter("laplace-torch", compute, version=version("laplace-torch"))
+# As of the version that benchmarks/peers.txt names.
+KNOWN = {
+    "exact: circular padding": "Patches are padded with zeros, whatever padding_mode says.",
+    "exact: groups of channels": "There is one factor pair for all groups.",
+    "exact: called twice": "Calls of one layer are added as if they were data.",
+    "exact: two modules with one weight": "Modules with one weight have factors of their own.",
+    "relation: NaN": "It ends the process.",
+}
+ADAPTER = Adapter("laplace-torch", compute, expected_failures=KNOWN, version=version("laplace-torch"))

@@ -74,4 +74,11 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-ADAPTER = Adapter("NNGeometry", compute, version=version("nngeometry"))
+# As of the version that benchmarks/peers.txt names.
+KNOWN = {
+    "exact: independent positions": "Linear layers take vectors only, which it does not check.",
+    "exact: groups of channels, mse mean, type-2, expand": "Groups are not respected.",
+    "exact: groups of channels, ce mean, type-2, expand": "Groups are not respected.",
+    "exact: called twice, results kept": "Calls of one layer overwrite each other.",
+}
+ADAPTER = Adapter("NNGeometry", compute, expected_failures=KNOWN, version=version("nngeometry"))
