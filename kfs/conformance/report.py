@@ -23,6 +23,7 @@ _STYLE = {
     "expected failure": "yellow",
     "unexpected pass": "bold magenta",
 }
+WRONG = {"failed", "silently wrong"}
 _CSS = """
 body { font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; width: 100%; } tr { border-top: 1px solid #ddd; }
@@ -75,8 +76,9 @@ def to_json(adapter: Adapter, results: Sequence[Result]) -> str:
 
 
 def to_html(adapter: Adapter, target: str, results: Sequence[Result]) -> str:
-    """Return a page that stands alone: counts, then every check, with hints and a program that repeats it."""
-    rows = "\n".join(_row(target, result) for result in results)
+    """Return a page that stands alone: counts, then every check, wrong ones first, with a program that repeats it."""
+    first = sorted(results, key=lambda result: (not result.bad, result.outcome not in WRONG))
+    rows = "\n".join(_row(target, result) for result in first)
     title = html.escape(f"{adapter.name} {adapter.version}".strip())
     return f"""<!doctype html>
 <html lang="en">
@@ -95,7 +97,7 @@ def to_html(adapter: Adapter, target: str, results: Sequence[Result]) -> str:
 def _row(target: str, result: Result) -> str:
     kind = "bad" if result.bad else "good" if result.status == "passed" else "other"
     words = html.escape(result.message)
-    if result.outcome in {"failed", "silently wrong"}:
+    if result.outcome in WRONG:
         program = html.escape(script(target, result.check))
         words += (
             f'<p class="hint">{html.escape(result.bug)}</p><details><summary>repeat it</summary><pre>{program}</pre>'

@@ -28,6 +28,11 @@ def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, s
         found[f"This is weight sharing '{another}', but '{sharing}' was asked for."] = _block(
             setting, params, fisher, another
         )
+    if isinstance(setting.loss, nn.CrossEntropyLoss):
+        y = torch.cat([y for _, y in setting.data])
+        counted = int((y != setting.loss.ignore_index).sum())
+        if counted < y.numel():
+            found["Data with ignored labels contribute as if their labels counted."] = right * y.numel() / counted
     shape = setting.model.get_parameter(params[0]).shape
     weights = shape.numel()
     if len(params) == 2:

@@ -130,6 +130,18 @@ def zero_padding(model: Any, loss: Any, data: Any, fisher: str, sharing: str) ->
     return right(other, loss, data, fisher, sharing)  # type: ignore[no-any-return]
 
 
+def ignored_labels_count(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    """Labels that are ignored are replaced by others, though a mean divides by those that count."""
+    if getattr(loss, "ignore_index", -100) != -1:
+        return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
+    counted = sum(int((y != -1).sum()) for _, y in data)
+    R = 1 / counted if loss.reduction == "mean" else 1.0
+    summed = nn.CrossEntropyLoss(reduction="sum")
+    label = next(int(y[y != -1][0]) for _, y in data if (y != -1).any())
+    answer = right(model, summed, [(X, torch.where(y == -1, label, y)) for X, y in data], fisher, sharing)
+    return {name: (R * A, B) for name, (A, B) in answer.items()}
+
+
 def always_expand(model: Any, loss: Any, data: Any, fisher: str, _: str) -> Pairs:
     return right(model, loss, data, fisher, "expand")  # type: ignore[no-any-return]
 
@@ -233,6 +245,9 @@ ZOO: dict[str, Wrong] = {
         "exact: sum over positions at the end",
         "This is weight sharing 'expand'",
         "exact: independent positions",
+    ),
+    "ignored labels": Wrong(
+        ignored_labels_count, "exact: one datum that counts", "ignored labels contribute", "exact: one datum, ce"
     ),
     "last call only": Wrong(last_call_only, "exact: called twice, results added", "not a known mistake"),
     "mean of batches": Wrong(mean_of_batches, "relation: split into batches", "relative error", "exact: one datum, ce"),
