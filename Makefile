@@ -10,7 +10,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-tour: $(VENV)/.core  ## run every definition, verify it, and show what was verified
+tour: $(VENV)/.tour  ## run and verify everything, draw the figures, and write one page about it
 	@$(BIN)/kfs tour
 
 test: $(VENV)/.dev  ## run all tests
@@ -37,7 +37,7 @@ bench: .venv-bench/.peers  ## measure our products, factors and inverses, and ou
 	@.venv-bench/bin/python -m benchmarks.conformance
 
 clean:  ## remove .venv and everything that is built
-	rm -rf $(VENV) .venv-bench docs/site benchmarks/results .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-bench docs/site report benchmarks/results .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -45,12 +45,7 @@ $(BIN)/python:
 	@echo "Making $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.core: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing kfs into $(VENV) (once; PyTorch is large) ..."
-	@$(INSTALL) --editable .
-	@touch $@
-
-$(VENV)/.dev $(VENV)/.docs: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev $(VENV)/.docs $(VENV)/.tour: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing kfs[$*] into $(VENV) (once; PyTorch is large) ..."
 	@$(INSTALL) --editable '.[$*]'
 	@touch $@

@@ -15,6 +15,7 @@ from kfs import __version__
 from kfs.conformance import Result, checks, find, report, run_one, script, select
 from kfs.errors import KfsError, ModelError
 from kfs.kfac import inspect as inspect_model
+from kfs.report import write_report
 from kfs.tour import run_tour
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -37,9 +38,19 @@ def main(
 
 
 @app.command()
-def tour() -> None:
-    """Run every definition, verify it, and show what was verified. Fails if anything is wrong."""
-    reports = run_tour(Console())
+def tour(
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
+    quick: Annotated[bool, typer.Option(help="Leave out what takes long.")] = False,
+    show: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
+) -> None:
+    """Run every definition, verify it, draw the figures, and write one page about it. Fails if anything is wrong."""
+    console = Console()
+    reports = run_tour(console)
+    with console.status("report") as status:
+        page = write_report(out, reports, quick, lambda what: status.update(f"report: {what}"))
+    console.print(f"Report: {page}", markup=False, highlight=False, soft_wrap=True)
+    if show:
+        typer.launch(str(page))
     if any(report.failure is not None for report in reports):
         raise typer.Exit(code=1)
 

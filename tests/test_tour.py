@@ -1,6 +1,7 @@
 import runpy
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,13 +63,22 @@ def test_table_and_verdict() -> None:
     assert text.rstrip().endswith("3 failed.")
 
 
-def test_command_line(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = CliRunner()
+def test_command_line(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    runner, opened = CliRunner(), list[str]()
+
+    def written(out: Path, *args: Any) -> Path:
+        args[-1]("figures")
+        return out / "report.html"
+
+    monkeypatch.setattr("kfs.cli.write_report", written)
+    monkeypatch.setattr("typer.launch", opened.append)
     assert runner.invoke(app, ["tour"]).exit_code == 1
     monkeypatch.setattr(tour, "definitions", lambda: [files["good"]])
-    result = runner.invoke(app, ["tour"])
+    result = runner.invoke(app, ["tour", "--out", str(tmp_path), "--quick", "--open"])
     assert result.exit_code == 0
     assert "all as they should be" in result.output
+    assert f"Report: {tmp_path / 'report.html'}" in result.output
+    assert opened == [str(tmp_path / "report.html")]
     result = runner.invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"kfs {__version__}\n")
     assert "tour" in runner.invoke(app, ["--help"]).output

@@ -1,0 +1,128 @@
+"""A browser for tests: headless Chromium, spoken to over a pipe, with real pointer events. Standard library only."""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, write: int, read: int) -> None:
+        self._write, self._read, self._buffer, self._count = write, read, b"", 0
+        self.events: list[dict[str, Any]] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session: str | None = None
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+
+    _session: str | None = None
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Send a command and wait for its answer; what happens meanwhile is kept in `events`."""
+        self._count += 1
+        message: dict[str, Any] = {"id": self._count, "method": method, "params": params}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == self._count:
+                assert "error" not in answer, answer
+                return dict(answer["result"])
+            self.events.append(answer)
+
+    def open(self, file: Path, width: int, height: int = 1000) -> None:
+        """Open a page in a window of some size, and wait until it is loaded."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.events.clear()
+        self.call("Page.navigate", url=file.resolve().as_uri())
+        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+            self.events.append(self._next())
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression."""
+        return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+
+    def point(self, kind: str, x: float, y: float, pressed: bool = False) -> None:
+        """Move, press or release the mouse."""
+        button = "left" if pressed or kind != "mouseMoved" else "none"
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=int(pressed), clickCount=1)
+
+    def box(self, selector: str) -> tuple[float, float, float, float]:
+        """Scroll an element into view; return its left, top, width and height."""
+        found = self.evaluate(
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
+            " e.scrollIntoView({block: 'center'}); const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()"
+        )
+        return found[0], found[1], found[2], found[3]
+
+    def problems(self) -> list[str]:
+        """Return errors that the page has reported."""
+        self.evaluate("1")
+        found = []
+        for event in self.events:
+            if event.get("method") == "Runtime.exceptionThrown":
+                found.append(str(event["params"]["exceptionDetails"]))
+            if event.get("method") == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
+                found.append(str(event["params"]["entry"]))
+        return found
+
+    def screenshot(self, file: Path) -> None:
+        """Write a picture of the whole page."""
+        import base64  # noqa: PLC0415
+
+        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
+        file.write_bytes(base64.b64decode(data))
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            self._buffer += os.read(self._read, 2**20)
+        message, _, self._buffer = self._buffer.partition(b"\0")
+        return dict(json.loads(message))
+
+
+@contextmanager
+def browser() -> Iterator[Page]:
+    """Start Chromium, and end it."""
+    assert CHROMIUM is not None
+    to_read, to_write = os.pipe()
+    from_read, from_write = os.pipe()
+
+    def descriptors() -> None:
+        os.dup2(to_read, 3)
+        os.dup2(from_write, 4)
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        process = subprocess.Popen(
+            [
+                CHROMIUM,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--remote-debugging-pipe",
+                f"--user-data-dir={profile}",
+            ],
+            preexec_fn=descriptors,  # noqa: PLW1509 (the browser wants descriptors 3 and 4; no other thread forks)
+            close_fds=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(to_read)
+        os.close(from_write)
+        try:
+            yield Page(to_write, from_read)
+        finally:
+            process.kill()
+            process.wait()
+            os.close(to_write)
+            os.close(from_read)
