@@ -60,9 +60,10 @@ class Page:
 
     def box(self, selector: str) -> tuple[float, float, float, float]:
         """Scroll an element into view; return its left, top, width and height."""
+        where = f"document.querySelector({json.dumps(selector)})"
+        self.evaluate(f"{where}.scrollIntoView({{block: 'center'}})")
         found = self.evaluate(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
-            " e.scrollIntoView({block: 'center'}); const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()"
+            f"(({{left, top, width, height}}) => [left, top, width, height])({where}.getBoundingClientRect())"
         )
         return found[0], found[1], found[2], found[3]
 
