@@ -1,0 +1,68 @@
+"""Three curvature matrices of a small network, their exact block diagonals, and KFAC, in both flattenings.
+
+KFAC has one block per layer, for weight and bias together, and approximates the block of the matrix in the middle
+column. Rows and columns are ordered as in the other figures, a weight and then its bias. In `cvec` the picture of a
+block is thus that of a Kronecker product; in `rvec` the bias' entries stand at its end and not at the end of each row.
+
+Run it: `python kfs/plots/synthetic_kfac.py figures`.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from kfs.kfac import KFAC
+from kfs.operators import GGN, Fisher
+from kfs.plots.heatmaps import FLATTENINGS, FORMATS, draw_panels, problem, run, save
+from kfs.risk import EmpiricalRisk
+
+MC_SAMPLES = 100
+
+
+def data(flattening: str, risk: EmpiricalRisk | None = None) -> dict[str, Tensor]:
+    """Compute what is shown.
+
+    Args:
+        flattening: `"cvec"` or `"rvec"`.
+        risk: The problem; by default the synthetic one.
+
+    Returns:
+        Matrices by the panels' titles: full, block-diagonal and KFAC, for GGN, Monte Carlo Fisher (equal draws for all
+        three) and empirical Fisher.
+    """
+    risk = problem() if risk is None else risk
+    sampled = partial(Fisher, risk, "type-1", mc_samples=MC_SAMPLES, chunk_size=64)  # all columns at once: drawn once
+    operators = {
+        "GGN": GGN(risk),
+        "GGN, layer blocks": GGN(risk, block_diagonal="layer"),
+        "KFAC of the GGN": KFAC(risk, "type-2"),
+        "Monte Carlo Fisher": sampled(),
+        "Monte Carlo Fisher, layer blocks": sampled(block_diagonal="layer"),
+        "KFAC of the Monte Carlo Fisher": KFAC(risk, "mc", mc_samples=MC_SAMPLES),
+        "empirical Fisher": Fisher(risk, "empirical"),
+        "empirical Fisher, layer blocks": Fisher(risk, "empirical", block_diagonal="layer"),
+        "KFAC of the empirical Fisher": KFAC(risk, "empirical"),
+    }
+    return {title: operator.to_dense(flattening) for title, operator in operators.items()}
+
+
+def draw(folder: str | Path, formats: tuple[str, ...] = FORMATS) -> list[Path]:
+    """Draw the figures, one per flattening.
+
+    Args:
+        folder: Where to write them.
+        formats: Which files to write of each.
+
+    Returns:
+        Where the files are.
+    """
+    risk, paths = problem(), []
+    for flattening in FLATTENINGS:
+        figure = draw_panels(data(flattening, risk), risk, columns=3)
+        paths += save(figure, folder, f"synthetic_kfac_{flattening}", formats)
+    return paths
+
+
+if __name__ == "__main__":
+    run(draw)
