@@ -9,6 +9,7 @@ above what was there before, relative to that of forward+backward, with our fact
 import copy
 import ctypes
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -26,6 +27,7 @@ from kfs import KFAC, EmpiricalRisk
 from kfs.conformance import find
 
 REPEATS = 5
+PATIENCE = 20  # peers that take longer than so many forward+backwards are not measured again
 ADAPTERS = ("backpack", "kronfluence", "laplace", "nngeometry")  # curvlinops has arguments of its own, below
 TASKS: dict[str, dict[str, Any]] = {
     "mc expand": {"fisher": "mc", "sharing": "expand"},
@@ -80,11 +82,20 @@ def adapter_factors(problem: Batches, peer: str, fisher: str, sharing: str) -> C
         p.requires_grad_(name in inside)
     try:
         program = partial(find(peer).compute, model, CrossEntropyLoss(), problem.data, fisher, sharing)
-        program()
+        unit, seconds = (_seconds(call) for call in (partial(forward_backward, problem), program))
     except Exception as error:  # noqa: BLE001 (whatever it is, there is nothing to measure)
         print(f"{peer}, {problem.name}, {fisher} {sharing}: {str(error).partition('.')[0]:.100}")
         return None
+    if seconds > PATIENCE * unit:
+        print(f"{peer}, {problem.name}, {fisher} {sharing}: {seconds / unit:.0f} forward+backwards, measured once")
+        return None
     return program
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def forward_backward(problem: Batches) -> None:

@@ -70,13 +70,13 @@ def _page(sections: dict[str, str]) -> str:
     return f"""<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>The curvature of a neural network</title><style>{play.style()}</style></head>
+<title>The curvature of a neural network</title><style>{play.asset("report.css")}{play.asset("play.css")}</style></head>
 <body>
 <h1>The curvature of a neural network</h1>
 <p>Everything here was computed, verified and drawn by <code>kfs tour</code>, version {__version__}.</p>
 <nav>{links}</nav>
 {body}
-<script>{play.script()}</script>
+<script>{play.asset("play.js")}</script>
 </body></html>
 """
 

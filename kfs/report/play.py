@@ -48,14 +48,9 @@ def fragment(name: str, data: dict[str, Any]) -> str:
     )
 
 
-def script() -> str:
-    """Return the program that brings pieces to life."""
-    return (files("kfs.report") / "assets" / "play.js").read_text(encoding="utf-8")
-
-
-def style() -> str:
-    """Return the style of pieces and report."""
-    return (files("kfs.report") / "assets" / "report.css").read_text(encoding="utf-8")
+def asset(name: str) -> str:
+    """Return a file that pages need: `"play.js"` brings pieces to life, `"play.css"` and `"report.css"` are styles."""
+    return (files("kfs.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _samples(risk: EmpiricalRisk, counts: tuple[int, ...]) -> dict[str, Any]:

@@ -1,57 +1,144 @@
 """The book builds, every page has its math and code, no formula is left unrendered, and all links lead somewhere."""
 
+import html
+import json
 import re
-from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from docs import build
+from docs import build, reference, results, site_checks, sources
+from docs.docstrings import to_markdown
+from docs.search import read_index
 from kfs import tour
 from kfs.tour import Report, definitions
 
 ROOT = Path(build.__file__).parent.parent
+ENGINE = [module for section in sources.engine(definitions()).values() for module in section]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("book") / "site"
-    assert build.build(folder) == len(definitions()) + 1 + len(build.PAGES)
-    return (yield folder)
+def read(site: Path, name: str) -> str:
+    return (site / f"{name}.html").read_text(encoding="utf-8")
+
+
+def test_number_of_pages(site: Path) -> None:
+    expected = len(definitions()) + len(ENGINE) + len(build.PAGES) + len(build.GENERATED)
+    assert len(list(site.glob("*.html"))) == expected
 
 
 @pytest.mark.parametrize("name", [file.stem for file in definitions()])
-def test_page(site: Path, name: str) -> None:
-    text = (site / f"{name}.html").read_text(encoding="utf-8")
+def test_definition(site: Path, name: str) -> None:
+    text = read(site, name)
     assert "<math" in text
     assert '<div class="highlight">' in text
     assert "What running it verified" in text
+    assert f"Source: <code>{next(f for f in definitions() if f.stem == name).relative_to(ROOT)}</code>" in text
     article = re.sub(r"<math.*?</math>", "", text.split("<article>")[1].split("</article>")[0], flags=re.DOTALL)
     assert "$" not in article, "a formula was not recognised"
-    for formula in re.findall(r"<math.*?</math>", text, flags=re.DOTALL):
-        visible = re.sub(r"<[^>]*>", "", formula)
-        assert "\\" not in visible, f"LaTeX left unrendered: {visible}"
-        assert "&amp;" not in visible, f"alignment left unrendered: {visible}"
+
+
+@pytest.mark.parametrize("module", ENGINE, ids=lambda module: module.name)
+def test_engine_module(site: Path, module: sources.Module) -> None:
+    text = read(site, module.name)
+    assert '<div class="highlight">' in text
+    assert "What running it verified" not in text
+    assert f"<code>{module.path}</code>" in text
+
+
+def test_every_engine_module_has_a_page() -> None:
+    paths = {module.path for module in ENGINE} | {file.relative_to(ROOT).as_posix() for file in definitions()}
+    for folder in ("kfac", "kfac/operations", "operators", "losses", "conformance"):
+        for file in (ROOT / "kfs" / folder).glob("*.py"):
+            assert file.relative_to(ROOT).as_posix() in paths
+    assert {"kfs/risk.py", "kfs/storage.py", "kfs/conformance/adapters/kfs.py"} <= paths
 
 
 def test_all_links_lead_somewhere(site: Path) -> None:
     for page in site.glob("*.html"):
-        for link in re.findall(r'href="([^"]+)"', page.read_text(encoding="utf-8")):
-            assert (site / link).is_file(), f"{page.name} links to {link}"
+        assert site_checks.broken_links(page, page.read_text(encoding="utf-8")) == [], page.name
+
+
+def test_no_latex_is_left(site: Path) -> None:
+    for page in site.glob("*.html"):
+        assert site_checks.unrendered(page.read_text(encoding="utf-8")) == [], page.name
 
 
 def test_nothing_is_loaded_from_a_network(site: Path) -> None:
     for page in site.iterdir():
         text = page.read_text(encoding="utf-8")
-        assert not re.findall(r'(?:src|href)="(?:https?:)?//|@import|url\((?!#)', text)
+        assert not re.findall(r'(?:src|href)="(?:https?:)?//|@import|url\((?!#)|fetch\(|XMLHttpRequest', text)
+
+
+def test_every_page_is_reachable_from_the_index(site: Path) -> None:
+    linked = {link.partition("#")[0] for link in re.findall(r'href="([^"]+)"', read(site, "index"))}
+    searched = {entry["url"].partition("#")[0] for entry in read_index(site / "search_index.js")}
+    pages = {page.name for page in site.glob("*.html")}
+    assert pages <= linked
+    assert pages == searched
+
+
+def test_previous_and_next(site: Path) -> None:
+    for chain in ([file.stem for file in definitions()], [module.name for module in ENGINE]):
+        for before, after in pairwise(chain):
+            assert f'href="{after}.html"' in read(site, before).partition("<nav>")[2]
+            assert f'href="{before}.html"' in read(site, after).partition("<nav>")[2]
+
+
+def test_names_become_links(site: Path) -> None:
+    assert '<a href="backpropagated_vectors.html"><code>backpropagated_vectors</code></a>' in read(site, "scaffold")
+    assert '<a href="kfac.blocks.html"><code>blocks</code></a>' in read(site, "kfac.structures")
+    assert '<a href="ggns.html"><code>ggns.py</code></a>' in read(site, "errata")
+    assert '<a href="api.html#kfs.compare"><code>kfs.compare</code></a>' in read(site, "howto_compare")
+
+
+@pytest.mark.parametrize("name", reference.public_names(), ids=lambda name: name.full)
+def test_reference(site: Path, name: reference.Name) -> None:
+    text = read(site, "api")
+    assert f'id="{html.escape(name.home)}"' in text
+    assert f'href="#{name.home}"' in text
+
+
+def test_reference_shows_signature_and_sections(site: Path) -> None:
+    text = read(site, "api").partition('id="kfs.KFAC"')[2].partition("<h3")[0]
+    assert "mc_samples" in text.partition("</pre>")[0]
+    for word in ("Args", "Attributes", "Raises", "Example"):
+        assert f"<strong>{word}</strong>" in text
+    assert "<li><code>sharing</code>: How positions" in text
+    assert 'href="kfac.kfac.html"' in text
+
+
+def test_docstring_sections() -> None:
+    arguments = "Args:\n    a: One\n        and more.\n    b: Two."
+    markdown = to_markdown(f"First.\n\n{arguments}\n\nReturns:\n    A thing.\n\nExample:\n    >>> 1\n    1\n")
+    assert "**Args**\n\n- `a`: One and more.\n- `b`: Two." in markdown
+    assert "**Returns**\n\nA thing." in markdown
+    assert "```pycon\n>>> 1\n1\n```" in markdown
+
+
+def test_search_finds_ekfac(site: Path) -> None:
+    entries = read_index(site / "search_index.js")
+    found = {entry["url"] for entry in entries if "EKFAC" in (entry["title"], *entry["names"])}
+    assert {"api.html#kfs.EKFAC", "ekfac.html"} <= found
+    assert all(entry["title"] and not re.search(r"[<$]|\\[a-z]", entry["title"]) for entry in entries)
 
 
 def test_errata_name_existing_files(site: Path) -> None:
-    text = (site / "errata.html").read_text(encoding="utf-8")
-    files = re.findall(r"<code>([\w/]+\.py)</code>", text)
+    files = re.findall(r"<code>([\w/]+\.py)</code>", read(site, "errata"))
     assert files
     for name in files:
         assert (ROOT / name).is_file() or (ROOT / "kfs" / "basics" / name).is_file(), name
+
+
+def test_benchmarks_with_and_without_results(tmp_path: Path) -> None:
+    assert "make bench" in results.benchmarks_body(tmp_path).partition("no numbers yet")[2]
+    row = {"problem": "MLP", "program": "KFAC", "library": "kfs", "seconds": 1.0, "ratio": 1.234, "flop_ratio": None}
+    content = {"environment": {"torch": "2"}, "rows": [row]}
+    (tmp_path / "factors.json").write_text(json.dumps(content), encoding="utf-8")
+    (tmp_path / "conformance.json").write_text(json.dumps({"results": {}}), encoding="utf-8")
+    body = results.benchmarks_body(tmp_path)
+    assert "<td>MLP</td><td>KFAC</td><td>kfs</td><td class=number>1.23</td>" in body
+    assert "no numbers yet" not in body
 
 
 def test_a_failing_definition_stops_the_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,4 +151,25 @@ def test_a_failing_definition_stops_the_book(tmp_path: Path, monkeypatch: pytest
 def test_a_definition_without_prose_is_refused(tmp_path: Path) -> None:
     (tmp_path / "silent.py").write_text("x = 1\n", encoding="utf-8")
     with pytest.raises(ValueError, match="no module docstring"):
-        build.read_definition(tmp_path / "silent.py")
+        sources.read_definition(tmp_path / "silent.py")
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ('<a href="nowhere.html">x</a>', "links to nowhere.html"),
+        ('<a href="page.html#nowhere">x</a>', "links to page.html#nowhere"),
+        ("<p>so $x$ is</p>", "shows LaTeX"),
+        (r"<p>\alpha</p>", "shows LaTeX"),
+        (r"<math><mi>\foo</mi></math>", "shows LaTeX"),
+    ],
+)
+def test_a_mistake_stops_the_book(tmp_path: Path, body: str, complaint: str) -> None:
+    (tmp_path / "page.html").write_text(f"<main>{body}</main>", encoding="utf-8")
+    with pytest.raises(RuntimeError, match=complaint):
+        site_checks.check(tmp_path)
+
+
+def test_two_pages_with_one_name_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="Several pages are called KFAC, kfac"):
+        build.check_names(["kfac", "KFAC", "risk"])

@@ -1,0 +1,27 @@
+"""The book, built once for all tests of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from docs import build, pages
+
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 3"></svg>'
+
+
+def stand_ins(folder: Path) -> None:
+    for figures in pages.FIGURES.values():
+        for name in figures:
+            (folder / f"{name}.svg").write_text(SVG, encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the folder of the site. Its figures are drawn, and looked at, by tests/plots."""
+    folder = tmp_path_factory.mktemp("book") / "site"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "draw_figures", stand_ins)
+        count = build.build(folder)
+    assert count == len(list(folder.glob("*.html")))
+    return (yield folder)
