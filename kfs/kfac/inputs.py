@@ -82,11 +82,15 @@ def add_rotated_squares(total: Tensor, gradients: Tensor, Q_A: Tensor | None, Q_
         gradients = gradients.squeeze(1)
         gradients = gradients if Q_A is None else gradients @ Q_A[0]
         gradients = gradients if Q_B is None else Q_B[0].T @ gradients
-        total[0] += gradients.square_().sum(0)
+        total = total[0]
+    else:
+        gradients = gradients if Q_A is None else gradients @ Q_A
+        gradients = gradients if Q_B is None else Q_B.transpose(1, 2) @ gradients
+    if total.device.type != "cpu":  # pragma: no cover (few operations are faster there)
+        total += gradients.square().sum(0)
         return
-    gradients = gradients if Q_A is None else gradients @ Q_A
-    gradients = gradients if Q_B is None else Q_B.transpose(1, 2) @ gradients
-    total += gradients.square().sum(0)
+    for gradient in gradients:  # without anything in between: ten times faster than a sum of squares
+        total.addcmul_(gradient, gradient)
 
 
 def at_a_time(like: Tensor, numbers: int) -> int:
