@@ -1,5 +1,6 @@
 """A browser for tests: headless Chromium, spoken to over a pipe, with real pointer events. Standard library only."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -92,12 +93,18 @@ class Page:
         return dict(json.loads(message))
 
 
+def _high(descriptor: int) -> int:
+    """Return another descriptor of the same pipe that is neither 3 nor 4."""
+    other = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
+    os.close(descriptor)
+    return other
+
+
 @contextmanager
 def browser() -> Iterator[Page]:
     """Start Chromium, and end it."""
     assert CHROMIUM is not None
-    to_read, to_write = os.pipe()
-    from_read, from_write = os.pipe()
+    to_read, to_write, from_read, from_write = (_high(end) for pipe in (os.pipe(), os.pipe()) for end in pipe)
 
     def descriptors() -> None:
         os.dup2(to_read, 3)
