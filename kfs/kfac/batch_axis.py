@@ -35,7 +35,7 @@ class BatchAxis:
             raise DataError(
                 f"A parameter is used with an input of leading axes {list(shape)}, in which the batch of "
                 f"{self.num_data} data is not found.",
-                "Say where it is with batch_axis=, put it first, or use sharing='expand', which needs no batch axis.",
+                "Say where it is with batch_axis=, or put it first. KFAC with sharing='expand' needs no batch axis.",
             )
         return t.movedim(found, 0).reshape(self.num_data, -1, *t.shape[leading:])
 

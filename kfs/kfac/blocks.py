@@ -6,7 +6,8 @@ rows of it, in which order of axes, in how many groups, and with which bias as l
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -177,6 +178,11 @@ class Block:
         }
         return {side: all(m.diagonal for m in moments) for side, moments in mixed.items()}  # type: ignore[misc]
 
+    def shared(self) -> "Block":
+        """Return a block with the same tensors, for another owner: what one replaces, the other keeps."""
+        pairs = {side: Pair(copy(p.input), copy(p.gradient), p.terms) for side, p in self.pairs.items()}
+        return replace(self, pairs=pairs, operations=set(self.operations))
+
     def state(self) -> dict[str, Any]:
         """Return everything, also of sums that are not finished, for a file."""
         return {
@@ -223,7 +229,8 @@ class Block:
             if side == "B" and self.forward_only:
                 factors.append(Factor.identity(values.shape[-1], scales))
             else:
-                factors.append(Factor(values, scales, "diagonal" if self.diagonal[side] else "dense"))
+                eps = torch.finfo(self._raw(side).dtype).eps
+                factors.append(Factor(values, scales, "diagonal" if self.diagonal[side] else "dense", eps=eps))
         return Kronecker(*factors)
 
     def _raw(self, side: Side) -> Tensor:

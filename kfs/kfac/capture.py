@@ -55,6 +55,8 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         """Show the gradients; nothing needs to be computed for the second input."""
+        if ctx.capture.finished:  # somebody differentiates what the model has kept
+            return g, None, None, None
         if ctx.capture.running:
             raise ModelError(
                 "The model differentiates its own predictions (torch.autograd.grad in its forward pass).",
@@ -120,6 +122,7 @@ class Capture(TorchFunctionMode):
         batch: Where the batch axis is.
         handle: The zero-size second input of all taps; nothing if there is no tap.
         running: Whether the forward pass is still running.
+        finished: Whether gradients are of no interest any more.
         keep_graph: Whether further backward passes will follow.
         together: Whether a backward pass is for several columns, by `vmap`.
         unexplained: `(parameter, operation)` of uses that no rule explains and that influence the predictions, or
@@ -141,7 +144,7 @@ class Capture(TorchFunctionMode):
         self.num_data, self.uses, self.batch = num_data, uses, BatchAxis(num_data, batch_axis)
         self.rules, self.otherwise = rules, otherwise
         self.handle: Tensor | None = None
-        self.keep_graph, self.together, self.running = True, False, True
+        self.keep_graph, self.together, self.running, self.finished = True, False, True, False
         self.unexplained: set[tuple[str, str]] = set()
         self._marked: list[weakref.ref[Tensor]] = []
         self._virtual: list[Virtual] = []
@@ -223,6 +226,14 @@ class Capture(TorchFunctionMode):
             yield
         finally:
             self.batch = before
+
+    @contextmanager
+    def attentive(self) -> Iterator[None]:
+        """Take note of gradients in this context, and of none afterwards."""
+        try:
+            yield
+        finally:
+            self.finished = True
 
     def mark_data(self, t: Tensor) -> Tensor:
         """Return a batch's input such that what is computed from it is known to depend on data.

@@ -7,7 +7,9 @@ batches that are done. Other settings, parameters or data are refused.
 
 import hashlib
 import json
+import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ import torch
 from torch import Tensor
 
 from kfs import storage
-from kfs.data import Batch, tensors_in
+from kfs.data import Batch, mapped, tensors_in
 from kfs.errors import StorageError
 from kfs.kfac.settings import Settings
 from kfs.kfac.uses import Uses
+from kfs.losses import Loss
 from kfs.risk import EmpiricalRisk
 
 
@@ -78,22 +81,30 @@ class Journal:
         risk: Model, loss, data and parameters.
         settings: What was asked for.
         stage: Which pass it is.
+        basis: What the sums are relative to: eigenvectors.
     """
 
-    def __init__(self, checkpoint: Checkpoint, risk: EmpiricalRisk, settings: Settings, stage: str) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, risk: EmpiricalRisk, settings: Settings, stage: str, basis: Iterable[Tensor] = ()
+    ) -> None:
         """Find out what the sums belong to."""
         path = Path(checkpoint.path)
         self.path = path if stage == "factors" else path.with_name(f"{path.name}.{stage}")
         self.checkpoint, self._device = checkpoint, settings.factor_device or str(risk.device)
-        model = dict(risk.model.named_buffers()) if isinstance(risk.model, torch.nn.Module) else {}
+        module = risk.model if isinstance(risk.model, torch.nn.Module) else None
+        tensors = [] if module is None else [*module.parameters(), *module.buffers()]
         self.belongs_to = {
             "stage": stage,
+            "eigenvectors": _digest(basis),
             "settings": settings.state(),
-            "loss": [risk.loss.name, risk.loss.reduction, risk.loss.scale],
+            "model": repr(module)
+            if module is not None
+            else getattr(risk.model, "__qualname__", type(risk.model).__name__),
+            "loss": details(risk.loss),
             "parameters": {name: list(p.shape) for name, p in risk.params.items()},
             "values of parameters": _digest(risk.params.values()),
-            "values of buffers": _digest(model.values()),
-            "precision": str(risk.dtype),
+            "values of other parameters and buffers": _digest(tensors),
+            "precision": f"{risk.dtype} on {risk.device.type}",
         }
         self._start()
 
@@ -128,6 +139,7 @@ class Journal:
         """Whether a batch is part of the sums already; it must be the one that it was."""
         for t in (*tensors_in(batch.x), batch.y):
             self._hash.update(_bytes(t))
+        self._hash.update(_words(mapped(batch.x, lambda _: torch.empty(0))).encode())  # what is no tensor
         self._seen = place + 1
         if self._seen == self._done and self._hash.hexdigest() != self._expected:
             raise self._other_data()
@@ -165,6 +177,20 @@ class Journal:
         about = {"kind": "checkpoint", "belongs_to": self.belongs_to, "batches": progress.batches}
         storage.write(self.path, about, {"progress": found, "uses": uses.state()})
         self._saved, self._time = progress.batches, time.monotonic()
+
+
+def details(loss: Loss) -> str:
+    """Return a loss's name and a digest of all its settings."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(vars(loss).items()):
+        hashed.update(name.encode())
+        hashed.update(_bytes(value) if isinstance(value, Tensor) else _words(value).encode())
+    return f"{loss.name} ({hashed.hexdigest()})"
+
+
+def _words(value: object) -> str:
+    """Describe something that is no tensor; where it is in memory does not matter."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def _digest(tensors: Any) -> str:

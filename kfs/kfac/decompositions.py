@@ -41,17 +41,22 @@ def check_finite(matrices: Tensor) -> None:
 
 
 def check_definite(values: Tensor, noise: Tensor) -> None:
-    """Refuse eigenvalues `[U, ...]` that are negative by more than some noise level `[U]`."""
-    lowest = values.flatten(1).min(1).values
-    bad = lowest < -noise
+    """Refuse eigenvalues `[U, ...]` that are negative by more than some noise level `[U]`.
+
+    Sums over many data have errors that grow with their number, so that the root of the precision counts as noise, too.
+    """
+    flat = values.flatten(1)
+    lowest = flat.min(1).values
+    accumulated = torch.finfo(values.dtype).eps ** 0.5 * flat.abs().max(1).values
+    bad = lowest < -torch.maximum(noise, accumulated)
     if bad.any():
         unit = int(bad.nonzero()[0])
         raise UnitError(unit, f"has a negative eigenvalue, {float(lowest[unit]):.1e}, beyond round-off")
 
 
-def round_off(values: Tensor) -> Tensor:
-    """Return how wrong eigenvalues `[U, d]` of matrices may be."""
-    return values.shape[-1] * torch.finfo(values.dtype).eps * values.abs().max(-1).values
+def round_off(values: Tensor, eps: float | None = None) -> Tensor:
+    """Return how wrong eigenvalues `[U, d]` of matrices may be, that are stored in some precision (their own)."""
+    return values.shape[-1] * (eps or torch.finfo(values.dtype).eps) * values.abs().max(-1).values
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +94,7 @@ def cholesky(matrices: Tensor) -> Tensor:
         values = torch.linalg.eigvalsh(matrices.double())
         noise = round_off(values.to(matrices.dtype)).double()
         check_definite(values, noise)
-        jitter = 2 * noise + torch.finfo(matrices.dtype).tiny
+        jitter = 2 * torch.maximum(noise, -values.min(1).values) + torch.finfo(matrices.dtype).tiny
         units = failed.nonzero().flatten().tolist()
         text = (
             f"{len(units)} of {len(matrices)} factors are singular; up to {float(jitter[units].max()):.1e} times the "

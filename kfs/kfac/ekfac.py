@@ -66,7 +66,7 @@ class EKFAC(KFAC):
         """
         E = cls.__new__(cls)
         E.__dict__ |= {name: value for name, value in K.__dict__.items() if name != "_groups"}
-        E._groups = None
+        E.blocks, E._groups = {name: block.shared() for name, block in K.blocks.items()}, None
         E._complete(risk)
         return E
 
@@ -74,7 +74,7 @@ class EKFAC(KFAC):
     def groups(self) -> list[Group]:
         """The blocks by eigenvalues and eigenvectors, those of one size together in memory."""
         if self._groups is None:
-            R = self._loss.reduction_factor(self._count)
+            R = self._loss.reduction_factor(self._eigen_count)
             self._groups = [Group(group.layouts, group.structure.scaled(R)) for group in self._raw]
         return self._groups
 
@@ -101,7 +101,7 @@ class EKFAC(KFAC):
             for mine, theirs in zip(self._raw, other._raw, strict=True)
         ):
             raise ModelError("The eigenvectors differ.", "Make both from one KFAC, with EKFAC.from_kfac(K, risk).")
-        self._add_raw(other._raw, other.num_data, other._count)
+        self._add_raw(other._raw, other.num_data, other._eigen_count)
         return self
 
     def _complete(self, risk: EmpiricalRisk, checkpoint: Checkpoint | None = None) -> None:
@@ -113,8 +113,9 @@ class EKFAC(KFAC):
         self._raw = [
             Group(group.layouts, self._call(group, lambda g: g.structure.eigenbasis())) for group in super().groups
         ]
-        journal = None if checkpoint is None else Journal(checkpoint, risk, self.settings, "eigenvalues")
-        self._raw, self.num_data, self._count = self._squares(risk, self.settings, journal)
+        basis = [Q.values for group in self._raw for Q in (group.structure.Q_A, group.structure.Q_B)]  # type: ignore[attr-defined]
+        journal = None if checkpoint is None else Journal(checkpoint, risk, self.settings, "eigenvalues", basis)
+        self._raw, self.num_data, self._eigen_count = self._squares(risk, self.settings, journal)
         self._groups = None
 
     def _squares(
@@ -126,7 +127,9 @@ class EKFAC(KFAC):
         def run(s: Settings) -> tuple[list[Group], Progress]:
             raw = [self._zeros(group) for group in self._raw]
             uses = PerDatum(s, self._layouts, self._statistics(raw))
-            return raw, sweep(risk, uses, "EKFAC", journal)
+            progress = sweep(risk, uses, "EKFAC", journal)
+            uses.check_complete(resumed=journal is not None)
+            return raw, progress
 
         raw, progress = without_vmap_if_needed(settings, run)
         self._add_exact(raw, risk, settings)
@@ -146,14 +149,15 @@ class EKFAC(KFAC):
 
     def _state(self) -> dict[str, Any]:
         """Return everything but the space, for a file."""
-        return super()._state() | {"eigenvalues": [group.state() for group in self._raw]}
+        eigenvalues = [group.state() for group in self._raw]
+        return super()._state() | {"eigenvalues": eigenvalues, "eigen_count": self._eigen_count}
 
     @classmethod
     def _from_state(cls, state: Any, space: Space) -> "EKFAC":
         """Undo `_state`."""
         E = super()._from_state(state, space)
         assert isinstance(E, EKFAC)  # noqa: S101 (it is this class)
-        E._raw = [Group.from_state(part) for part in state["eigenvalues"]]
+        E._raw, E._eigen_count = list(map(Group.from_state, state["eigenvalues"])), float(state["eigen_count"])
         check_cover([layout for group in E._raw for layout in group.layouts], space)
         if not all(isinstance(group.structure, Eigenbasis) for group in E._raw):
             raise UnfitError("blocks are not given by eigenvalues")
@@ -200,7 +204,7 @@ class EKFAC(KFAC):
         """Add eigenvalues of other data."""
         for mine, theirs in zip(self._raw, more, strict=True):
             mine.structure.like.add_(theirs.structure.like.to(mine.structure.like))
-        self.num_data, self._count = self.num_data + num_data, self._count + count
+        self.num_data, self._eigen_count = self.num_data + num_data, self._eigen_count + count
         self._groups = None
 
 

@@ -26,12 +26,14 @@ class Factor:
         scale: `[U]`.
         kind: Which of the three.
         symmetric: Whether matrices equal their transposes.
+        eps: The precision that values were stored in, if not that of their dtype.
     """
 
     values: Tensor
     scale: Tensor
     kind: Kind
     symmetric: bool = True
+    eps: float | None = None
 
     @classmethod
     def dense(cls, values: Tensor, scale: Tensor | None = None, symmetric: bool = True) -> "Factor":
@@ -58,7 +60,7 @@ class Factor:
         if first.kind == "identity":
             return cls.identity(first.size, scale)
         symmetric = all(part.symmetric for part in parts)
-        return cls(torch.cat([part.values for part in parts]), scale, first.kind, symmetric)
+        return cls(torch.cat([part.values for part in parts]), scale, first.kind, symmetric, first.eps)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Factor":
         """Return the same matrices on a device, or in another precision."""
@@ -217,7 +219,7 @@ class Factor:
     def power(self, exponent: float) -> "Factor":
         """Raise positive semi-definite matrices to a power; zero to a negative power is an error."""
         values, vectors = self.eigh()
-        powered = positive_power(values, exponent, decompositions.round_off(values))
+        powered = positive_power(values, exponent, decompositions.round_off(values, self.eps))
         if vectors.kind == "identity":
             return Factor.diagonal(powered) if self.kind == "diagonal" else self._with_scale(powered[:, 0])
         return Factor.dense((vectors.values * powered.unsqueeze(1)) @ vectors.values.transpose(1, 2))
@@ -226,6 +228,8 @@ class Factor:
         return replace(self, scale=scale)
 
     def _inverse_of_scale(self, values: Tensor) -> "Factor":
+        if (self.scale == 0).any():
+            raise decompositions.UnitError(int((self.scale == 0).nonzero()[0]), "is singular: its scale is zero")
         return replace(self, values=values, scale=1 / self.scale.to(values.dtype))
 
     def _scale(self, like: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from kfs.errors import StorageError
 from kfs.kfac.block_diagonal import BlockDiagonal
 from kfs.kfac.ekfac import EKFAC
 from kfs.kfac.kfac import KFAC
+from kfs.kfac.settings import check_device
 from kfs.operators.space import Space
 from kfs.storage import UnfitError
 
@@ -27,6 +28,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal:
 
     Raises:
         StorageError: If there is no such file, if kfs has not written it, or if it was damaged. Code is never executed.
+        ModelError: If there is no such device.
 
     Example:
         >>> import tempfile
@@ -39,6 +41,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal:
         >>> bool((again.to_dense() == K.to_dense()).all())
         True
     """
+    check_device(device)
     header, state = storage.read(path, device)
     cls = _CLASSES.get(header.get("kind", ""))
     if cls is None:

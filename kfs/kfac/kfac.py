@@ -11,7 +11,7 @@ import torch
 from kfs.errors import DataError, KfsWarning, ModelError
 from kfs.kfac.block_diagonal import BlockDiagonal
 from kfs.kfac.blocks import Block, Layout, Pair
-from kfs.kfac.checkpoint import Checkpoint, Journal
+from kfs.kfac.checkpoint import Checkpoint, Journal, details
 from kfs.kfac.groups import Group, check_cover, grouped, unused_rows, zero_block
 from kfs.kfac.kronecker import Kronecker
 from kfs.kfac.moments import Moment
@@ -27,11 +27,17 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class LossScale:
-    """What remains of a loss after factors were computed: its name, and how it scales them."""
+    """What remains of a loss after factors were computed: its name, how it scales them, a digest of its settings."""
 
     name: str
     reduction: str
     scale: float
+    details: str
+
+    @classmethod
+    def of(cls, risk: EmpiricalRisk) -> "LossScale":
+        """Describe the loss of a risk."""
+        return cls(risk.loss.name, risk.loss.reduction, risk.loss.scale, details(risk.loss))
 
     def reduction_factor(self, count: float) -> float:
         """Return `R`, given the count of all targets."""
@@ -126,7 +132,7 @@ class KFAC(BlockDiagonal):
         covered = {name for block in blocks for name in block.layout.params}
         space = Space({n: p.shape for n, p in risk.params.items() if n in covered}, risk.dtype, risk.device)
         super().__init__(space, None)
-        self._loss = LossScale(risk.loss.name, risk.loss.reduction, risk.loss.scale)
+        self._loss = LossScale.of(risk)
         self._count, self.num_data = result.count, result.num_data
         order = {name: place for place, name in enumerate(risk.params)}
         self.blocks = {b.name: b for b in sorted(blocks, key=lambda b: (order[b.layout.weight], b.layout.rows))}
@@ -168,6 +174,10 @@ class KFAC(BlockDiagonal):
         Returns:
             This object.
         """
+        if isinstance(other, type(self)) is not isinstance(self, type(other)):
+            raise ModelError(
+                f"A {type(other).__name__} cannot be merged with a {type(self).__name__}.", "Merge two of one kind."
+            )
         self._check_settings(other)
         self._add(other.blocks, other.num_data, other._count)
         return self
@@ -203,7 +213,7 @@ class KFAC(BlockDiagonal):
 
     def _check_loss(self, risk: EmpiricalRisk) -> None:
         """Refuse data for another loss."""
-        theirs = LossScale(risk.loss.name, risk.loss.reduction, risk.loss.scale)
+        theirs = LossScale.of(risk)
         if theirs != self._loss:
             raise ModelError(f"The losses differ: {self._loss} and {theirs}.", "Use the same loss for all data.")
 

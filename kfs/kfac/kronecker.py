@@ -120,7 +120,7 @@ class Kronecker(Structure):
         (a, Q_A), (b, Q_B) = self.A.eigh(), self.B.eigh()
         values = b.unsqueeze(2) * a.unsqueeze(1)
         # An eigenvalue of one factor that is zero up to round-off makes products that are, with the other's largest.
-        noise_a, noise_b = decompositions.round_off(a), decompositions.round_off(b)
+        noise_a, noise_b = decompositions.round_off(a, self.A.eps), decompositions.round_off(b, self.B.eps)
         largest_a, largest_b = a.abs().max(1).values, b.abs().max(1).values
         return Eigenbasis(Q_A, Q_B, values, noise_a * largest_b + noise_b * largest_a)
 
@@ -175,11 +175,15 @@ class Kronecker(Structure):
         if not isinstance(other, Kronecker):
             return None
         if self.A.equals(other.A):
-            ratio = other.A.scale / self.A.scale
-            return replace(self, B=self.B.plus(other.B.scaled(ratio)))
+            ones = torch.ones_like(self.A.scale)
+            return Kronecker(
+                replace(self.A, scale=ones), self.B.scaled(self.A.scale).plus(other.B.scaled(other.A.scale))
+            )
         if self.B.equals(other.B):
-            ratio = other.B.scale / self.B.scale
-            return replace(self, A=self.A.plus(other.A.scaled(ratio)))
+            ones = torch.ones_like(self.B.scale)
+            return Kronecker(
+                self.A.scaled(self.B.scale).plus(other.A.scaled(other.B.scale)), replace(self.B, scale=ones)
+            )
         if "dense" not in {self.A.kind, self.B.kind, other.A.kind, other.B.kind}:
             return Eigenbasis.of_diagonal(self.diagonal() + other.diagonal())
         return None

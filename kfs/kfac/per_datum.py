@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfs.errors import ModelError
 from kfs.kfac.batch_axis import BatchAxis
 from kfs.kfac.blocks import Layout, Side
 from kfs.kfac.inputs import Input, add_rotated_squares
@@ -90,6 +91,22 @@ class PerDatum(Uses):
         self._layouts, self._statistics = layouts, statistics
         self._times_used: dict[Key, int] = {}
         self._sums_of_uses: dict[Key, Tensor] = {}
+        self._seen: set[Key] = set()
+        self._unknown: set[str] = set()
+
+    def check_complete(self, resumed: bool) -> None:
+        """Refuse a pass that has seen other blocks than the first one; one that was resumed need not see any.
+
+        Raises:
+            ModelError: If a block is new, or was not used.
+        """
+        missing = [] if resumed else [self._layouts[key].name for key in self._statistics if key not in self._seen]
+        new = sorted(self._unknown) if self.settings.uncovered == "error" else []
+        if missing or new:
+            raise ModelError(
+                f"The blocks differ from those of the factors: {missing} are not used, and {new} are new.",
+                "Use the same model and parameters, and data that use all of them.",
+            )
 
     def place(self, layout: Layout, bias: str | None = None) -> tuple[Layout, Side]:
         """Return the layout of a weight's block, as it was decided in the first pass."""
@@ -113,7 +130,9 @@ class PerDatum(Uses):
         """Take note of a use, and return what receives its gradients, `[columns, ...]`."""
         key = (layout.weight, layout.rows)
         statistic = self._statistics.get(key)
-        if statistic is None:
+        self._seen.add(key)
+        if statistic is None or self._layouts[key] != layout:
+            self._unknown.add(layout.name)
             return _nothing
         self._times_used[key] = self._times_used.get(key, 0) + 1
 

@@ -96,14 +96,15 @@ def sweep(risk: EmpiricalRisk, uses: Uses, task: str, journal: Journal | None = 
                 continue
             # Step 1: forward pass. Step 2: input-based factors, on the way.
             f, capture = forward(risk, batch, uses)
-            risk.finite(f.detach(), batch)
-            uses.finish_forward()
-            # Step 3: generate vectors, send them back, and add gradients to the gradient-based factors, on the way.
-            first = settings.first_datum + batch.first
-            vectors = backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, at_once)
-            for columns, last in _and_whether_last(vectors):
-                backward(f, capture, columns, keep_graph=not last)
-                uses.finish_backward()
+            with capture.attentive():
+                risk.finite(f.detach(), batch)
+                uses.finish_forward()
+                # Step 3: generate vectors, send them back, and add gradients to the gradient-based factors, on the way.
+                first = settings.first_datum + batch.first
+                vectors = backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, at_once)
+                for columns, last in _and_whether_last(vectors):
+                    backward(f, capture, columns, keep_graph=not last)
+                    uses.finish_backward()
             uses.finish_batch()
             progress.unexplained |= capture.unexplained
             del f, capture  # their graph is large, and the next one comes before they are replaced
@@ -130,6 +131,9 @@ def forward(risk: EmpiricalRisk, batch: Batch, uses: Uses) -> tuple[Tensor, Capt
     try:
         with torch.compiler.set_stance("force_eager"), capture:  # a compiled model hides its operations
             f = risk.predict(risk.params, marked)
+    except BaseException:
+        capture.finished = True
+        raise
     finally:
         capture.forget_marks()
     capture.running = False

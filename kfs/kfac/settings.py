@@ -18,6 +18,20 @@ _CHOICES = {
 }
 
 
+def check_device(device: str | torch.device) -> None:
+    """Refuse a device that does not exist, or that holds no numbers.
+
+    Raises:
+        ModelError: If it is one of these.
+    """
+    try:
+        usable = torch.zeros(1, device=device).device.type != "meta"
+    except (RuntimeError, AssertionError):
+        usable = False
+    if not usable:
+        raise ModelError(f"There is no device {str(device)!r} here.", "Use 'cpu', or one that PyTorch finds.")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What `kfs.KFAC` was asked for; see there.
@@ -57,6 +71,9 @@ class Settings:
             isinstance(self.factor_dtype, torch.dtype) and self.factor_dtype.is_floating_point
         ):
             raise ModelError(f"factor_dtype is {self.factor_dtype!r}.", "Use a floating-point type of PyTorch.")
+
+        if self.factor_device is not None:
+            check_device(self.factor_device)
 
     def state(self) -> dict[str, Any]:
         """Return all of them, for a file."""

@@ -177,7 +177,7 @@ def test_what_belongs_to_something_else_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         other[0].bias += 1  # type: ignore[index]
         other[5].running_mean += 1  # type: ignore[index]
-    with pytest.raises(StorageError, match="values of parameters, values of buffers differ"):
+    with pytest.raises(StorageError, match="values of parameters, values of other parameters and buffers differ"):
         KFAC(EmpiricalRisk(other, nn.MSELoss(), Batches()), checkpoint=path)
     with pytest.raises(StorageError, match="loss differ"):
         KFAC(EmpiricalRisk(model(), nn.MSELoss(reduction="sum"), Batches()), checkpoint=path)
@@ -186,6 +186,57 @@ def test_what_belongs_to_something_else_is_refused(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(StorageError, match="damaged"):
         compute(KFAC, path, Batches())
+
+
+def test_whatever_changes_the_result_is_noticed(tmp_path: Path) -> None:
+    X, y = torch.randn(6, 3), torch.randint(2, (6,))
+
+    def net(activation: nn.Module, seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 4), activation, nn.Linear(4, 2))
+
+    def run(model: nn.Module, loss: nn.Module, data: Any = (X, y), **settings: Any) -> KFAC:
+        return KFAC(
+            EmpiricalRisk(model, loss, data, params=["2.weight", "2.bias"]), checkpoint=tmp_path / "c", **settings
+        )
+
+    run(net(nn.Tanh()), nn.CrossEntropyLoss())
+    frozen = net(nn.Tanh())
+    with torch.no_grad():
+        frozen[0].weight += 1  # type: ignore[index]
+    for model, loss, words in (
+        (net(nn.ReLU()), nn.CrossEntropyLoss(), "model differ"),
+        (frozen, nn.CrossEntropyLoss(), "values of other parameters"),
+        (net(nn.Tanh()), nn.CrossEntropyLoss(label_smoothing=0.1), "loss differ"),
+        (net(nn.Tanh()), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0])), "loss differ"),
+    ):
+        with pytest.raises(StorageError, match=words):
+            run(model, loss)
+    run(net(nn.Tanh()), nn.CrossEntropyLoss())
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, k: float) -> Tensor:
+            result: Tensor = self.layer(k * x)
+            return result
+
+    scaled = Scaled()
+    for k in (1.0, 1.0, 2.0):
+        risk = EmpiricalRisk(scaled, nn.CrossEntropyLoss(), [{"x": X, "k": k, "labels": y}])
+        if k == 1.0:
+            KFAC(risk, checkpoint=tmp_path / "k")
+        else:
+            with pytest.raises(StorageError, match="The data differ"):
+                KFAC(risk, checkpoint=tmp_path / "k")
+
+
+def test_eigenvalues_belong_to_their_eigenvectors(tmp_path: Path) -> None:
+    compute(EKFAC, tmp_path / "c", Batches(number=7))
+    with pytest.raises(StorageError, match="eigenvectors differ"):
+        compute(EKFAC, tmp_path / "c", Batches())
 
 
 def test_more_data_continue_where_it_ended(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """EKFAC: eigenvalues are the exact curvature along KFAC's eigenvectors, for every operation, Fisher and sharing."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.errors import DataError, ModelError
-from kfs.kfac import EKFAC, KFAC
+from kfs.kfac import EKFAC, KFAC, load
 from kfs.kfac.inputs import add_rotated_squares
 from kfs.operators import GGN, Fisher, LinearOperator
 from kfs.risk import EmpiricalRisk
@@ -274,6 +275,73 @@ def test_a_bias_that_was_not_used_adds_nothing() -> None:
     add_rotated_squares(total, gradients, None, None)
     close(total[0, :, :3], gradients.square().sum((0, 1)))
     assert (total[0, :, 3] == 0).all()
+
+
+def small_risk(part: slice, model: nn.Module | None = None) -> EmpiricalRisk:
+    torch.manual_seed(0)
+    default = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    X, y = torch.randn(9, 3, dtype=torch.float64), torch.randint(2, (9,))
+    return EmpiricalRisk(model or default, nn.CrossEntropyLoss(), (X[part], y[part]))
+
+
+def test_factors_and_eigenvalues_have_counts_of_their_own(tmp_path: Path) -> None:
+    first, second = small_risk(slice(0, 3)), small_risk(slice(3, 9))
+    E = EKFAC(first).update(second)
+    close(E.blocks["0"].A, KFAC(first).blocks["0"].A)
+    E.save(tmp_path / "e")
+    again = load(tmp_path / "e")
+    assert isinstance(again, EKFAC)
+    assert torch.equal(again.blocks["0"].A, E.blocks["0"].A)
+    assert torch.equal(again.to_dense(), E.to_dense())
+    for one, other in ((KFAC(first), E), (E, KFAC(first))):
+        with pytest.raises(ModelError, match=r"cannot be merged|eigenvectors differ"):
+            one.merge(other)
+
+
+def test_factors_are_shared_but_not_their_owners() -> None:
+    K = KFAC(small_risk(slice(0, 9)))
+    before = K.blocks["0"].A.clone()
+    E = EKFAC.from_kfac(K, small_risk(slice(0, 9)))
+    E.to(dtype=torch.float32)
+    assert K.blocks["0"].A.dtype == torch.float64
+    K.update(small_risk(slice(0, 3)))
+    torch.testing.assert_close(E.blocks["0"].A, before.float())
+
+
+def test_other_models_are_refused() -> None:
+    E = EKFAC(small_risk(slice(0, 9)))
+    before = E.to_dense()
+    for other in (nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))):
+        with pytest.raises(ModelError, match="The blocks differ"):
+            E.update(small_risk(slice(0, 3), other.double()))
+    close(E.to_dense(), before)
+
+
+def test_what_a_model_keeps_can_be_differentiated_later() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2).double()
+            self.fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.layer(2 * x)
+            if self.fails:
+                raise RuntimeError("stop")
+            result: Tensor = self.layer(x)
+            return result
+
+    for make in (KFAC, EKFAC):
+        model = Keeps()
+        risk = EmpiricalRisk(model, nn.MSELoss(), (torch.randn(5, 3).double(), torch.randn(5, 2).double()))
+        K = make(risk)
+        before = K.blocks["layer"].B.clone()
+        model.kept.square().sum().backward()
+        assert torch.equal(K.blocks["layer"].B, before)
+        model.fails = True
+        with pytest.raises(RuntimeError, match="stop"):
+            make(risk)
+        model.kept.square().sum().backward()
 
 
 def test_what_cannot_be_corrected_is_refused() -> None:

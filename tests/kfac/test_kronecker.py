@@ -298,6 +298,33 @@ def test_singular_and_bad_factors_are_named() -> None:
             one_block(broken, definite(2)).inverse(0.1, method)
 
 
+def test_zero_scales() -> None:
+    K = one_block(definite(3), definite(2))
+    zero = 0.0 * K
+    assert isinstance(zero, BlockDiagonal)
+    close((zero + K).to_dense(), K.to_dense())
+    close((K + zero).to_dense(), K.to_dense())
+    close((zero - zero).to_dense(), torch.zeros(6, 6, dtype=torch.float64))
+    with pytest.raises(SolverError, match="'W' is singular: its scale is zero"):
+        zero.inverse()
+
+
+def test_sums_over_many_data_in_float32_can_be_damped() -> None:
+    """Their smallest eigenvalues are negative by more than the round-off of a decomposition."""
+    torch.manual_seed(0)
+    X = 0.3 + 1e-7 * torch.randn(1000, 1)
+    risk = EmpiricalRisk(nn.Linear(1, 2), nn.MSELoss(), (X, torch.randn(1000, 2)))
+    inverse = KFAC(risk).inverse(1e-3).to_dense().double()
+    exact = KFAC(EmpiricalRisk(nn.Linear(1, 2).double(), nn.MSELoss(), (X.double(), torch.randn(1000, 2).double())))
+    expected = exact.inverse(1e-3).to_dense()
+    assert (inverse - expected).norm() < 1e-2 * expected.norm()  # 1e-3 above, float32 noise of 1e-6 below
+    for dtype in (torch.bfloat16, torch.float16):
+        wide = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3))
+        data = torch.randn(12, 40), torch.randint(3, (12,))
+        K = KFAC(EmpiricalRisk(wide, nn.CrossEntropyLoss(), data), factor_dtype=dtype)
+        assert K.inverse(1e-2).to_dense().isfinite().all()
+
+
 def test_a_dead_layer_can_be_damped() -> None:
     dead = one_block(torch.zeros(3, 3, dtype=torch.float64), definite(2))
     close(dead.inverse(0.1).to_dense(), 10 * torch.eye(6, dtype=torch.float64))

@@ -1,5 +1,6 @@
 """Factors in another precision or place than the model, and operators that are moved."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from kfs.errors import ModelError
-from kfs.kfac import EKFAC, KFAC, exact_blocks
+from kfs.kfac import EKFAC, KFAC, exact_blocks, load
 from kfs.kfac.moments import Moment
 from kfs.risk import EmpiricalRisk
 from tests.kfac.test_kronecker import kfac
@@ -50,6 +51,16 @@ def test_bad_precision() -> None:
     for bad in (torch.int64, "float32"):
         with pytest.raises(ModelError, match="factor_dtype"):
             KFAC(risk_of(torch.float64), factor_dtype=bad)  # type: ignore[arg-type]
+
+
+def test_bad_devices(tmp_path: Path) -> None:
+    K = KFAC(risk_of(torch.float64))
+    K.save(tmp_path / "k")
+    for bad in ("nowhere", "meta"):
+        with pytest.raises(ModelError, match="There is no device"):
+            KFAC(risk_of(torch.float64), factor_device=bad)
+        with pytest.raises(ModelError, match="There is no device"):
+            load(tmp_path / "k", bad)
 
 
 def test_a_moment_elsewhere() -> None:
