@@ -19,6 +19,9 @@ from kfs.kfac import EKFAC, KFAC, Checkpoint, load
 from kfs.risk import EmpiricalRisk
 
 NUM_BATCHES = 12
+forks = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="where there is a GPU, autograd does not run in a forked process"
+)
 
 
 class Batches:
@@ -85,6 +88,7 @@ def kill_me() -> None:
 CASES = [(KFAC, {"sharing": "expand"}), (KFAC, {"sharing": "reduce", "fisher": "mc"}), (EKFAC, {"fisher": "mc"})]
 
 
+@forks
 @pytest.mark.parametrize(("make", "settings"), CASES)
 def test_killed_after_every_batch(make: Any, settings: Any, tmp_path: Path) -> None:
     expected = compute(make, None, Batches(), **settings)
@@ -109,6 +113,7 @@ def test_killed_after_every_batch(make: Any, settings: Any, tmp_path: Path) -> N
         assert mine.operations == theirs.operations
 
 
+@forks
 @pytest.mark.parametrize(("make", "settings"), CASES)
 def test_killed_at_random_moments(make: Any, settings: Any, tmp_path: Path) -> None:
     expected = compute(make, None, Batches(), **settings)
@@ -128,6 +133,7 @@ def test_killed_at_random_moments(make: Any, settings: Any, tmp_path: Path) -> N
     assert torch.equal(load(tmp_path / "result").to_dense(), expected.to_dense())
 
 
+@forks
 @pytest.mark.parametrize("moment", ["save_file", "fsync", "replace", "after replace"])
 def test_killed_while_writing(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = compute(KFAC, None, Batches())
