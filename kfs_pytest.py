@@ -25,11 +25,19 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     target = config.getoption("--kfs-adapter")
     if target:
         from kfs.conformance import find, select  # noqa: PLC0415 (only if wanted)
+        from kfs.errors import KfsError  # noqa: PLC0415
 
-        adapter = find(target)
+        only = config.getoption("--kfs-only")
+        try:
+            adapter, chosen = find(target), select(only)
+        except KfsError as error:
+            raise pytest.UsageError(str(error)) from error
+        if not chosen:
+            raise pytest.UsageError(
+                f"No check has all of the tags {only}. `kfs check {target} --only {only[0]}` lists them."
+            )
         items += [
-            ConformanceItem.from_parent(session, name=check.name, adapter=adapter, check=check)
-            for check in select(config.getoption("--kfs-only"))
+            ConformanceItem.from_parent(session, name=check.name, adapter=adapter, check=check) for check in chosen
         ]
 
 

@@ -110,8 +110,8 @@ def _converges(case: Case, loss: str, sharing: str, adapter: Adapter) -> None:
         expected = _exact(setting, params, "type-2")
         labels = "This is the empirical Fisher: the labels at hand were used where labels must be drawn from the model."
         others = {labels: _exact(setting, params, "empirical")}
-        facts = Facts({"N": len(X) * times, "C": case.outputs[0]}, others, tolerances.MC)
-        _compare(adapter, params, block, expected, tolerances.MC, partial(_known, facts))
+        facts = partial(Facts, {"N": len(X) * times, "C": case.outputs[0]}, others, tolerances.MC)
+        _compare(adapter, params, block, expected, tolerances.MC, facts)
 
 
 def _relation_checks() -> Iterator[Check]:
@@ -261,10 +261,6 @@ def _facts(case: Case, setting: Setting, params: Sequence[str], fisher: str, sha
     num_data = sum(len(X) for X, _ in setting.data)
     counts = {"N": num_data, "S": case.positions, "C": prod(case.outputs)}
     return Facts(counts, suspects(case, setting, params, fisher, sharing))
-
-
-def _known(facts: Facts) -> Facts:
-    return facts
 
 
 def _scales() -> Facts:

@@ -10,8 +10,6 @@ from kfs.basics.flattening import Vec, rvec
 from kfs.basics.ggns import vec_ggn
 from kfs.basics.reduction_factors import Loss
 
-Batches = Sequence[tuple[Tensor, Tensor]]
-
 
 def exact_ggn(model: Module, loss: Loss, X: Tensor, y: Tensor, names: Sequence[str], vec: Vec = rvec) -> Tensor:
     """Compute the GGN's block for some parameters, which is also the type-II Fisher's, from the definitions."""

@@ -87,7 +87,7 @@ def exact_diagonal(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
         **settings: Those of `KFAC`.
     """
     K = _kfac(risk, settings)
-    sums = _sums(K, risk, lambda block: Squares(torch.zeros(_shape(block), dtype=_dtype(K), device=_device(K))))
+    sums = _sums(K, risk, lambda block: Squares(torch.zeros(_shape(block), dtype=_dtype(K), device=K.device)))
     R = _scale(K)
     return _operator(K, lambda block: Eigenbasis.of_diagonal(R * sums[block.name]))
 
@@ -275,7 +275,7 @@ def _contraction(block: Block, side: str, K: KFAC, sides: Sides | None = None) -
     groups, rows, columns = _shape(block)
     size = columns if side == "A" else rows
     shape = (groups, size) if block.diagonal[side] else (groups, size, size)  # type: ignore[index]
-    total = torch.zeros(shape, dtype=_dtype(K), device=_device(K))
+    total = torch.zeros(shape, dtype=_dtype(K), device=K.device)
     fixed = None if sides is None else sides["B" if side == "A" else "A"]
     return _Contraction(total, fixed, transposed=side == "B")
 
@@ -312,10 +312,6 @@ def _wide(like: Tensor) -> torch.dtype:
 
 def _dtype(K: KFAC) -> torch.dtype:
     return torch.promote_types(K.dtype, torch.float32)
-
-
-def _device(K: KFAC) -> torch.device:
-    return K.device
 
 
 if __name__ == "__main__":

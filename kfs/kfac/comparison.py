@@ -200,4 +200,5 @@ def _seconds(call: Callable[[], Any]) -> tuple[Any, float]:
     """Return a result, and how long it took."""
     start = time.perf_counter()
     result = call()
+    torch.cuda.synchronize() if torch.cuda.is_available() else None
     return result, time.perf_counter() - start

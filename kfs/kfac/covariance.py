@@ -11,7 +11,7 @@ from torch import Tensor
 # Up to which number of columns one product is faster than strips, and how wide strips are: `benchmarks/gram.py`
 # measures it.
 _STRIPS = {"cpu": (128, 96), "cuda": (512, 256), "cuda, tensor cores": (1536, 768)}
-_LAUNCH = 3e9  # an accelerator needs as long to start another operation as for so many multiplications
+_LAUNCH = 3e9  # multiplications of a product that is too small to cut: starting another operation takes some 35 us
 _HALF = {torch.float16, torch.bfloat16}
 
 

@@ -82,7 +82,7 @@ class Draws:
         a CPU on all of them.
         """
         key = threefry((self.seed & _MASK, self.seed >> 32), self.sample >> 32, self.sample & _MASK)
-        if num_data * prod(shape) <= _FEW:  # NumPy starts operations several times faster
+        if num_data * prod(shape) <= _FEW:  # NumPy takes less time to start an operation
             numbers = np.arange(self.first, self.first + num_data), np.arange(prod(shape))
             words = threefry(key, *np.broadcast_arrays(numbers[0][:, None], numbers[1][None]))
             w0, w1 = (torch.from_numpy(word).to(device) for word in words)

@@ -162,6 +162,32 @@ def save(figure: "Figure", folder: str | Path, name: str, formats: tuple[str, ..
     return paths
 
 
+def draw_flattenings(
+    data: Callable[[str, EmpiricalRisk], Mapping[str, Tensor]],
+    folder: str | Path,
+    name: str,
+    columns: int,
+    formats: tuple[str, ...],
+) -> list[Path]:
+    """Draw and write one figure per flattening.
+
+    Args:
+        data: Computes panels, for a flattening and a problem.
+        folder: Where to write figures.
+        name: Of the files, without flattening and format.
+        columns: How many panels stand side by side.
+        formats: Which files to write of each.
+
+    Returns:
+        Where the files are.
+    """
+    risk, paths = problem(), []
+    for flattening in FLATTENINGS:
+        figure = draw_panels(data(flattening, risk), risk, columns)
+        paths += save(figure, folder, f"{name}_{flattening}", formats)
+    return paths
+
+
 def run(draw: Callable[[str], list[Path]]) -> None:
     """Draw into the folder that the command line names, or into this one, and print where the files are."""
     for path in draw(sys.argv[1] if len(sys.argv) > 1 else "."):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kfs.operators import GGN, Fisher
-from kfs.plots.heatmaps import FLATTENINGS, FORMATS, INK, draw_panels, problem, quiet, run, save
+from kfs.plots.heatmaps import FORMATS, INK, draw_flattenings, problem, quiet, run, save
 from kfs.risk import EmpiricalRisk
 
 if TYPE_CHECKING:
@@ -103,10 +103,7 @@ def draw(
     Returns:
         Where the files are.
     """
-    risk, paths = problem(), []
-    for flattening in FLATTENINGS:
-        figure = draw_panels(data(flattening, risk), risk, columns=3)
-        paths += save(figure, folder, f"synthetic_fisher_{flattening}", formats)
+    paths = draw_flattenings(data, folder, "synthetic_fisher", 3, formats)
     figure = draw_convergence(samples, convergence(samples, seeds))
     return paths + save(figure, folder, "synthetic_fisher_convergence", formats)
 

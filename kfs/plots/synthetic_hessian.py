@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from kfs.operators import GGN, Hessian
-from kfs.plots.heatmaps import FLATTENINGS, FORMATS, draw_panels, problem, run, save
+from kfs.plots.heatmaps import FORMATS, draw_flattenings, problem, run
 from kfs.risk import EmpiricalRisk
 
 
@@ -44,11 +44,7 @@ def draw(folder: str | Path, formats: tuple[str, ...] = FORMATS) -> list[Path]:
     Returns:
         Where the files are.
     """
-    risk, paths = problem(), []
-    for flattening in FLATTENINGS:
-        figure = draw_panels(data(flattening, risk), risk, columns=2)
-        paths += save(figure, folder, f"synthetic_hessian_{flattening}", formats)
-    return paths
+    return draw_flattenings(data, folder, "synthetic_hessian", 2, formats)
 
 
 if __name__ == "__main__":

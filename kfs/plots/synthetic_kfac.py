@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kfs.kfac import KFAC
 from kfs.operators import GGN, Fisher
-from kfs.plots.heatmaps import FLATTENINGS, FORMATS, draw_panels, problem, run, save
+from kfs.plots.heatmaps import FORMATS, draw_flattenings, problem, run
 from kfs.risk import EmpiricalRisk
 
 MC_SAMPLES = 100
@@ -57,11 +57,7 @@ def draw(folder: str | Path, formats: tuple[str, ...] = FORMATS) -> list[Path]:
     Returns:
         Where the files are.
     """
-    risk, paths = problem(), []
-    for flattening in FLATTENINGS:
-        figure = draw_panels(data(flattening, risk), risk, columns=3)
-        paths += save(figure, folder, f"synthetic_kfac_{flattening}", formats)
-    return paths
+    return draw_flattenings(data, folder, "synthetic_kfac", 3, formats)
 
 
 if __name__ == "__main__":

@@ -289,6 +289,8 @@ def test_pytest_plugin(tmp_path: Path) -> None:
     assert (code, "1 xfailed" in text) == (0, True)
     code, _ = outcome()
     assert code == 5  # nothing was collected
+    for arguments in (["--kfs-adapter=nothing"], ["--kfs-adapter=kfs", "--kfs-only", "nothing"]):
+        assert outcome(*arguments)[0] == 4  # a wrong call, not a run without tests
 
 
 def test_the_zoo_is_complete() -> None:
