@@ -20,7 +20,13 @@ from kfs.losses.counter import Draws
 
 
 def backpropagated_vectors(
-    loss: Loss, f: Tensor, y: Tensor, settings: Settings, first_datum: int, at_once: int
+    loss: Loss,
+    f: Tensor,
+    y: Tensor,
+    settings: Settings,
+    first_datum: int,
+    at_once: int,
+    random: type[Draws] = Draws,
 ) -> Iterator[Tensor]:
     """Generate the vectors of a batch.
 
@@ -31,6 +37,7 @@ def backpropagated_vectors(
         settings: Say which curvature matrix is approximated.
         first_datum: Index of the first datum within all data: draws depend on it.
         at_once: How many vectors to return together.
+        random: Where draws come from.
 
     Yields:
         Some vectors for every datum, `[columns, *f.shape]`.
@@ -44,7 +51,7 @@ def backpropagated_vectors(
     elif settings.fisher == "mc":
         for start in range(0, settings.mc_samples, at_once):
             samples = range(start, min(start + at_once, settings.mc_samples))
-            draws = [Draws(settings.seed, first_datum, sample) for sample in samples]
+            draws = [random(settings.seed, first_datum, sample) for sample in samples]
             yield torch.stack([loss.sampled_gradient(f, y, d) for d in draws]) / settings.mc_samples**0.5
     elif settings.fisher == "empirical":
         yield loss.gradient(f, y).unsqueeze(0)

@@ -136,7 +136,7 @@ def inspect(
         for batch in risk.batches():
             f, capture = forward(risk, batch, uses)
             backward(f, capture, torch.ones_like(f).unsqueeze(0))
-    why_not = not_covered(risk, uses, capture.unexplained)
+    why_not = not_covered(risk.params, uses.blocks.values(), capture.unexplained, uses.conflicts)
     rows = []
     for name, p in risk.params.items():
         blocks = [block for block in uses.blocks.values() if name in block.layout.params and name not in why_not]

@@ -12,13 +12,14 @@ What is specific lives elsewhere: `backpropagated_vectors` for the curvature mat
 operation, `expand_Linear` for the rule in its simplest form.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -70,7 +71,7 @@ def kfac(risk: EmpiricalRisk, settings: Settings, journal: Journal | None = None
         for pair in block.pairs.values():
             pair.input.finish(settings.factor_dtype)
             pair.gradient.finish(settings.factor_dtype)
-    uncovered = not_covered(risk, uses, progress.unexplained)
+    uncovered = not_covered(risk.params, uses.blocks.values(), progress.unexplained, uses.conflicts)
     return Result(list(uses.blocks.values()), progress.num_data, progress.count, uncovered)
 
 
@@ -102,8 +103,8 @@ def sweep(risk: EmpiricalRisk, uses: Uses, task: str, journal: Journal | None = 
                 # Step 3: generate vectors, send them back, and add gradients to the gradient-based factors, on the way.
                 first = settings.first_datum + batch.first
                 vectors = backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, at_once)
-                for columns, last in _and_whether_last(vectors):
-                    backward(f, capture, columns, keep_graph=not last)
+                for columns, last in and_whether_last(vectors):
+                    backward(f, capture, columns.to(f.dtype), keep_graph=not last)
                     uses.finish_backward()
             uses.finish_batch()
             progress.unexplained |= capture.unexplained
@@ -159,22 +160,21 @@ def hidden_uses(f: Tensor, params: dict[str, Tensor]) -> set[tuple[str, str]]:
     return found
 
 
-def backward(f: Tensor, capture: Capture, vectors: Tensor, keep_graph: bool = False) -> None:
+def backward(f: Tensor | GradientEdge, capture: Capture, vectors: Tensor, keep_graph: bool = False) -> None:
     """Send vectors `[columns, *f.shape]` back to all taps, which take note of what arrives."""
     handle = capture.handle
-    if not f.requires_grad or handle is None:  # no parameter was used
+    if handle is None or (isinstance(f, Tensor) and not f.requires_grad):  # no parameter was used
         return
     capture.keep_graph, capture.together = keep_graph, len(vectors) > 1
 
     def send(v: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(f, handle, v, retain_graph=keep_graph, materialize_grads=True)
 
-    vectors = vectors.to(f.dtype)
     vmap(send)(vectors) if capture.together else send(vectors[0])
     capture.pass_virtual()
 
 
-def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+def and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
     """Say of every chunk of vectors whether it is the last one."""
     chunk = next(vectors, None)
     while chunk is not None:
@@ -183,15 +183,20 @@ def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]
         chunk = following
 
 
-def not_covered(risk: EmpiricalRisk, uses: Uses, unexplained: set[tuple[str, str]]) -> dict[str, str]:
+def not_covered(
+    params: Iterable[str],
+    blocks: Iterable[Block],
+    unexplained: set[tuple[str, str]],
+    conflicts: set[tuple[str, str]],
+) -> dict[str, str]:
     """Return the parameters that have no block or one that lacks something, and why."""
     reasons: dict[str, str] = {}
-    covered = {name for block in uses.blocks.values() for name in block.layout.params}
+    covered = {name for block in blocks for name in block.layout.params}
     for name, operation in sorted(unexplained):
         reasons.setdefault(name, f"it is used by {operation}, for which there is no rule")
-    for name, operation in sorted(uses.conflicts):
+    for name, operation in sorted(conflicts):
         reasons.setdefault(name, f"its use by {operation!r} does not fit together with its other uses")
-    for name in risk.params:
+    for name in params:
         if name not in covered:
             reasons.setdefault(name, "no operation with a rule used it, as far as predictions depend on it")
     return reasons

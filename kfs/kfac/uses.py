@@ -37,12 +37,14 @@ class Uses:
     Attributes:
         settings: What was asked for.
         dry: Whether to take note of uses only, and to compute nothing.
+        mixing: Whether data of a batch may influence each other, as by batch normalisation in training.
         blocks: The blocks, by the weight's name and its rows.
         conflicts: Parameters that are used in ways that do not fit together, and by which operation.
     """
 
     settings: Settings
     dry: bool = False
+    mixing: bool = False
     blocks: dict[Key, Block] = field(default_factory=dict)
     conflicts: set[tuple[str, str]] = field(default_factory=set)
     _sums: dict[tuple[Key, Side], Sums] = field(default_factory=dict)

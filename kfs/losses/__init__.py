@@ -4,5 +4,6 @@ from kfs.losses.cross_entropy import TokenCrossEntropy
 from kfs.losses.custom import Custom
 from kfs.losses.interface import Loss
 from kfs.losses.lookup import describe
+from kfs.losses.square import HalfSquaredError
 
-__all__ = ["Custom", "Loss", "TokenCrossEntropy", "describe"]
+__all__ = ["Custom", "HalfSquaredError", "Loss", "TokenCrossEntropy", "describe"]

@@ -37,6 +37,10 @@ class BinaryCrossEntropy(Elementwise):
         """Return the mass times the variance of the label."""
         return self._mass(f, y) * f.sigmoid() * (-f).sigmoid()
 
+    def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return labels by the gradient's sign; what matters is how much they count."""
+        return (g < 0).to(f.dtype)
+
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a label per entry."""
         probability = f.sigmoid()

@@ -105,6 +105,15 @@ class CrossEntropy(Loss):
         result[columns, :, :, p] = values.permute(2, 0, 1)
         return result.reshape(-1, *f.shape)
 
+    def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return the labels: the gradient is negative there alone, and zero at positions that do not count."""
+        return torch.where((g == 0).all(1), self.ignore_index, g.argmin(1))
+
+    def departure(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return the length of the gradient's sums over classes: probabilities sum to one."""
+        sums: Tensor = g.sum(1).norm() / g.norm().clamp(min=torch.finfo(g.dtype).tiny)
+        return sums
+
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a label per position."""
         sigma, mass = f.softmax(1), self._target(f, y).sum(1, keepdim=True)
@@ -202,6 +211,15 @@ class TokenCrossEntropy(Loss):
     def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Return one column per class and predicting position."""
         return self._back(self.base.hessian_factor(self._logits(f), self._labels(y), start, stop))
+
+    def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return the labels, as `CrossEntropyLoss` does."""
+        labels = self.base.stand_in(self._logits(f), self._logits(g))
+        return nn.functional.pad(labels, (1, 0), value=self.base.ignore_index) if self.shift else labels
+
+    def departure(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return that of `CrossEntropyLoss`."""
+        return self.base.departure(self._logits(f), self._logits(g))
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a label per predicting position."""

@@ -87,6 +87,29 @@ class Loss(ABC):
         missing: the weight belongs to the datum, not to the label that was drawn.
         """
 
+    def examples(self, y: Tensor) -> float:
+        """Return how many examples these targets are: what an average over examples divides by."""
+        return self.count(y)
+
+    def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return targets that have the Fisher matrix of the true ones, where only the loss's gradient is at hand.
+
+        Args:
+            f: Predictions.
+            g: Gradient of the loss with respect to them, up to a positive factor.
+
+        Raises:
+            LossError: If the Fisher matrix depends on targets in a way that the gradient does not show.
+        """
+        raise LossError(
+            f"The curvature of {self.name} depends on targets, and these are not known.",
+            "Compute the loss by calling the module that you passed as loss=, such as criterion(model(x), y).",
+        )
+
+    def departure(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return how far `g` is from a gradient of this loss, whatever the targets are, relative to its length."""
+        return g.new_zeros(())
+
     def reduction_factor(self, count: float) -> float:
         """Return `R`, given the count of all targets."""
         return self.scale if self.reduction == "sum" else self.scale / count
@@ -114,6 +137,10 @@ class Elementwise(Loss):
     def count(self, y: Tensor) -> float:
         """Return the number of entries."""
         return y.numel()
+
+    def examples(self, y: Tensor) -> float:
+        """Return the number of data."""
+        return len(y)
 
     @abstractmethod
     def second_derivative(self, f: Tensor, y: Tensor) -> Tensor:

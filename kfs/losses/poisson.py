@@ -48,6 +48,10 @@ class Poisson(Elementwise):
         """Return the square root of the last column of the table above."""
         return diagonal_factor(root(self.second_derivative(f, self._rate(f))), start, stop)
 
+    def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return no counts at all: the Fisher matrix does not depend on them."""
+        return torch.zeros_like(f)
+
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a count per entry."""
         count = poisson_quantile(draws.uniform(len(f), tuple(f.shape[1:]), f.device), self._rate(f).double())

@@ -76,14 +76,15 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Normalise by running statistics, then scale and shift channels."""
-    if training:
+    """Normalise by running statistics (by those of the batch in training), then scale and shift channels."""
+    if training and not capture.uses.mixing:
         raise ModelError(
             "F.batch_norm is called with training=True: the prediction for one datum depends on the rest of its batch.",
             "Call model.eval() first, or pass training=False.",
         )
     out = func(input, running_mean, running_var, weight, bias, training, momentum, eps)
     x = input.detach()
+    mean, variance = (None, None) if training else (running_mean, running_var)
     return _scaled(
         capture,
         "batch_norm",
@@ -91,7 +92,7 @@ def batch_norm(
         out,
         weight,
         bias,
-        lambda: F.batch_norm(x, running_mean, running_var, eps=eps),
+        lambda: F.batch_norm(x, mean, variance, training=training, eps=eps),
         True,
     )
 

@@ -1,0 +1,153 @@
+"""Factors from passes that somebody else makes: forward through `model(...)`, backward through any loss of it.
+
+Hooks on the model's forward pass switch the capture on and off. A hook on the predictions runs when the gradient of
+the loss arrives there: the graph is complete then and not used up yet, so that further vectors can be sent back
+through it, and the gradient shows which targets count. With `fisher="empirical"` the backward pass itself is enough.
+
+What passes have given is staged until `Watch.collect` takes it; a forward pass without backward pass gives nothing.
+What happens during one pass lives in `live_pass`.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfs.kfac.live_pass import Bases, Pass, Record
+from kfs.kfac.settings import Settings
+from kfs.losses import Loss
+
+
+class Watch:
+    """Watches a model while somebody trains it.
+
+    Args:
+        model: The model; it is called as usual.
+        loss: Describes the loss.
+        module: The loss module, if the loss was given as one; where it is called, targets are seen.
+        settings: Which curvature matrix, and how.
+        wanted: Asked before a forward pass: parameters to track, by name; nothing if factors are not needed.
+        bases: Asked before a forward pass: in which bases to sum up squares.
+        count: Whether to count the examples of passes that are not captured.
+
+    Attributes:
+        first_datum: How many data were captured before; draws depend on it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        module: nn.Module | None,
+        settings: Settings,
+        wanted: Callable[[], dict[str, Tensor] | None],
+        bases: Callable[[], Bases],
+        count: bool,
+    ) -> None:
+        """Put hooks on model and loss."""
+        self.loss, self.settings, self.first_datum = loss, settings, 0
+        self._model, self._wanted, self._bases, self._count = weakref.ref(model), wanted, bases, count
+        self._running: Pass | None = None
+        self._frame: FrameType | None = None
+        self._depth = 0
+        self._latest: tuple[weakref.ref[Tensor], weakref.ref[Pass]] | None = None
+        self._complete: list[Pass] = []
+        self._handles = [
+            model.register_forward_pre_hook(Hook(self, "_before"), with_kwargs=True),
+            model.register_forward_hook(Hook(self, "_after"), with_kwargs=True, always_call=True),
+        ]
+        if module is not None:
+            self._handles.append(module.register_forward_pre_hook(Hook(self, "_targets"), with_kwargs=True))
+
+    def close(self) -> None:
+        """Remove all hooks, and forget everything."""
+        self._forget_interrupted()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._complete.clear()
+
+    def collect(self) -> Record | None:
+        """Return the sum of what all passes with a backward pass have given since the last call, or nothing."""
+        self._forget_interrupted()
+        passes, self._complete = self._complete, []
+        record: Record | None = None
+        for one in passes:
+            mine = one.finish()
+            record = mine if record is None else record.plus(mine)
+        return record
+
+    def completed(self, one: Pass) -> None:
+        """Keep a pass whose gradient has arrived."""
+        self._complete.append(one)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Start to capture, unless the model calls itself."""
+        if module is not self._model() or not torch.is_grad_enabled():
+            return None
+        self._forget_interrupted()
+        self._depth += 1
+        if self._depth > 1:
+            return None
+        self._frame = sys._getframe(2)  # the call of the module
+        params = self._wanted()
+        if params is None and not self._count:
+            return None
+        self._running = Pass(self, params, self._bases() if params else {}, args, kwargs)
+        return self._running.start(args, kwargs)
+
+    def _after(self, module: nn.Module, _: Any, __: Any, output: Any) -> Any:
+        """Stop, and wait for a gradient; `output` is missing if the forward pass has failed."""
+        if module is not self._model() or self._depth == 0:
+            return None
+        self._depth -= 1
+        if self._depth:
+            return None
+        one, self._running, self._frame = self._running, None, None
+        if one is None:
+            return None
+        one.stop()
+        if output is None:
+            return None
+        output, f = one.gated(output)
+        self._latest = None if f is None else (weakref.ref(f), weakref.ref(one))
+        return output
+
+    def _targets(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Take note of targets, if the loss is that of the last predictions."""
+        given = dict(zip(("input", "target"), args, strict=False)) | kwargs
+        f, one = (reference() for reference in self._latest) if self._latest else (None, None)
+        if isinstance(one, Pass) and f is given.get("input") and isinstance(given.get("target"), Tensor):
+            one.y = given["target"].detach()
+
+    def _forget_interrupted(self) -> None:
+        """Leave the capture of a forward pass that was interrupted from the keyboard: no hook is called then."""
+        frame = sys._getframe(1)
+        while frame is not None and self._frame is not None and frame is not self._frame:
+            frame = frame.f_back  # type: ignore[assignment]
+        if self._frame is not None and frame is None:
+            if self._running is not None:
+                self._running.stop()
+            self._running, self._frame, self._depth = None, None, 0
+
+
+class Hook:
+    """Calls a method of a `Watch` that still exists. A copy of a hooked module, or a file of it, has no use for it."""
+
+    def __init__(self, watch: Watch | None = None, method: str = "") -> None:
+        """Remember the watch without keeping it."""
+        self._watch, self._method = None if watch is None else weakref.ref(watch), method
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any) -> Any:
+        """Call the method."""
+        watch = None if self._watch is None else self._watch()
+        return None if watch is None else getattr(watch, self._method)(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the watch out."""
+        return Hook, ()

@@ -1,0 +1,5 @@
+"""Optimizers that use curvature."""
+
+from kfs.optim.kfac import KFAC
+
+__all__ = ["KFAC"]

@@ -1,0 +1,216 @@
+"""All blocks' curvature: what of a batch's statistics enters the averages, which inverses are due, and their use.
+
+Nothing that is not finite enters an average, and an inverse that cannot be computed leaves the last one in place. Such
+events are counted and logged; after some in a row damping rises.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfs.errors import KfsError
+from kfs.kfac.blocks import Layout
+from kfs.kfac.damping import Method
+from kfs.kfac.decompositions import UnitError
+from kfs.kfac.groups import Group, grouped
+from kfs.kfac.live_pass import Bases, Record
+from kfs.kfac.per_datum import Squares
+from kfs.kfac.structures import Structure
+from kfs.kfac.uses import Key
+from kfs.optim.averages import Average, Unit
+from kfs.optim.rule import limited
+
+log = logging.getLogger("kfs.optim")
+Interval = int | Callable[[int], int]
+_RISE = 10.0
+
+
+@dataclass
+class Events:
+    """How often something went wrong.
+
+    Attributes:
+        skipped_steps: Gradients were not finite: no parameter was changed.
+        refused_statistics: Factors were not finite: averages were not changed.
+        failed_inverses: A decomposition failed: the last inverse stayed.
+        raised_damping: Several of these came in a row.
+    """
+
+    skipped_steps: int = 0
+    refused_statistics: int = 0
+    failed_inverses: int = 0
+    raised_damping: int = 0
+
+
+class Curvature:
+    """Averages and inverses of all blocks.
+
+    Args:
+        decay: How much of an average is kept when new factors enter.
+        method: How damping is split between factors.
+        unit: What damping is measured in.
+        eigen: Whether eigenvalues are corrected.
+        every: How many steps an inverse is used for.
+        patience: After how many events in a row damping rises.
+
+    Attributes:
+        averages: By block.
+        damping_scale: Multiplies all dampings; it changes if something goes wrong, or by Levenberg-Marquardt.
+        events: What went wrong so far.
+    """
+
+    def __init__(self, decay: float, method: Method, unit: Unit, eigen: bool, every: Interval, patience: int) -> None:
+        """Start without blocks."""
+        self._decay, self._method, self._unit, self._eigen = decay, method, unit, eigen
+        self._every, self._patience = every, patience
+        self.averages: dict[Key, Average] = {}
+        self.damping_scale, self.events, self._in_a_row = 1.0, Events(), 0
+        self._groups: list[tuple[Group, Tensor, bool]] | None = None
+
+    @property
+    def covered(self) -> set[str]:
+        """Names of parameters that have an inverse."""
+        return {n for a in self.averages.values() if a.inverse is not None for n in a.layout.params}
+
+    def bases(self) -> Bases:
+        """Return what sums up squared gradients, for blocks that have an eigenbasis."""
+        found: dict[Key, tuple[Layout, Squares]] = {}
+        for key, average in self.averages.items():
+            squares = average.squares()
+            if squares is not None:
+                found[key] = (average.layout, squares)
+        return found
+
+    def commit(self, record: Record, without: Iterable[str]) -> bool:
+        """Let statistics enter the averages, if they are finite.
+
+        Args:
+            record: From one step's passes.
+            without: Parameters that have no curvature here.
+
+        Returns:
+            Whether they did.
+        """
+        without = set(without)
+        blocks = {key: block for key, block in record.blocks.items() if not without & set(block.layout.params)}
+        totals = [m.total for b in blocks.values() for p in b.pairs.values() for m in (p.input, p.gradient)]
+        totals += list(record.squares.values())
+        if not record.finite or (totals and not torch.nn.utils.get_total_norm(totals).isfinite()):
+            self.events.refused_statistics += 1
+            self.trouble("statistics of a batch are not finite, and were not used")
+            return False
+        if not record.examples:
+            return False
+        for key, block in blocks.items():
+            block.reduction_factor = 1 / record.examples
+            average = self.averages.get(key)
+            if average is None or average.layout != block.layout:
+                self.averages[key] = Average.start(block, self._decay)
+                continue
+            if key in record.squares and average.eigen is not None:
+                average.add_squares(record.squares[key], record.examples, self._decay)
+            average.add(block, self._decay)
+        for key in [k for k, a in self.averages.items() if without & set(a.layout.params)]:
+            del self.averages[key]
+            self._groups = None
+        return True
+
+    def refresh(self, step: int, damping: Callable[[Layout], float], force: bool = False) -> None:
+        """Compute inverses that are due: all of them if `force`, otherwise the oldest ones, a share of all work.
+
+        Shares are such that every inverse is computed once in an interval. It starts at one step and doubles as
+        training goes on, up to what was asked for, since curvature changes most at the beginning.
+        """
+        every = self._every(step) if callable(self._every) else self._every
+        every = max(1, min(every, 1 + step // 2))
+        oldest = sorted(self.averages.values(), key=lambda a: a.updated)
+        budget = sum(a.cost for a in oldest) / every
+        for average in oldest:
+            if average.inverse is not None and not force and budget <= 0:
+                continue
+            budget -= average.cost
+            self._invert(average, step, damping(average.layout))
+
+    def precondition(self, u: Mapping[str, Tensor], trust: Callable[[Layout], float | None]) -> dict[str, Tensor]:
+        """Multiply with the inverses of all blocks, and keep each block's step in the trust region."""
+        if self._groups is None:
+            self._groups = self._grouped(trust)
+        dtype = {name: t.dtype for name, t in u.items()}
+        columns = {name: t.unsqueeze(0) for name, t in u.items()}
+        steps = {name: torch.zeros_like(t) for name, t in columns.items()}
+        for group, limits, single in self._groups:
+            M = group.read(columns)
+            D = limited(group.structure.multiply(M.to(group.structure.like.dtype)), limits, single)
+            group.write(D, steps)
+        return {name: t.squeeze(0).to(dtype[name]) for name, t in steps.items()}
+
+    def dampings(self) -> dict[str, Tensor]:
+        """Return what was added to the eigenvalues of each parameter's block."""
+        return {n: a.damping.mean() for a in self.averages.values() if a.damping is not None for n in a.layout.params}
+
+    def trouble(self, what: str) -> None:
+        """Log an event, and raise damping after some in a row."""
+        self._in_a_row += 1
+        log.warning("kfs.optim: %s.", what)
+        if self._in_a_row >= self._patience:
+            self._in_a_row = 0
+            self.damping_scale *= _RISE
+            self.events.raised_damping += 1
+            log.warning(
+                "kfs.optim: damping rises to %g times its value, after %d such events.",
+                self.damping_scale,
+                self._patience,
+            )
+
+    def no_trouble(self) -> None:
+        """Take note that a step went well."""
+        self._in_a_row = 0
+
+    def _invert(self, average: Average, step: int, damping: float) -> None:
+        """Compute a block's inverse, or keep the last one."""
+        try:
+            average.invert(damping * self.damping_scale, self._unit, self._method, self._eigen)
+        except (UnitError, KfsError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+            average.failures += 1
+            self.events.failed_inverses += 1
+            self.trouble(f"the inverse of block {average.layout.name!r} failed ({error}), and the last one stays")
+        average.updated = step  # a block that fails does not take the others' share of work
+        self._groups = None
+
+    def _grouped(self, trust: Callable[[Layout], float | None]) -> list[tuple[Group, Tensor, bool]]:
+        """Put blocks of one size together."""
+        parts: list[tuple[Layout, Structure]] = []
+        owners: dict[Layout, Average] = {}
+        for average in self.averages.values():
+            if average.inverse is not None:
+                parts.append((average.layout, average.inverse))
+                owners[average.layout] = average
+        result = []
+        for group in grouped(parts):
+            for layout, units in group.parts():
+                owners[layout].inverse = group.structure[units]  # stored once
+            limits = [trust(layout) for layout in group.layouts for _ in range(layout.groups)]
+            values = group.structure.like.new_tensor([torch.inf if t is None else t for t in limits])
+            single = owners[group.layouts[0]].factors.A.kind == "diagonal" and group.structure.columns > 1
+            result.append((group, values.reshape(-1, 1, 1, 1), single))
+        return result
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a file."""
+        return {
+            "averages": [average.state() for average in self.averages.values()],
+            "damping_scale": self.damping_scale,
+            "events": asdict(self.events),
+            "in_a_row": self._in_a_row,
+        }
+
+    def restore(self, state: Any, device: torch.device) -> None:
+        """Undo `state`."""
+        averages = [Average.from_state(s, device) for s in state["averages"]]
+        self.averages = {(a.layout.weight, a.layout.rows): a for a in averages}
+        self.damping_scale, self._in_a_row = float(state["damping_scale"]), int(state["in_a_row"])
+        self.events, self._groups = Events(**state["events"]), None

@@ -1,0 +1,99 @@
+r"""The update rule: momentum, natural gradient, step. Pure functions; nothing here knows about models or state.
+
+With gradients $g_t$, a momentum $\beta$, a curvature approximation $F$ with damping $\delta$, a learning rate $\eta$
+and decoupled weight decay $w$,
+
+$$
+m_t = \beta m_{t-1} + (1 - \beta) g_t, \quad
+u_t = \frac{\beta m_t + (1 - \beta) g_t}{1 - \beta^{t+1}}, \quad
+\theta_{t+1} = (1 - \eta w)\, \theta_t - \eta\, \tau\big((F + \delta I)^{-1} u_t\big).
+$$
+
+Gradients are averaged before they are multiplied by the inverse, so that all of them are seen with the latest
+curvature; $u_t$ looks one step ahead (Nesterov) and is free of the bias towards the first $m_0 = 0$. The *trust region*
+$\tau$ shortens each layer's step where curvature is too small to be true: see `limited`.
+"""
+
+from collections.abc import Callable, Sequence
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+def natural_step(
+    params: Tensors,
+    grads: Tensors,
+    averages: Tensors,
+    precondition: Callable[[Tensors], Tensors],
+    *,
+    lr: Sequence[float],
+    weight_decay: Sequence[float],
+    momentum: float,
+    ages: Sequence[int],
+) -> tuple[Tensors, Tensors]:
+    """Return parameters and averages after one step.
+
+    Args:
+        params: Parameters.
+        grads: Their gradients.
+        averages: Averages of gradients up to now; zeros at first.
+        precondition: Multiplies with a damped inverse curvature, and keeps steps in the trust region.
+        lr: Learning rates, one for each parameter.
+        weight_decay: Decoupled weight decays, one for each parameter.
+        momentum: How much of the average is kept.
+        ages: How many gradients each average has seen.
+
+    Example:
+        >>> double = lambda u: [2 * t for t in u]
+        >>> W, G, m = [torch.ones(1)], [torch.ones(1)], [torch.zeros(1)]
+        >>> natural_step(W, G, m, double, lr=[0.1], weight_decay=[0.0], momentum=0.9, ages=[0])[0]
+        (tensor([0.8000]),)
+    """
+    averages = torch._foreach_lerp(averages, grads, 1 - momentum)
+    ahead = torch._foreach_lerp(grads, averages, momentum)
+    steps = precondition(torch._foreach_div(ahead, [1 - momentum ** (age + 2) for age in ages]))
+    decayed = torch._foreach_mul(params, [1 - eta * w for eta, w in zip(lr, weight_decay, strict=True)])
+    return torch._foreach_sub(decayed, torch._foreach_mul(steps, list(lr))), averages
+
+
+def limited(D: Tensor, trust: Tensor, columns: bool) -> Tensor:
+    r"""Keep steps of layers in a trust region.
+
+    Args:
+        D: Steps of some layers, as matrices `[U, 1, d_B, d_A]` that multiply inputs from the left.
+        trust: How much steps may change outputs, `[U, 1, 1, 1]`; infinity for no limit. A layer's step is shortened
+            where its spectral norm exceeds $\sqrt{\max(1, d_B / d_A)}$ times this number.
+        columns: Whether inputs are unit vectors (embeddings); then each column is limited on its own.
+    """
+    rows, width = D.shape[2:]
+    size = D.norm(dim=2, keepdim=True) / sqrt(rows) if columns else spectral_norm(D) / sqrt(max(1.0, rows / width))
+    shorter: Tensor = D * (trust / size).clamp(max=1.0)
+    return shorter
+
+
+def spectral_norm(D: Tensor, iterations: int = 4) -> Tensor:
+    """Estimate the largest singular values of `[..., m, n]` from below, `[..., 1, 1]`, by power iteration."""
+    if 1 in D.shape[-2:]:
+        norms: Tensor = D.norm(dim=(-2, -1), keepdim=True)
+        return norms
+    start = torch.arange(D.shape[-1], device=D.device)
+    v = torch.cos(start * start).to(D.dtype).unsqueeze(-1)  # always the same, and orthogonal to nothing in particular
+    tiny = torch.finfo(D.dtype).tiny ** 0.5
+    for _ in range(iterations):
+        v = D.mT @ (D @ v)
+        v = v / v.norm(dim=-2, keepdim=True).clamp(min=tiny)
+    norms = (D @ v).norm(dim=-2, keepdim=True)
+    return norms
+
+
+def adamw_step(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, *, lr: float, weight_decay: float, betas: tuple[float, float], age: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return parameter and both averages after one step of AdamW (Loshchilov & Hutter, 2019)."""
+    m, v = m.lerp(g, 1 - betas[0]), v.lerp(g.square(), 1 - betas[1])
+    mean, variance = m / (1 - betas[0] ** (age + 1)), v / (1 - betas[1] ** (age + 1))
+    step = mean / (variance.sqrt() + torch.finfo(v.dtype).tiny ** 0.5)
+    return p * (1 - lr * weight_decay) - lr * step.to(p.dtype), m, v
