@@ -55,7 +55,7 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         """Show the gradients; nothing needs to be computed for the second input."""
-        if ctx.capture.finished:  # somebody differentiates what the model has kept
+        if ctx.capture.finished or ctx.receive is None:  # somebody differentiates what the model has kept, or again
             return g, None, None, None
         if ctx.capture.running:
             raise ModelError(

@@ -33,6 +33,7 @@ class Watch:
         wanted: Asked before a forward pass: parameters to track, by name; nothing if factors are not needed.
         bases: Asked before a forward pass: in which bases to sum up squares.
         count: Whether to count the examples of passes that are not captured.
+        keep_inputs: Whether records have the inputs of the last pass.
 
     Attributes:
         first_datum: How many data were captured before; draws depend on it.
@@ -47,9 +48,10 @@ class Watch:
         wanted: Callable[[], dict[str, Tensor] | None],
         bases: Callable[[], Bases],
         count: bool,
+        keep_inputs: bool,
     ) -> None:
         """Put hooks on model and loss."""
-        self.loss, self.settings, self.first_datum = loss, settings, 0
+        self.loss, self.settings, self.first_datum, self.keep_inputs = loss, settings, 0, keep_inputs
         self._model, self._wanted, self._bases, self._count = weakref.ref(model), wanted, bases, count
         self._running: Pass | None = None
         self._frame: FrameType | None = None
@@ -84,6 +86,12 @@ class Watch:
     def completed(self, one: Pass) -> None:
         """Keep a pass whose gradient has arrived."""
         self._complete.append(one)
+
+    def targets(self, y: Tensor) -> None:
+        """Take note of the targets of the last forward pass."""
+        one = self._latest[1]() if self._latest else None
+        if one is not None:
+            one.y = y.detach()
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Start to capture, unless the model calls itself."""
@@ -120,9 +128,9 @@ class Watch:
     def _targets(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Take note of targets, if the loss is that of the last predictions."""
         given = dict(zip(("input", "target"), args, strict=False)) | kwargs
-        f, one = (reference() for reference in self._latest) if self._latest else (None, None)
-        if isinstance(one, Pass) and f is given.get("input") and isinstance(given.get("target"), Tensor):
-            one.y = given["target"].detach()
+        f = self._latest[0]() if self._latest else None
+        if f is not None and f is given.get("input") and isinstance(given.get("target"), Tensor):
+            self.targets(given["target"])
 
     def _forget_interrupted(self) -> None:
         """Leave the capture of a forward pass that was interrupted from the keyboard: no hook is called then."""

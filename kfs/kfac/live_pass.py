@@ -35,6 +35,7 @@ class Watcher(Protocol):
     loss: Loss
     settings: Settings
     first_datum: int
+    keep_inputs: bool
 
     def completed(self, one: "Pass") -> None:
         """Keep a pass whose gradient has arrived."""
@@ -53,7 +54,7 @@ class Record:
         uncovered: Parameters without usable block, and why.
         finite: Whether all predictions, and gradients of the loss with respect to them, were finite.
         mismatch: How far gradients of the loss were from those of the loss that was announced, relative to them.
-        last: Arguments, keyword arguments, and targets of the last pass.
+        last: Arguments, keyword arguments, and targets of the last pass; nothing if inputs are not kept.
     """
 
     blocks: dict[Key, Block] = field(default_factory=dict)
@@ -64,7 +65,7 @@ class Record:
     uncovered: dict[str, str] = field(default_factory=dict)
     finite: bool = True
     mismatch: float = 0.0
-    last: "tuple[Any, Any, Tensor | None]" = ((), {}, None)
+    last: tuple[Any, Any, Tensor] | None = None
 
     def plus(self, other: "Record") -> "Record":
         """Return the sum; this object's tensors may be part of it."""
@@ -151,7 +152,8 @@ class Pass:
 
     def __init__(self, watch: Watcher, params: dict[str, Tensor] | None, bases: Bases, args: Any, kwargs: Any) -> None:
         """Find out how many data there are."""
-        self._watch, self._params, self._bases, self._arguments = watch, params, bases, (args, kwargs)
+        self._watch, self._params, self._bases = watch, params, bases
+        self._arguments: Any = (args, kwargs)
         settings = watch.settings
         axis = settings.batch_axis or 0
         inputs = [t for t in tensors_in([*args, *kwargs.values()]) if t.ndim > axis]
@@ -209,9 +211,10 @@ class Pass:
 
     def finish(self) -> Record:
         """Return what the pass has given, after its backward pass."""
-        args, kwargs = self._arguments
-        last = (args, {key: value for key, value in kwargs.items() if key != "labels"}, self.y)
-        record = Record({}, {}, self._num_data, self._examples, self._count, finite=self._finite, last=last)
+        record = Record({}, {}, self._num_data, self._examples, self._count, finite=self._finite)
+        if self._watch.keep_inputs and self.y is not None:
+            args, kwargs = self._arguments
+            record.last = (args, {key: value for key, value in kwargs.items() if key != "labels"}, self.y)
         if self._params is None or not self._finite or not self._examples:
             return record
         if not self._capture.finished:  # it was the user's backward pass that has shown gradients
@@ -274,7 +277,7 @@ class Pass:
             if not departure < _DEPARTURE:
                 raise LossError(
                     f"The scale of the gradient is not known, since targets of {loss.name} are not.",
-                    "Compute the loss by calling the module that you passed as loss=, such as criterion(model(x), y).",
+                    "Call targets(y) of the optimizer before backward(), or compute the loss by the module given as loss=.",
                 )
         self._proceed(f, y, g.new_ones(()) if scale is None else scale, g)
 
@@ -295,6 +298,9 @@ class Pass:
         else:
             self._send(f, y)
         watch.first_datum += self._num_data if self._params is not None else 0
+        if not watch.keep_inputs:
+            self._arguments = None
+        del self._f, self._edge  # the graph is large
         watch.completed(self)
 
     def _send(self, f: Tensor, y: Tensor) -> None:

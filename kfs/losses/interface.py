@@ -47,6 +47,11 @@ class Loss(ABC):
         self.reduction = reduction
         self.scale = scale
 
+    def __call__(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of a batch, `R` times the sum of the criterion."""
+        self.check(f, y)
+        return self.reduction_factor(self.count(y)) * self.criterion(f, y).sum()
+
     @abstractmethod
     def check(self, f: Tensor, y: Tensor) -> None:
         """Refuse predictions and targets that do not belong together."""
@@ -103,7 +108,7 @@ class Loss(ABC):
         """
         raise LossError(
             f"The curvature of {self.name} depends on targets, and these are not known.",
-            "Compute the loss by calling the module that you passed as loss=, such as criterion(model(x), y).",
+            "Call targets(y) of the optimizer before backward(), or compute the loss with the module passed as loss=.",
         )
 
     def departure(self, f: Tensor, g: Tensor) -> Tensor:

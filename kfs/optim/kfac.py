@@ -11,18 +11,19 @@ from torch.optim import Optimizer
 
 from kfs.errors import KfsWarning, LossError, ModelError, StorageError
 from kfs.kfac.blocks import Layout
-from kfs.kfac.damping import METHODS, Method
+from kfs.kfac.damping import Method
 from kfs.kfac.live import Watch
 from kfs.kfac.live_pass import Bases, Record
 from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.losses import describe
 from kfs.optim.averages import Unit
 from kfs.optim.curvature import Curvature, Events, Interval
+from kfs.optim.options import check_options
 from kfs.optim.parameters import Parameters
-from kfs.optim.quadratic import as_before, coefficients, is_checked, ratio_to_scale
-from kfs.optim.rule import Tensors, adamw_step, natural_step
+from kfs.optim.quadratic import QuadraticModel, as_before
+from kfs.optim.updates import adamw_updates, natural_updates
 
-_MISMATCH = 0.05  # relative distance beyond which gradients are those of another loss; half precision rounds by less
+_SIMILAR, _OTHER = 0.05, 0.5  # relative distances of gradients: a loss with an additional term, another loss
 
 
 class KFAC(Optimizer):
@@ -48,7 +49,8 @@ class KFAC(Optimizer):
         factors_every: In how many steps new factors are computed: a number, or a function of the step.
         inverses_every: For how many steps an inverse is used, likewise. Work is spread over all steps. It is done more
             often in the first steps.
-        damping_method: `"exact"` or `"factored"`, as in `kfs.KFAC.inverse`.
+        damping_method: `"factored"` (the default), `"exact"` (the default for corrected eigenvalues; takes longer), or
+            `"per-factor"`, as in `kfs.KFAC.inverse`.
         damping_unit: `"relative"` to each block's mean eigenvalue, or `"absolute"`.
         quadratic_model: Whether learning rate and momentum come from a quadratic model of the loss, and damping from
             how good it is (Martens & Grosse, 2015). Then `step` needs a closure.
@@ -87,7 +89,7 @@ class KFAC(Optimizer):
         params: Iterable[Any] | None = None,
         *,
         lr: float | None = None,
-        damping: float = 0.01,
+        damping: float = 0.003,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         trust: float | None = 1.0,
@@ -98,7 +100,7 @@ class KFAC(Optimizer):
         decay: float = 0.95,
         factors_every: Interval = 1,
         inverses_every: Interval = 10,
-        damping_method: Method = "exact",
+        damping_method: Method | None = None,
         damping_unit: Unit = "relative",
         quadratic_model: bool = False,
         adamw_lr: float = 0.01,
@@ -110,7 +112,7 @@ class KFAC(Optimizer):
         """Check everything, then put hooks on the model."""
         self._loss = describe(loss)
         settings = Settings(fisher, sharing, seed=seed, max_dim=max_dim, batch_axis=batch_axis)
-        _check_settings(locals())
+        check_options(locals())
         defaults = {
             "lr": (1.0 if quadratic_model else 0.1) if lr is None else lr,
             "damping": damping,
@@ -126,16 +128,18 @@ class KFAC(Optimizer):
             )
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self._model, self._settings = model, settings
-        self._kl_clip, self._quadratic = kl_clip, quadratic_model
+        self._kl_clip = kl_clip
+        self._quadratic = QuadraticModel(model, self._loss) if quadratic_model else None
         self._factors_every = factors_every
-        self._curvature = Curvature(decay, damping_method, damping_unit, eigen, inverses_every, patience)
+        method: Method = damping_method or ("exact" if eigen else "factored")
+        self._curvature = Curvature(decay, method, damping_unit, eigen, inverses_every, patience)
         self.steps, self.uncovered = 0, dict[str, str]()
         self._tracked: frozenset[str] = frozenset()
-        self._unit, self._previous = 1.0, dict[str, Tensor]()
+        self._unit, self._warned = 1.0, False
         self._closed = self._paused = False
         self._params = Parameters(model, self.param_groups)
         module = loss if isinstance(loss, nn.Module) else None
-        me = weakref.WeakMethod(self._wanted), weakref.WeakMethod(self._bases)
+        me = weakref.WeakMethod(self._wanted), weakref.WeakMethod(self._bases)  # so that nothing keeps this object
         self._watch = Watch(
             model,
             self._loss,
@@ -143,7 +147,8 @@ class KFAC(Optimizer):
             settings,
             lambda: _call(me[0]),
             lambda: _call(me[1]),
-            self._loss.reduction == "sum",
+            count=self._loss.reduction == "sum",
+            keep_inputs=quadratic_model,
         )
         weakref.finalize(self, _remove, self._watch._handles)
 
@@ -162,6 +167,14 @@ class KFAC(Optimizer):
         self._watch.close()
         self._params.release()
         self._closed = True
+
+    def targets(self, y: Tensor) -> None:
+        """Say what the targets of the last forward pass are, before `backward()`, where that cannot be seen.
+
+        It is needed with `fisher="empirical"` for losses other than cross-entropy that are not computed by calling the
+        module that was passed as `loss=`: how large gradients are then depends on targets and on scales.
+        """
+        self._watch.targets(y)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, such as those of a layer that was added to it."""
@@ -186,7 +199,7 @@ class KFAC(Optimizer):
         """
         if self._closed:
             raise ModelError("This optimizer was closed, or its model went to another one.", "Make a new optimizer.")
-        if self._quadratic and closure is None:
+        if self._quadratic is not None and closure is None:
             raise ModelError(
                 "A quadratic model needs to evaluate the loss.",
                 "Call step(closure), with a closure that zeroes gradients, calls backward() and returns the loss.",
@@ -196,7 +209,7 @@ class KFAC(Optimizer):
             with torch.enable_grad():
                 result = closure()
         record = self._watch.collect()
-        grads = {n: p.grad.to_dense() if p.grad.is_sparse else p.grad for n, p in self._with_gradient()}
+        grads = {n: p.grad.to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
         self._check(record, grads)
         good = torch.nn.utils.get_total_norm(list(grads.values())).isfinite()
         if (record is not None or not good.is_cuda) and not good:
@@ -205,96 +218,36 @@ class KFAC(Optimizer):
             return result
         if record is not None:
             self._commit(record)
-        self._curvature.refresh(self.steps, lambda layout: float(self._group_of(layout)["damping"]), self._quadratic)
+        self._curvature.refresh(
+            self.steps, lambda layout: float(self._group_of(layout)["damping"]), self._quadratic is not None
+        )
         natural = {n: g / self._unit for n, g in grads.items() if n in self._curvature.covered}
         rest = {n: g for n, g in grads.items() if n in self.uncovered or self._params.groups[n]["method"] == "adamw"}
-        if self._quadratic and record is not None:
-            predicted = self._quadratic_step(natural, record)
+        if self._quadratic is None or record is None:
+            natural_updates(self._params, self.state, natural, self._precondition, self._kl_clip, good)
         else:
-            self._natural_step(natural, good)
-        self._adamw_step(rest, good)
-        if self._quadratic and record is not None and is_checked(self.steps):
-            self._adapt_damping(closure, result, predicted, random)  # type: ignore[arg-type]
+            steps = self._quadratic.steps(natural, self._precondition(natural), self._curvature.dampings(), record)
+            for n, s in steps.items():
+                group = self._params.groups[n]
+                self._params.tensors[n].mul_(1 - group["lr"] * group["weight_decay"]).add_(s, alpha=float(group["lr"]))
+        adamw_updates(self._params, self.state, rest, good)
+        if self._quadratic is not None and closure is not None and self.steps % self._quadratic.every == 0:
+            self._adapt_damping(closure, result, random)
         self.steps += 1
         return result
 
-    def _natural_step(self, grads: dict[str, Tensor], good: Tensor) -> None:
-        """Apply the update rule to parameters that have curvature."""
-        names = list(grads)
-        if not names:
-            return
-        params, groups = [self._params.tensors[n] for n in names], [self._params.groups[n] for n in names]
-        states = [self._state_of(p, ("average",)) for p in params]
-        lrs = [float(group["lr"]) for group in groups]
-
-        def precondition(u: Tensors) -> Tensors:
-            D = self._precondition(dict(zip(names, u, strict=True)))
-            if self._kl_clip is None:
-                return [D[n] for n in names]
-            change = torch.stack([lr**2 * (v * D[n]).sum() for n, v, lr in zip(names, u, lrs, strict=True)]).sum()
-            shorter = (self._kl_clip / change.clamp(min=1e-30)).sqrt().clamp(max=1.0)
-            return [shorter * D[n] for n in names]
-
-        new, averages = natural_step(
-            params,
-            [g.to(s["average"].dtype) for g, s in zip(grads.values(), states, strict=True)],
-            [s["average"] for s in states],
-            precondition,
-            lr=lrs,
-            weight_decay=[group["weight_decay"] for group in groups],
-            momentum=groups[0]["momentum"],
-            ages=[s["age"] for s in states],
-        )
-        _assign([*params, *(s["average"] for s in states)], [*new, *averages], good)
-        for s in states:
-            s["age"] += 1
-
-    def _adamw_step(self, grads: dict[str, Tensor], good: Tensor) -> None:
-        """Apply AdamW to the others."""
-        for name, g in grads.items():
-            p, group = self._params.tensors[name], self._params.groups[name]
-            s = self._state_of(p, ("exp_avg", "exp_avg_sq"))
-            lr = float(group["lr"]) * group["adamw_lr"]
-            old = [p, s["exp_avg"], s["exp_avg_sq"]]
-            g = g.to(s["exp_avg"].dtype)
-            new = adamw_step(
-                p,
-                g,
-                *old[1:],
-                lr=lr,
-                weight_decay=group["weight_decay"] / group["adamw_lr"],
-                betas=_BETAS,
-                age=s["age"],
-            )
-            _assign(old, list(new), good)
-            s["age"] += 1
-
-    def _quadratic_step(self, grads: dict[str, Tensor], record: Record) -> float:
-        """Step along the natural gradient and the last step, as the quadratic model says; return its prediction."""
-        D = self._precondition(grads)
-        directions = [{n: -d for n, d in D.items()}]
-        if self._previous.keys() == D.keys():
-            directions.append(self._previous)
-        dampings = self._curvature.dampings()
-        x, b, C = coefficients(self._model, self._loss, record, grads, directions, dampings)
-        self._previous = {n: sum(c * d[n] for c, d in zip(x.to(D[n].dtype), directions, strict=True)) for n in D}  # type: ignore[misc]
-        for n, s in self._previous.items():
-            group = self._params.groups[n]
-            self._params.tensors[n].mul_(1 - group["lr"] * group["weight_decay"]).add_(s, alpha=float(group["lr"]))
-        lr = float(self.param_groups[0]["lr"])
-        return float(lr * (b @ x) + 0.5 * lr**2 * (x @ C @ x))
-
-    def _adapt_damping(self, closure: Callable[[], Any], before: Any, predicted: float, random: Tensor) -> None:
-        """Compare the loss after the step with the quadratic model's prediction (Levenberg-Marquardt)."""
+    def _adapt_damping(self, closure: Callable[[], Any], before: Any, random: Tensor) -> None:
+        """Evaluate the loss after the step, and change damping by how well the quadratic model predicts it."""
+        assert self._quadratic is not None  # noqa: S101 (who calls this has made sure)
         self._paused = True
         try:
             with as_before(self._model), torch.enable_grad():
                 torch.set_rng_state(random)
-                change = (float(closure()) - float(before)) / self._unit
+                change = float(torch.as_tensor(closure()).detach() - torch.as_tensor(before).detach()) / self._unit
         finally:
             self._paused = False
-        self._watch.collect()
-        self._curvature.damping_scale *= ratio_to_scale(change / predicted if predicted else 0.0)
+            self._watch.collect()
+        self._curvature.damping_scale *= self._quadratic.damping_factor(change, float(self.param_groups[0]["lr"]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a continued training needs to equal one that was never stopped."""
@@ -306,7 +259,7 @@ class KFAC(Optimizer):
             "unit": self._unit,
             "uncovered": dict(self.uncovered),
             "tracked": sorted(self._tracked),
-            "previous": dict(self._previous),
+            "previous": {} if self._quadratic is None else dict(self._quadratic.previous),
         }
         return state
 
@@ -335,43 +288,48 @@ class KFAC(Optimizer):
         self._curvature.restore(mine["curvature"], device)
         self.steps, self._watch.first_datum, self._unit = mine["steps"], mine["first_datum"], mine["unit"]
         self.uncovered, self._tracked = dict(mine["uncovered"]), frozenset(mine["tracked"])
-        self._previous = {n: t.to(device, copy=True) for n, t in mine["previous"].items()}
+        if self._quadratic is not None:
+            self._quadratic.previous = {n: t.to(device, copy=True) for n, t in mine["previous"].items()}
         self._params.read(self.param_groups)
 
     def _wanted(self) -> dict[str, Tensor] | None:
         """Return parameters to track in the forward pass that begins, or nothing."""
-        every = self._factors_every(self.steps) if callable(self._factors_every) else self._factors_every
-        params = {n: p for n, p in self._params.trainable().items() if n not in self.uncovered}
-        due = self.steps % max(1, every) == 0 or frozenset(params) != self._tracked
-        if self._paused or not params or not due:
+        if self._paused or not self._is_due():
             return None
         self._params.check_model()
         for average in self._curvature.averages.values():
             self._params.check_device(average.factors.like.device)
             break
-        return params
+        return self._tracked_now()
+
+    def _is_due(self) -> bool:
+        """Whether this step needs new factors: by schedule, or because other parameters are trained than before."""
+        every = self._factors_every(self.steps) if callable(self._factors_every) else self._factors_every
+        names = frozenset(self._tracked_now())
+        return bool(names) and (names != self._tracked or self.steps % max(1, every) == 0)
+
+    def _tracked_now(self) -> dict[str, Tensor]:
+        return {n: p for n, p in self._params.trainable().items() if n not in self.uncovered}
 
     def _bases(self) -> Bases:
         return self._curvature.bases()
-
-    def _with_gradient(self) -> list[tuple[str, Tensor]]:
-        return [(n, p) for n, p in self._params.tensors.items() if p.grad is not None]
 
     def _check(self, record: Record | None, grads: Mapping[str, Tensor]) -> None:
         """Refuse a step without gradients, without curvature, or for another loss."""
         if not grads:
             raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
-        needed = self._loss.reduction == "sum" or self._wanted() is not None
-        if record is None and needed:
+        if record is None and (self._loss.reduction == "sum" or self._is_due()):
             raise ModelError(
                 "No forward and backward pass through the model was seen since the last step.",
                 "Call the model that you passed itself, model(x), not its parts or a copy, and then backward().",
             )
-        if record is not None and record.mismatch > _MISMATCH:
-            raise LossError(
-                f"The gradient at the predictions differs from that of {self._loss.name} by {record.mismatch:.0%}.",
-                "Pass the loss that you minimise as loss=, and let the model return what that loss takes.",
-            )
+        distance = 0.0 if record is None else record.mismatch
+        text = f"The gradient at the predictions is not that of {self._loss.name}: it differs by {distance:.0%}."
+        if distance > _OTHER:
+            raise LossError(text, "Pass the loss that you minimise as loss=, for what the model returns.")
+        if distance > _SIMILAR and not self._warned:
+            self._warned = True
+            warnings.warn(f"{text} Curvature is that of the announced loss.", KfsWarning, stacklevel=3)
 
     def _commit(self, record: Record) -> None:
         """Let a step's statistics enter the state."""
@@ -387,9 +345,9 @@ class KFAC(Optimizer):
         if not self._curvature.commit(record, lost):
             return
         self._curvature.no_trouble()
-        self._tracked = frozenset(n for n in trained if n not in self.uncovered and n not in lost)
+        self.uncovered |= lost
+        self._tracked = frozenset(self._tracked_now())
         if lost:
-            self.uncovered |= lost
             listed = "; ".join(f"{name!r}: {why}" for name, why in list(lost.items())[:5])
             more = f"; and {len(lost) - 5} more" if len(lost) > 5 else ""
             text = f"KFAC does not cover some parameters, which are trained by AdamW ({listed}{more})."
@@ -399,32 +357,12 @@ class KFAC(Optimizer):
         """Multiply with inverses; a parameter of a block that has no gradient counts as zero."""
         missing = self._curvature.covered - u.keys()
         zeros = {n: torch.zeros_like(self._params.tensors[n]) for n in missing}
-        trust = None if self._quadratic else lambda layout: self._group_of(layout)["trust"]
-        D = self._curvature.precondition(u | zeros, trust or (lambda _: None))
+        limit = self._quadratic is None  # the quadratic model knows how long steps should be
+        D = self._curvature.precondition(u | zeros, lambda layout: self._group_of(layout)["trust"] if limit else None)
         return {n: D[n] for n in u}
 
     def _group_of(self, layout: Layout) -> dict[str, Any]:
         return self._params.groups[layout.weight]
-
-    def _state_of(self, p: Tensor, names: Iterable[str]) -> dict[str, Any]:
-        """Return a parameter's state, new at first, with averages in float32 or better."""
-        state: dict[str, Any] = self.state[p]
-        for name in names:
-            if name not in state:
-                dtype = torch.promote_types(p.dtype, torch.float32)
-                state[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-                state["age"] = 0
-        return state
-
-
-_BETAS = (0.9, 0.95)
-
-
-def _assign(targets: list[Tensor], values: list[Tensor], good: Tensor) -> None:
-    """Write new values; where the device has not been asked yet, only if gradients were finite."""
-    if good.is_cuda:  # pragma: no cover (tested on a GPU)
-        values = [torch.where(good, value, target) for target, value in zip(targets, values, strict=True)]
-    torch._foreach_copy_(targets, values)
 
 
 def _call(method: Any) -> Any:
@@ -437,39 +375,3 @@ def _remove(handles: list[Any]) -> None:
     """Remove hooks."""
     for handle in handles:
         handle.remove()
-
-
-def _check_settings(given: Mapping[str, Any]) -> None:
-    """Refuse settings that are out of range.
-
-    Raises:
-        ModelError: If one is.
-    """
-    ranges: dict[str, tuple[float, float]] = {
-        "lr": (0, torch.inf),
-        "damping": (0, torch.inf),
-        "momentum": (0, 1),
-        "weight_decay": (0, torch.inf),
-        "decay": (0, 1),
-        "adamw_lr": (0, torch.inf),
-        "trust": (0, torch.inf),
-        "kl_clip": (0, torch.inf),
-    }
-    for name, (low, high) in ranges.items():
-        value = given[name]
-        number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
-        if value is not None and not (number and low <= value < high):
-            raise ModelError(f"{name} is {value!r}.", f"Use a number from {low:g} to {high:g}.")
-    for name in ("factors_every", "inverses_every", "patience"):
-        value = given[name]
-        if not callable(value) and not (type(value) is int and value >= 1):
-            raise ModelError(f"{name} is {value!r}.", "Use an integer from 1 on (or a function of the step).")
-    choices = {"damping_method": METHODS, "damping_unit": ("relative", "absolute")}
-    for name, allowed in choices.items():
-        if given[name] not in allowed:
-            raise ModelError(f"{name} is {given[name]!r}.", f"Choose from {list(allowed)}.")
-    if given["eigen"] and (given["fisher"] == "forward-only" or given["damping_method"] != "exact"):
-        raise ModelError(
-            "Corrected eigenvalues need gradients and exact damping.",
-            "Use eigen=True with another fisher than 'forward-only', and damping_method='exact'.",
-        )

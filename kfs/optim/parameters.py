@@ -91,7 +91,7 @@ class Parameters:
         where = {p.device for p in self.tensors.values()}
         if device not in where:
             raise ModelError(
-                f"The model is on {', '.join(sorted(map(str, where)))}, but the optimizer's statistics are on {device}.",
+                f"The model is on {', '.join(sorted(map(str, where)))}, but the optimizer's state is on {device}.",
                 "Move the model first and make the optimizer then; a state can be taken over with load_state_dict().",
             )
 

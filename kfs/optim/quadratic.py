@@ -26,57 +26,84 @@ from kfs.kfac.live_pass import Record, prediction_in
 from kfs.losses import Loss
 
 Step = dict[str, Tensor]
-_EVERY = 5
-_RATE = (19 / 20) ** _EVERY
 
 
-def coefficients(
-    model: nn.Module, loss: Loss, record: Record, gradient: Step, directions: list[Step], damping: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Minimise the quadratic model along some directions.
+class QuadraticModel:
+    """Finds steps along the natural gradient and the last step.
 
     Args:
-        model: The model, at the parameters that the gradient was taken at.
+        model: The model.
         loss: Describes the loss.
-        record: Has inputs and targets of the last pass.
-        gradient: Of the average over examples.
-        directions: By parameter name.
-        damping: By parameter name.
 
-    Returns:
-        One coefficient per direction, and the model in these coordinates: its linear and its quadratic part.
+    Attributes:
+        every: In how many steps damping is adapted.
+        previous: The last step, by parameter name.
     """
-    along = [_pushed(model, record, d) for d in directions]
-    f = along[0][0].float()
-    y = record.last[2]
-    if y is None:
-        raise ModelError(
-            "The targets of the last batch are not known.", "Call the loss module that you passed as loss=."
-        )
-    examples = loss.examples(y)
-    inner = []
-    for i, left in enumerate(directions):
-        product = loss.fisher_product(f, y, along[i][1].to(f.dtype)) / examples
-        for j, right in enumerate(directions):
-            damped = [(damping[n] * left[n] * right[n]).sum() for n in left]
-            inner.append((product * along[j][1]).sum() + torch.stack(damped).sum())
-    C = torch.stack(inner).reshape(len(directions), -1).double()
-    b = torch.stack([torch.stack([(gradient[n] * d[n]).sum() for n in d]).sum() for d in directions]).double()
-    C = (C + C.T) / 2
-    x = -torch.linalg.lstsq(C, b.unsqueeze(1), driver="gelsd" if C.device.type == "cpu" else None).solution.squeeze(1)
-    return x, b, C
 
+    every = 5
 
-def ratio_to_scale(ratio: float) -> float:
-    """Return by how much damping changes, given the ratio of the actual to the predicted change of the loss."""
-    if ratio > 0.75:
-        return _RATE
-    return 1 / _RATE if not ratio >= 0.25 else 1.0
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        """Start without a last step."""
+        self._model, self._loss = model, loss
+        self.previous: Step = {}
+        self._predicted = (0.0, 0.0)
 
+    def steps(self, gradient: Step, natural: Step, damping: Mapping[str, Tensor], record: Record) -> Step:
+        """Return the step that minimises the quadratic model.
 
-def is_checked(step: int) -> bool:
-    """Whether the loss is evaluated after this step."""
-    return step % _EVERY == 0
+        Args:
+            gradient: Of the average over examples, by parameter name.
+            natural: The gradient times the damped inverse curvature.
+            damping: What was added to the curvature.
+            record: Has inputs and targets of the last pass.
+        """
+        directions = [{n: -d for n, d in natural.items()}]
+        if self.previous.keys() == natural.keys():
+            directions.append(self.previous)
+        b = torch.stack([_inner(gradient, d) for d in directions]).double()
+        C = self._curvature(directions, damping, record).double()
+        x = torch.linalg.pinv(C, hermitian=True) @ -b  # the last step may point along the natural gradient
+        self._predicted = (float(b @ x), float(x @ C @ x))
+        self.previous = {
+            n: torch.stack([c * d[n] for c, d in zip(x.to(like.dtype), directions, strict=True)]).sum(0)
+            for n, like in natural.items()
+        }
+        return self.previous
+
+    def damping_factor(self, change: float, lr: float) -> float:
+        """Return what to multiply damping with, given the actual change of the loss after `lr` times the step."""
+        predicted = lr * self._predicted[0] + 0.5 * lr**2 * self._predicted[1]
+        ratio, rate = (change / predicted if predicted else 0.0), (19 / 20) ** self.every
+        if ratio > 0.75:
+            return rate
+        return 1.0 if ratio >= 0.25 else 1 / rate
+
+    def _curvature(self, directions: list[Step], damping: Mapping[str, Tensor], record: Record) -> Tensor:
+        """Return the damped Fisher matrix on the last batch, along the directions."""
+        if record.last is None:
+            raise ModelError("The targets of the last batch are not known.", "Call targets(y) in the closure.")
+        y, pushed, rows = record.last[2], [self._pushed(d, record) for d in directions], []
+        for left, (f, Jd) in zip(directions, pushed, strict=True):
+            product = self._loss.fisher_product(f, y, Jd) / self._loss.examples(y)
+            damped = {n: damping[n] * t for n, t in left.items()}
+            along = [(product * other).sum() for _, other in pushed]
+            rows.append(torch.stack(along) + torch.stack([_inner(damped, d) for d in directions]))
+        C = torch.stack(rows)
+        return (C + C.T) / 2
+
+    def _pushed(self, direction: Step, record: Record) -> tuple[Tensor, Tensor]:
+        """Return predictions for the last batch, and their derivative along a direction of the parameters."""
+        args, kwargs, _ = record.last or ((), {}, None)
+        params = {n: p.detach() for n, p in self._model.named_parameters() if n in direction}
+
+        def predict(*values: Tensor) -> Tensor:
+            f = prediction_in(functional_call(self._model, dict(zip(params, values, strict=True)), args, kwargs))
+            return f.to(torch.promote_types(f.dtype, torch.float32))
+
+        tangents = tuple(direction[n].to(p.dtype) for n, p in params.items())
+        with as_before(self._model), ExactDerivatives(), sdpa_kernel(SDPBackend.MATH), explained(), torch.no_grad():
+            f, pushed, *_ = jvp(predict, tuple(params.values()), tangents)
+        return f, pushed
 
 
 @contextmanager
@@ -93,17 +120,5 @@ def as_before(model: nn.Module) -> Iterator[None]:
                 b.copy_(value)
 
 
-def _pushed(model: nn.Module, record: Record, direction: Step) -> tuple[Tensor, Tensor]:
-    """Return predictions for the last batch, and their derivative along a direction of the parameters."""
-    args, kwargs, _ = record.last
-    named = dict(model.named_parameters())
-    names = [name for name in direction if name in named]
-
-    def predict(*values: Tensor) -> Tensor:
-        return prediction_in(functional_call(model, dict(zip(names, values, strict=True)), args, kwargs))
-
-    primals = tuple(named[name].detach() for name in names)
-    tangents = tuple(direction[name].to(p.dtype) for name, p in zip(names, primals, strict=True))
-    with as_before(model), ExactDerivatives(), sdpa_kernel(SDPBackend.MATH), explained(), torch.no_grad():
-        f, Jd = jvp(predict, primals, tangents)
-    return f, Jd
+def _inner(left: Step, right: Step) -> Tensor:
+    return torch.stack([(left[n] * t).sum() for n, t in right.items()]).sum()

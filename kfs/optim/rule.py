@@ -86,7 +86,7 @@ def spectral_norm(D: Tensor, iterations: int = 4) -> Tensor:
         v = D.mT @ (D @ v)
         v = v / v.norm(dim=-2, keepdim=True).clamp(min=tiny)
     norms = (D @ v).norm(dim=-2, keepdim=True)
-    return norms
+    return norms  # noqa: RET504 (its type is known here)
 
 
 def adamw_step(

@@ -1,0 +1,46 @@
+"""Settings of the optimizer, checked once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfs.errors import ModelError
+from kfs.kfac.damping import METHODS
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Refuse settings that are out of range.
+
+    Raises:
+        ModelError: If one is.
+    """
+    ranges: dict[str, tuple[float, float]] = {
+        "lr": (0, torch.inf),
+        "damping": (0, torch.inf),
+        "momentum": (0, 1),
+        "weight_decay": (0, torch.inf),
+        "decay": (0, 1),
+        "adamw_lr": (0, torch.inf),
+        "trust": (0, torch.inf),
+        "kl_clip": (0, torch.inf),
+    }
+    for name, (low, high) in ranges.items():
+        value = given[name]
+        number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+        if value is not None and not (number and low <= value < high):
+            raise ModelError(f"{name} is {value!r}.", f"Use a number from {low:g} to {high:g}.")
+    for name in ("factors_every", "inverses_every", "patience"):
+        value = given[name]
+        if not callable(value) and not (type(value) is int and value >= 1):
+            raise ModelError(f"{name} is {value!r}.", "Use an integer from 1 on (or a function of the step).")
+    choices = {"damping_method": (None, *METHODS), "damping_unit": ("relative", "absolute")}
+    for name, allowed in choices.items():
+        if given[name] not in allowed:
+            raise ModelError(f"{name} is {given[name]!r}.", f"Choose from {list(allowed)}.")
+    if given["eigen"] and (given["fisher"] == "forward-only" or given["damping_method"] not in {None, "exact"}):
+        raise ModelError(
+            "Corrected eigenvalues need gradients and exact damping.",
+            "Use eigen=True with another fisher than 'forward-only', and damping_method='exact'.",
+        )
