@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from kfs.kfac.live_pass import Bases, Pass, Record
 from kfs.kfac.settings import Settings
@@ -86,6 +87,15 @@ class Watch:
     def completed(self, one: Pass) -> None:
         """Keep a pass whose gradient has arrived."""
         self._complete.append(one)
+
+    def trains(self) -> bool:
+        """Whether the backward pass that runs leaves gradients at parameters: `backward()`, not `autograd.grad`."""
+        model = self._model()
+        leaves = (get_gradient_edge(p).node for p in model.parameters() if p.requires_grad) if model else ()
+        try:
+            return any(map(torch._C._will_engine_execute_node, leaves))
+        except RuntimeError:  # PyTorch does not answer for leaves that autograd.grad asks for
+            return False
 
     def targets(self, y: Tensor) -> None:
         """Take note of the targets of the last forward pass."""

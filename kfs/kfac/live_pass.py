@@ -40,6 +40,9 @@ class Watcher(Protocol):
     def completed(self, one: "Pass") -> None:
         """Keep a pass whose gradient has arrived."""
 
+    def trains(self) -> bool:
+        """Whether the backward pass that runs leaves gradients at the model's parameters."""
+
 
 @dataclass
 class Record:
@@ -199,7 +202,6 @@ class Pass:
         if self._params is not None and self._watch.first_datum == 0:
             self._capture.unexplained |= hidden_uses(f, self._params)
         self._edge, self._f = get_gradient_edge(f), f.detach()
-        self._version = self._f._version
         gated = f.view_as(f)
         gated.register_hook(self._gradient_arrived)
         swap, loss = {id(f): gated}, getattr(output, "loss", None)
@@ -240,9 +242,9 @@ class Pass:
 
     def _gradient_of_loss_arrived(self, scale: Tensor) -> None:
         """Go on, with the targets that the model was given and the gradient that it must have computed."""
-        f, y, loss = self._float(self._f), self.y, self._watch.loss
-        if self._arrived_before:
+        if self._arrived_before or not self._watch.trains():
             return
+        f, y, loss = self._float(self._f), self.y, self._watch.loss
         assert y is not None  # noqa: S101 (there is no hook otherwise)
         loss.check(f, y)
         R = loss.reduction_factor(loss.count(y))
@@ -253,13 +255,8 @@ class Pass:
 
     def _gradient_arrived(self, g: Tensor) -> None:
         """Find out about targets and scale, and go on."""
-        if self._arrived_before:
+        if self._arrived_before or not self._watch.trains():
             return
-        if self._f._version != self._version:
-            raise ModelError(
-                "The model's predictions were changed in place before the backward pass.",
-                "Compute the loss without changing them: f = f / 2 instead of f /= 2.",
-            )
         f, g, loss = self._float(self._f), self._float(g.detach()), self._watch.loss
         y, scale = self.y, None
         try:
@@ -277,7 +274,7 @@ class Pass:
             if not departure < _DEPARTURE:
                 raise LossError(
                     f"The scale of the gradient is not known, since targets of {loss.name} are not.",
-                    "Call targets(y) of the optimizer before backward(), or compute the loss by the module given as loss=.",
+                    "Call the optimizer's targets(y) before backward(), or compute the loss by the module of loss=.",
                 )
         self._proceed(f, y, g.new_ones(()) if scale is None else scale, g)
 

@@ -247,7 +247,9 @@ class KFAC(Optimizer):
         finally:
             self._paused = False
             self._watch.collect()
-        self._curvature.damping_scale *= self._quadratic.damping_factor(change, float(self.param_groups[0]["lr"]))
+        noise = torch.finfo(torch.float32).eps * abs(float(torch.as_tensor(before).detach())) / self._unit
+        lr = float(self.param_groups[0]["lr"])
+        self._curvature.damping_scale *= self._quadratic.damping_factor(change, lr, noise)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a continued training needs to equal one that was never stopped."""
@@ -294,9 +296,8 @@ class KFAC(Optimizer):
 
     def _wanted(self) -> dict[str, Tensor] | None:
         """Return parameters to track in the forward pass that begins, or nothing."""
-        if self._paused or not self._is_due():
+        if self._paused or not self._is_due() or not self._params.are_the_models():
             return None
-        self._params.check_model()
         for average in self._curvature.averages.values():
             self._params.check_device(average.factors.like.device)
             break
@@ -316,12 +317,14 @@ class KFAC(Optimizer):
 
     def _check(self, record: Record | None, grads: Mapping[str, Tensor]) -> None:
         """Refuse a step without gradients, without curvature, or for another loss."""
+        self._params.check_model()
         if not grads:
             raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
         if record is None and (self._loss.reduction == "sum" or self._is_due()):
             raise ModelError(
                 "No forward and backward pass through the model was seen since the last step.",
-                "Call the model that you passed itself, model(x), not its parts or a copy, and then backward().",
+                "Call the model itself, model(x), not its parts or a copy, do not change predictions in place (f /= 2) "
+                "and call backward() of the loss; torch.autograd.grad does not count.",
             )
         distance = 0.0 if record is None else record.mismatch
         text = f"The gradient at the predictions is not that of {self._loss.name}: it differs by {distance:.0%}."

@@ -66,18 +66,22 @@ class Parameters:
         """Let other optimizers have them."""
         self._closed = True
 
+    def are_the_models(self) -> bool:
+        """Whether the model has the parameters that it had; while `functional_call` runs it, it has not."""
+        now = list(self._model.parameters())
+        return len(now) == len(self._known) and all(
+            p is q and p.shape == shape for p, (q, shape) in zip(now, self._known, strict=True)
+        )
+
     def check_model(self) -> None:
         """Refuse a model that has other parameters than before.
 
         Raises:
             ModelError: If parameters were replaced, added, removed or reshaped.
         """
-        now = list(self._model.named_parameters())
-        same = len(now) == len(self._known) and all(
-            p is q and p.shape == shape for (_, p), (q, shape) in zip(now, self._known, strict=True)
-        )
-        if same:
+        if self.are_the_models():
             return
+        now = list(self._model.named_parameters())
         known = {id(q): shape for q, shape in self._known}
         changed = [name for name, p in now if known.get(id(p)) != tuple(p.shape)]
         raise ModelError(

@@ -70,10 +70,18 @@ class QuadraticModel:
         }
         return self.previous
 
-    def damping_factor(self, change: float, lr: float) -> float:
-        """Return what to multiply damping with, given the actual change of the loss after `lr` times the step."""
+    def damping_factor(self, change: float, lr: float, noise: float = 0.0) -> float:
+        """Return what to multiply damping with.
+
+        Args:
+            change: How the loss has changed after `lr` times the step.
+            lr: The learning rate.
+            noise: Round-off of losses; smaller changes say nothing.
+        """
         predicted = lr * self._predicted[0] + 0.5 * lr**2 * self._predicted[1]
-        ratio, rate = (change / predicted if predicted else 0.0), (19 / 20) ** self.every
+        if abs(predicted) <= noise:
+            return 1.0
+        ratio, rate = change / predicted, (19 / 20) ** self.every
         if ratio > 0.75:
             return rate
         return 1.0 if ratio >= 0.25 else 1 / rate
@@ -97,7 +105,9 @@ class QuadraticModel:
         params = {n: p.detach() for n, p in self._model.named_parameters() if n in direction}
 
         def predict(*values: Tensor) -> Tensor:
-            f = prediction_in(functional_call(self._model, dict(zip(params, values, strict=True)), args, kwargs))
+            buffers = {n: b.clone() for n, b in self._model.named_buffers()}  # it may change them in place
+            tensors = dict(zip(params, values, strict=True)) | buffers
+            f = prediction_in(functional_call(self._model, tensors, args, kwargs))
             return f.to(torch.promote_types(f.dtype, torch.float32))
 
         tangents = tuple(direction[n].to(p.dtype) for n, p in params.items())

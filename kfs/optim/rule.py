@@ -97,3 +97,49 @@ def adamw_step(
     mean, variance = m / (1 - betas[0] ** (age + 1)), v / (1 - betas[1] ** (age + 1))
     step = mean / (variance.sqrt() + torch.finfo(v.dtype).tiny ** 0.5)
     return p * (1 - lr * weight_decay) - lr * step.to(p.dtype), m, v
+
+
+if __name__ == "__main__":
+    from torch.nn import Linear, MSELoss, Sequential
+
+    from kfs.kfac import KFAC
+    from kfs.risk import EmpiricalRisk
+    from kfs.verification import verify, verify_differs
+
+    torch.manual_seed(0)
+    X, y = torch.randn(20, 5, dtype=torch.float64), torch.randn(20, 2, dtype=torch.float64)
+    model = Sequential(Linear(5, 4), Linear(4, 3), Linear(3, 2)).double()
+
+    def after_step(layer: list[str], lr: float, kind: str = "type-2") -> list[Tensor]:
+        """Return the gradient of one layer, after a step for this layer alone."""
+        risk = EmpiricalRisk(model, MSELoss(), (X, y), params=layer)
+        inverse = KFAC(risk, fisher=kind).inverse(damping=1e-12)  # type: ignore[arg-type]
+
+        def precondition(u: Tensors) -> list[Tensor]:
+            D = inverse @ dict(zip(layer, u, strict=True))
+            return [D[name] for name in layer]
+
+        params, g = list(risk.params.values()), list(risk.gradient().values())
+        zeros, same = [torch.zeros_like(p) for p in params], [0.0] * len(params)
+        new, _ = natural_step(
+            params,
+            g,
+            zeros,
+            precondition,
+            lr=[lr] * len(params),
+            weight_decay=same,
+            momentum=0.0,
+            ages=[0] * len(params),
+        )
+        moved = EmpiricalRisk(model, MSELoss(), (X, y), params=dict(zip(layer, new, strict=True)))
+        return list(moved.gradient().values())
+
+    for i in range(3):
+        layer, case = [f"{i}.weight", f"{i}.bias"], f"layer {i} of a deep linear network"
+        g = torch.cat([t.flatten() for t in after_step(layer, 1.0)])
+        claim = "one step with learning rate 1 reaches the minimum of the square loss over one layer"
+        verify(claim, g, torch.zeros_like(g), 1e-8, case)
+        half = torch.cat([t.flatten() for t in after_step(layer, 0.5)])
+        verify_differs("half a step does not", half, torch.zeros_like(half), case=case)
+        wrong = torch.cat([t.flatten() for t in after_step(layer, 1.0, "empirical")])
+        verify_differs("nor does one with the empirical Fisher", wrong, torch.zeros_like(wrong), case=case)

@@ -1,0 +1,263 @@
+"""Misuse: each is an error with cause and way out, before anything is stored."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from kfs.errors import DataError, KfsWarning, LossError, ModelError, StorageError
+from kfs.losses import HalfSquaredError
+from kfs.optim import KFAC
+from tests.optim.training import data, mlp, train, weights
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def test_two_optimizers_on_one_model() -> None:
+    """The second one is refused, unless the first one is closed or has other parameters."""
+    X, y = data()
+    model = mlp()
+    first = KFAC(model, LOSS)
+    with pytest.raises(ModelError, match=r"Another KFAC optimizer.*close\(\)"):
+        KFAC(model, LOSS)
+    train(model, first, [(X, y)], LOSS)
+    first.close()
+    with pytest.raises(ModelError, match="closed"):
+        first.step()
+    model.zero_grad()
+    second = KFAC(model, LOSS)
+    train(model, second, [(X, y)], LOSS)
+    second.close()
+    one = KFAC(model, LOSS, model[0].parameters())
+    other = KFAC(model, LOSS, model[2].parameters())
+    with pytest.raises(ModelError, match="Another KFAC"):
+        other.add_param_group({"params": list(model[0].parameters())})
+    one.close()
+
+
+def test_a_model_that_has_changed() -> None:
+    """New and replaced parameters are named; added ones may be added to the optimizer."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    train(model, optimizer, [(X, y)], LOSS)
+    model[4] = nn.Linear(5, 3).double()
+    before = weights(model)
+    with pytest.raises(ModelError, match=r"has changed.*4\.weight.*add_param_group"):
+        train(model, optimizer, [(X, y)], LOSS)
+    assert torch.equal(weights(model), before)
+    optimizer.close()
+    optimizer = KFAC(model, LOSS)
+    model.append(nn.Linear(3, 3).double())
+    with pytest.raises(ModelError, match=r"has changed.*5\.weight"):
+        train(model, optimizer, [(X, y)], LOSS)
+    optimizer.add_param_group({"params": list(model[5].parameters())})
+    train(model, optimizer, [(X, y)], LOSS)
+    model[5] = nn.Identity()
+    with pytest.raises(ModelError, match="were removed"):
+        train(model, optimizer, [(X, y)], LOSS)
+
+
+def test_a_model_that_was_moved() -> None:
+    """Statistics on another device are refused with advice."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    train(model, optimizer, [(X, y)], LOSS)
+    with pytest.raises(ModelError, match=r"is on cpu, but the optimizer's state is on meta"):
+        optimizer._params.check_device(torch.device("meta"))
+
+
+def test_steps_without_passes() -> None:
+    """A step needs gradients, and where curvature is due a pass through the model itself."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    with pytest.raises(ModelError, match=r"No parameter has a gradient.*backward\(\)"):
+        optimizer.step()
+    value = LOSS(nn.Sequential(*model)(X), y)  # its parts, not the model
+    value.backward()
+    with pytest.raises(ModelError, match=r"No forward and backward pass.*model\(x\)"):
+        optimizer.step()
+    model.zero_grad()
+    gradients = torch.autograd.grad(LOSS(model(X), y), list(model.parameters()))
+    for p, g in zip(model.parameters(), gradients, strict=True):
+        p.grad = g
+    with pytest.raises(ModelError, match="No forward and backward pass"):
+        optimizer.step()
+    assert optimizer.steps == 0
+    train(model, optimizer, [(X, y)], LOSS)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_another_loss(seen: bool) -> None:
+    """A loss that is not the announced one is refused, whether its targets are seen or not."""
+    X, _ = data()
+    y = torch.randn(12, 3, dtype=torch.float64)
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    before = weights(model)
+    value = 0.5 * (model(X) - y).square().sum(1).mean()
+    if seen:
+        optimizer.targets(torch.randint(3, (12,)))
+    value.backward()
+    with pytest.raises(LossError, match="is not that of CrossEntropyLoss"):
+        optimizer.step()
+    assert torch.equal(weights(model), before)
+    assert not optimizer._curvature.averages
+
+
+def test_a_loss_with_an_additional_term() -> None:
+    """A small difference is announced once."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    with pytest.warns(KfsWarning, match="differs by") as caught:
+        train(model, optimizer, [(X, y)] * 3, lambda f, y: LOSS(f, y) + 0.3 * f.square().mean())
+    assert len(caught) == 1
+
+
+def test_labels_may_be_smoothed_weighted_or_soft() -> None:
+    """All of these are cross-entropies, and none is taken for another loss."""
+    X, y = data()
+    weight = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
+    soft = F.one_hot(y, 3).double() * 0.7 + 0.1
+    cases: list[tuple[nn.Module, Tensor]] = [
+        (nn.CrossEntropyLoss(label_smoothing=0.1), y),
+        (nn.CrossEntropyLoss(weight), y),
+        (nn.CrossEntropyLoss(), soft),
+    ]
+    for loss, target in cases:
+        for function in (
+            loss,
+            lambda f, t, loss=loss: F.cross_entropy(f, t, loss.weight, label_smoothing=loss.label_smoothing),
+        ):
+            model = mlp()
+            optimizer = KFAC(model, loss)
+            values = train(model, optimizer, [(X, target)] * 10, function)
+            assert values[-1] < values[0]
+
+
+def test_targets_that_are_needed() -> None:
+    """The empirical Fisher of a square loss cannot tell a scale from targets, and says so."""
+    X, _ = data()
+    y = torch.randn(12, 3, dtype=torch.float64)
+    model = mlp()
+    optimizer = KFAC(model, HalfSquaredError(), fisher="empirical")
+    with pytest.raises(LossError, match=r"scale of the gradient is not known.*targets\(y\)"):
+        HalfSquaredError()(model(X), y).backward()
+    model.zero_grad()
+    value = HalfSquaredError()(model(X), y)
+    optimizer.targets(y)
+    value.backward()
+    optimizer.step()
+    huber = nn.HuberLoss()
+    optimizer.close()
+    other = KFAC(model, huber, fisher="mc")
+    with pytest.raises(LossError, match="targets, and these are not known"):
+        F.huber_loss(model(X), y).backward()
+    other.close()
+
+
+def test_predictions_that_are_changed_in_place() -> None:
+    """What the loss is computed from must be what the model returned."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    LOSS(model(X).mul_(2.0), y).backward()
+    with pytest.raises(ModelError, match="do not change predictions in place"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"damping": "a"}, "damping is 'a'"),
+        ({"momentum": 1.0}, "momentum is 1.0"),
+        ({"decay": 2.0}, "decay is 2.0"),
+        ({"factors_every": 0}, "factors_every is 0"),
+        ({"inverses_every": 1.5}, "inverses_every is 1.5"),
+        ({"patience": 0}, "patience is 0"),
+        ({"damping_method": "none"}, "damping_method is 'none'"),
+        ({"damping_unit": "none"}, "damping_unit is 'none'"),
+        ({"fisher": "none"}, "fisher"),
+        ({"sharing": "none"}, "sharing"),
+        ({"eigen": True, "damping_method": "factored"}, "exact damping"),
+        ({"eigen": True, "fisher": "forward-only"}, "need gradients"),
+    ],
+)
+def test_options(options: dict[str, Any], match: str) -> None:
+    """Settings out of range are named, and no hook is left behind."""
+    model = mlp()
+    with pytest.raises(ModelError, match=match):
+        KFAC(model, LOSS, **options)
+    assert not model._forward_hooks
+    KFAC(model, LOSS)
+
+
+def test_what_is_no_model_or_no_loss() -> None:
+    """The types are checked, and so are parameters and groups."""
+    model = mlp()
+    with pytest.raises(ModelError, match=r"torch\.nn\.Module"):
+        KFAC(lambda x: x, LOSS)  # type: ignore[arg-type]
+    with pytest.raises(LossError):
+        KFAC(model, nn.NLLLoss())
+    with pytest.raises(ModelError, match="not parameters of the model"):
+        KFAC(model, LOSS, mlp().parameters())
+    with pytest.raises(ModelError, match="the method 'sgd'"):
+        KFAC(model, LOSS, [{"params": list(model.parameters()), "method": "sgd"}])
+    with pytest.raises(ModelError, match="differ in their momentum"):
+        KFAC(
+            model,
+            LOSS,
+            [{"params": list(model[0].parameters()), "momentum": 0.5}, {"params": list(model[2].parameters())}],
+        )
+    assert not model._forward_hooks
+
+
+def test_inputs_and_outputs_without_batch_axis() -> None:
+    """The model is called with data, and predicts one thing for each."""
+    X, _ = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    with pytest.raises(DataError, match="without any tensor"):
+        model(3.0)
+    folded = nn.Sequential(nn.Flatten(0, 1), nn.Linear(2, 2))
+    other = KFAC(folded, LOSS)
+    with pytest.raises(DataError, match="was called with 5 data, but its prediction has shape"):
+        folded(torch.randn(5, 3, 2))
+    assert optimizer.steps == other.steps == 0
+    assert model(X).requires_grad
+
+    class Strange(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return {"scores": self.linear(x)}
+
+    strange = Strange()
+    keeper = KFAC(strange, LOSS)
+    with pytest.raises(ModelError, match="no prediction"):
+        strange(X.float())
+    keeper.close()
+
+
+def test_states_of_others() -> None:
+    """A state of another optimizer, or of another model, is refused before anything changes."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    with pytest.raises(StorageError, match=r"not one of kfs\.optim\.KFAC"):
+        optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+    named = nn.Sequential()
+    named.add_module("net", mlp())
+    other = KFAC(named, LOSS)
+    train(named, other, [(X, y)], LOSS)
+    with pytest.raises(StorageError, match="this model has not"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.steps == 0

@@ -1,0 +1,258 @@
+"""The optimizer: steps that do not depend on batch size and reduction, options, groups, and what it leaves alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from kfs import EKFAC, EmpiricalRisk
+from kfs.errors import KfsWarning
+from kfs.losses import HalfSquaredError
+from kfs.optim import KFAC
+from tests.optim.training import data, mlp, one_step, train, weights
+
+EXACT: dict[str, Any] = {"fisher": "type-2", "lr": 0.5}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"damping_unit": "absolute"}, {"eigen": True, "trust": None}, {"trust": None}, {"kl_clip": 1e-3}]
+)
+def test_batch_size_and_reduction_do_not_matter(options: dict[str, Any]) -> None:
+    """Twice the data, or a sum instead of a mean, give the same step; a mean that is called a sum does not."""
+    X, y = data()
+    options = EXACT | options
+    expected = one_step(mlp(), nn.CrossEntropyLoss(), X, y, **options)
+    twice = one_step(mlp(), nn.CrossEntropyLoss(), X.repeat(2, 1), y.repeat(2), **options)
+    total = one_step(mlp(), nn.CrossEntropyLoss(reduction="sum"), X, y, **options)
+    torch.testing.assert_close(twice, expected)
+    torch.testing.assert_close(total, expected)
+    model = mlp()
+    wrong = KFAC(model, nn.CrossEntropyLoss(reduction="sum"), **options)
+    train(model, wrong, [(X, y)], nn.CrossEntropyLoss())
+    assert not torch.allclose(weights(model), expected)
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.MSELoss(reduction="sum"), HalfSquaredError(reduction="sum")])
+def test_all_square_losses_make_the_same_step(loss: Any) -> None:
+    """They differ by factors, which the optimizer knows."""
+    X, y = data()[0], torch.randn(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    model = mlp()
+    optimizer = KFAC(model, HalfSquaredError(), **EXACT)
+    train(model, optimizer, [(X, y)], HalfSquaredError())
+    other = mlp()
+    train(other, KFAC(other, loss, **EXACT), [(X, y)], loss)
+    torch.testing.assert_close(weights(other), weights(model))
+
+
+@pytest.mark.parametrize("factors", [1, 3])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_accumulated_gradients(factors: int, reduction: str) -> None:
+    """Parts of a batch one after the other equal the batch, also where factors are computed now and then."""
+    X, y = data()
+    loss = nn.CrossEntropyLoss(reduction=reduction)
+    whole, parts = mlp(), mlp()
+    options = EXACT | {"factors_every": factors}
+    train(whole, KFAC(whole, loss, **options), [(X, y)] * 4, loss)
+    optimizer = KFAC(parts, loss, **options)
+    for _ in range(4):
+        optimizer.zero_grad()
+        for place in (slice(0, 4), slice(4, 8), slice(8, 12)):
+            value = loss(parts(X[place]), y[place])
+            (value / 3 if reduction == "mean" else value).backward()
+        optimizer.step()
+    torch.testing.assert_close(weights(parts), weights(whole))
+
+
+@pytest.mark.parametrize("fisher", ["mc", "empirical", "type-2", "forward-only"])
+@pytest.mark.parametrize("eigen", [False, True])
+def test_every_curvature_trains(fisher: Any, eigen: bool) -> None:
+    """The loss falls by much within few steps, in float32 and with defaults."""
+    if fisher == "forward-only" and eigen:
+        pytest.skip("there are no gradients to correct eigenvalues with")
+    X, y = data(64, torch.float32)
+    model, loss = mlp(torch.float32), nn.CrossEntropyLoss()
+    values = train(model, KFAC(model, loss, fisher=fisher, eigen=eigen), [(X, y)] * 40, loss)
+    assert values[-1] < 0.5 * values[0]
+
+
+def test_averages_have_no_bias() -> None:
+    """A batch that is always the same has the factors of its first step, whatever the decay is."""
+    X, y = data()
+    loss, decays = nn.CrossEntropyLoss(), (0.5, 0.99)
+    for decay in decays:
+        model = mlp()
+        optimizer = KFAC(model, loss, lr=0.0, fisher="type-2", decay=decay)
+        seen = []
+        for _ in range(3):
+            train(model, optimizer, [(X, y)], loss)
+            average = optimizer._curvature.averages["0.weight", (0, 6)]
+            seen.append(average.factors.B.to_dense() / average.weight)
+        torch.testing.assert_close(seen[0], seen[2])
+
+
+def test_eigenvalues_are_those_of_ekfac() -> None:
+    """Where nothing moves, running eigenvalues are EKFAC's; they start from those of the factors, which are not."""
+    X, y = data(30)
+    model, loss = mlp(), nn.CrossEntropyLoss()
+    optimizer = KFAC(model, loss, lr=0.0, fisher="type-2", eigen=True, decay=0.0)
+    E = EKFAC(EmpiricalRisk(model, loss, (X, y)))
+    for steps, same in ((1, False), (2, True)):
+        train(model, optimizer, [(X, y)], loss)
+        for block in E.blocks.values():
+            average = optimizer._curvature.averages[block.layout.weight, block.layout.rows]
+            assert average.eigen is not None
+            exact = torch.linalg.eigvalsh(E.submatrix(block.layout.params).to_dense())
+            mine = average.eigen.values.flatten().sort().values
+            assert torch.allclose(mine, exact, atol=1e-12) == same, steps
+
+
+def test_trust_region_and_kl_clip_shorten_steps() -> None:
+    """Both make steps shorter, and neither is asked where it is None."""
+    X, y = data()
+    loss = nn.CrossEntropyLoss()
+    start = weights(mlp())
+    free, trusted, clipped = (
+        (one_step(mlp(), loss, X, y, **EXACT | {"trust": None} | options) - start).norm()
+        for options in ({}, {"trust": 1e-2}, {"kl_clip": 1e-6})
+    )
+    assert trusted < 0.1 * free
+    assert clipped < 0.1 * free
+
+
+def test_parameter_groups() -> None:
+    """Learning rate, weight decay and method are those of a parameter's group."""
+    X, y = data()
+    model, loss = mlp(), nn.CrossEntropyLoss()
+    before = [p.detach().clone() for p in model.parameters()]
+    groups = [
+        {"params": [model[0].weight, model[0].bias], "lr": 0.0},
+        {"params": [model[2].weight], "weight_decay": 0.5},
+        {"params": [model[2].bias]},
+        {"params": list(model[4].parameters()), "method": "adamw", "lr": 1.0},
+    ]
+    optimizer = KFAC(model, loss, groups, **EXACT)
+    train(model, optimizer, [(X, y)], loss)
+    plain = mlp()
+    train(plain, KFAC(plain, loss, **EXACT), [(X, y)], loss)
+    after = [p.detach() for p in model.parameters()]
+    assert torch.equal(after[0], before[0])
+    assert torch.equal(after[1], before[1])
+    torch.testing.assert_close(after[2], plain[2].weight.detach() - 0.5 * 0.5 * before[2])
+    torch.testing.assert_close(after[3], plain[2].bias.detach())
+    torch.testing.assert_close((after[4] - before[4]).abs(), torch.full_like(after[4], 0.01))  # Adam's first step
+    assert not optimizer.uncovered
+
+
+class Odd(nn.Module):
+    """A network with a parameter that is used in a way that has no rule."""
+
+    def __init__(self) -> None:
+        """Make the parameters."""
+        super().__init__()
+        self.linear, self.odd = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use them."""
+        return torch.atan2(self.linear(x), self.odd)
+
+
+def test_uncovered_parameters_are_announced_once() -> None:
+    """They are trained by AdamW, and a single warning says why."""
+    X, y = data(dtype=torch.float32)
+    model, loss = Odd(), nn.CrossEntropyLoss()
+    before = model.odd.detach().clone()
+    optimizer = KFAC(model, loss)
+    with pytest.warns(KfsWarning, match="'odd'.*atan2") as caught:
+        train(model, optimizer, [(X, y)] * 3, loss)
+    assert len(caught) == 1
+    assert set(optimizer.uncovered) == {"odd"}
+    assert (model.odd.detach() - before).abs().min() > 1e-4
+
+
+def test_thawed_layers_get_curvature() -> None:
+    """A frozen layer is left alone, and has factors from the step on in which it is trained, whatever is due."""
+    X, y = data()
+    model, loss = mlp(), nn.CrossEntropyLoss()
+    model[0].requires_grad_(False)
+    optimizer = KFAC(model, loss, factors_every=100, **EXACT)
+    frozen = model[0].weight.clone()
+    train(model, optimizer, [(X, y)] * 3, loss)
+    assert torch.equal(model[0].weight, frozen)
+    assert ("0.weight", (0, 6)) not in optimizer._curvature.averages
+    model[0].requires_grad_(True)
+    train(model, optimizer, [(X, y)], loss)
+    assert not torch.equal(model[0].weight, frozen)
+    assert ("0.weight", (0, 6)) in optimizer._curvature.averages
+    model[0].bias.requires_grad_(False)  # the block is another one now
+    train(model, optimizer, [(X, y)], loss)
+    assert optimizer._curvature.averages["0.weight", (0, 6)].layout.bias is None
+
+
+def test_batch_of_one_and_ignored_targets() -> None:
+    """A single datum is enough; a batch in which no target counts changes nothing."""
+    X, y = data(1)
+    model, loss = mlp(), nn.CrossEntropyLoss()
+    values = train(model, KFAC(model, loss), [(X, y)] * 10, loss)
+    assert values[-1] < values[0]
+    for reduction in ("mean", "sum"):
+        model, loss = mlp(), nn.CrossEntropyLoss(reduction=reduction)
+        before = weights(model)
+        optimizer = KFAC(model, loss)
+        train(model, optimizer, [(X, torch.full_like(y, -100))], loss)
+        assert torch.equal(weights(model), before)
+        values = train(model, optimizer, [(X, y)] * 10, loss)
+        assert values[-1] < values[0]
+
+
+def test_ignored_targets_do_not_count() -> None:
+    """The step is that of the targets that count, also where the loss is a function and targets are not seen."""
+    X, y = data()
+    y = torch.where(torch.arange(12) % 3 == 0, -100, y)
+    expected = one_step(mlp(), nn.CrossEntropyLoss(), X[y >= 0], y[y >= 0], **EXACT)
+    model = mlp()
+    optimizer = KFAC(model, nn.CrossEntropyLoss(), **EXACT)
+    for averages in (optimizer._curvature.averages,):
+        train(model, optimizer, [(X, y)], F.cross_entropy)
+        B = averages["4.weight", (0, 3)].factors.B.to_dense()
+    other = mlp()
+    reference = KFAC(other, nn.CrossEntropyLoss(), **EXACT)
+    train(other, reference, [(X[y >= 0], y[y >= 0])], F.cross_entropy)
+    # Gradients of targets that do not count are zero, but they are averaged over all of them.
+    expected_B = reference._curvature.averages["4.weight", (0, 3)].factors.B.to_dense()
+    torch.testing.assert_close(B * 12, expected_B * int((y >= 0).sum()))
+    assert expected.isfinite().all()
+    assert optimizer._unit == 1.0
+
+
+def test_nothing_else_changes() -> None:
+    """Gradients, the random state, hooks and flags are as without the optimizer; closing it removes its hooks."""
+    X, y = data()
+    model, plain, loss = mlp(), mlp(), nn.CrossEntropyLoss()
+    optimizer = KFAC(model, loss)
+    random = torch.get_rng_state()
+    loss(model(X), y).backward()
+    loss(plain(X), y).backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    assert torch.equal(torch.get_rng_state(), random)
+    for p, q, g in zip(model.parameters(), plain.parameters(), gradients, strict=True):
+        assert q.grad is not None
+        assert torch.equal(g, q.grad)
+        assert p.grad is not None
+        assert torch.equal(p.grad, g)
+    optimizer.close()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert not loss._forward_pre_hooks
+
+
+def test_hooks_go_with_the_optimizer() -> None:
+    """An optimizer that nobody has any more leaves no hooks behind."""
+    model, loss = mlp(), nn.CrossEntropyLoss()
+    optimizer = KFAC(model, loss)
+    del optimizer
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    KFAC(model, loss).close()

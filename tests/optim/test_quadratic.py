@@ -1,0 +1,102 @@
+"""Steps from the quadratic model: they minimise it, and damping follows how good it is."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs import GGN, EmpiricalRisk
+from kfs.errors import ModelError
+from kfs.losses import HalfSquaredError
+from kfs.optim import KFAC
+from kfs.optim.quadratic import QuadraticModel
+from tests.optim.training import data, mlp, weights
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def closure_for(model: nn.Module, optimizer: torch.optim.Optimizer, X: Tensor, y: Tensor) -> object:
+    """Return a closure as `torch.optim.LBFGS` takes it, which counts its calls."""
+
+    def closure() -> Tensor:
+        closure.calls += 1  # type: ignore[attr-defined]
+        optimizer.zero_grad()
+        value: Tensor = LOSS(model(X), y)
+        value.backward()
+        return value
+
+    closure.calls = 0  # type: ignore[attr-defined]
+    return closure
+
+
+def test_steps_minimise_the_exact_model() -> None:
+    """No other combination of natural gradient and last step makes the damped model with the dense GGN smaller."""
+    X, y = data(40)
+    model = mlp()
+    delta = 0.1
+    optimizer = KFAC(model, LOSS, quadratic_model=True, damping=delta, damping_unit="absolute", fisher="type-2")
+    closure = closure_for(model, optimizer, X, y)
+    last = torch.zeros_like(weights(model))
+    for _ in range(4):
+        risk = EmpiricalRisk(model, LOSS, (X, y))
+        H = GGN(risk).to_dense() + delta * optimizer.damping_scale * torch.eye(len(last), dtype=torch.float64)
+        g = torch.cat([t.flatten() for t in risk.gradient().values()])
+        before = weights(model)
+        optimizer.step(closure)  # type: ignore[arg-type]
+        step = weights(model) - before
+        gradient_of_model = g + H @ step
+        torch.testing.assert_close(gradient_of_model @ step, torch.zeros((), dtype=torch.float64), atol=1e-10, rtol=0)
+        torch.testing.assert_close(gradient_of_model @ last, torch.zeros((), dtype=torch.float64), atol=1e-10, rtol=0)
+        last = step
+    assert gradient_of_model.norm() > 1e-3  # the model's minimum is elsewhere
+
+
+def test_a_quadratic_loss_is_predicted_and_damping_falls() -> None:
+    """A linear model's square loss is its quadratic model: predictions are right, and damping is not needed."""
+    X, _ = data(40)
+    y = torch.randn(40, 2, dtype=torch.float64)
+    model, loss = nn.Linear(4, 2).double(), HalfSquaredError()
+    optimizer = KFAC(model, loss, quadratic_model=True, fisher="type-2")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(model(X), y)
+        value.backward()
+        return value
+
+    for _ in range(30):
+        value = optimizer.step(closure)
+    assert optimizer.damping_scale < 0.9
+    solution = torch.linalg.lstsq(torch.cat([X, torch.ones(40, 1).double()], 1), y).solution
+    best = loss(torch.cat([X, torch.ones(40, 1).double()], 1) @ solution, y)
+    torch.testing.assert_close(value.detach(), best)
+
+
+def test_damping_follows_the_ratio() -> None:
+    """It falls where predictions are good, rises where they are bad, and stays in between."""
+    model = QuadraticModel(mlp(), HalfSquaredError())
+    model._predicted = (-2.0, 2.0)  # the loss should fall by one
+    assert model.damping_factor(-0.9, 1.0) < 1
+    assert model.damping_factor(-0.5, 1.0) == 1
+    assert model.damping_factor(-0.1, 1.0) > 1
+    assert model.damping_factor(0.5, 1.0) > 1
+    assert model.damping_factor(float("nan"), 1.0) > 1
+    assert model.damping_factor(0.5, 1.0, noise=2.0) == 1
+
+
+def test_closures() -> None:
+    """They are needed, called once more in every fifth step, and leave buffers and random state as after one call."""
+    X, y = data(40)
+    model = mlp()
+    model.insert(1, nn.BatchNorm1d(6).double())
+    model.insert(2, nn.Dropout(0.2))
+    optimizer = KFAC(model, LOSS, quadratic_model=True)
+    with pytest.raises(ModelError, match=r"step\(closure\)"):
+        optimizer.step()
+    closure = closure_for(model, optimizer, X, y)
+    for _ in range(6):
+        optimizer.step(closure)  # type: ignore[arg-type]
+    assert closure.calls == 8  # type: ignore[attr-defined]
+    assert int(model[1].num_batches_tracked) == 6
+    plain = KFAC(mlp(), LOSS)
+    other = plain._model
+    assert plain.step(closure_for(other, plain, X, y)).requires_grad  # type: ignore[arg-type]

@@ -1,0 +1,177 @@
+"""The update rule: against PyTorch's AdamW, singular value decompositions, and exact natural gradients."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from kfs import GGN, EmpiricalRisk
+from kfs.losses import HalfSquaredError
+from kfs.optim import KFAC
+from kfs.optim.rule import Tensors, adamw_step, limited, natural_step, spectral_norm
+
+
+def identity(u: Tensors) -> Tensors:
+    """Return what comes in."""
+    return u
+
+
+@given(momentum=st.floats(0, 0.99), steps=st.integers(1, 6))
+def test_momentum_has_no_bias(momentum: float, steps: int) -> None:
+    """A constant gradient is its own average, at every age."""
+    p, g = [torch.zeros(2, dtype=torch.float64)], [torch.tensor([1.0, -2.0]).double()]
+    m: Tensors = [torch.zeros(2).double()]
+    for age in range(steps):
+        new, m = natural_step(p, g, m, identity, lr=[1.0], weight_decay=[0.0], momentum=momentum, ages=[age])
+        torch.testing.assert_close(new[0], p[0] - g[0])
+        p = list(new)
+
+
+def test_momentum_looks_ahead() -> None:
+    """Without curvature and bias correction far away, the rule is Nesterov's, as `torch.optim.SGD` has it."""
+    torch.manual_seed(0)
+    target = torch.randn(3, dtype=torch.float64)
+    mine, theirs = torch.zeros_like(target), torch.zeros_like(target).requires_grad_()
+    beta, old = 0.5, 1_000  # beta^1000 is zero
+    m: Tensors = [torch.zeros_like(target)]
+    sgd = torch.optim.SGD([theirs], lr=0.1 * (1 - beta), momentum=beta, nesterov=True)
+    for _ in range(5):
+        new, m = natural_step(
+            [mine], [mine - target], m, identity, lr=[0.1], weight_decay=[0.0], momentum=beta, ages=[old]
+        )
+        theirs.grad = theirs.detach() - target
+        sgd.step()
+        mine = new[0]
+        torch.testing.assert_close(mine, theirs.detach())
+
+
+def test_inputs_are_not_changed() -> None:
+    """The rule is pure."""
+    p, g, m = ([torch.randn(3)] for _ in range(3))
+    before = [t[0].clone() for t in (p, g, m)]
+    natural_step(p, g, m, identity, lr=[1.0], weight_decay=[0.1], momentum=0.9, ages=[0])
+    assert all(torch.equal(t[0], b) for t, b in zip((p, g, m), before, strict=True))
+
+
+def test_weight_decay_is_decoupled() -> None:
+    """It does not go through curvature or momentum."""
+    p, zero = [torch.ones(2)], [torch.zeros(2)]
+    new, _ = natural_step(p, zero, zero, identity, lr=[0.5], weight_decay=[0.1], momentum=0.9, ages=[0])
+    torch.testing.assert_close(new[0], 0.95 * p[0])
+
+
+def test_adamw_is_that_of_pytorch() -> None:
+    """Several steps of both agree."""
+    p = torch.randn(4, dtype=torch.float64)
+    q = p.clone().requires_grad_()
+    m, v = torch.zeros_like(p), torch.zeros_like(p)
+    adamw = torch.optim.AdamW([q], lr=0.1, betas=(0.9, 0.95), weight_decay=0.2, eps=1e-150)
+    for age in range(5):
+        g = torch.randn(4, dtype=torch.float64)
+        p, m, v = adamw_step(p, g, m, v, lr=0.1, weight_decay=0.2, betas=(0.9, 0.95), age=age)
+        q.grad = g
+        adamw.step()
+        torch.testing.assert_close(p, q.detach())
+
+
+@given(rows=st.integers(1, 12), columns=st.integers(1, 12), scale=st.floats(1e-3, 1e3))
+def test_limited_steps(rows: int, columns: int, scale: float) -> None:
+    """A step is a multiple of what it was, not longer, and inside of the trust region as far as estimates go."""
+    torch.manual_seed(rows * 100 + columns)
+    D = scale * torch.randn(2, 1, rows, columns, dtype=torch.float64)
+    trust = torch.tensor([1.0, torch.inf], dtype=torch.float64).reshape(2, 1, 1, 1)
+    short = limited(D, trust, columns=False)
+    assert torch.equal(short[1], D[1])
+    bound = max(1.0, rows / columns) ** 0.5
+    norm = torch.linalg.matrix_norm(D[0], 2)
+    assert torch.linalg.matrix_norm(short[0], 2) <= min(norm, bound * norm / spectral_norm(D[0])) * (1 + 1e-9)
+    if norm <= bound:
+        assert torch.equal(short[0], D[0])
+    torch.testing.assert_close(F.cosine_similarity(short[0].flatten(), D[0].flatten(), 0), torch.ones(()).double())
+
+
+def test_limited_columns() -> None:
+    """Embeddings are limited token by token: a large step for one token does not shorten the others'."""
+    D = torch.ones(1, 1, 4, 3)
+    D[..., 0] *= 100
+    short = limited(D, torch.ones(1, 1, 1, 1), columns=True)
+    torch.testing.assert_close(short, torch.ones_like(D))
+
+
+@given(rows=st.integers(1, 40), columns=st.integers(1, 40))
+def test_spectral_norm(rows: int, columns: int) -> None:
+    """The estimate is from below, and good enough for a limit."""
+    torch.manual_seed(rows + 100 * columns)
+    D = torch.randn(3, rows, columns, dtype=torch.float64)
+    exact = torch.linalg.matrix_norm(D, 2)
+    estimate = spectral_norm(D).flatten()
+    assert (estimate <= exact * (1 + 1e-12)).all()
+    assert (estimate >= 0.75 * exact).all()
+    assert not spectral_norm(torch.zeros(2, 3, 4)).any()
+
+
+def deep_linear() -> nn.Sequential:
+    """Return a deep linear network with biases."""
+    return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(3, 2)).double()
+
+
+def layer_gradient(model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor, layer: nn.Module) -> Tensor:
+    """Return the gradient of a layer."""
+    gradients = torch.autograd.grad(loss(model(X), y), list(layer.parameters()))
+    return torch.cat([g.flatten() for g in gradients])
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("fisher", ["type-2", "empirical"])
+def test_one_step_minimises_over_a_layer(place: int, reduction: str, fisher: str) -> None:
+    """In a deep linear network, KFAC's block is exact: one undamped step minimises the square loss over a layer.
+
+    The empirical Fisher's is not, and must not pass.
+    """
+    X, y = torch.randn(20, 5, dtype=torch.float64), torch.randn(20, 2, dtype=torch.float64)
+    model, loss = deep_linear(), nn.MSELoss(reduction=reduction)
+    layer = model[place]
+    plain = {"lr": 1.0, "damping": 0.0, "momentum": 0.0, "trust": None, "damping_method": "exact"}
+    optimizer = KFAC(model, loss, layer.parameters(), fisher=fisher, **plain)  # type: ignore[arg-type]
+    before = layer_gradient(model, loss, X, y, layer).norm()
+    loss(model(X), y).backward()
+    optimizer.step()
+    after = layer_gradient(model, loss, X, y, layer).norm()
+    assert (after < 1e-9 * before) == (fisher == "type-2")
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum"), nn.MSELoss()])
+def test_exact_natural_gradient_for_one_datum(loss: nn.Module) -> None:
+    """With one datum every block is exact, and the step is that of the dense, damped GGN of each layer."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    X = torch.randn(1, 4, dtype=torch.float64)
+    y = torch.tensor([1]) if isinstance(loss, nn.CrossEntropyLoss) else torch.randn(1, 3, dtype=torch.float64)
+    mean = nn.CrossEntropyLoss() if isinstance(loss, nn.CrossEntropyLoss) else HalfSquaredError()
+    risk = EmpiricalRisk(model, mean, (X, y))
+    expected = {}
+    for layer in (["0.weight", "0.bias"], ["2.weight", "2.bias"]):
+        block = GGN(risk).submatrix(layer).to_dense()
+        g = torch.cat([risk.gradient()[name].flatten() for name in layer])
+        step = torch.linalg.solve(block + 0.1 * torch.eye(len(g), dtype=torch.float64), g)
+        sizes = [risk.params[name].numel() for name in layer]
+        for name, part in zip(layer, step.split(sizes), strict=True):
+            expected[name] = risk.params[name].detach() - 0.3 * part.view_as(risk.params[name])
+    optimizer = KFAC(
+        model,
+        loss,
+        lr=0.3,
+        damping=0.1,
+        damping_unit="absolute",
+        damping_method="exact",
+        momentum=0.0,
+        trust=None,
+        fisher="type-2",
+    )
+    loss(model(X), y).backward()
+    optimizer.step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach(), expected[name])
