@@ -30,6 +30,7 @@ class Average:
         layout: How the block's parameters become a matrix.
         factors: Average of Kronecker factors, times `weight` each.
         weight: How much of the average does not come from its start at zero.
+        changed: Whether something has entered since the last attempt to compute an inverse.
         inverse: The last damped inverse that could be computed.
         damping: What was added to eigenvalues there, `[U]`.
         updated: In which step that was.
@@ -40,6 +41,7 @@ class Average:
     layout: Layout
     factors: Kronecker
     weight: float
+    changed: bool = True
     inverse: Structure | None = None
     damping: Tensor | None = None
     updated: int = -1
@@ -69,7 +71,7 @@ class Average:
             if mine.kind != "identity":
                 mine.values.mul_(decay)
                 mine.values.add_(theirs.values, alpha=(1 - decay) * float(theirs.scale[0]))
-        self.weight = decay * self.weight + 1 - decay
+        self.weight, self.changed = decay * self.weight + 1 - decay, True
 
     def add_squares(self, squares: Tensor, examples: float, decay: float) -> None:
         """Let eigenvalues enter their average."""
@@ -125,7 +127,7 @@ class Average:
         return {
             "layout": asdict(self.layout),
             "damping": self.damping,
-            **{k: getattr(self, k) for k in ("weight", "updated", "failures")},
+            **{k: getattr(self, k) for k in ("weight", "changed", "updated", "failures")},
             **{k: None if s is None else Group((self.layout,), s).state() for k, s in parts.items()},
         }
 
@@ -136,7 +138,7 @@ class Average:
             k: None if state[k] is None else Group.from_state(_moved(state[k], device)).structure
             for k in ("factors", "inverse", "eigen")
         }
-        rest = {k: state[k] for k in ("weight", "updated", "failures")}
+        rest = {k: state[k] for k in ("weight", "changed", "updated", "failures")}
         return cls(Layout.from_state(state["layout"]), damping=_moved(state["damping"], device), **rest, **parts)  # type: ignore[arg-type]
 
 

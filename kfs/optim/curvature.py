@@ -68,7 +68,8 @@ class Curvature:
         self._decay, self._method, self._unit, self._eigen = decay, method, unit, eigen
         self._every, self._patience = every, patience
         self.averages: dict[Key, Average] = {}
-        self.damping_scale, self.events, self._in_a_row = 1.0, Events(), 0
+        self.damping_scale, self.events = 1.0, Events()
+        self._in_a_row, self._credit = 0, 0.0
         self._groups: list[tuple[Group, Tensor, bool]] | None = None
 
     @property
@@ -122,17 +123,19 @@ class Curvature:
     def refresh(self, step: int, damping: Callable[[Layout], float], force: bool = False) -> None:
         """Compute inverses that are due: all of them if `force`, otherwise the oldest ones, a share of all work.
 
-        Shares are such that every inverse is computed once in an interval. It starts at one step and doubles as
+        Shares are such that every inverse is computed once in an interval. It is one step at first and grows as
         training goes on, up to what was asked for, since curvature changes most at the beginning.
         """
         every = self._every(step) if callable(self._every) else self._every
         every = max(1, min(every, 1 + step // 2))
-        oldest = sorted(self.averages.values(), key=lambda a: a.updated)
-        budget = sum(a.cost for a in oldest) / every
-        for average in oldest:
-            if average.inverse is not None and not force and budget <= 0:
-                continue
-            budget -= average.cost
+        total = sum(average.cost for average in self.averages.values())
+        self._credit = min(self._credit + total / every, total)
+        due = [a for a in self.averages.values() if a.changed or a.inverse is None or force]
+        for average in sorted(due, key=lambda a: a.updated):
+            wait = self._credit < (1 - 1e-9) * average.cost
+            if wait and average.inverse is not None and not force:
+                break
+            self._credit = max(0.0, self._credit - average.cost)
             self._invert(average, step, damping(average.layout))
 
     def precondition(self, u: Mapping[str, Tensor], trust: Callable[[Layout], float | None]) -> dict[str, Tensor]:
@@ -159,6 +162,8 @@ class Curvature:
         if self._in_a_row >= self._patience:
             self._in_a_row = 0
             self.damping_scale *= _RISE
+            for average in self.averages.values():
+                average.changed = True
             self.events.raised_damping += 1
             log.warning(
                 "kfs.optim: damping rises to %g times its value, after %d such events.",
@@ -178,7 +183,7 @@ class Curvature:
             average.failures += 1
             self.events.failed_inverses += 1
             self.trouble(f"the inverse of block {average.layout.name!r} failed ({error}), and the last one stays")
-        average.updated = step  # a block that fails does not take the others' share of work
+        average.updated, average.changed = step, False  # a block that fails does not take the others' share of work
         self._groups = None
 
     def _grouped(self, trust: Callable[[Layout], float | None]) -> list[tuple[Group, Tensor, bool]]:
@@ -190,7 +195,7 @@ class Curvature:
                 parts.append((average.layout, average.inverse))
                 owners[average.layout] = average
         result = []
-        for group in grouped(parts):
+        for group in _together(parts):
             for layout, units in group.parts():
                 owners[layout].inverse = group.structure[units]  # stored once
             limits = [trust(layout) for layout in group.layouts for _ in range(layout.groups)]
@@ -206,11 +211,20 @@ class Curvature:
             "damping_scale": self.damping_scale,
             "events": asdict(self.events),
             "in_a_row": self._in_a_row,
+            "credit": self._credit,
         }
 
     def restore(self, state: Any, device: torch.device) -> None:
         """Undo `state`."""
         averages = [Average.from_state(s, device) for s in state["averages"]]
         self.averages = {(a.layout.weight, a.layout.rows): a for a in averages}
-        self.damping_scale, self._in_a_row = float(state["damping_scale"]), int(state["in_a_row"])
+        self.damping_scale, self._credit = float(state["damping_scale"]), float(state["credit"])
+        self._in_a_row = int(state["in_a_row"])
         self.events, self._groups = Events(**state["events"]), None
+
+
+def _together(parts: list[tuple[Layout, Structure]]) -> list[Group]:
+    """Process blocks of one size together where few large operations are faster than many small ones."""
+    if all(structure.like.device.type == "cpu" for _, structure in parts):
+        return [Group((layout,), structure) for layout, structure in parts]
+    return grouped(parts)  # pragma: no cover (tested on a GPU)

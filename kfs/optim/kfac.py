@@ -46,7 +46,8 @@ class KFAC(Optimizer):
         sharing: How positions that share a weight enter, as in `kfs.KFAC`.
         eigen: Whether to correct eigenvalues, as in `kfs.EKFAC`, by running averages in the eigenbasis.
         decay: How much of the averages over factors is kept when new ones enter.
-        factors_every: In how many steps new factors are computed: a number, or a function of the step.
+        factors_every: In how many steps new factors are computed: a number, or a function of the step. By default 5,
+            and 1 with a quadratic model, which needs every batch.
         inverses_every: For how many steps an inverse is used, likewise. Work is spread over all steps. It is done more
             often in the first steps.
         damping_method: `"factored"` (the default), `"exact"` (the default for corrected eigenvalues; takes longer), or
@@ -97,8 +98,8 @@ class KFAC(Optimizer):
         fisher: Fisher = "mc",
         sharing: Sharing | Mapping[str, Sharing] = "expand",
         eigen: bool = False,
-        decay: float = 0.95,
-        factors_every: Interval = 1,
+        decay: float = 0.9,
+        factors_every: Interval | None = None,
         inverses_every: Interval = 10,
         damping_method: Method | None = None,
         damping_unit: Unit = "relative",
@@ -130,7 +131,7 @@ class KFAC(Optimizer):
         self._model, self._settings = model, settings
         self._kl_clip = kl_clip
         self._quadratic = QuadraticModel(model, self._loss) if quadratic_model else None
-        self._factors_every = factors_every
+        self._factors_every = factors_every or (1 if quadratic_model else 5)
         method: Method = damping_method or ("exact" if eigen else "factored")
         self._curvature = Curvature(decay, method, damping_unit, eigen, inverses_every, patience)
         self.steps, self.uncovered = 0, dict[str, str]()

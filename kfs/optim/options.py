@@ -33,7 +33,7 @@ def check_options(given: Mapping[str, Any]) -> None:
             raise ModelError(f"{name} is {value!r}.", f"Use a number from {low:g} to {high:g}.")
     for name in ("factors_every", "inverses_every", "patience"):
         value = given[name]
-        if not callable(value) and not (type(value) is int and value >= 1):
+        if value is not None and not callable(value) and not (type(value) is int and value >= 1):
             raise ModelError(f"{name} is {value!r}.", "Use an integer from 1 on (or a function of the step).")
     choices = {"damping_method": (None, *METHODS), "damping_unit": ("relative", "absolute")}
     for name, allowed in choices.items():
@@ -44,3 +44,5 @@ def check_options(given: Mapping[str, Any]) -> None:
             "Corrected eigenvalues need gradients and exact damping.",
             "Use eigen=True with another fisher than 'forward-only', and damping_method='exact'.",
         )
+    if given["quadratic_model"] and given["factors_every"] not in {None, 1}:
+        raise ModelError("A quadratic model needs the data of every step.", "Leave factors_every out, or set it to 1.")

@@ -187,6 +187,7 @@ def test_predictions_that_are_changed_in_place() -> None:
         ({"sharing": "none"}, "sharing"),
         ({"eigen": True, "damping_method": "factored"}, "exact damping"),
         ({"eigen": True, "fisher": "forward-only"}, "need gradients"),
+        ({"quadratic_model": True, "factors_every": 5}, "every step"),
     ],
 )
 def test_options(options: dict[str, Any], match: str) -> None:

@@ -26,7 +26,9 @@ def snapshot(optimizer: KFAC) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("options", [{}, {"fisher": "empirical"}, {"eigen": True}, {"factors_every": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"factors_every": 1}, {"fisher": "empirical"}, {"eigen": True}, {"factors_every": 2}]
+)
 def test_bad_batches_leave_no_trace(value: float, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """A batch with NaN or infinity changes neither parameters nor state, and is counted and logged."""
     X, y = data()
@@ -68,7 +70,7 @@ def test_statistics_that_are_not_finite_are_refused() -> None:
     """The step is taken with the last curvature; after some in a row, damping rises."""
     X, y = data()
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    optimizer = KFAC(model, LOSS, patience=2)
+    optimizer = KFAC(model, LOSS, factors_every=1, patience=2)
     train(model, optimizer, [(X, y)] * 2, LOSS)
     before = [t.clone() for t in snapshot(optimizer)[:6]]
     params = weights(model)
@@ -99,7 +101,7 @@ def test_a_failed_inverse_leaves_the_last_one(monkeypatch: pytest.MonkeyPatch) -
             raise UnitError(0, "is not what it should be")
         invert(self, *args)
 
-    optimizer = KFAC(model, LOSS, inverses_every=1, patience=2)
+    optimizer = KFAC(model, LOSS, factors_every=1, inverses_every=1, patience=2)
     monkeypatch.setattr(Average, "invert", fail)
     frozen = model[2].weight.detach().clone()
     train(model, optimizer, [(X, y)], LOSS)
@@ -126,7 +128,7 @@ def test_inverses_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(4, 4), nn.Tanh())]
     model = nn.Sequential(*layers, nn.Linear(4, 3)).double()
-    optimizer = KFAC(model, LOSS, inverses_every=4)
+    optimizer = KFAC(model, LOSS, factors_every=1, inverses_every=4)
     invert, done = Average.invert, list[list[str]]()
 
     def noted(self: Average, *args: Any) -> None:

@@ -61,7 +61,7 @@ def test_mixed_precision(fisher: Any) -> None:
             scaler.scale(value).backward()
             scaler.step(optimizer)
             scaler.update()
-        losses.append(float(value))
+        losses.append(float(value.detach()))
         assert optimizer.events.refused_statistics == 0
     assert losses[1] < 0.5
     assert losses[1] == pytest.approx(losses[0], rel=0.3)

@@ -13,7 +13,7 @@ from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
 from tests.optim.training import data, mlp, one_step, train, weights
 
-EXACT: dict[str, Any] = {"fisher": "type-2", "lr": 0.5}
+EXACT: dict[str, Any] = {"fisher": "type-2", "lr": 0.5, "factors_every": 1}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_averages_have_no_bias() -> None:
     loss, decays = nn.CrossEntropyLoss(), (0.5, 0.99)
     for decay in decays:
         model = mlp()
-        optimizer = KFAC(model, loss, lr=0.0, fisher="type-2", decay=decay)
+        optimizer = KFAC(model, loss, lr=0.0, fisher="type-2", decay=decay, factors_every=1)
         seen = []
         for _ in range(3):
             train(model, optimizer, [(X, y)], loss)
@@ -96,7 +96,7 @@ def test_eigenvalues_are_those_of_ekfac() -> None:
     """Where nothing moves, running eigenvalues are EKFAC's; they start from those of the factors, which are not."""
     X, y = data(30)
     model, loss = mlp(), nn.CrossEntropyLoss()
-    optimizer = KFAC(model, loss, lr=0.0, fisher="type-2", eigen=True, decay=0.0)
+    optimizer = KFAC(model, loss, lr=0.0, fisher="type-2", eigen=True, decay=0.0, factors_every=1)
     E = EKFAC(EmpiricalRisk(model, loss, (X, y)))
     for steps, same in ((1, False), (2, True)):
         train(model, optimizer, [(X, y)], loss)
@@ -176,7 +176,7 @@ def test_thawed_layers_get_curvature() -> None:
     X, y = data()
     model, loss = mlp(), nn.CrossEntropyLoss()
     model[0].requires_grad_(False)
-    optimizer = KFAC(model, loss, factors_every=100, **EXACT)
+    optimizer = KFAC(model, loss, **EXACT | {"factors_every": 100})
     frozen = model[0].weight.clone()
     train(model, optimizer, [(X, y)] * 3, loss)
     assert torch.equal(model[0].weight, frozen)

@@ -33,7 +33,9 @@ def test_steps_minimise_the_exact_model() -> None:
     X, y = data(40)
     model = mlp()
     delta = 0.1
-    optimizer = KFAC(model, LOSS, quadratic_model=True, damping=delta, damping_unit="absolute", fisher="type-2")
+    optimizer = KFAC(
+        model, LOSS, quadratic_model=True, damping=delta, damping_unit="absolute", fisher="type-2", factors_every=1
+    )
     closure = closure_for(model, optimizer, X, y)
     last = torch.zeros_like(weights(model))
     for _ in range(4):
@@ -55,7 +57,7 @@ def test_a_quadratic_loss_is_predicted_and_damping_falls() -> None:
     X, _ = data(40)
     y = torch.randn(40, 2, dtype=torch.float64)
     model, loss = nn.Linear(4, 2).double(), HalfSquaredError()
-    optimizer = KFAC(model, loss, quadratic_model=True, fisher="type-2")
+    optimizer = KFAC(model, loss, quadratic_model=True, fisher="type-2", factors_every=1)
 
     def closure() -> Tensor:
         optimizer.zero_grad()

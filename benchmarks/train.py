@@ -1,0 +1,248 @@
+"""Training with KFAC and with others: steps and seconds to a fixed loss, and the cost of a step.
+
+`python -m benchmarks.train [autoencoder|cnn|gpt|cost|all] [--quick]` runs on one CPU thread and writes JSON to
+benchmarks/results, in about 17 minutes for all. Learning rates are constant. Every optimizer gets the same tuning: of
+the five values in `baseline_optimizers.GRIDS`, the one that reaches a task's loss in the fewest steps with the seed
+`TUNING_SEED` is used for the seeds that are reported. The loss is checked every few steps; seconds are those of forward
+pass, backward pass and optimizer, without the checks.
+
+`cost` measures a step on the problems of the factor benchmark in units of a step of SGD. `--quick` shows in less than a
+minute that everything runs; its numbers mean nothing.
+"""
+
+import copy
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.baseline_optimizers import GRIDS, NOT_SUPPORTED, Stepper, factories
+from benchmarks.factor_problems import Batches, factor_problems
+from benchmarks.report import RESULTS, medians
+from benchmarks.training_tasks import TASKS, Batch, Task
+from kfs import __version__
+from kfs.optim import KFAC
+
+SEEDS = (0, 1, 2)
+TUNING_SEED = 100
+CHECK_EVERY = 5
+SECONDS = 15.0  # of training, after which a run is given up
+BLOCK = 10  # steps over which a cost is averaged: a multiple of every interval at which something is refreshed
+BLOCKS = 2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        seed: Of initialization and batches.
+        lr: The learning rate.
+        steps: How many were taken.
+        seconds: How long they took.
+        loss: At the last check.
+        reached: Whether that is the target or below.
+    """
+
+    seed: int
+    lr: float
+    steps: int
+    seconds: float
+    loss: float
+    reached: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is reported of an optimizer on a task; without runs, why there are none."""
+
+    task: str
+    optimizer: str
+    lr: float | None
+    runs: list[Run]
+    tuning: list[Run]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Mean seconds of a training step, and their ratio to SGD's."""
+
+    problem: str
+    optimizer: str
+    seconds: float
+    ratio: float
+
+
+def train(task: Task, make: Callable[[nn.Module, float], Stepper], lr: float, seed: int, steps: int) -> Run:
+    """Train until the target is reached, the loss is not finite, or steps or seconds are spent."""
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer, batches = make(model, lr), task.batches(seed)
+    seconds, done, loss = 0.0, 0, math.inf
+    while done < steps and seconds < SECONDS:
+        batch = next(batches)
+        start = time.perf_counter()
+        training_step(model, optimizer, task.loss, batch)
+        seconds += time.perf_counter() - start
+        done += 1
+        if done % CHECK_EVERY == 0:
+            loss = task.checked_loss(model)
+            if loss <= task.target or not math.isfinite(loss):
+                break
+    return Run(seed, lr, done, seconds, loss, loss <= task.target)
+
+
+def training_step(model: nn.Module, optimizer: Stepper, loss: Callable[..., torch.Tensor], batch: Batch) -> None:
+    """Train on one batch."""
+    X, y = batch
+    optimizer.zero_grad()
+    loss(model(X), y).backward()
+    optimizer.step()
+
+
+def tune(task: Task, make: Callable[[nn.Module, float], Stepper], grid: tuple[float, ...], steps: int) -> list[Run]:
+    """Try learning rates with the tuning seed, and return the runs, the best one first.
+
+    The grid is tried from the middle, and a run ends where it would be no better than the best one so far.
+    """
+    runs: list[Run] = []
+    limit = steps
+    for lr in sorted(grid, key=lambda lr: abs(math.log(lr / grid[len(grid) // 2]))):
+        runs.append(train(task, make, lr, TUNING_SEED, limit))
+        limit = min([limit, *(run.steps for run in runs if run.reached)])
+    return sorted(runs, key=lambda run: (not run.reached, run.steps if run.reached else loss_or_inf(run)))
+
+
+def loss_or_inf(run: Run) -> float:
+    """Return the last loss, for sorting: NaN compares with nothing."""
+    return run.loss if math.isfinite(run.loss) else math.inf
+
+
+def compare(task: Task, quick: bool = False) -> Iterator[Result]:
+    """Tune and run all optimizers on a task."""
+    steps, seeds = (2 * CHECK_EVERY, SEEDS[:1]) if quick else (task.steps, SEEDS)
+    for name, make in factories(task.description).items():
+        grid = GRIDS[name][2:3] if quick else GRIDS[name]
+        shown = "adam" if (name, task.name) == ("adamw", "autoencoder") else name  # the same without weight decay
+        tuning = tune(task, make, grid, steps)
+        runs = [train(task, make, tuning[0].lr, seed, steps) for seed in seeds]
+        edge = tuning[0].lr in {grid[0], grid[-1]} and not quick
+        yield Result(task.name, shown, tuning[0].lr, runs, tuning, "at the grid's edge" if edge else "")
+    for name, reason in NOT_SUPPORTED.items():
+        yield Result(task.name, name, None, [], [], f"not supported: {reason}")
+
+
+def line(result: Result) -> str:
+    """Return a row of the table."""
+    start = f"| {result.task} | {result.optimizer} |"
+    if result.lr is None:
+        return f"{start} | | | | {result.note} |"
+    steps = ", ".join(str(run.steps) if run.reached else f"not reached ({run.loss:.3g})" for run in result.runs)
+    seconds = ", ".join(f"{run.seconds:.2f}" for run in result.runs)
+    middle = [
+        statistics.median(value if run.reached else math.inf for run, value in zip(result.runs, values, strict=True))
+        for values in ([run.steps for run in result.runs], [run.seconds for run in result.runs])
+    ]
+    median = f"{middle[0]:.0f} steps, {middle[1]:.2f} s" if math.isfinite(middle[0]) else "not reached"
+    return f"{start} {result.lr:g} | {steps} | {seconds} | {median} | {result.note} |"
+
+
+def table(task: Task, quick: bool = False) -> list[Result]:
+    """Run everything on a task, and print rows as they come."""
+    print(f"{task.name}: to a loss of {task.target:g} in at most {task.steps} steps and {SECONDS:g} seconds")
+    print("| task | optimizer | learning rate | steps | seconds | median | |")
+    print("|---|---|---|---|---|---|---|")
+    results = []
+    for result in compare(task, quick):
+        print(line(result), flush=True)
+        results.append(result)
+    return results
+
+
+def every(k: int, model: nn.Module, lr: float) -> Stepper:
+    """Return our KFAC with all of its work done every `k` steps."""
+    return KFAC(model, nn.CrossEntropyLoss(), lr=lr, factors_every=k, inverses_every=k)
+
+
+def block_of_steps(problem: Batches, make: Callable[[nn.Module, float], Stepper], steps: int) -> Callable[[], None]:
+    """Return a program that takes some steps; each call goes on where the last one has stopped."""
+    model = copy.deepcopy(problem.model)
+    optimizer = make(model, 1e-4)  # labels are random: what is measured should not diverge
+    batches, loss = cycle(problem.data), nn.CrossEntropyLoss()
+
+    def program() -> None:
+        for _ in range(steps):
+            training_step(model, optimizer, loss, next(batches))
+
+    return program
+
+
+def costs(problems: list[Batches], quick: bool = False) -> list[Cost]:
+    """Measure steps on problems; the first block, in which states are made, does not count."""
+    makers = factories(nn.CrossEntropyLoss())
+    del makers["kfs"]
+    makers |= {f"kfs, every {k}": partial(every, k) for k in (1, 10)}
+    steps, found = (1 if quick else BLOCK), []
+    for problem in problems:
+        programs = {name: block_of_steps(problem, make, steps) for name, make in makers.items()}
+        seconds = medians(programs, 1 if quick else BLOCKS, problem.name)
+        found += [Cost(problem.name, name, t / steps, t / seconds["sgd"]) for name, t in seconds.items()]
+    print("| problem | optimizer | milliseconds per step | step / (step of SGD) |")
+    print("|---|---|---|---|")
+    for cost in found:
+        print(f"| {cost.problem} | {cost.optimizer} | {1e3 * cost.seconds:.1f} | {cost.ratio:.2f} |")
+    return found
+
+
+def save(name: str, content: list[Any], settings: dict[str, object], results: Path) -> None:
+    """Write JSON."""
+    environment = {
+        "kfs": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        **settings,
+    }
+    results.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"environment": environment, "rows": [asdict(row) for row in content]}, indent=2)
+    (results / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    print(f"Written: {results / name}.json")
+
+
+def main(arguments: list[str], results: Path = RESULTS) -> None:
+    """Run what is named, everything by default."""
+    quick = "--quick" in arguments
+    chosen = [argument for argument in arguments if argument != "--quick"] or ["all"]
+    if unknown := set(chosen) - {"all", "cost", *TASKS}:
+        sys.exit(
+            f"Unknown: {', '.join(sorted(unknown))}. Say {', '.join(TASKS)}, cost or all, and --quick if you like."
+        )
+    tasks = list(TASKS) if "all" in chosen else [name for name in TASKS if name in chosen]
+    end = "_quick" if quick else ""  # real results stay
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for name in tasks:
+            task = TASKS[name]()
+            save(f"train_{name}{end}", table(task, quick), {"target": task.target}, results)
+        if {"all", "cost"} & set(chosen):
+            save(f"train_cost{end}", costs(factor_problems(8 if quick else 1), quick), {"block": BLOCK}, results)
+    finally:
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
