@@ -46,6 +46,7 @@ def chapters() -> dict[str, list[Path]]:
     contents["KFAC"] = ("kfac", ("scaffold", "backpropagated_vectors", "expand_Linear"))
     contents["Kronecker algebra"] = ("kfac", ("kronecker", "damping", "ekfac", "alternatives"))
     contents["Where KFAC is exact"] = ("kfac_tests", kfac_tests.CONTENTS)
+    contents["Natural gradient"] = ("optim", ("rule",))
     package = Path(basics.__file__).parent.parent
     return {title: [package / folder / f"{n}.py" for n in names] for title, (folder, names) in contents.items()}
 

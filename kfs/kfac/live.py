@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.autograd.graph import get_gradient_edge
 
+from kfs.errors import ModelError
 from kfs.kfac.live_pass import Bases, Pass, Record
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
@@ -31,13 +33,14 @@ class Watch:
         loss: Describes the loss.
         module: The loss module, if the loss was given as one; where it is called, targets are seen.
         settings: Which curvature matrix, and how.
-        wanted: Asked before a forward pass: parameters to track, by name; nothing if factors are not needed.
+        wanted: A method, asked before a forward pass: parameters to track, by name; nothing if factors are not needed.
+            Whoever has it is not kept alive.
         bases: Asked before a forward pass: in which bases to sum up squares.
         count: Whether to count the examples of passes that are not captured.
         keep_inputs: Whether records have the inputs of the last pass.
 
     Attributes:
-        first_datum: How many data were captured before; draws depend on it.
+        first_datum: How many data have entered averages before; draws depend on it.
     """
 
     def __init__(
@@ -53,25 +56,26 @@ class Watch:
     ) -> None:
         """Put hooks on model and loss."""
         self.loss, self.settings, self.first_datum, self.keep_inputs = loss, settings, 0, keep_inputs
-        self._model, self._wanted, self._bases, self._count = weakref.ref(model), wanted, bases, count
+        self._model, self._wanted, self._bases = weakref.ref(model), weakref.WeakMethod(wanted), bases
+        self._count = count
         self._running: Pass | None = None
         self._frame: FrameType | None = None
         self._depth = 0
-        self._latest: tuple[weakref.ref[Tensor], weakref.ref[Pass]] | None = None
+        self._latest: weakref.ref[Pass] | None = None
         self._complete: list[Pass] = []
+        self._backward = -1
         self._handles = [
             model.register_forward_pre_hook(Hook(self, "_before"), with_kwargs=True),
             model.register_forward_hook(Hook(self, "_after"), with_kwargs=True, always_call=True),
         ]
         if module is not None:
             self._handles.append(module.register_forward_pre_hook(Hook(self, "_targets"), with_kwargs=True))
+        weakref.finalize(self, _remove, self._handles)
 
     def close(self) -> None:
         """Remove all hooks, and forget everything."""
         self._forget_interrupted()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        _remove(self._handles)
         self._complete.clear()
 
     def collect(self) -> Record | None:
@@ -85,8 +89,20 @@ class Watch:
         return record
 
     def completed(self, one: Pass) -> None:
-        """Keep a pass whose gradient has arrived."""
+        """Keep a pass whose gradient has arrived; those of gradients that nobody has any more are forgotten."""
+        model, backward = self._model(), torch._C._current_graph_task_id()
+        if backward != self._backward and model is not None and all(p.grad is None for p in model.parameters()):
+            self._complete.clear()
+        self._backward = backward
         self._complete.append(one)
+
+    def next_datum(self) -> int:
+        """Return the number of the next datum, for draws: after those that wait to be collected."""
+        return self.first_datum + sum(one.num_data for one in self._complete)
+
+    def forget(self) -> None:
+        """Forget passes that were not collected."""
+        self._complete.clear()
 
     def trains(self) -> bool:
         """Whether the backward pass that runs leaves gradients at parameters: `backward()`, not `autograd.grad`."""
@@ -99,22 +115,26 @@ class Watch:
 
     def targets(self, y: Tensor) -> None:
         """Take note of the targets of the last forward pass."""
-        one = self._latest[1]() if self._latest else None
+        one = None if self._latest is None else self._latest()
         if one is not None:
-            one.y = y.detach()
+            one.told(y)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Start to capture, unless the model calls itself."""
-        if module is not self._model() or not torch.is_grad_enabled():
+        elsewhere = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+        if module is not self._model() or not torch.is_grad_enabled() or elsewhere:
             return None
         self._forget_interrupted()
         self._depth += 1
         if self._depth > 1:
             return None
         self._frame = sys._getframe(2)  # the call of the module
-        params = self._wanted()
+        wanted = self._wanted()
+        params = None if wanted is None else wanted()
         if params is None and not self._count:
             return None
+        if params is not None and not isinstance(module, OptimizedModule):
+            _refuse_compiled(self._frame)
         self._running = Pass(self, params, self._bases() if params else {}, args, kwargs)
         return self._running.start(args, kwargs)
 
@@ -129,18 +149,16 @@ class Watch:
         if one is None:
             return None
         one.stop()
-        if output is None:
-            return None
-        output, f = one.gated(output)
-        self._latest = None if f is None else (weakref.ref(f), weakref.ref(one))
-        return output
+        self._latest = weakref.ref(one)
+        return None if output is None else one.gated(output)
 
     def _targets(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Take note of targets, if the loss is that of the last predictions."""
+        """Take note of targets, if the loss is that of predictions."""
         given = dict(zip(("input", "target"), args, strict=False)) | kwargs
-        f = self._latest[0]() if self._latest else None
-        if f is not None and f is given.get("input") and isinstance(given.get("target"), Tensor):
-            self.targets(given["target"])
+        mine = getattr(given.get("input"), "_kfs_pass", None)
+        one = None if mine is None else mine()
+        if one is not None and isinstance(given.get("target"), Tensor):
+            one.told(given["target"])
 
     def _forget_interrupted(self) -> None:
         """Leave the capture of a forward pass that was interrupted from the keyboard: no hook is called then."""
@@ -169,3 +187,25 @@ class Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the watch out."""
         return Hook, ()
+
+
+def _remove(handles: list[Any]) -> None:
+    """Remove hooks."""
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def _refuse_compiled(frame: FrameType | None) -> None:
+    """Refuse a call from compiled code, which hides the model's operations.
+
+    Raises:
+        ModelError: If there is compiled code on the way.
+    """
+    while frame is not None:
+        if frame.f_code.co_name.startswith("torch_dynamo_resume") or frame.f_code.co_name == "compile_wrapper":
+            raise ModelError(
+                "The model is compiled, but the optimizer has the model that was not.",
+                "Compile it first, model = torch.compile(model), and make the optimizer of the result.",
+            )
+        frame = frame.f_back

@@ -1,5 +1,6 @@
 """One forward pass of a model in training, and what happens when the gradient of a loss comes back."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from kfs.data import mapped, tensors_in
-from kfs.errors import DataError, LossError, ModelError
+from kfs.errors import DataError, KfsError, LossError
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors
 from kfs.kfac.batch_axis import BatchAxis
 from kfs.kfac.blocks import Block, Layout, Side
@@ -18,6 +19,7 @@ from kfs.kfac.capture import Capture
 from kfs.kfac.inputs import Input
 from kfs.kfac.operations import RULES
 from kfs.kfac.operations.fallback import otherwise
+from kfs.kfac.outputs import Owner, parts_of, prediction_in, with_parts
 from kfs.kfac.per_datum import PerDatum, Squares, Statistic
 from kfs.kfac.scaffold import backward, hidden_uses, not_covered
 from kfs.kfac.settings import Settings
@@ -40,6 +42,9 @@ class Watcher(Protocol):
     def completed(self, one: "Pass") -> None:
         """Keep a pass whose gradient has arrived."""
 
+    def next_datum(self) -> int:
+        """Return the number of the next datum, for draws."""
+
     def trains(self) -> bool:
         """Whether the backward pass that runs leaves gradients at the model's parameters."""
 
@@ -57,7 +62,7 @@ class Record:
         uncovered: Parameters without usable block, and why.
         finite: Whether all predictions, and gradients of the loss with respect to them, were finite.
         mismatch: How far gradients of the loss were from those of the loss that was announced, relative to them.
-        last: Arguments, keyword arguments, and targets of the last pass; nothing if inputs are not kept.
+        inputs: Arguments, keyword arguments, and targets of all passes, if inputs are kept.
     """
 
     blocks: dict[Key, Block] = field(default_factory=dict)
@@ -68,7 +73,7 @@ class Record:
     uncovered: dict[str, str] = field(default_factory=dict)
     finite: bool = True
     mismatch: float = 0.0
-    last: tuple[Any, Any, Tensor] | None = None
+    inputs: list[tuple[Any, Any, Tensor]] = field(default_factory=list)
 
     def plus(self, other: "Record") -> "Record":
         """Return the sum; this object's tensors may be part of it."""
@@ -90,7 +95,7 @@ class Record:
             broken,
             self.finite and other.finite,
             max(self.mismatch, other.mismatch),
-            other.last,
+            self.inputs + other.inputs,
         )
 
 
@@ -150,28 +155,30 @@ class Pass:
         kwargs: Keyword arguments.
 
     Attributes:
-        y: Targets, if they are known.
+        num_data: How many data it has.
     """
 
     def __init__(self, watch: Watcher, params: dict[str, Tensor] | None, bases: Bases, args: Any, kwargs: Any) -> None:
         """Find out how many data there are."""
         self._watch, self._params, self._bases = watch, params, bases
         self._arguments: Any = (args, kwargs)
-        settings = watch.settings
-        axis = settings.batch_axis or 0
+        self._problem: KfsError | None = None  # one that matters only if somebody trains with this pass
+        axis = watch.settings.batch_axis or 0
         inputs = [t for t in tensors_in([*args, *kwargs.values()]) if t.ndim > axis]
         if not inputs:
-            raise DataError(
+            self._problem = DataError(
                 "The model was called without any tensor that has a batch axis.",
                 "Call it with a batch of inputs: model(x) with x of shape [N, ...].",
             )
-        self._num_data = inputs[0].shape[axis]
-        self.y: Tensor | None = kwargs.get("labels")
+        self.num_data = inputs[0].shape[axis] if inputs else 1
+        labels = kwargs.get("labels")
+        self._y: Tensor | None = labels if isinstance(labels, Tensor) else None
+        self._is_guess, self._is_told = True, False
         self._examples, self._count, self._arrived_before, self._finite = 0.0, 0.0, False, True
         self._mismatch = self._scale = torch.zeros(())
         self._stack = ExitStack()
-        self._uses = Both(settings, bases) if bases else Uses(settings, mixing=True)
-        self._capture = Capture(params or {}, self._num_data, self._uses, RULES, otherwise, settings.batch_axis)
+        self._uses = Both(watch.settings, bases) if bases else Uses(watch.settings, mixing=True)
+        self._capture = Capture(params or {}, self.num_data, self._uses, RULES, otherwise, watch.settings.batch_axis)
 
     def start(self, args: Any, kwargs: Any) -> Any:
         """Enter the capture, and return marked arguments."""
@@ -189,34 +196,46 @@ class Pass:
         self._capture.forget_marks()
         self._capture.running = False
 
-    def gated(self, output: Any) -> tuple[Any, Tensor | None]:
-        """Return the model's output such that this object is told when a gradient arrives there, and predictions."""
-        f = prediction_in(output)
-        if not f.requires_grad:
-            return output, None
-        if f.shape[:1] != (self._num_data,):
-            raise DataError(
-                f"The model was called with {self._num_data} data, but its prediction has shape {list(f.shape)}.",
+    def told(self, y: Tensor) -> None:
+        """Take note of targets; of two different ones (mixed labels) none are those of the loss."""
+        self._y, self._is_guess = None if self._is_told else y.detach(), False
+        self._is_told = True
+
+    def gated(self, output: Any) -> Any:
+        """Return the model's output such that this object is told when a gradient arrives at predictions."""
+        f: Tensor | None
+        try:
+            f = prediction_in(output)
+        except KfsError as problem:
+            f, self._problem = next((t for t in parts_of(output) if t.requires_grad), None), problem
+        if f is None or f.grad_fn is None:
+            return output
+        if f.shape[:1] != (self.num_data,) and self._problem is None:
+            self._problem = DataError(
+                f"The model was called with {self.num_data} data, but its prediction has shape {list(f.shape)}.",
                 "Put the batch axis first in predictions; say where it is in inputs with batch_axis=.",
             )
         if self._params is not None and self._watch.first_datum == 0:
             self._capture.unexplained |= hidden_uses(f, self._params)
-        self._edge, self._f = get_gradient_edge(f), f.detach()
-        gated = f.view_as(f)
-        gated.register_hook(self._gradient_arrived)
-        swap, loss = {id(f): gated}, getattr(output, "loss", None)
-        if isinstance(loss, Tensor) and loss.requires_grad and self.y is not None:  # the model has computed it
-            self._value = None if "num_items_in_batch" in self._arguments[1] else loss.detach()
-            swap[id(loss)] = loss.view_as(loss)
-            swap[id(loss)].register_hook(self._gradient_of_loss_arrived)
-        return replaced(output, swap), gated
+        self._edge, self._f, me = get_gradient_edge(f), f.detach(), weakref.ref(self)
+        f.register_hook(lambda g: _tell(me, g))
+
+        def owned(t: Tensor) -> Tensor:
+            kept = hasattr(t.grad_fn, "_saved_result")
+            result: Tensor = Owner.apply(t, self, not kept) if t.grad_fn is not None else t  # type: ignore[no-untyped-call]
+            if t is f:
+                result._kfs_pass = me  # type: ignore[attr-defined]
+            return result
+
+        return with_parts(output, owned)
 
     def finish(self) -> Record:
         """Return what the pass has given, after its backward pass."""
-        record = Record({}, {}, self._num_data, self._examples, self._count, finite=self._finite)
-        if self._watch.keep_inputs and self.y is not None:
+        record = Record({}, {}, self.num_data, self._examples, self._count, finite=self._finite)
+        if self._watch.keep_inputs and self._y is not None:
             args, kwargs = self._arguments
-            record.last = (args, {key: value for key, value in kwargs.items() if key != "labels"}, self.y)
+            record.inputs = [(args, {key: value for key, value in kwargs.items() if key != "labels"}, self._y)]
+        record.mismatch = float(self._mismatch)
         if self._params is None or not self._finite or not self._examples:
             return record
         if not self._capture.finished:  # it was the user's backward pass that has shown gradients
@@ -225,140 +244,104 @@ class Pass:
             self._capture.finished = True
         self._uses.finish_batch()
         record.blocks = self._uses.blocks
+        empirical = self._watch.settings.fisher == "empirical"
         for block in record.blocks.values():
             for pair in block.pairs.values():
                 pair.input.finish()
                 pair.gradient.finish()
-                if self._watch.settings.fisher == "empirical":
+                if empirical:
                     pair.gradient.total.div_(self._scale.square())
-        record.squares = {key: squares.total for key, (_, squares) in self._bases.items()}
-        if self._watch.settings.fisher == "empirical":
-            record.squares = {key: total / self._scale.square() for key, total in record.squares.items()}
+        squares = {key: squares.total for key, (_, squares) in self._bases.items()}
+        record.squares = {key: t / self._scale.square() for key, t in squares.items()} if empirical else squares
         record.uncovered = not_covered(
             self._params, record.blocks.values(), self._capture.unexplained, self._uses.conflicts
         )
-        record.mismatch = float(self._mismatch)
         return record
 
-    def _gradient_of_loss_arrived(self, scale: Tensor) -> None:
-        """Go on, with the targets that the model was given and the gradient that it must have computed."""
+    def arrived(self, g: Tensor) -> None:
+        """Take the gradient of a loss with respect to predictions: send vectors back, or wait for what comes by."""
         if self._arrived_before or not self._watch.trains():
             return
-        f, y, loss = self._float(self._f), self.y, self._watch.loss
-        assert y is not None  # noqa: S101 (there is no hook otherwise)
-        loss.check(f, y)
-        R = loss.reduction_factor(loss.count(y))
-        if self._value is not None:
-            value = R * loss.criterion(f, y).sum()
-            self._mismatch = (value - self._value).abs() / self._value.abs().clamp(min=1e-30)
-        self._proceed(f, y, scale * R)
-
-    def _gradient_arrived(self, g: Tensor) -> None:
-        """Find out about targets and scale, and go on."""
-        if self._arrived_before or not self._watch.trains():
-            return
-        f, g, loss = self._float(self._f), self._float(g.detach()), self._watch.loss
-        y, scale = self.y, None
-        try:
-            if y is not None:
-                loss.check(f, y)
-        except (ValueError, TypeError):  # not the targets of this loss, such as labels that the model was given
-            self.y = y = None
-        if y is None:
-            self._mismatch = loss.departure(f, g)
-            y = loss.stand_in(f, g)
-        else:
-            scale, self._mismatch = _fit(g, loss.gradient(f, y))
-        if scale is None and self._watch.settings.fisher == "empirical":
-            scale, departure = _fit(g, loss.gradient(f, y))
-            if not departure < _DEPARTURE:
-                raise LossError(
-                    f"The scale of the gradient is not known, since targets of {loss.name} are not.",
-                    "Call the optimizer's targets(y) before backward(), or compute the loss by the module of loss=.",
-                )
-        self._proceed(f, y, g.new_ones(()) if scale is None else scale, g)
-
-    def _proceed(self, f: Tensor, y: Tensor, scale: Tensor, g: Tensor | None = None) -> None:
-        """Send vectors back, or wait for gradients to come by."""
-        self._arrived_before, self._scale = True, scale
-        watch, capture = self._watch, self._capture
-        wrong = f.isnan().any() | (f == torch.inf).any() | ~scale.isfinite()
-        self._finite = not bool(wrong if g is None else wrong | ~g.isfinite().all())
-        self.y = y
+        if self._problem is not None:
+            raise self._problem
+        self._arrived_before = True
+        watch, fisher = self._watch, self._watch.settings.fisher
+        f, g = as_float(self._f), g.detach()
+        self._finite = bool(g.isfinite().all() & ~(f.isnan() | (f == torch.inf)).any())
         if self._finite:
-            self._examples, self._count = watch.loss.examples(y), watch.loss.count(y)
-        if self._params is None or not self._examples:
-            capture.finished = True
-        elif watch.settings.fisher in {"empirical", "forward-only"}:
-            capture.keep_graph = capture.together = False
+            self._y, self._scale = self._targets_and_scale(f, g)
+            nothing = fisher == "empirical" and not bool(self._scale)
+            self._examples = 0.0 if nothing else watch.loss.examples(self._y)
+            self._count = 0.0 if nothing else watch.loss.count(self._y)
+        if self._params is None or not self._examples or self._y is None:
+            self._capture.finished = True
+        elif fisher in {"empirical", "forward-only"}:
+            self._capture.keep_graph = self._capture.together = False
             self._uses.finish_forward()
         else:
-            self._send(f, y)
-        watch.first_datum += self._num_data if self._params is not None else 0
+            self._send(f, self._y)
         if not watch.keep_inputs:
             self._arguments = None
         del self._f, self._edge  # the graph is large
         watch.completed(self)
+
+    def _targets_and_scale(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return targets, or what stands for them, and by which factor the loss is larger than a sum of criteria."""
+        loss, fisher, precise, g = self._watch.loss, self._watch.settings.fisher, g.dtype == f.dtype, as_float(g)
+        if self._y is not None:
+            try:
+                loss.check(f, self._y)
+                scale, self._mismatch = fit(g, loss.gradient(f, self._y))
+                if not self._is_guess or self._mismatch < _DEPARTURE:
+                    return self._y, scale
+            except (ValueError, TypeError):
+                if not self._is_guess:
+                    raise
+        # Half precision has lost the small entries that would show whether sums are zero.
+        self._mismatch = loss.departure(f, g) if precise else g.new_zeros(())
+        try:
+            y = loss.stand_in(f, g)
+            scale, departure = fit(g, loss.gradient(f, y)) if fisher == "empirical" else (g.new_ones(()),) * 2
+        except LossError:
+            if fisher not in {"empirical", "forward-only"}:
+                raise
+            y, scale, departure = f, g.new_ones(()), g.new_ones(())
+        if fisher == "empirical" and not departure < _DEPARTURE:
+            raise LossError(
+                f"The scale of the gradient is not known, since targets of {loss.name} are not.",
+                "Call the optimizer's targets(y) before backward(), or compute the loss by the module of loss=.",
+            )
+        return y, scale
 
     def _send(self, f: Tensor, y: Tensor) -> None:
         """Send vectors back through the graph, which somebody else will use up."""
         settings, at_once = self._watch.settings, self._watch.settings.columns_at_once or 1
         with self._capture.attentive():
             self._uses.finish_forward()
-            first = self._watch.first_datum
+            first = self._watch.next_datum()
             for columns in backpropagated_vectors(self._watch.loss, f, y, settings, first, at_once, Stream):
                 backward(self._edge, self._capture, columns.to(self._f.dtype), keep_graph=True)
                 self._uses.finish_backward()
 
-    @staticmethod
-    def _float(t: Tensor) -> Tensor:
-        """Return a tensor in a precision that losses are computed in."""
-        return t.to(torch.promote_types(t.dtype, torch.float32))
+
+def _tell(one: "weakref.ref[Pass]", g: Tensor) -> None:
+    """Tell a pass that still exists about a gradient."""
+    alive = one()
+    if alive is not None:
+        alive.arrived(g)
 
 
 # Beyond which relative distance gradients are those of another loss; half precision rounds by less.
 _DEPARTURE = 0.05
 
 
-def _fit(g: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+def fit(g: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
     """Return by which factor a direction comes closest to `g`, and how far away it is then, relative to `g`."""
     tiny = torch.finfo(g.dtype).tiny
     scale = (g * direction).sum() / direction.square().sum().clamp(min=tiny)
     return scale, (g - scale * direction).norm() / g.norm().clamp(min=tiny)
 
 
-def prediction_in(output: Any) -> Tensor:
-    """Return predictions in what a model returned: itself, its `logits`, or the first tensor of a tuple.
-
-    Raises:
-        ModelError: If there is none.
-    """
-    f = getattr(output, "logits", output)
-    if isinstance(f, Mapping):
-        f = f.get("logits")
-    if isinstance(f, (tuple, list)) and f:
-        f = f[0]
-    if not isinstance(f, Tensor) or f.ndim == 0:
-        raise ModelError(
-            f"The model returned a {type(output).__name__}, in which no prediction [N, ...] is found.",
-            "Return a tensor, an object or mapping with `logits`, or a tuple that starts with the prediction.",
-        )
-    return f
-
-
-def replaced(output: Any, swap: dict[int, Tensor]) -> Any:
-    """Return what a model returned with some tensors replaced."""
-    if isinstance(output, Tensor):
-        return swap.get(id(output), output)
-    if isinstance(output, (tuple, list)):
-        parts: list[Any] = [swap.get(id(part), part) for part in output]
-        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
-    if isinstance(output, Mapping):  # Hugging Face's outputs set their attributes, too
-        for key, value in list(output.items()):
-            if id(value) in swap:
-                output[key] = swap[id(value)]  # type: ignore[index]
-        return output
-    for name, value in list(vars(output).items()):
-        if id(value) in swap:
-            setattr(output, name, swap[id(value)])
-    return output
+def as_float(t: Tensor) -> Tensor:
+    """Return a tensor in a precision that losses are computed in."""
+    return t.to(torch.promote_types(t.dtype, torch.float32))

@@ -144,7 +144,7 @@ class Custom(Loss):
         leaf = f.detach().requires_grad_()
         with torch.enable_grad():
             values = [-likelihood(f_n).log_prob(label).sum() for f_n, label in zip(leaf, labels, strict=True)]
-        return torch.autograd.grad(torch.stack(values).sum(), leaf)[0]
+            return torch.autograd.grad(torch.stack(values).sum(), leaf)[0]
 
     def _distribution(self) -> Callable[[Tensor], Distribution]:
         if self.likelihood is None:

@@ -27,6 +27,7 @@ from kfs.optim.rule import limited
 log = logging.getLogger("kfs.optim")
 Interval = int | Callable[[int], int]
 _RISE = 10.0
+_RECOVERY = 20  # times patience: so many good updates in a row undo one rise
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Curvature:
         unit: What damping is measured in.
         eigen: Whether eigenvalues are corrected.
         every: How many steps an inverse is used for.
-        patience: After how many events in a row damping rises.
+        patience: After how many events in a row damping rises; it falls again after many good updates.
 
     Attributes:
         averages: By block.
@@ -69,8 +70,8 @@ class Curvature:
         self._every, self._patience = every, patience
         self.averages: dict[Key, Average] = {}
         self.damping_scale, self.events = 1.0, Events()
-        self._in_a_row, self._credit = 0, 0.0
-        self._groups: list[tuple[Group, Tensor, bool]] | None = None
+        self._in_a_row, self._good, self._raised, self._credit = 0, 0, 0, 0.0
+        self._groups: list[tuple[Group, bool]] | None = None
 
     @property
     def covered(self) -> set[str]:
@@ -100,7 +101,7 @@ class Curvature:
         blocks = {key: block for key, block in record.blocks.items() if not without & set(block.layout.params)}
         totals = [m.total for b in blocks.values() for p in b.pairs.values() for m in (p.input, p.gradient)]
         totals += list(record.squares.values())
-        if not record.finite or (totals and not torch.nn.utils.get_total_norm(totals).isfinite()):
+        if not record.finite or (totals and not torch.nn.utils.get_total_norm(totals, torch.inf).isfinite()):
             self.events.refused_statistics += 1
             self.trouble("statistics of a batch are not finite, and were not used")
             return False
@@ -115,9 +116,7 @@ class Curvature:
             if key in record.squares and average.eigen is not None:
                 average.add_squares(record.squares[key], record.examples, self._decay)
             average.add(block, self._decay)
-        for key in [k for k, a in self.averages.items() if without & set(a.layout.params)]:
-            del self.averages[key]
-            self._groups = None
+        self.forget(without)
         return True
 
     def refresh(self, step: int, damping: Callable[[Layout], float], force: bool = False) -> None:
@@ -141,13 +140,16 @@ class Curvature:
     def precondition(self, u: Mapping[str, Tensor], trust: Callable[[Layout], float | None]) -> dict[str, Tensor]:
         """Multiply with the inverses of all blocks, and keep each block's step in the trust region."""
         if self._groups is None:
-            self._groups = self._grouped(trust)
+            self._groups = self._grouped()
         dtype = {name: t.dtype for name, t in u.items()}
         columns = {name: t.unsqueeze(0) for name, t in u.items()}
         steps = {name: torch.zeros_like(t) for name, t in columns.items()}
-        for group, limits, single in self._groups:
-            M = group.read(columns)
-            D = limited(group.structure.multiply(M.to(group.structure.like.dtype)), limits, single)
+        for group, single in self._groups:
+            like = group.structure.like
+            limits = [trust(layout) for layout in group.layouts for _ in range(layout.groups)]
+            numbers = like.new_tensor([torch.inf if limit is None else limit for limit in limits])
+            D = group.structure.multiply(group.read(columns).to(like.dtype))
+            D = limited(D, numbers.reshape(-1, 1, 1, 1), single)
             group.write(D, steps)
         return {name: t.squeeze(0).to(dtype[name]) for name, t in steps.items()}
 
@@ -157,23 +159,34 @@ class Curvature:
 
     def trouble(self, what: str) -> None:
         """Log an event, and raise damping after some in a row."""
-        self._in_a_row += 1
+        self._in_a_row, self._good = self._in_a_row + 1, 0
         log.warning("kfs.optim: %s.", what)
         if self._in_a_row >= self._patience:
-            self._in_a_row = 0
-            self.damping_scale *= _RISE
-            for average in self.averages.values():
-                average.changed = True
+            self._in_a_row, self._raised = 0, self._raised + 1
             self.events.raised_damping += 1
-            log.warning(
-                "kfs.optim: damping rises to %g times its value, after %d such events.",
-                self.damping_scale,
-                self._patience,
-            )
+            self._scale_damping(_RISE)
+            text = "kfs.optim: damping rises to %g times its value, after %d such events."
+            log.warning(text, self.damping_scale, self._patience)
 
     def no_trouble(self) -> None:
-        """Take note that a step went well."""
-        self._in_a_row = 0
+        """Take note that statistics entered; after many in a row, damping is what it was before it rose."""
+        self._in_a_row, self._good = 0, self._good + 1
+        if self._raised and self._good >= _RECOVERY * self._patience:
+            self._good, self._raised = 0, self._raised - 1
+            self._scale_damping(1 / _RISE)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget blocks of parameters that have other names now, or are gone."""
+        gone = set(names)
+        for key in [k for k, a in self.averages.items() if gone & set(a.layout.params)]:
+            del self.averages[key]
+            self._groups = None
+
+    def _scale_damping(self, factor: float) -> None:
+        """Change all dampings; inverses follow when they are due."""
+        self.damping_scale *= factor
+        for average in self.averages.values():
+            average.changed = True
 
     def _invert(self, average: Average, step: int, damping: float) -> None:
         """Compute a block's inverse, or keep the last one."""
@@ -186,8 +199,8 @@ class Curvature:
         average.updated, average.changed = step, False  # a block that fails does not take the others' share of work
         self._groups = None
 
-    def _grouped(self, trust: Callable[[Layout], float | None]) -> list[tuple[Group, Tensor, bool]]:
-        """Put blocks of one size together."""
+    def _grouped(self) -> list[tuple[Group, bool]]:
+        """Put blocks of one size together; also say which have unit vectors as inputs."""
         parts: list[tuple[Layout, Structure]] = []
         owners: dict[Layout, Average] = {}
         for average in self.averages.values():
@@ -198,10 +211,8 @@ class Curvature:
         for group in _together(parts):
             for layout, units in group.parts():
                 owners[layout].inverse = group.structure[units]  # stored once
-            limits = [trust(layout) for layout in group.layouts for _ in range(layout.groups)]
-            values = group.structure.like.new_tensor([torch.inf if t is None else t for t in limits])
             single = owners[group.layouts[0]].factors.A.kind == "diagonal" and group.structure.columns > 1
-            result.append((group, values.reshape(-1, 1, 1, 1), single))
+            result.append((group, single))
         return result
 
     def state(self) -> dict[str, Any]:
@@ -210,7 +221,7 @@ class Curvature:
             "averages": [average.state() for average in self.averages.values()],
             "damping_scale": self.damping_scale,
             "events": asdict(self.events),
-            "in_a_row": self._in_a_row,
+            "in_a_row": [self._in_a_row, self._good, self._raised],
             "credit": self._credit,
         }
 
@@ -219,7 +230,7 @@ class Curvature:
         averages = [Average.from_state(s, device) for s in state["averages"]]
         self.averages = {(a.layout.weight, a.layout.rows): a for a in averages}
         self.damping_scale, self._credit = float(state["damping_scale"]), float(state["credit"])
-        self._in_a_row = int(state["in_a_row"])
+        self._in_a_row, self._good, self._raised = map(int, state["in_a_row"])
         self.events, self._groups = Events(**state["events"]), None
 
 

@@ -1,8 +1,8 @@
 """KFAC as an optimizer: a thin shell around the update rule (`rule`), with curvature from the training's own passes."""
 
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from kfs.errors import KfsWarning, LossError, ModelError, StorageError
 from kfs.kfac.blocks import Layout
 from kfs.kfac.damping import Method
 from kfs.kfac.live import Watch
-from kfs.kfac.live_pass import Bases, Record
+from kfs.kfac.live_pass import Record
 from kfs.kfac.settings import Fisher, Settings, Sharing
+from kfs.kfac.uses import Key
 from kfs.losses import describe
+from kfs.optim.announcements import announce
 from kfs.optim.averages import Unit
 from kfs.optim.curvature import Curvature, Events, Interval
 from kfs.optim.options import check_options
@@ -43,13 +45,12 @@ class KFAC(Optimizer):
         kl_clip: Limits the step as a whole: to which change of predictions it may lead according to the curvature.
         fisher: Which curvature matrix: `"mc"` (one more backward pass, for labels drawn from the model's likelihood),
             `"empirical"` (costs no pass), `"type-2"` (exact; one pass per class), or `"forward-only"` (inputs alone).
-        sharing: How positions that share a weight enter, as in `kfs.KFAC`.
+        sharing: As in `kfs.KFAC`.
         eigen: Whether to correct eigenvalues, as in `kfs.EKFAC`, by running averages in the eigenbasis.
         decay: How much of the averages over factors is kept when new ones enter.
         factors_every: In how many steps new factors are computed: a number, or a function of the step. By default 5,
             and 1 with a quadratic model, which needs every batch.
-        inverses_every: For how many steps an inverse is used, likewise. Work is spread over all steps. It is done more
-            often in the first steps.
+        inverses_every: For how many steps an inverse is used, likewise. Work is spread over all steps.
         damping_method: `"factored"` (the default), `"exact"` (the default for corrected eigenvalues; takes longer), or
             `"per-factor"`, as in `kfs.KFAC.inverse`.
         damping_unit: `"relative"` to each block's mean eigenvalue, or `"absolute"`.
@@ -137,21 +138,20 @@ class KFAC(Optimizer):
         self.steps, self.uncovered = 0, dict[str, str]()
         self._tracked: frozenset[str] = frozenset()
         self._unit, self._warned = 1.0, False
+        self._announced: set[Key] = set()
         self._closed = self._paused = False
         self._params = Parameters(model, self.param_groups)
         module = loss if isinstance(loss, nn.Module) else None
-        me = weakref.WeakMethod(self._wanted), weakref.WeakMethod(self._bases)  # so that nothing keeps this object
         self._watch = Watch(
             model,
             self._loss,
             module,
             settings,
-            lambda: _call(me[0]),
-            lambda: _call(me[1]),
+            self._wanted,
+            self._curvature.bases,
             count=self._loss.reduction == "sum",
             keep_inputs=quadratic_model,
         )
-        weakref.finalize(self, _remove, self._watch._handles)
 
     @property
     def events(self) -> Events:
@@ -180,8 +180,27 @@ class KFAC(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, such as those of a layer that was added to it."""
         super().add_param_group(param_group)
-        if hasattr(self, "_params"):
+        if not hasattr(self, "_params"):
+            return
+        try:
             self._params.read(self.param_groups)
+        except ModelError:
+            self.param_groups.pop()
+            raise
+        names = {n for a in self._curvature.averages.values() for n in a.layout.params}
+        self._curvature.forget(names - self._params.tensors.keys())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, and statistics of passes that no step was taken for."""
+        self._watch.forget()
+        super().zero_grad(set_to_none)
+
+    def __reduce__(self) -> Any:
+        """Refuse copies: two optimizers would watch one model."""
+        raise ModelError(
+            "An optimizer that watches a model cannot be copied or pickled.",
+            "Copy its state: KFAC(other_model, ...).load_state_dict(optimizer.state_dict()).",
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -212,7 +231,7 @@ class KFAC(Optimizer):
         record = self._watch.collect()
         grads = {n: p.grad.to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
         self._check(record, grads)
-        good = torch.nn.utils.get_total_norm(list(grads.values())).isfinite()
+        good = torch.nn.utils.get_total_norm(list(grads.values()), torch.inf).isfinite()
         if (record is not None or not good.is_cuda) and not good:
             self.events.skipped_steps += 1
             self._curvature.trouble("gradients are not finite, and the step was skipped")
@@ -224,6 +243,8 @@ class KFAC(Optimizer):
         )
         natural = {n: g / self._unit for n, g in grads.items() if n in self._curvature.covered}
         rest = {n: g for n, g in grads.items() if n in self.uncovered or self._params.groups[n]["method"] == "adamw"}
+        if len(natural) + len(rest) < len(grads):
+            self._tracked = frozenset()  # some are used for the first time: the next step looks at all of them again
         if self._quadratic is None or record is None:
             natural_updates(self._params, self.state, natural, self._precondition, self._kl_clip, good)
         else:
@@ -279,7 +300,8 @@ class KFAC(Optimizer):
             )
         mine = state_dict["kfac"]
         layouts = [Layout.from_state(a["layout"]) for a in mine["curvature"]["averages"]]
-        strange = [x.name for x in layouts if any(n not in self._params.tensors for n in x.params)]
+        sizes = {n: p.numel() for n, p in self._params.tensors.items()}
+        strange = [x.name for x in layouts if sizes.get(x.weight) != prod(x.shape) or (x.bias or x.weight) not in sizes]
         if strange:
             raise StorageError(f"The state has blocks {strange}, which this model has not.", "Use the model it is of.")
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
@@ -312,9 +334,6 @@ class KFAC(Optimizer):
 
     def _tracked_now(self) -> dict[str, Tensor]:
         return {n: p for n, p in self._params.trainable().items() if n not in self.uncovered}
-
-    def _bases(self) -> Bases:
-        return self._curvature.bases()
 
     def _check(self, record: Record | None, grads: Mapping[str, Tensor]) -> None:
         """Refuse a step without gradients, without curvature, or for another loss."""
@@ -349,13 +368,12 @@ class KFAC(Optimizer):
         if not self._curvature.commit(record, lost):
             return
         self._curvature.no_trouble()
+        self._watch.first_datum += record.num_data
         self.uncovered |= lost
         self._tracked = frozenset(self._tracked_now())
-        if lost:
-            listed = "; ".join(f"{name!r}: {why}" for name, why in list(lost.items())[:5])
-            more = f"; and {len(lost) - 5} more" if len(lost) > 5 else ""
-            text = f"KFAC does not cover some parameters, which are trained by AdamW ({listed}{more})."
-            warnings.warn(text, KfsWarning, stacklevel=4)
+        new = {key: block for key, block in record.blocks.items() if key not in self._announced}
+        self._announced |= new.keys()
+        announce(lost, new.values(), self._settings)
 
     def _precondition(self, u: dict[str, Tensor]) -> dict[str, Tensor]:
         """Multiply with inverses; a parameter of a block that has no gradient counts as zero."""
@@ -367,15 +385,3 @@ class KFAC(Optimizer):
 
     def _group_of(self, layout: Layout) -> dict[str, Any]:
         return self._params.groups[layout.weight]
-
-
-def _call(method: Any) -> Any:
-    """Call a method of an object, if that still exists."""
-    alive = method()
-    return None if alive is None else alive()
-
-
-def _remove(handles: list[Any]) -> None:
-    """Remove hooks."""
-    for handle in handles:
-        handle.remove()

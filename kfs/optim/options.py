@@ -22,7 +22,7 @@ def check_options(given: Mapping[str, Any]) -> None:
         "momentum": (0, 1),
         "weight_decay": (0, torch.inf),
         "decay": (0, 1),
-        "adamw_lr": (0, torch.inf),
+        "adamw_lr": (1e-12, torch.inf),
         "trust": (0, torch.inf),
         "kl_clip": (0, torch.inf),
     }
@@ -30,7 +30,7 @@ def check_options(given: Mapping[str, Any]) -> None:
         value = given[name]
         number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
         if value is not None and not (number and low <= value < high):
-            raise ModelError(f"{name} is {value!r}.", f"Use a number from {low:g} to {high:g}.")
+            raise ModelError(f"{name} is {value!r}.", f"Use a number from {low:g} on, below {high:g}.")
     for name in ("factors_every", "inverses_every", "patience"):
         value = given[name]
         if value is not None and not callable(value) and not (type(value) is int and value >= 1):

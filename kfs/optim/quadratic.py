@@ -14,6 +14,7 @@ damping rises, and if the prediction was good, it falls (Levenberg-Marquardt).
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.errors import ModelError
 from kfs.exact_derivatives import ExactDerivatives, explained
-from kfs.kfac.live_pass import Record, prediction_in
+from kfs.kfac.live_pass import Record
+from kfs.kfac.outputs import prediction_in
 from kfs.losses import Loss
 
 Step = dict[str, Tensor]
@@ -55,17 +57,17 @@ class QuadraticModel:
             gradient: Of the average over examples, by parameter name.
             natural: The gradient times the damped inverse curvature.
             damping: What was added to the curvature.
-            record: Has inputs and targets of the last pass.
+            record: Has inputs and targets of all passes.
         """
         directions = [{n: -d for n, d in natural.items()}]
         if self.previous.keys() == natural.keys():
             directions.append(self.previous)
-        b = torch.stack([_inner(gradient, d) for d in directions]).double()
-        C = self._curvature(directions, damping, record).double()
+        b = torch.stack([_inner(gradient, d) for d in directions]).double().cpu()
+        C = self._curvature(directions, damping, record)
         x = torch.linalg.pinv(C, hermitian=True) @ -b  # the last step may point along the natural gradient
         self._predicted = (float(b @ x), float(x @ C @ x))
         self.previous = {
-            n: torch.stack([c * d[n] for c, d in zip(x.to(like.dtype), directions, strict=True)]).sum(0)
+            n: torch.stack([c * d[n] for c, d in zip(x.to(like), directions, strict=True)]).sum(0)
             for n, like in natural.items()
         }
         return self.previous
@@ -87,21 +89,21 @@ class QuadraticModel:
         return 1.0 if ratio >= 0.25 else 1 / rate
 
     def _curvature(self, directions: list[Step], damping: Mapping[str, Tensor], record: Record) -> Tensor:
-        """Return the damped Fisher matrix on the last batch, along the directions."""
-        if record.last is None:
-            raise ModelError("The targets of the last batch are not known.", "Call targets(y) in the closure.")
-        y, pushed, rows = record.last[2], [self._pushed(d, record) for d in directions], []
-        for left, (f, Jd) in zip(directions, pushed, strict=True):
-            product = self._loss.fisher_product(f, y, Jd) / self._loss.examples(y)
-            damped = {n: damping[n] * t for n, t in left.items()}
-            along = [(product * other).sum() for _, other in pushed]
-            rows.append(torch.stack(along) + torch.stack([_inner(damped, d) for d in directions]))
-        C = torch.stack(rows)
+        """Return the damped Fisher matrix on all data of the step, along the directions."""
+        if not record.inputs:
+            raise ModelError("No target of this step counts.", "Use batches with targets that count.")
+        C, examples = torch.zeros(len(directions), len(directions), dtype=torch.float64), 0.0
+        for args, kwargs, y in record.inputs:
+            pushed = [self._pushed(d, args, kwargs) for d in directions]
+            products = [self._loss.fisher_product(f, y, Jd) for f, Jd in pushed]
+            C += torch.stack([torch.stack([(p * Jd).sum() for _, Jd in pushed]) for p in products]).double().cpu()
+            examples += self._loss.examples(y)
+        damped = [{n: damping[n] * t for n, t in d.items()} for d in directions]
+        C = C / examples + torch.stack([torch.stack([_inner(a, d) for d in directions]) for a in damped]).double().cpu()
         return (C + C.T) / 2
 
-    def _pushed(self, direction: Step, record: Record) -> tuple[Tensor, Tensor]:
-        """Return predictions for the last batch, and their derivative along a direction of the parameters."""
-        args, kwargs, _ = record.last or ((), {}, None)
+    def _pushed(self, direction: Step, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return predictions for a batch, and their derivative along a direction of the parameters."""
         params = {n: p.detach() for n, p in self._model.named_parameters() if n in direction}
 
         def predict(*values: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Misuse: each is an error with cause and way out, before anything is stored."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -161,16 +163,6 @@ def test_targets_that_are_needed() -> None:
     other.close()
 
 
-def test_predictions_that_are_changed_in_place() -> None:
-    """What the loss is computed from must be what the model returned."""
-    X, y = data()
-    model = mlp()
-    optimizer = KFAC(model, LOSS)
-    LOSS(model(X).mul_(2.0), y).backward()
-    with pytest.raises(ModelError, match="do not change predictions in place"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -219,18 +211,29 @@ def test_what_is_no_model_or_no_loss() -> None:
     assert not model._forward_hooks
 
 
+class Constant(nn.Module):
+    """Makes data from a number."""
+
+    def forward(self, x: float) -> Tensor:
+        """Return one datum."""
+        return torch.full((1, 4), x)
+
+
 def test_inputs_and_outputs_without_batch_axis() -> None:
     """The model is called with data, and predicts one thing for each."""
     X, _ = data()
     model = mlp()
     optimizer = KFAC(model, LOSS)
+    constant = nn.Sequential(Constant(), nn.Linear(4, 3))
+    keeper = KFAC(constant, LOSS)
     with pytest.raises(DataError, match="without any tensor"):
-        model(3.0)
+        constant(3.0).sum().backward()
     folded = nn.Sequential(nn.Flatten(0, 1), nn.Linear(2, 2))
     other = KFAC(folded, LOSS)
     with pytest.raises(DataError, match="was called with 5 data, but its prediction has shape"):
-        folded(torch.randn(5, 3, 2))
-    assert optimizer.steps == other.steps == 0
+        folded(torch.randn(5, 3, 2)).sum().backward()
+    assert folded(torch.randn(5, 3, 2)).shape == (15, 2)  # nobody trains with it
+    assert optimizer.steps == other.steps == keeper.steps == 0
     assert model(X).requires_grad
 
     class Strange(nn.Module):
@@ -239,12 +242,12 @@ def test_inputs_and_outputs_without_batch_axis() -> None:
             self.linear = nn.Linear(4, 3)
 
         def forward(self, x: Tensor) -> Any:
-            return {"scores": self.linear(x)}
+            return {"one": self.linear(x), "other": x}
 
     strange = Strange()
     keeper = KFAC(strange, LOSS)
-    with pytest.raises(ModelError, match="no prediction"):
-        strange(X.float())
+    with pytest.raises(ModelError, match="2 tensors, none of them called"):
+        strange(X.float())["one"].sum().backward()
     keeper.close()
 
 
@@ -262,3 +265,35 @@ def test_states_of_others() -> None:
     with pytest.raises(StorageError, match="this model has not"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.steps == 0
+
+
+def test_copies() -> None:
+    """An optimizer is not copied, since both would watch the model."""
+    optimizer = KFAC(mlp(), LOSS)
+    with pytest.raises(ModelError, match="cannot be copied"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(ModelError, match="load_state_dict"):
+        pickle.dumps(optimizer)
+
+
+def test_refused_groups_are_not_kept() -> None:
+    """After a refused group the optimizer is as before."""
+    model = mlp()
+    optimizer = KFAC(model, LOSS, model[0].parameters())
+    with pytest.raises(ModelError, match="not parameters of the model"):
+        optimizer.add_param_group({"params": list(mlp().parameters())})
+    assert len(optimizer.param_groups) == 1
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_states_of_other_widths() -> None:
+    """Sizes of blocks are compared with the model's."""
+    X, y = data()
+    narrow, wide = (
+        mlp(),
+        nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).double(),
+    )
+    first, second = KFAC(narrow, LOSS), KFAC(wide, LOSS)
+    train(narrow, first, [(X, y)], LOSS)
+    with pytest.raises(StorageError, match="this model has not"):
+        second.load_state_dict(first.state_dict())

@@ -81,7 +81,7 @@ def _record_entries_per_datum(capture: Capture, source: Source, operation: str) 
     vectors = Rows(all_rows(layout, source.tensor), layout.column_size, (capture.num_data,), source.tensor)
 
     def by_rows(g: Tensor) -> Tensor:
-        rows_last: Tensor = g.flatten(2).unflatten(-1, (-1, layout.row_size))
+        rows_last: Tensor = g.reshape(*g.shape[:2], -1, layout.row_size)
         return rows_last
 
     return capture.uses.record(
