@@ -128,7 +128,7 @@ class Watch:
         self._depth += 1
         if self._depth > 1:
             return None
-        self._frame = sys._getframe(2)  # the call of the module
+        self._frame = _call_of_module()
         wanted = self._wanted()
         params = None if wanted is None else wanted()
         if params is None and not self._count:
@@ -187,6 +187,14 @@ class Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the watch out."""
         return Hook, ()
+
+
+def _call_of_module() -> FrameType | None:
+    """Return the frame in which a module is being called."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
+        frame = frame.f_back
+    return frame
 
 
 def _remove(handles: list[Any]) -> None:

@@ -77,15 +77,17 @@ class Record:
 
     def plus(self, other: "Record") -> "Record":
         """Return the sum; this object's tensors may be part of it."""
-        for key, block in other.blocks.items():
-            mine = self.blocks.setdefault(key, block)
-            if mine is not block:
-                for side, pair in block.pairs.items():
-                    mine.pairs[side] = mine.pairs[side].merge(pair) if side in mine.pairs else pair
-        for key, squares in other.squares.items():
-            self.squares[key] = self.squares[key] + squares if key in self.squares else squares
         both = self.uncovered.keys() & other.uncovered.keys()  # what one pass does not use, another may
         broken = {n: why for r in (self, other) for n, why in r.uncovered.items() if n in both or n in _names(r)}
+        for key, block in other.blocks.items():
+            if key in self.blocks:
+                pairs = self.blocks[key].pairs
+                merged = {side: pairs[side].merge(pair) for side, pair in block.pairs.items() if side in pairs}
+                self.blocks[key].pairs = block.pairs | pairs | merged
+            else:
+                self.blocks[key] = block
+        for key, squares in other.squares.items():
+            self.squares[key] = self.squares[key] + squares if key in self.squares else squares
         return Record(
             self.blocks,
             self.squares,
@@ -232,7 +234,7 @@ class Pass:
     def finish(self) -> Record:
         """Return what the pass has given, after its backward pass."""
         record = Record({}, {}, self.num_data, self._examples, self._count, finite=self._finite)
-        if self._watch.keep_inputs and self._y is not None:
+        if self._watch.keep_inputs and self._y is not None and self._examples:
             args, kwargs = self._arguments
             record.inputs = [(args, {key: value for key, value in kwargs.items() if key != "labels"}, self._y)]
         record.mismatch = float(self._mismatch)

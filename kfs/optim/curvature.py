@@ -105,8 +105,6 @@ class Curvature:
             self.events.refused_statistics += 1
             self.trouble("statistics of a batch are not finite, and were not used")
             return False
-        if not record.examples:
-            return False
         for key, block in blocks.items():
             block.reduction_factor = 1 / record.examples
             average = self.averages.get(key)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kfs.errors import ModelError
 from kfs.exact_derivatives import ExactDerivatives, explained
 from kfs.kfac.live_pass import Record
 from kfs.kfac.outputs import prediction_in
@@ -59,6 +58,8 @@ class QuadraticModel:
             damping: What was added to the curvature.
             record: Has inputs and targets of all passes.
         """
+        if not record.inputs:  # no target counts
+            return {n: torch.zeros_like(d) for n, d in natural.items()}
         directions = [{n: -d for n, d in natural.items()}]
         if self.previous.keys() == natural.keys():
             directions.append(self.previous)
@@ -90,8 +91,6 @@ class QuadraticModel:
 
     def _curvature(self, directions: list[Step], damping: Mapping[str, Tensor], record: Record) -> Tensor:
         """Return the damped Fisher matrix on all data of the step, along the directions."""
-        if not record.inputs:
-            raise ModelError("No target of this step counts.", "Use batches with targets that count.")
         C, examples = torch.zeros(len(directions), len(directions), dtype=torch.float64), 0.0
         for args, kwargs, y in record.inputs:
             pushed = [self._pushed(d, args, kwargs) for d in directions]

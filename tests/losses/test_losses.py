@@ -11,7 +11,8 @@ from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
 from kfs.errors import DataError, DtypeError, LossError, ShapeError
 from kfs.losses import Custom, Loss, TokenCrossEntropy, describe
-from kfs.losses.counter import Draws
+from kfs.losses.counter import Draws, Stream
+from kfs.losses.cross_entropy import CrossEntropy
 from tests.losses.cases import CASES, Case, double_well, log_cosh
 
 all_cases = pytest.mark.parametrize("case", CASES, ids=str)
@@ -260,3 +261,51 @@ def test_settings_and_targets_follow_the_predictions_dtype() -> None:
         leaf = f.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(loss.criterion(leaf, y).sum(), leaf)
         torch.testing.assert_close(loss.gradient(f, y), gradient)
+
+
+@all_cases
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_stand_ins_have_the_same_fisher(case: Case, scale: float) -> None:
+    """Targets that are read off the gradient make the same Fisher matrix, or there is none to make."""
+    loss, f, y = case.make()
+    try:
+        expected = squared(loss.fisher_factor(f, y))
+    except LossError:
+        return
+    if y.is_floating_point() and isinstance(loss, CrossEntropy) and loss.weight is not None:
+        return  # how much a distribution over weighted classes counts, its gradient does not tell
+    stand_in = loss.stand_in(f, scale * loss.gradient(f, y))
+    assert loss.count(stand_in) == pytest.approx(loss.count(y))
+    assert loss.examples(stand_in) == pytest.approx(loss.examples(y))
+    close(squared(loss.fisher_factor(f, stand_in)), expected)
+    assert loss.departure(f, scale * loss.gradient(f, y)) < 1e-10
+
+
+def test_stand_ins_that_do_not_exist() -> None:
+    """Where curvature depends on targets, they must be known; and predictions must be the loss's."""
+    with pytest.raises(LossError, match="depends on targets"):
+        describe(nn.HuberLoss()).stand_in(torch.ones(2, 3), torch.ones(2, 3))
+    for shape in ((4,), (4, 3)):
+        with pytest.raises(ShapeError, match="stacked along axis 1"):
+            describe(nn.GaussianNLLLoss()).stand_in(torch.ones(shape), torch.ones(shape))
+
+
+@all_cases
+def test_losses_can_be_called(case: Case) -> None:
+    """The value is PyTorch's."""
+    loss, f, y = case.make()
+    close(loss(f, y), case.pytorch(f, y))
+
+
+def test_streams() -> None:
+    """Numbers of PyTorch's generators depend on seed, place and sample, and have the right distribution."""
+    device = torch.device("cpu")
+    one, same = (Stream(3, 10, 0).normal(1000, (5,), device) for _ in range(2))
+    assert torch.equal(one, same)
+    for other in (Stream(4, 10, 0), Stream(3, 11, 0), Stream(3, 10, 1)):
+        assert not torch.equal(other.normal(1000, (5,), device), one)
+    assert one.mean().abs() < 0.05
+    assert abs(float(one.std()) - 1) < 0.05
+    u = Stream(0, 0, 0).uniform(1000, (), device)
+    assert u.shape == (1000,)
+    assert abs(float(u.mean()) - 0.5) < 0.05

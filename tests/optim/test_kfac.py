@@ -48,12 +48,13 @@ def test_all_square_losses_make_the_same_step(loss: Any) -> None:
 
 @pytest.mark.parametrize("factors", [1, 3])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_accumulated_gradients(factors: int, reduction: str) -> None:
+@pytest.mark.parametrize("eigen", [False, True])
+def test_accumulated_gradients(factors: int, reduction: str, eigen: bool) -> None:
     """Parts of a batch one after the other equal the batch, also where factors are computed now and then."""
     X, y = data()
     loss = nn.CrossEntropyLoss(reduction=reduction)
     whole, parts = mlp(), mlp()
-    options = EXACT | {"factors_every": factors}
+    options = EXACT | {"factors_every": factors, "eigen": eigen}
     train(whole, KFAC(whole, loss, **options), [(X, y)] * 4, loss)
     optimizer = KFAC(parts, loss, **options)
     for _ in range(4):

@@ -1,0 +1,257 @@
+"""Passes that somebody else makes: what is taken from them, and what is left alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs.errors import KfsWarning, LossError
+from kfs.optim import KFAC
+from tests.optim.training import data, mlp, train, weights
+
+LOSS = nn.CrossEntropyLoss()
+
+
+class Interrupted(nn.Module):
+    """Raises what it is told to, once."""
+
+    def __init__(self) -> None:
+        """Start without anything to raise."""
+        super().__init__()
+        self.error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        return x
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_interrupts(closed: bool) -> None:
+    """After an interrupt from the keyboard, the next call or step puts everything in order."""
+    X, y = data()
+    layer = Interrupted()
+    model = nn.Sequential(mlp(), layer)
+    optimizer = KFAC(model, LOSS)
+    layer.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    if closed:
+        optimizer.close()
+        assert not torch.overrides._get_current_function_mode_stack()
+        return
+    train(model, optimizer, [(X, y)], LOSS)
+    assert not torch.overrides._get_current_function_mode_stack()
+    layer.error = KeyboardInterrupt()
+    optimizer._factors_every = 100
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    train(model, optimizer, [(X, y)], LOSS)
+
+
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        """Make a layer."""
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+        """Apply the layer some times."""
+        result: Tensor = self(self.linear(x), depth - 1) if depth else x
+        return result
+
+
+def test_models_that_call_themselves() -> None:
+    """Only the outermost call is a pass."""
+    X, y = data()
+    recursive, model = Recursive(), Recursive()
+    model.load_state_dict(recursive.state_dict())
+    optimizer = KFAC(recursive, LOSS, fisher="type-2")
+    train(recursive, optimizer, [(X[:, :3], y)], LOSS)
+    assert optimizer._watch.first_datum == len(X)
+    plain = nn.Sequential(*[model.linear] * 3)
+    train(plain, KFAC(plain, LOSS, fisher="type-2"), [(X[:, :3], y)], LOSS)
+    torch.testing.assert_close(weights(recursive), weights(plain))
+
+
+class Keeps(nn.Module):
+    """Keeps its prediction, and returns what nobody can train with."""
+
+    def __init__(self) -> None:
+        """Make a network."""
+        super().__init__()
+        self.net, self.kept = mlp(), torch.zeros(())
+
+    def forward(self, x: Tensor, detach: bool = False) -> Tensor:
+        """Predict."""
+        self.kept = self.net(x)
+        return self.kept.detach() if detach else self.kept
+
+
+def test_predictions_that_take_another_way() -> None:
+    """What was not returned is not seen; what is returned without graph is nothing to wait for."""
+    X, y = data()
+    model = Keeps()
+    optimizer = KFAC(model, LOSS)
+    assert not model(X, detach=True).requires_grad
+    model(X)
+    LOSS(model.kept, y).backward()
+    assert optimizer._watch.collect() is None
+    optimizer.targets(y)  # of a pass that is gone
+    train(model, optimizer, [(X, y)], LOSS)
+    assert optimizer.steps == 1
+
+
+class Sometimes(nn.Module):
+    """Uses a parameter in a way that has no rule, and another one only if asked for."""
+
+    def __init__(self) -> None:
+        """Make the parameters."""
+        super().__init__()
+        self.linear, self.more = nn.Linear(4, 3), nn.Linear(3, 3)
+        self.odd = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, more: bool) -> Tensor:
+        """Use them."""
+        h = torch.atan2(self.linear(x), self.odd)
+        return self.more(h) if more else h
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_passes_that_use_different_parameters(order: tuple[bool, bool]) -> None:
+    """A parameter that one part of a batch does not use is covered; one without rule is not."""
+    X, y = data(dtype=torch.float32)
+    model = Sometimes()
+    optimizer = KFAC(model, LOSS)
+    for more in order:
+        LOSS(model(X, more), y).backward()
+    with pytest.warns(KfsWarning, match="'odd'"):
+        optimizer.step()
+    assert set(optimizer.uncovered) == {"odd"}
+    assert {name for name, _ in optimizer._curvature.averages} == {"linear.weight", "more.weight"}
+
+
+def test_branches_that_are_used_later() -> None:
+    """Curvature for them is computed in the next step, whatever is due."""
+    X, y = data(dtype=torch.float32)
+    model = Sometimes()
+    model.odd.requires_grad_(False)
+    optimizer = KFAC(model, LOSS, factors_every=100)
+    before = model.more.weight.detach().clone()
+    for more in (False, True, True):
+        optimizer.zero_grad()
+        LOSS(model(X, more), y).backward()
+        optimizer.step()
+    assert not torch.equal(model.more.weight, before)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_labels_that_are_none(told: bool) -> None:
+    """An argument called `labels` may be something else; targets that somebody gave may not."""
+    X, y = data()
+
+    class Labelled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: Tensor, labels: Any = None) -> Any:
+            return self.net(x)
+
+    model = Labelled()
+    optimizer = KFAC(model, LOSS, factors_every=1)
+    for labels in (torch.zeros(5), y.flip(0), "text"):
+        optimizer.zero_grad()
+        value = LOSS.forward(model(X, labels=labels), y)
+        if told:
+            optimizer.targets(torch.zeros(5))
+            with pytest.raises(ValueError, match="targets have shape"):
+                value.backward()
+        else:
+            value.backward()
+            optimizer.step()
+
+
+def test_wide_factors_are_announced() -> None:
+    """They keep their diagonal only, which is said once."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS, max_dim=5, factors_every=1)
+    with pytest.warns(KfsWarning, match=r"max_dim=5.*0\.B \(6\)") as caught:
+        train(model, optimizer, [(X, y)] * 3, LOSS)
+    assert len(caught) == 1
+
+
+def test_damping_falls_again() -> None:
+    """After many good updates it is what it was."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS, factors_every=1, patience=1)
+    train(model, optimizer, [(X, y), (X * torch.nan, y)], LOSS)
+    assert optimizer.damping_scale == 10.0
+    train(model, optimizer, [(X, y)] * 20, LOSS)
+    assert optimizer.damping_scale == pytest.approx(1.0)
+
+
+def test_quadratic_model_without_targets_that_count() -> None:
+    """There is nothing to minimise, and nothing moves."""
+    X, y = data()
+    model, loss = mlp(), nn.CrossEntropyLoss(reduction="sum")
+    optimizer = KFAC(model, loss, quadratic_model=True)
+    targets = [y, torch.full_like(y, -100)]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value: Tensor = loss(model(X), targets[0])
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    before, targets[0] = weights(model), targets[1]
+    optimizer.step(closure)
+    assert torch.equal(weights(model), before)
+
+
+def test_empirical_fisher_of_a_vanishing_gradient() -> None:
+    """It has no scale, and is not used; nothing is wrong with it either."""
+    X, _ = data()
+    model = mlp()
+    loss = nn.MSELoss()
+    optimizer = KFAC(model, loss, fisher="empirical")
+    train(model, optimizer, [(X, model(X).detach())] * 4, loss)
+    assert optimizer.damping_scale == 1.0
+    with pytest.raises(LossError, match="scale"):
+        nn.functional.mse_loss(model(X), torch.ones(12, 3).double()).backward()
+
+
+@pytest.mark.filterwarnings("ignore")  # it is deprecated
+def test_traced_models() -> None:
+    """Tracing is not training."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    traced = torch.jit.trace(model, X)
+    torch.testing.assert_close(traced(X), model(X))
+    train(model, optimizer, [(X, y)], LOSS)
+
+
+def test_objects_without_tensors() -> None:
+    """A model may return anything, as long as nobody trains with it."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            return 3
+
+    model = Odd()
+    optimizer = KFAC(model, LOSS)
+    assert model(torch.ones(2, 4)) == 3
+    assert optimizer.steps == 0
