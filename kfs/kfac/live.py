@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import OptimizedModule
+from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
 from torch.autograd.graph import get_gradient_edge
 
 from kfs.errors import ModelError
@@ -133,7 +133,7 @@ class Watch:
         params = None if wanted is None else wanted()
         if params is None and not self._count:
             return None
-        if params is not None and not isinstance(module, OptimizedModule):
+        if params is not None:
             _refuse_compiled(self._frame)
         self._running = Pass(self, params, self._bases() if params else {}, args, kwargs)
         return self._running.start(args, kwargs)
@@ -178,7 +178,7 @@ class Hook:
         """Remember the watch without keeping it."""
         self._watch, self._method = None if watch is None else weakref.ref(watch), method
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo
     def __call__(self, *args: Any) -> Any:
         """Call the method."""
         watch = None if self._watch is None else self._watch()

@@ -241,7 +241,8 @@ class KFAC(Optimizer):
         self._curvature.refresh(
             self.steps, lambda layout: float(self._group_of(layout)["damping"]), self._quadratic is not None
         )
-        natural = {n: g / self._unit for n, g in grads.items() if n in self._curvature.covered}
+        covered = self._curvature.covered
+        natural = {n: g / self._unit for n, g in grads.items() if n in covered}
         rest = {n: g for n, g in grads.items() if n in self.uncovered or self._params.groups[n]["method"] == "adamw"}
         if len(natural) + len(rest) < len(grads):
             self._tracked = frozenset()  # some are used for the first time: the next step looks at all of them again
