@@ -29,12 +29,13 @@ format: $(VENV)/.dev  ## format the code and mend what ruff can mend
 docs: $(VENV)/.docs  ## build the book into docs/site
 	@$(BIN)/python docs/build.py
 
-bench: .venv-bench/.peers  ## measure our products, factors and inverses, and our peers', in units of forward+backward
+bench: .venv-bench/.peers  ## measure our products, factors, inverses and training, and our peers'
 	@.venv-bench/bin/python -m benchmarks.products
 	@.venv-bench/bin/python -m benchmarks.operators
 	@.venv-bench/bin/python -m benchmarks.factors
 	@.venv-bench/bin/python -m benchmarks.algebra
 	@.venv-bench/bin/python -m benchmarks.conformance
+	@.venv-bench/bin/python -m benchmarks.train
 
 clean:  ## remove .venv and everything that is built
 	rm -rf $(VENV) .venv-bench docs/site report benchmarks/results .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,10 +1,11 @@
 """What all benchmarks share: timing in turn, the environment, and table, JSON and plot from the same rows."""
 
 import json
+import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -63,19 +64,38 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def write(rows: list[Row], name: str, settings: dict[str, object], results: Path) -> None:
-    """Print a Markdown table, and write JSON and plot."""
-    results.mkdir(parents=True, exist_ok=True)
-    environment = {
+def environment() -> dict[str, object]:
+    """Return what a result depends on besides the code."""
+    return {
         "kfs": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
-        **settings,
     }
-    text = json.dumps({"environment": environment, "rows": [asdict(row) for row in rows]}, indent=2)
-    (results / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def finite(content: Any) -> Any:
+    """Replace numbers by `None` that JSON does not have: NaN and infinities."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def save(rows: Iterable[Any], name: str, settings: dict[str, object], results: Path) -> Path:
+    """Write JSON: the environment with settings, and rows, which are instances of dataclasses. Return the file."""
+    results.mkdir(parents=True, exist_ok=True)
+    content = finite({"environment": environment() | settings, "rows": [asdict(row) for row in rows]})
+    file = results / f"{name}.json"
+    file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    return file
+
+
+def write(rows: list[Row], name: str, settings: dict[str, object], results: Path) -> None:
+    """Print a Markdown table, and write JSON and plot."""
+    file = save(rows, name, settings, results)
     draw(rows, name, results / f"{name}.png")
     ratios = "time / (forward+backward) | FLOPs / (forward+backward) | memory / (forward+backward)"
     print(f"| problem | program | library | milliseconds | {ratios} |")
@@ -84,7 +104,7 @@ def write(rows: list[Row], name: str, settings: dict[str, object], results: Path
         flops, memory = ("" if r is None else f"{r:.2f}" for r in (row.flop_ratio, row.memory_ratio))
         times = f"{1e3 * row.seconds:.2f} | {row.ratio:.2f} | {flops} | {memory}"
         print(f"| {row.problem} | {row.program} | {row.library} | {times} |")
-    print(f"Written: {results / name}.json, {results / name}.png")
+    print(f"Written: {file}, {results / name}.png")
 
 
 def draw(rows: list[Row], title: str, file: Path) -> None:

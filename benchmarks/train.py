@@ -1,37 +1,35 @@
 """Training with KFAC and with others: steps and seconds to a fixed loss, and the cost of a step.
 
 `python -m benchmarks.train [autoencoder|cnn|gpt|cost|all] [--quick]` runs on one CPU thread and writes JSON to
-benchmarks/results, in about 17 minutes for all. Learning rates are constant. Every optimizer gets the same tuning: of
-the five values in `baseline_optimizers.GRIDS`, the one that reaches a task's loss in the fewest steps with the seed
-`TUNING_SEED` is used for the seeds that are reported. The loss is checked every few steps; seconds are those of forward
-pass, backward pass and optimizer, without the checks.
+benchmarks/results, in about 17 minutes for all, and 8 more where `singd` is installed. Learning rates are constant.
+Every optimizer gets the same tuning: of the five values in `baseline_optimizers.GRIDS`, the one that reaches a task's
+loss in the fewest steps with the seed `TUNING_SEED` is used for the seeds that are reported. The loss is checked every
+few steps; seconds are those of forward pass, backward pass and optimizer, without the checks.
 
 `cost` measures a step on the problems of the factor benchmark in units of a step of SGD. `--quick` shows in less than a
 minute that everything runs; its numbers mean nothing.
 """
 
 import copy
-import json
 import math
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from torch import nn
 
-from benchmarks.baseline_optimizers import GRIDS, NOT_SUPPORTED, Stepper, factories
+from benchmarks.baseline_optimizers import GRIDS, PEERS, Factory, Stepper, factories, left_out
 from benchmarks.factor_problems import Batches, factor_problems
-from benchmarks.report import RESULTS, medians
+from benchmarks.report import RESULTS, medians, save
 from benchmarks.training_tasks import TASKS, Batch, Task
-from kfs import __version__
 from kfs.optim import KFAC
 
 SEEDS = (0, 1, 2)
@@ -53,6 +51,7 @@ class Run:
         seconds: How long they took.
         loss: At the last check.
         reached: Whether that is the target or below.
+        history: Steps, seconds and loss at every check.
     """
 
     seed: int
@@ -61,6 +60,7 @@ class Run:
     seconds: float
     loss: float
     reached: bool
+    history: list[tuple[int, float, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class Cost:
     ratio: float
 
 
-def train(task: Task, make: Callable[[nn.Module, float], Stepper], lr: float, seed: int, steps: int) -> Run:
+def train(task: Task, make: Factory, lr: float, seed: int, steps: int) -> Run:
     """Train until the target is reached, the loss is not finite, or steps or seconds are spent."""
     torch.manual_seed(seed)
     model = task.model()
     optimizer, batches = make(model, lr), task.batches(seed)
-    seconds, done, loss = 0.0, 0, math.inf
+    seconds, done, loss, history = 0.0, 0, math.inf, list[tuple[int, float, float]]()
     while done < steps and seconds < SECONDS:
         batch = next(batches)
         start = time.perf_counter()
@@ -99,9 +99,10 @@ def train(task: Task, make: Callable[[nn.Module, float], Stepper], lr: float, se
         done += 1
         if done % CHECK_EVERY == 0:
             loss = task.checked_loss(model)
+            history.append((done, seconds, loss))
             if loss <= task.target or not math.isfinite(loss):
                 break
-    return Run(seed, lr, done, seconds, loss, loss <= task.target)
+    return Run(seed, lr, done, seconds, loss, loss <= task.target, history)
 
 
 def training_step(model: nn.Module, optimizer: Stepper, loss: Callable[..., torch.Tensor], batch: Batch) -> None:
@@ -112,7 +113,7 @@ def training_step(model: nn.Module, optimizer: Stepper, loss: Callable[..., torc
     optimizer.step()
 
 
-def tune(task: Task, make: Callable[[nn.Module, float], Stepper], grid: tuple[float, ...], steps: int) -> list[Run]:
+def tune(task: Task, make: Factory, grid: tuple[float, ...], steps: int) -> list[Run]:
     """Try learning rates with the tuning seed, and return the runs, the best one first.
 
     The grid is tried from the middle, and a run ends where it would be no better than the best one so far.
@@ -136,12 +137,23 @@ def compare(task: Task, quick: bool = False) -> Iterator[Result]:
     for name, make in factories(task.description).items():
         grid = GRIDS[name][2:3] if quick else GRIDS[name]
         shown = "adam" if (name, task.name) == ("adamw", "autoencoder") else name  # the same without weight decay
-        tuning = tune(task, make, grid, steps)
-        runs = [train(task, make, tuning[0].lr, seed, steps) for seed in seeds]
+        try:
+            tuning = tune(task, make, grid, steps)
+            runs = [train(task, make, tuning[0].lr, seed, steps) for seed in seeds]
+        except Exception as error:
+            if name not in PEERS:
+                raise
+            yield Result(task.name, shown, None, [], [], f"not supported: {reason(error)}")
+            continue
         edge = tuning[0].lr in {grid[0], grid[-1]} and not quick
         yield Result(task.name, shown, tuning[0].lr, runs, tuning, "at the grid's edge" if edge else "")
-    for name, reason in NOT_SUPPORTED.items():
-        yield Result(task.name, name, None, [], [], f"not supported: {reason}")
+    for name, note in left_out().items():
+        yield Result(task.name, name, None, [], [], note)
+
+
+def reason(error: Exception) -> str:
+    """Return what fits into a cell of the table: the kind of an error and the first line of its message."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".replace("|", "/")
 
 
 def line(result: Result) -> str:
@@ -171,12 +183,30 @@ def table(task: Task, quick: bool = False) -> list[Result]:
     return results
 
 
+def draw(task: Task, results: list[Result], file: Path) -> None:
+    """Draw losses over steps and over seconds, one line per run."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axis, (panel, label) in enumerate(zip(panels, ("steps", "seconds on one CPU thread"), strict=True)):
+        for color, result in enumerate(results):
+            for run in result.runs:
+                places, losses = [point[axis] for point in run.history], [point[2] for point in run.history]
+                name = result.optimizer if run is result.runs[0] else None
+                panel.plot(places, losses, color=f"C{color}", linewidth=1, label=name)
+        panel.axhline(task.target, color="black", linewidth=0.8, linestyle=":")
+        panel.set(xlabel=label, xscale="log", yscale="log")
+    panels[0].set(ylabel="loss", title=task.name)
+    panels[1].legend(frameon=False)
+    figure.savefig(file, dpi=150)
+
+
 def every(k: int, model: nn.Module, lr: float) -> Stepper:
     """Return our KFAC with all of its work done every `k` steps."""
     return KFAC(model, nn.CrossEntropyLoss(), lr=lr, factors_every=k, inverses_every=k)
 
 
-def block_of_steps(problem: Batches, make: Callable[[nn.Module, float], Stepper], steps: int) -> Callable[[], None]:
+def block_of_steps(problem: Batches, make: Factory, steps: int) -> Callable[[], None]:
     """Return a program that takes some steps; each call goes on where the last one has stopped."""
     model = copy.deepcopy(problem.model)
     optimizer = make(model, 1e-4)  # labels are random: what is measured should not diverge
@@ -191,7 +221,7 @@ def block_of_steps(problem: Batches, make: Callable[[nn.Module, float], Stepper]
 
 def costs(problems: list[Batches], quick: bool = False) -> list[Cost]:
     """Measure steps on problems; the first block, in which states are made, does not count."""
-    makers = factories(nn.CrossEntropyLoss())
+    makers = factories(nn.CrossEntropyLoss())  # for SINGD also a mean over the GPT's tokens: other scales, same cost
     del makers["kfs"]
     makers |= {f"kfs, every {k}": partial(every, k) for k in (1, 10)}
     steps, found = (1 if quick else BLOCK), []
@@ -204,22 +234,6 @@ def costs(problems: list[Batches], quick: bool = False) -> list[Cost]:
     for cost in found:
         print(f"| {cost.problem} | {cost.optimizer} | {1e3 * cost.seconds:.1f} | {cost.ratio:.2f} |")
     return found
-
-
-def save(name: str, content: list[Any], settings: dict[str, object], results: Path) -> None:
-    """Write JSON."""
-    environment = {
-        "kfs": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        **settings,
-    }
-    results.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"environment": environment, "rows": [asdict(row) for row in content]}, indent=2)
-    (results / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-    print(f"Written: {results / name}.json")
 
 
 def main(arguments: list[str], results: Path = RESULTS) -> None:
@@ -237,9 +251,13 @@ def main(arguments: list[str], results: Path = RESULTS) -> None:
     try:
         for name in tasks:
             task = TASKS[name]()
-            save(f"train_{name}{end}", table(task, quick), {"target": task.target}, results)
+            found = table(task, quick)
+            file = save(found, f"train_{name}{end}", {"target": task.target}, results)
+            draw(task, found, file.with_suffix(".png"))
+            print(f"Written: {file}, {file.with_suffix('.png')}")
         if {"all", "cost"} & set(chosen):
-            save(f"train_cost{end}", costs(factor_problems(8 if quick else 1), quick), {"block": BLOCK}, results)
+            measured = costs(factor_problems(8 if quick else 1), quick)
+            print(f"Written: {save(measured, f'train_cost{end}', {'block': BLOCK}, results)}")
     finally:
         torch.set_num_threads(threads)
 

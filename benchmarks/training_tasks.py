@@ -121,6 +121,48 @@ def cnn() -> Task:
     )
 
 
+class Residual(nn.Module):
+    """Two normalised convolutions beside an identity."""
+
+    def __init__(self, channels: int) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add both ways."""
+        return torch.relu(x + self.layers(x))
+
+
+def resnet_model() -> nn.Module:
+    """Return a residual network with batch normalisation, which is in training mode."""
+    first = [nn.Conv2d(1, 24, 3, padding=1, bias=False), nn.BatchNorm2d(24), nn.ReLU()]
+    layers = OrderedDict(first=nn.Sequential(*first), one=Residual(24), pool=nn.MaxPool2d(2), two=Residual(24))
+    return nn.Sequential(layers | {"mean": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "head": nn.Linear(24, 10)})
+
+
+def resnet() -> Task:
+    """Classify digits with batch normalisation; the loss is checked in training mode, on large fixed batches."""
+    pixels, y = load()
+    X = pixels.float().view(-1, 1, 8, 8)
+    return Task(
+        name="resnet",
+        model=resnet_model,
+        batches=lambda seed: shuffled(X, y, 128, seed),
+        check=list(zip(X.split(600), y.split(600), strict=True)),
+        loss=nn.functional.cross_entropy,
+        description=nn.CrossEntropyLoss(),
+        target=0.02,
+        steps=1000,
+    )
+
+
 def sentences(characters: int, seed: int) -> str:
     """Return sentences with facts of an invented world, which is the same for all seeds, and with sums.
 
@@ -191,4 +233,4 @@ def gpt() -> Task:
     )
 
 
-TASKS: dict[str, Callable[[], Task]] = {"autoencoder": autoencoder, "cnn": cnn, "gpt": gpt}
+TASKS: dict[str, Callable[[], Task]] = {"autoencoder": autoencoder, "cnn": cnn, "gpt": gpt, "resnet": resnet}

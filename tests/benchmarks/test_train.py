@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,23 +11,34 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import train
-from benchmarks.baseline_optimizers import SOAP, MatrixOptimizer, Muon, Stepper, factories, muon, orthogonalized
+from benchmarks import baseline_optimizers, report, train
+from benchmarks.baseline_optimizers import (
+    SOAP,
+    MatrixOptimizer,
+    Muon,
+    Stepper,
+    Together,
+    factories,
+    muon,
+    orthogonalized,
+)
 from benchmarks.factor_problems import Batches
 from benchmarks.training_tasks import TASKS, Task, autoencoder, cnn, gpt, sentences
 
 
 def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "singd.optim.optimizer", None)  # as where it is not installed
     problem = Batches("MLP", nn.Linear(3, 2), [(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))])
     monkeypatch.setattr(train, "factor_problems", lambda _: [problem])
     train.main(["autoencoder", "cost", "--quick"], tmp_path)
     rows = json.loads((tmp_path / "train_autoencoder_quick.json").read_text(encoding="utf-8"))["rows"]
-    assert [row["optimizer"] for row in rows] == ["sgd", "adam", "muon", "soap", "kfs", "kfac-pytorch"]
+    assert [row["optimizer"] for row in rows] == ["sgd", "adam", "muon", "soap", "kfs", "singd", "kfac-pytorch"]
     assert all(len(row["runs"]) == (row["lr"] is not None) for row in rows)
     rows = json.loads((tmp_path / "train_cost_quick.json").read_text(encoding="utf-8"))["rows"]
     assert [row["optimizer"] for row in rows] == ["sgd", "adamw", "muon", "soap", "kfs, every 1", "kfs, every 10"]
     out = capsys.readouterr().out
     assert "| autoencoder | kfac-pytorch | | | | | not supported: it is not on PyPI |" in out
+    assert "| autoencoder | singd | | | | | not installed: use .venv-bench |" in out
     assert "| MLP | sgd |" in out
     with pytest.raises(SystemExit, match="Unknown: rnn"):
         train.main(["rnn"], tmp_path)
@@ -49,6 +61,58 @@ def test_the_learning_rate_that_needs_fewest_steps_is_chosen() -> None:
     assert not diverged.reached
 
 
+def test_errors_of_peers_are_reported_and_ours_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model: nn.Module, lr: float) -> Stepper:
+        raise NotImplementedError("no | embeddings\nsecond line")
+
+    monkeypatch.setattr(train, "factories", lambda _: {"singd": fail})
+    result = next(train.compare(autoencoder(), quick=True))
+    assert train.line(result) == (
+        "| autoencoder | singd | | | | | not supported: NotImplementedError: no / embeddings |"
+    )
+    assert train.reason(ValueError()) == "ValueError: "
+    monkeypatch.setattr(train, "factories", lambda _: {"kfs": fail})
+    with pytest.raises(NotImplementedError):
+        next(train.compare(autoencoder(), quick=True))
+
+
+class FakeSINGD(torch.optim.SGD):
+    """Has the arguments of SINGD that depend on the task."""
+
+    def __init__(self, model: nn.Module, params: list[nn.Parameter], lr: float, loss_average: str, **_: object) -> None:
+        super().__init__(params, lr)
+        self.loss_average = loss_average
+
+
+def test_singd_leaves_embeddings_and_norms_to_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baseline_optimizers, "singd_class", lambda: FakeSINGD)
+    task = gpt()
+    model = task.model()
+    together = factories(task.description)["singd"](model, 1e-3)
+    assert isinstance(together, Together)
+    layers, others = together.parts
+    assert isinstance(layers, FakeSINGD)
+    assert isinstance(others, torch.optim.AdamW)
+    assert layers.loss_average == "batch+sequence"
+    names = {id(p): name for name, p in model.named_parameters()}
+    rest = {names[id(p)] for p in others.param_groups[0]["params"]}
+    assert rest == {name for name in names.values() if "norm" in name or name in {"tokens.weight", "positions"}}
+    assert len(layers.param_groups[0]["params"]) + len(rest) == len(names)
+    task = autoencoder()
+    alone = factories(task.description)["singd"](task.model(), 1e-3)
+    assert isinstance(alone, FakeSINGD)
+    assert alone.loss_average == "batch"
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    run = train.Run(0, 0.1, 10, 1.0, math.nan, False)
+    row = train.Result("task", "sgd", 0.1, [run, replace(run, loss=2.0)], [replace(run, loss=math.inf)])
+    report.save([row], "name", {"target": -math.inf}, tmp_path)
+    content = json.loads((tmp_path / "name.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+    assert content["environment"] == report.environment() | {"target": None}
+    assert [run["loss"] for run in content["rows"][0]["runs"] + content["rows"][0]["tuning"]] == [None, 2.0, None]
+
+
 def test_tables_say_what_was_not_reached() -> None:
     good, bad = train.Run(0, 0.1, 10, 1.0, 0.1, True), train.Run(1, 0.1, 20, 2.0, math.nan, False)
     assert "| 10, 10, not reached (nan) | 1.00, 1.00, 2.00 | 10 steps, 1.00 s | |" in train.line(
@@ -66,7 +130,7 @@ def test_tasks(make: Callable[[], Task]) -> None:
     assert torch.equal(X, next(task.batches(0))[0])
     assert not torch.equal(X, next(task.batches(1))[0])
     assert task.checked_loss(model) > 2 * task.target
-    assert 30_000 < sum(p.numel() for p in model.parameters()) < 120_000
+    assert 20_000 < sum(p.numel() for p in model.parameters()) < 120_000
     task.loss(model(X), y).backward()
     assert all(p.grad is not None for p in model.parameters())
 
