@@ -28,6 +28,7 @@ PAGES = {
     "cheatsheet_shapes": "Cheatsheet: symbols and shapes",
     "cheatsheet_kfac": "Cheatsheet: which KFAC",
     "howto_natural_gradient": "How to take a natural gradient step",
+    "howto_train": "How to train with natural gradients",
     "howto_compare": "How to compare structures",
     "howto_checkpoints": "How to save, load and resume",
     "test_your_kfac": "Test your KFAC",

@@ -16,11 +16,12 @@ import kfs.conformance
 import kfs.kfac
 import kfs.losses
 import kfs.operators
+import kfs.optim
 from docs.docstrings import to_markdown
 from docs.markup import Markup, coloured, plain
 from docs.search import Entry, shorten
 
-PACKAGES: tuple[ModuleType, ...] = (kfs, kfs.operators, kfs.kfac, kfs.losses, kfs.conformance)
+PACKAGES: tuple[ModuleType, ...] = (kfs, kfs.operators, kfs.kfac, kfs.optim, kfs.losses, kfs.conformance)
 WIDTH = 88  # signatures that are longer have a line per argument
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -59,12 +60,12 @@ def public_names() -> list[Name]:
 
 
 def addresses(names: list[Name]) -> dict[str, str]:
-    """Return where names are explained: by full name, and classes by their short name, too."""
-    found = {}
+    """Return where names are explained: by full name, and classes by their short name, too, if it is the first such."""
+    found: dict[str, str] = {}
     for name in names:
         found[name.full] = f"api.html#{name.home}"
         if inspect.isclass(name.value):
-            found[name.name] = f"api.html#{name.home}"
+            found.setdefault(name.name, f"api.html#{name.home}")
     return found
 
 

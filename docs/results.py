@@ -2,6 +2,9 @@
 
 import html
 import json
+import math
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,13 @@ from docs.sources import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 INTRO = """<h1>Benchmarks</h1>
 <p>Times are ratios: what a program takes, divided by one forward and backward pass of the same model on the same
-data, in the same run. FLOPs are those of the matrix products, in the same unit. <code>make bench</code> writes the
+data, in the same run. FLOPs are those of the matrix products, in the same unit. Trainings have other units: steps and
+seconds to a loss, in the median over seeds, and a step in units of a step of SGD. <code>make bench</code> writes the
 numbers into <code>benchmarks/results</code>, and building the book again shows them here. Which results are right is
 another question, and the matrix of <a href="test_your_kfac.html">Test your KFAC</a> answers it.</p>
 """
 MISSING = "<p>There are no numbers yet. Run <code>make bench</code>, then <code>make docs</code>.</p>"
+Cells = Sequence[str | float | None]
 
 
 def benchmarks_body(results: Path = RESULTS) -> str:
@@ -22,35 +27,72 @@ def benchmarks_body(results: Path = RESULTS) -> str:
     tables = []
     for file in sorted(results.glob("*.json")):
         content = json.loads(file.read_text(encoding="utf-8"))
-        if content.get("rows"):
-            tables.append(_table(file.stem, content["rows"], content.get("environment", {})))
+        if content.get("rows") and not file.stem.endswith("_quick"):  # numbers of a quick run mean nothing
+            tables.append(_section(file.stem, content["rows"], content.get("environment", {})))
     return INTRO + ("\n".join(tables) or MISSING)
 
 
-def _table(name: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
-    """Return one benchmark: its environment, and a row per program and library."""
+def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
+    """Return one benchmark: its environment, and a table."""
     said = ", ".join(f"{key} {value}" for key, value in environment.items())
-    lines, before = [], ("", "")
+    kind = _trainings if "runs" in rows[0] else _programs if "program" in rows[0] else _steps
+    return (
+        f'<h2 id="{name}">{name.capitalize().replace("_", ": ")}</h2>\n<p class="about">{html.escape(said)}</p>\n'
+        + kind(rows)
+    )
+
+
+def _programs(rows: list[dict[str, Any]]) -> str:
+    """Return a row per program and library; names are said once."""
     counted = any(row.get("flop_ratio") is not None for row in rows)
     ratios = {"ratio": "time ratio"} | ({"flop_ratio": "FLOP ratio"} if counted else {})
+    lines: list[Cells] = []
+    before = ("", "")
     for row in rows:
         problem, program = str(row["problem"]), str(row["program"])
         shown = "" if problem == before[0] else problem, "" if (problem, program) == before else program
         before = problem, program
-        numbers = "".join(f"<td class=number>{_number(row.get(key))}</td>" for key in ratios)
-        words = "".join(f"<td>{html.escape(word)}</td>" for word in (*shown, str(row["library"])))
-        lines.append(f"<tr>{words}{numbers}</tr>")
-    columns = ("problem", "program", "library")
-    head = "".join(f"<th>{column}</th>" for column in columns) + "".join(
-        f"<th class=number>{column}</th>" for column in ratios.values()
-    )
+        lines.append([*shown, str(row["library"]), *(row.get(key) for key in ratios)])
+    return _table(["problem", "program", "library"], list(ratios.values()), lines)
+
+
+def _trainings(rows: list[dict[str, Any]]) -> str:
+    """Return a row per optimizer: medians of what it took to reach the loss; a run that did not, took forever."""
+    lines: list[Cells] = []
+    for row in rows:
+        lr = "" if row["lr"] is None else f"{row['lr']:g}"
+        runs = [(run["steps"], run["seconds"]) if run["reached"] else (math.inf, math.inf) for run in row["runs"]]
+        steps, seconds = (statistics.median(values) for values in zip(*runs, strict=True)) if runs else (None, None)
+        reached = steps is not None and math.isfinite(steps)
+        notes = [row["note"], "not reached" if runs and not reached else ""]
+        shown = [f"{steps:g}" if reached else None, seconds if reached else None]
+        lines.append([row["optimizer"], ", ".join(filter(None, notes)), lr, *shown])
+    return _table(["optimizer", ""], ["learning rate", "steps", "seconds"], lines)
+
+
+def _steps(rows: list[dict[str, Any]]) -> str:
+    """Return a row per optimizer and problem: how much a step costs."""
+    problems = [row["problem"] for row in rows]
+    shown = ["" if problem == before else problem for before, problem in zip(["", *problems], problems, strict=False)]
+    lines = [[problem, row["optimizer"], row["ratio"]] for problem, row in zip(shown, rows, strict=True)]
+    return _table(["problem", "optimizer"], ["step / step of SGD"], lines)
+
+
+def _table(words: list[str], numbers: list[str], lines: Sequence[Cells]) -> str:
+    """Return a table whose first columns are words and whose others are numbers."""
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in words)
+    head += "".join(f"<th class=number>{html.escape(column)}</th>" for column in numbers)
+    body = []
+    for line in lines:
+        cells = "".join(f"<td>{html.escape(str(word))}</td>" for word in line[: len(words)])
+        cells += "".join(f"<td class=number>{_number(value)}</td>" for value in line[len(words) :])
+        body.append(f"<tr>{cells}</tr>")
     return (
-        f'<h2 id="{name}">{name.capitalize()}</h2>\n<p class="about">{html.escape(said)}</p>\n'
         f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>\n'
-        + "\n".join(lines)
+        + "\n".join(body)
         + "\n</tbody></table></div>"
     )
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _number(value: str | float | None) -> str:
+    return "" if value is None else value if isinstance(value, str) else f"{value:.2f}"

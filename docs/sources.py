@@ -15,6 +15,7 @@ ENGINE = {
     "Operators": ("operators/*.py",),
     "The KFAC engine": ("kfac/*.py",),
     "Rules by kind of operation": ("kfac/operations/*.py",),
+    "The optimizer": ("optim/*.py",),
     "The conformance kit": ("conformance/*.py", "conformance/adapters/kfs.py"),
     "Files": ("storage.py",),
 }

@@ -16,7 +16,7 @@ def test_python_blocks_run_in_order(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # files are written
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     namespace: dict[str, object] = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
@@ -35,10 +35,13 @@ def test_files_exist() -> None:
 
 
 def test_loss_table_is_true() -> None:
-    rows = re.findall(r"^\| (.*?(?:Loss|Cross|Custom).*?) \| (.*?) \| (.*?) \| (.*?) \|$", README, flags=re.MULTILINE)
+    rows = re.findall(
+        r"^\| (.*?(?:Loss|Cross|Custom|SquaredError).*?) \| (.*?) \| (.*?) \| (.*?) \|$", README, flags=re.MULTILINE
+    )
     claims = {name: cells for name, *cells in rows}
     groups = {
         "mse": "`MSELoss`",
+        "half": "`kfs.losses.HalfSquaredError`",
         "ce": "`CrossEntropyLoss`",
         "masked-lm": "`kfs.losses.TokenCrossEntropy`",
         "causal-lm": "`kfs.losses.TokenCrossEntropy`",

@@ -48,7 +48,7 @@ def test_engine_module(site: Path, module: sources.Module) -> None:
 
 def test_every_engine_module_has_a_page() -> None:
     paths = {module.path for module in ENGINE} | {file.relative_to(ROOT).as_posix() for file in definitions()}
-    for folder in ("kfac", "kfac/operations", "operators", "losses", "conformance"):
+    for folder in ("kfac", "kfac/operations", "operators", "optim", "losses", "conformance"):
         for file in (ROOT / "kfs" / folder).glob("*.py"):
             assert file.relative_to(ROOT).as_posix() in paths
     assert {"kfs/risk.py", "kfs/storage.py", "kfs/conformance/adapters/kfs.py"} <= paths
@@ -90,6 +90,14 @@ def test_names_become_links(site: Path) -> None:
     assert '<a href="kfac.blocks.html"><code>blocks</code></a>' in read(site, "kfac.structures")
     assert '<a href="ggns.html"><code>ggns.py</code></a>' in read(site, "errata")
     assert '<a href="api.html#kfs.compare"><code>kfs.compare</code></a>' in read(site, "howto_compare")
+
+
+def test_names_that_two_packages_have(site: Path) -> None:
+    """Both are explained; the short name is that of the first one."""
+    found = reference.addresses(reference.public_names())
+    assert found["KFAC"] == found["kfs.KFAC"] == "api.html#kfs.KFAC"
+    assert found["kfs.optim.KFAC"] == "api.html#kfs.optim.KFAC"
+    assert '<a href="api.html#kfs.optim.KFAC"><code>kfs.optim.KFAC</code></a>' in read(site, "howto_train")
 
 
 @pytest.mark.parametrize("name", reference.public_names(), ids=lambda name: name.full)
@@ -139,6 +147,23 @@ def test_benchmarks_with_and_without_results(tmp_path: Path) -> None:
     body = results.benchmarks_body(tmp_path)
     assert "<td>MLP</td><td>KFAC</td><td>kfs</td><td class=number>1.23</td>" in body
     assert "no numbers yet" not in body
+
+
+def test_benchmarks_of_training(tmp_path: Path) -> None:
+    runs = [{"steps": 10, "seconds": 0.5, "reached": True}, {"steps": 99, "seconds": 9.0, "reached": False}]
+    row = {"task": "cnn", "optimizer": "kfs", "lr": 0.1, "runs": [runs[0], runs[1], runs[0]], "note": "at the edge"}
+    lost, missing = {**row, "optimizer": "sgd", "runs": runs[1:]}, {**row, "optimizer": "peer", "lr": None, "runs": []}
+    steps = [{"problem": "MLP", "optimizer": name, "seconds": 1.0, "ratio": 2.0} for name in ("kfs", "sgd")]
+    for name, rows in {"train_cnn": [row, lost, missing], "train_cost": steps, "train_gpt_quick": steps}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"environment": {}, "rows": rows}), encoding="utf-8")
+    body = results.benchmarks_body(tmp_path)
+    number = "<td class=number>"
+    assert f"<td>kfs</td><td>at the edge</td>{number}0.1</td>{number}10</td>{number}0.50</td>" in body
+    assert f"<td>sgd</td><td>at the edge, not reached</td>{number}0.1</td>{number}</td>{number}</td>" in body
+    assert f"<td>peer</td><td>at the edge</td>{number}</td>" in body
+    assert f"<td>MLP</td><td>kfs</td>{number}2.00</td></tr>\n<tr><td></td><td>sgd</td>" in body
+    assert "Train: cost" in body
+    assert "quick" not in body
 
 
 def test_a_failing_definition_stops_the_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
