@@ -21,7 +21,7 @@ from kfs.optim.announcements import announce
 from kfs.optim.averages import Unit
 from kfs.optim.curvature import Curvature, Events, Interval
 from kfs.optim.options import check_options
-from kfs.optim.parameters import Parameters
+from kfs.optim.parameters import Parameters, check_one_process
 from kfs.optim.quadratic import QuadraticModel, as_before
 from kfs.optim.updates import adamw_updates, natural_updates
 
@@ -44,7 +44,8 @@ class KFAC(Optimizer):
             unit size. Nothing for no limit.
         kl_clip: Limits the step as a whole: to which change of predictions it may lead according to the curvature.
         fisher: Which curvature matrix: `"mc"` (one more backward pass, for labels drawn from the model's likelihood),
-            `"empirical"` (costs no pass), `"type-2"` (exact; one pass per class), or `"forward-only"` (inputs alone).
+            `"empirical"` (costs no pass), `"type-2"` (exact; one pass per class), `"ggn"` (likewise, for losses without
+            likelihood), or `"forward-only"` (inputs alone).
         sharing: As in `kfs.KFAC`.
         eigen: Whether to correct eigenvalues, as in `kfs.EKFAC`, by running averages in the eigenbasis.
         decay: How much of the averages over factors is kept when new ones enter.
@@ -172,8 +173,9 @@ class KFAC(Optimizer):
     def targets(self, y: Tensor) -> None:
         """Say what the targets of the last forward pass are, before `backward()`, where that cannot be seen.
 
-        It is needed with `fisher="empirical"` for losses other than cross-entropy that are not computed by calling the
-        module that was passed as `loss=`: how large gradients are then depends on targets and on scales.
+        Where the loss is not computed by calling the module that was passed as `loss=`, it is needed for losses whose
+        curvature depends on targets, and with `fisher="empirical"` for all but cross-entropy: how large gradients are
+        depends on targets and on scales, then. An error asks for it.
         """
         self._watch.targets(y)
 
@@ -339,13 +341,14 @@ class KFAC(Optimizer):
     def _check(self, record: Record | None, grads: Mapping[str, Tensor]) -> None:
         """Refuse a step without gradients, without curvature, or for another loss."""
         self._params.check_model()
+        check_one_process()
         if not grads:
             raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
         if record is None and (self._loss.reduction == "sum" or self._is_due()):
             raise ModelError(
                 "No forward and backward pass through the model was seen since the last step.",
-                "Call the model itself, model(x), not its parts or a copy, do not change predictions in place (f /= 2) "
-                "and call backward() of the loss; torch.autograd.grad does not count.",
+                "Call the model itself, model(x), not its parts or a copy, and backward() of a loss of what it returns. "
+                "torch.autograd.grad does not count.",
             )
         distance = 0.0 if record is None else record.mismatch
         text = f"The gradient at the predictions is not that of {self._loss.name}: it differs by {distance:.0%}."

@@ -114,3 +114,17 @@ class Parameters:
     def _others(self, params: list[Tensor]) -> bool:
         owners = [owner() for p in params if (owner := _OWNERS.get(p)) is not None]
         return any(owner is not None and owner is not self and not owner._closed for owner in owners)
+
+
+def check_one_process() -> None:
+    """Refuse training in several processes: each would see its own data, and take other steps than the others.
+
+    Raises:
+        ModelError: If there are several.
+    """
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if several and torch.distributed.get_world_size() > 1:
+        raise ModelError(
+            f"There are {torch.distributed.get_world_size()} processes, and curvature is not exchanged between them.",
+            "Train in one process; more GPUs' worth of data fit through accumulated gradients.",
+        )

@@ -1,12 +1,15 @@
-r"""The update rule: momentum, natural gradient, step. Pure functions; nothing here knows about models or state.
+r"""The update rule: momentum, natural gradient, step.
 
-With gradients $g_t$, a momentum $\beta$, a curvature approximation $F$ with damping $\delta$, a learning rate $\eta$
-and decoupled weight decay $w$,
+These are pure functions; nothing here knows about models or state. With gradients $g_t$, a momentum $\beta$, a
+curvature approximation $F$ with damping $\delta$, a learning rate $\eta$ and decoupled weight decay $w$,
 
 $$
 m_t = \beta m_{t-1} + (1 - \beta) g_t, \quad
-u_t = \frac{\beta m_t + (1 - \beta) g_t}{1 - \beta^{t+1}}, \quad
-\theta_{t+1} = (1 - \eta w)\, \theta_t - \eta\, \tau\big((F + \delta I)^{-1} u_t\big).
+u_t = \frac{\beta m_t + (1 - \beta) g_t}{1 - \beta^{t+1}},
+$$
+
+$$
+\theta_{t+1} = (1 - \eta w)\, \theta_t - \eta\, \tau\left((F + \delta I)^{-1} u_t\right).
 $$
 
 Gradients are averaged before they are multiplied by the inverse, so that all of them are seen with the latest

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
-from kfs.losses import Custom, Loss, TokenCrossEntropy, describe
+from kfs.losses import Custom, HalfSquaredError, Loss, TokenCrossEntropy, describe
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,12 @@ def causal_value(f: Tensor, y: Tensor) -> Tensor:
 CASES = [
     Case("mse", nn.MSELoss(), lambda: (normal(4, 3), normal(4, 3))),
     Case("mse-scalar", nn.MSELoss(), lambda: (normal(4), normal(4))),
+    Case(
+        "half-square-error",
+        HalfSquaredError(),
+        lambda: (normal(4, 3), normal(4, 3)),
+        lambda f, y: 0.5 * (f - y).square().sum(1).mean(),
+    ),
     Case("mse-tensor", nn.MSELoss(), lambda: (normal(3, 2, 2), normal(3, 2, 2))),
     Case("ce", nn.CrossEntropyLoss(), lambda: (normal(4, 3), torch.randint(3, (4,)))),
     Case("ce-sequence", nn.CrossEntropyLoss(), lambda: (normal(4, 3, 2), with_gaps(torch.randint(3, (4, 2))))),

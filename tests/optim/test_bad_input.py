@@ -297,3 +297,18 @@ def test_states_of_other_widths() -> None:
     train(narrow, first, [(X, y)], LOSS)
     with pytest.raises(StorageError, match="this model has not"):
         second.load_state_dict(first.state_dict())
+
+
+def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would have its own curvature, so that their models would differ."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for processes in (1, 2):
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda processes=processes: processes)
+        if processes == 1:
+            train(model, optimizer, [(X, y)], LOSS)
+            continue
+        with pytest.raises(ModelError, match="There are 2 processes"):
+            train(model, optimizer, [(X, y)], LOSS)
