@@ -101,7 +101,7 @@ class Curvature:
         blocks = {key: block for key, block in record.blocks.items() if not without & set(block.layout.params)}
         totals = [m.total for b in blocks.values() for p in b.pairs.values() for m in (p.input, p.gradient)]
         totals += list(record.squares.values())
-        if not record.finite or (totals and not torch.nn.utils.get_total_norm(totals, torch.inf).isfinite()):
+        if not record.finite or (totals and not torch.nn.utils.get_total_norm(totals, 1.0).isfinite()):
             self.events.refused_statistics += 1
             self.trouble("statistics of a batch are not finite, and were not used")
             return False
@@ -145,9 +145,10 @@ class Curvature:
         for group, single in self._groups:
             like = group.structure.like
             limits = [trust(layout) for layout in group.layouts for _ in range(layout.groups)]
-            numbers = like.new_tensor([torch.inf if limit is None else limit for limit in limits])
+            numbers = [torch.inf if limit is None else limit for limit in limits]
+            same = len(set(numbers)) == 1
             D = group.structure.multiply(group.read(columns).to(like.dtype))
-            D = limited(D, numbers.reshape(-1, 1, 1, 1), single)
+            D = limited(D, numbers[0] if same else like.new_tensor(numbers).reshape(-1, 1, 1, 1), single)
             group.write(D, steps)
         return {name: t.squeeze(0).to(dtype[name]) for name, t in steps.items()}
 

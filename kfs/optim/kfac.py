@@ -233,7 +233,7 @@ class KFAC(Optimizer):
         record = self._watch.collect()
         grads = {n: p.grad.to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
         self._check(record, grads)
-        good = torch.nn.utils.get_total_norm(list(grads.values()), torch.inf).isfinite()
+        good = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).isfinite()
         if (record is not None or not good.is_cuda) and not good:
             self.events.skipped_steps += 1
             self._curvature.trouble("gradients are not finite, and the step was skipped")
@@ -244,7 +244,7 @@ class KFAC(Optimizer):
             self.steps, lambda layout: float(self._group_of(layout)["damping"]), self._quadratic is not None
         )
         covered = self._curvature.covered
-        natural = {n: g / self._unit for n, g in grads.items() if n in covered}
+        natural = {n: g if self._unit == 1 else g / self._unit for n, g in grads.items() if n in covered}
         rest = {n: g for n, g in grads.items() if n in self.uncovered or self._params.groups[n]["method"] == "adamw"}
         if len(natural) + len(rest) < len(grads):
             self._tracked = frozenset()  # some are used for the first time: the next step looks at all of them again
@@ -347,7 +347,7 @@ class KFAC(Optimizer):
         if record is None and (self._loss.reduction == "sum" or self._is_due()):
             raise ModelError(
                 "No forward and backward pass through the model was seen since the last step.",
-                "Call the model itself, model(x), not its parts or a copy, and backward() of a loss of what it returns. "
+                "Call the model itself, model(x), not its parts or a copy, and backward() of a loss of its output. "
                 "torch.autograd.grad does not count.",
             )
         distance = 0.0 if record is None else record.mismatch

@@ -18,6 +18,7 @@ $\tau$ shortens each layer's step where curvature is too small to be true: see `
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import sqrt
 
 import torch
@@ -62,13 +63,13 @@ def natural_step(
     return torch._foreach_sub(decayed, torch._foreach_mul(steps, list(lr))), averages
 
 
-def limited(D: Tensor, trust: Tensor, columns: bool) -> Tensor:
+def limited(D: Tensor, trust: float | Tensor, columns: bool) -> Tensor:
     r"""Keep steps of layers in a trust region.
 
     Args:
         D: Steps of some layers, as matrices `[U, 1, d_B, d_A]` that multiply inputs from the left.
-        trust: How much steps may change outputs, `[U, 1, 1, 1]`; infinity for no limit. A layer's step is shortened
-            where its spectral norm exceeds $\sqrt{\max(1, d_B / d_A)}$ times this number.
+        trust: How much steps may change outputs, for all or for each, `[U, 1, 1, 1]`; infinity for no limit. A layer's
+            step is shortened where its spectral norm exceeds $\sqrt{\max(1, d_B / d_A)}$ times this number.
         columns: Whether inputs are unit vectors (embeddings); then each column is limited on its own.
     """
     rows, width = D.shape[2:]
@@ -79,17 +80,22 @@ def limited(D: Tensor, trust: Tensor, columns: bool) -> Tensor:
 
 def spectral_norm(D: Tensor, iterations: int = 4) -> Tensor:
     """Estimate the largest singular values of `[..., m, n]` from below, `[..., 1, 1]`, by power iteration."""
+    norms: Tensor = torch.linalg.vector_norm(D, dim=(-2, -1), keepdim=True)
     if 1 in D.shape[-2:]:
-        norms: Tensor = D.norm(dim=(-2, -1), keepdim=True)
         return norms
-    start = torch.arange(D.shape[-1], device=D.device)
-    v = torch.cos(start * start).to(D.dtype).unsqueeze(-1)  # always the same, and orthogonal to nothing in particular
-    tiny = torch.finfo(D.dtype).tiny ** 0.5
+    shrink = norms.square().clamp(min=torch.finfo(D.dtype).tiny).reciprocal()  # so that nothing overflows
+    v = _start(D.shape[-1], D.dtype, D.device)
     for _ in range(iterations):
-        v = D.mT @ (D @ v)
-        v = v / v.norm(dim=-2, keepdim=True).clamp(min=tiny)
-    norms = (D @ v).norm(dim=-2, keepdim=True)
-    return norms  # noqa: RET504 (its type is known here)
+        v = D.mT @ (D @ v) * shrink
+    length = torch.linalg.vector_norm(v, dim=-2, keepdim=True)
+    top: Tensor = torch.linalg.vector_norm(D @ v, dim=-2, keepdim=True) / length
+    return torch.where(length > 0, top, norms)
+
+
+@lru_cache(maxsize=256)
+def _start(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a vector `[n, 1]` that is always the same, and orthogonal to nothing in particular."""
+    return torch.cos(torch.arange(size, device=device).square()).to(dtype).unsqueeze(-1)
 
 
 def adamw_step(

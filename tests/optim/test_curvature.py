@@ -174,3 +174,15 @@ def test_a_layer_without_gradient_stays() -> None:
     train(model, optimizer, [(X, y)] * 5, LOSS)
     assert weights(model).isfinite().all()
     assert not torch.equal(model[2].weight, frozen)
+
+
+def test_large_numbers_are_finite() -> None:
+    """Gradients and factors whose squares overflow are used."""
+    X, y = data(dtype=torch.float32)
+    model = mlp(torch.float32)
+    optimizer = KFAC(model, LOSS)
+    train(model, optimizer, [(1e12 * X, y)] * 2, LOSS)
+    assert optimizer.events.refused_statistics == 0
+    train(model, optimizer, [(X, y)], lambda f, y: 1e25 * LOSS.forward(f, y))
+    assert optimizer.events.skipped_steps == 0
+    assert weights(model).isfinite().all()
