@@ -218,11 +218,15 @@ class Block:
         moments = [m for pair in self.pairs.values() for m in (pair.input, pair.gradient)]
         return sum(m.total.numel() * m.total.element_size() for m in moments)
 
+    @property
+    def scales(self) -> dict[Side, float]:
+        """What raw sums are multiplied with."""
+        return {"A": self.reduction_factor, "B": self._B_scale}
+
     def structure(self) -> Kronecker:
         """Return the block as a Kronecker product; factors are not copied."""
         factors = []
-        scale_of: dict[Side, float] = {"A": self.reduction_factor, "B": self._B_scale}
-        for side, scale in scale_of.items():
+        for side, scale in self.scales.items():
             raw = computable(self._raw(side))
             values = raw if self.layout.groups > 1 else raw.unsqueeze(0)
             scales = values.new_full((len(values),), scale)

@@ -71,9 +71,10 @@ if __name__ == "__main__":
     from torch.autograd import grad
     from torch.nn import Linear, MSELoss, Sequential, Tanh
 
-    from kfs import KFAC, EmpiricalRisk
     from kfs.basics.flattening import rvec
     from kfs.basics.ggns import vec_ggn
+    from kfs.kfac import KFAC
+    from kfs.risk import EmpiricalRisk
     from kfs.verification import verify, verify_differs
 
     torch.manual_seed(0)

@@ -51,26 +51,21 @@ class Average:
     @classmethod
     def start(cls, block: Block, decay: float) -> "Average":
         """Begin with a block's factors, which are scaled per example."""
-        K = block.structure()
+        K, scales = block.structure(), block.scales
         A, B = (
-            replace(
-                f,
-                values=(1 - decay) * f.scale.reshape(-1, *[1] * (f.values.ndim - 1)) * f.values,
-                scale=torch.ones_like(f.scale),
-            )
-            if f.kind != "identity"
-            else f
-            for f in (K.A, K.B)
+            f
+            if f.kind == "identity"
+            else replace(f, values=(1 - decay) * scale * f.values, scale=torch.ones_like(f.scale))
+            for f, scale in ((K.A, scales["A"]), (K.B, scales["B"]))
         )
         return cls(block.layout, Kronecker(A, B), 1 - decay)
 
     def add(self, block: Block, decay: float) -> None:
         """Let a block's factors enter the averages."""
-        K = block.structure()
-        for mine, theirs in ((self.factors.A, K.A), (self.factors.B, K.B)):
+        K, scales = block.structure(), block.scales
+        for mine, theirs, scale in ((self.factors.A, K.A, scales["A"]), (self.factors.B, K.B, scales["B"])):
             if mine.kind != "identity":
-                mine.values.mul_(decay)
-                mine.values.add_(theirs.values, alpha=(1 - decay) * float(theirs.scale[0]))
+                mine.values.mul_(decay).add_(theirs.values, alpha=(1 - decay) * scale)
         self.weight, self.changed = decay * self.weight + 1 - decay, True
 
     def add_squares(self, squares: Tensor, examples: float, decay: float) -> None:
