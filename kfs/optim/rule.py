@@ -83,12 +83,14 @@ def spectral_norm(D: Tensor, iterations: int = 4) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(D, dim=(-2, -1), keepdim=True)
     if 1 in D.shape[-2:]:
         return norms
-    shrink = norms.square().clamp(min=torch.finfo(D.dtype).tiny).reciprocal()  # so that nothing overflows
+    M = D.reshape(D.shape[-2:]) if D.shape[:-2].numel() == 1 else D  # products of one matrix have less overhead
+    shrink = norms.reshape(1, 1) if M.ndim == 2 else norms
+    shrink = shrink.square().clamp(min=torch.finfo(D.dtype).tiny).reciprocal()  # so that nothing overflows
     v = _start(D.shape[-1], D.dtype, D.device)
     for _ in range(iterations):
-        v = D.mT @ (D @ v) * shrink
+        v = M.mT @ (M @ v) * shrink
     length = torch.linalg.vector_norm(v, dim=-2, keepdim=True)
-    top: Tensor = torch.linalg.vector_norm(D @ v, dim=-2, keepdim=True) / length
+    top: Tensor = torch.linalg.vector_norm(M @ v, dim=-2, keepdim=True) / length
     return torch.where(length > 0, top, norms)
 
 
