@@ -97,6 +97,11 @@ class Layout:
             M = M[..., :-1]
         W.copy_(M.reshape(W.shape))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the matrix is the whole parameter as it lies in memory, with the bias beside it."""
+        return self.groups == 1 and self.rows == (0, self.shape[0]) and self.order == tuple(range(len(self.shape)))
+
     def _parts(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return views of the weight's rows, with axes in order, and of the bias' part that belongs to them."""
         W = columns[self.weight].view(-1, *self.shape)[:, self.rows[0] : self.rows[1]]

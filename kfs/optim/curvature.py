@@ -139,9 +139,8 @@ class Curvature:
         """Multiply with the inverses of all blocks, and keep each block's step in the trust region."""
         if self._groups is None:
             self._groups = self._grouped()
-        dtype = {name: t.dtype for name, t in u.items()}
         columns = {name: t.unsqueeze(0) for name, t in u.items()}
-        steps = {name: torch.zeros_like(t) for name, t in columns.items()}
+        steps: dict[str, Tensor] = {}
         for group, single in self._groups:
             like = group.structure.like
             limits = [trust(layout) for layout in group.layouts for _ in range(layout.groups)]
@@ -149,8 +148,15 @@ class Curvature:
             same = len(set(numbers)) == 1
             D = group.structure.multiply(group.read(columns).to(like.dtype))
             D = limited(D, numbers[0] if same else like.new_tensor(numbers).reshape(-1, 1, 1, 1), single)
+            layout = group.layouts[0]
+            if len(group.layouts) == 1 and layout.is_plain:  # parts of the result need not be copied
+                width = layout.column_size
+                steps |= dict(zip(layout.params, (D[..., :width], D[..., width:]), strict=False))
+                continue
+            for name in (name for layout in group.layouts for name in layout.params if name not in steps):
+                steps[name] = torch.zeros_like(columns[name])
             group.write(D, steps)
-        return {name: t.squeeze(0).to(dtype[name]) for name, t in steps.items()}
+        return {name: steps[name].reshape(t.shape).to(t.dtype) for name, t in u.items()}
 
     def dampings(self) -> dict[str, Tensor]:
         """Return what was added to the eigenvalues of each parameter's block."""
