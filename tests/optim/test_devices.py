@@ -79,3 +79,22 @@ def test_state_moves_to_the_models_device() -> None:
     train(here, first, [(X, y)] * 3, LOSS)
     train(there, second, [(X.cuda(), y.cuda())] * 3, LOSS)
     torch.testing.assert_close(weights(there).cpu(), weights(here), atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # PyTorch calls it a prototype
+@pytest.mark.parametrize("options", [{}, {"kl_clip": 1e-4}, {"eigen": True}])
+def test_steps_without_new_factors_do_not_wait_for_the_device(options: dict[str, Any]) -> None:
+    """Trust region, KL clip and the look at gradients are computed where the gradients are."""
+    X, y = (t.cuda() for t in data())
+    model = mlp().cuda()
+    optimizer = KFAC(model, LOSS, factors_every=50, inverses_every=1, **options)
+    train(model, optimizer, [(X, y)] * 3, LOSS)
+    before = weights(model)
+    optimizer.zero_grad()
+    LOSS(model(X), y).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not torch.equal(weights(model), before)
