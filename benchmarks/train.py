@@ -196,7 +196,9 @@ def draw(task: Task, results: list[Result], file: Path) -> None:
                 panel.plot(places, losses, color=f"C{color}", linewidth=1, label=name)
         panel.axhline(task.target, color="black", linewidth=0.8, linestyle=":")
         panel.set(xlabel=label, xscale="log", yscale="log")
-    panels[0].set(ylabel="loss", title=task.name)
+    first = [run.history[0][2] for result in results for run in result.runs]
+    top = max((loss for loss in first if math.isfinite(loss)), default=2 * task.target)  # some diverge later
+    panels[0].set(ylabel="loss", title=task.name, ylim=(0.8 * task.target, 1.5 * max(top, task.target)))
     panels[1].legend(frameon=False)
     figure.savefig(file, dpi=150)
 
