@@ -109,5 +109,5 @@ def cholesky(matrices: Tensor) -> Tensor:
 
 
 def inverse(matrices: Tensor) -> Tensor:
-    """Invert positive definite matrices `[U, d, d]`."""
-    return torch.cholesky_inverse(cholesky(matrices))
+    """Invert positive definite matrices `[U, d, d]`; rows come first in memory, as in those from files."""
+    return torch.cholesky_inverse(cholesky(matrices)).contiguous()

@@ -74,7 +74,8 @@ class KFAC(Optimizer):
     Example:
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-        >>> x, y, criterion = torch.randn(64, 4), torch.randint(3, (64,)), nn.CrossEntropyLoss()
+        >>> x, criterion = torch.randn(64, 4), nn.CrossEntropyLoss()
+        >>> y = x[:, :3].argmax(1)
         >>> optimizer = KFAC(model, criterion)
         >>> for _ in range(50):
         ...     optimizer.zero_grad()
