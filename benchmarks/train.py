@@ -1,7 +1,7 @@
 """Training with KFAC and with others: steps and seconds to a fixed loss, and the cost of a step.
 
-`python -m benchmarks.train [autoencoder|cnn|gpt|cost|all] [--quick]` runs on one CPU thread and writes JSON to
-benchmarks/results, in about 17 minutes for all, and 8 more where `singd` is installed. Learning rates are constant.
+`python -m benchmarks.train [autoencoder|cnn|gpt|resnet|cost|all] [--quick]` runs on one CPU thread and writes JSON to
+benchmarks/results, in about 25 minutes for all where `singd` is installed. Learning rates are constant.
 Every optimizer gets the same tuning: of the five values in `baseline_optimizers.GRIDS`, the one that reaches a task's
 loss in the fewest steps with the seed `TUNING_SEED` is used for the seeds that are reported. The loss is checked every
 few steps; seconds are those of forward pass, backward pass and optimizer, without the checks.

@@ -105,20 +105,25 @@ def cnn_model() -> nn.Module:
     return nn.Sequential(layers)
 
 
-def cnn() -> Task:
-    """Classify digits, to a training loss at which nearly all are right."""
+def images(name: str, model: Callable[[], nn.Module], check: int, target: float) -> Task:
+    """Classify digits as images, to a loss on batches of some size that have all of them."""
     pixels, y = load()
     X = pixels.float().view(-1, 1, 8, 8)
     return Task(
-        name="cnn",
-        model=cnn_model,
+        name=name,
+        model=model,
         batches=lambda seed: shuffled(X, y, 128, seed),
-        check=list(zip(X.split(256), y.split(256), strict=True)),
+        check=list(zip(X.split(check), y.split(check), strict=True)),
         loss=nn.functional.cross_entropy,
         description=nn.CrossEntropyLoss(),
-        target=0.005,
+        target=target,
         steps=1000,
     )
+
+
+def cnn() -> Task:
+    """Classify digits, to a training loss at which nearly all are right."""
+    return images("cnn", cnn_model, 256, 0.005)
 
 
 class Residual(nn.Module):
@@ -149,18 +154,7 @@ def resnet_model() -> nn.Module:
 
 def resnet() -> Task:
     """Classify digits with batch normalisation; the loss is checked in training mode, on large fixed batches."""
-    pixels, y = load()
-    X = pixels.float().view(-1, 1, 8, 8)
-    return Task(
-        name="resnet",
-        model=resnet_model,
-        batches=lambda seed: shuffled(X, y, 128, seed),
-        check=list(zip(X.split(600), y.split(600), strict=True)),
-        loss=nn.functional.cross_entropy,
-        description=nn.CrossEntropyLoss(),
-        target=0.02,
-        steps=1000,
-    )
+    return images("resnet", resnet_model, 600, 0.02)
 
 
 def sentences(characters: int, seed: int) -> str:

@@ -69,12 +69,13 @@ def unchanged(inputs: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def restored(model: object, device: torch.device) -> Iterator[None]:
+def restored(model: object, device: torch.device, refuse: bool = True) -> Iterator[None]:
     """Restore random state and a model's buffers afterwards, and refuse a model that changed a buffer.
 
     Args:
         model: A module, or anything else (which has no buffers).
         device: Where it runs; the generators of the CPU and of this device are restored.
+        refuse: Whether a changed buffer is an error. In training, it is not.
 
     Raises:
         ModelError: If a buffer was changed.
@@ -95,7 +96,7 @@ def restored(model: object, device: torch.device) -> Iterator[None]:
             if owner._buffers[leaf] is not b:  # assigned anew instead of changed
                 owner._buffers[leaf] = b
                 changed.append(name)
-    if changed:
+    if changed and refuse:
         raise ModelError(
             f"The model changed its buffers {changed} in the forward pass, so its prediction depends on its past.",
             "Call model.eval() first.",

@@ -25,7 +25,7 @@ from kfs.exact_derivatives import refuse_reentrant_checkpoint
 from kfs.kfac.batch_axis import BatchAxis
 from kfs.kfac.blocks import Layout, Side
 from kfs.kfac.inputs import Input
-from kfs.kfac.uses import Uses
+from kfs.kfac.uses import Use, Uses
 from kfs.kfac.views import Source, Sources, Virtual
 
 # Reads the gradients of some columns, [columns, *shape of the output], as [columns, *leading axes, (groups,) features].
@@ -195,7 +195,7 @@ class Capture(TorchFunctionMode):
             ones: Whether the bias was used.
             side: On which side of the block inputs are.
         """
-        return self.tap(out, self.uses.record(self.batch, operation, layout, vectors, read, out, ones, side))
+        return self.tap(out, self.uses.record(Use(self.batch, operation, layout, vectors, read, out, ones, side)))
 
     def record_virtual(self, out: Tensor, name: str, record: Callable[[bool], Receiver]) -> Tensor:
         """Follow the output of an operation that has met no data yet; `record` is that of `Virtual`."""

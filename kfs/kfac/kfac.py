@@ -137,7 +137,7 @@ class KFAC(BlockDiagonal):
         order = {name: place for place, name in enumerate(risk.params)}
         self.blocks = {b.name: b for b in sorted(blocks, key=lambda b: (order[b.layout.weight], b.layout.rows))}
         self._scale()
-        self._announce()
+        warn_of_wide(self.blocks.values(), self.settings, stacklevel=3)
         self._complete(risk, checkpoint)
 
     @property
@@ -279,20 +279,6 @@ class KFAC(BlockDiagonal):
                     if factor.kind != "identity" and factor.values.dtype == moment.total.dtype:
                         moment.total = factor.values[units].reshape(moment.total.shape)
 
-    def _announce(self) -> None:
-        """Warn about factors that keep their diagonal because they are wide."""
-        if self.settings.max_dim is None:
-            return
-        wide = [
-            f"{name}.{side} ({getattr(block, side).shape[-1]})"
-            for name, block in self.blocks.items()
-            for side, diagonal in block.diagonal.items()
-            if diagonal and getattr(block, side).shape[-1] > self.settings.max_dim
-        ]
-        if wide:
-            text = f"Factors wider than max_dim={self.settings.max_dim} keep their diagonal only: {', '.join(wide)}."
-            warnings.warn(text, KfsWarning, stacklevel=3)
-
     def _check_names(self, risk: EmpiricalRisk) -> None:
         """Refuse weight sharing for parameters that do not exist."""
         if isinstance(self.settings.sharing, Mapping):
@@ -325,9 +311,7 @@ def _computed(
     result = without_vmap_if_needed(settings, lambda s: kfac(risk, s, journal))
     bad = set(result.uncovered)
     blocks = [block for block in result.blocks if not bad & set(block.layout.params)]
-    kept = {name for block in blocks for name in block.layout.params}
-    lost = [name for name in risk.params if name not in kept and name not in bad]
-    uncovered = result.uncovered | dict.fromkeys(lost, "it shares a block with one that is not covered")
+    uncovered = result.uncovered | shared_with(bad, result.blocks)
     if uncovered and settings.uncovered == "error":
         raise coverage_error(uncovered)
     if blocks:
@@ -339,15 +323,35 @@ def _computed(
     return blocks, result
 
 
+def shared_with(bad: Iterable[str], blocks: Iterable[Block]) -> dict[str, str]:
+    """Return other parameters in blocks of those that are not covered, and that this is why they are not."""
+    bad = set(bad)
+    names = [n for block in blocks if bad & set(block.layout.params) for n in block.layout.params if n not in bad]
+    return dict.fromkeys(names, "it shares a block with one that is not covered")
+
+
+def listed(uncovered: Mapping[str, str]) -> str:
+    """Return some parameters that are not covered, and why, for a message."""
+    some = "; ".join(f"{name!r}: {why}" for name, why in list(uncovered.items())[:5])
+    return some + (f"; and {len(uncovered) - 5} more" if len(uncovered) > 5 else "")
+
+
+def warn_of_wide(blocks: Iterable[Block], settings: Settings, stacklevel: int) -> None:
+    """Warn about factors that keep their diagonal because they are wide."""
+    sizes = [(f"{b.name}.{side}", getattr(b, side).shape[-1]) for b in blocks for side, d in b.diagonal.items() if d]
+    wide = [f"{name} ({size})" for name, size in sizes if settings.is_diagonal(size)]
+    if wide:
+        text = f"Factors wider than max_dim={settings.max_dim} keep their diagonal only: {', '.join(wide)}."
+        warnings.warn(text, KfsWarning, stacklevel=stacklevel)
+
+
 def coverage_error(uncovered: Mapping[str, str]) -> ModelError:
     """Return the error for parameters without rule."""
-    listed = "; ".join(f"{name!r}: {why}" for name, why in list(uncovered.items())[:5])
-    more = f"; and {len(uncovered) - 5} more" if len(uncovered) > 5 else ""
     hint = ""
     if any("parametrizations." in name for name in uncovered):
         hint = " Weights with parametrizations are computed from others; parametrize.remove_parametrizations ends that."
     return ModelError(
-        f"KFAC does not cover all parameters ({listed}{more}).",
+        f"KFAC does not cover all parameters ({listed(uncovered)}).",
         "Choose others with params=, or pass uncovered='skip' to leave these out, or uncovered='diagonal' for their "
         f"exact diagonal.{hint} kfs.inspect(model, sample) shows what is covered.",
     )

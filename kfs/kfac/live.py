@@ -37,7 +37,7 @@ class Watch:
             Whoever has it is not kept alive.
         bases: Asked before a forward pass: in which bases to sum up squares.
         count: Whether to count the examples of passes that are not captured.
-        keep_inputs: Whether records have the inputs of the last pass.
+        keep_inputs: Whether records have the inputs of all passes.
 
     Attributes:
         first_datum: How many data have entered averages before; draws depend on it.

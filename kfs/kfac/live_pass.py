@@ -13,17 +13,16 @@ from torch.autograd.graph import get_gradient_edge
 from kfs.data import mapped, tensors_in
 from kfs.errors import DataError, KfsError, LossError
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors
-from kfs.kfac.batch_axis import BatchAxis
-from kfs.kfac.blocks import Block, Layout, Side
+from kfs.kfac.blocks import Block, Layout
 from kfs.kfac.capture import Capture
-from kfs.kfac.inputs import Input
+from kfs.kfac.decompositions import computable
 from kfs.kfac.operations import RULES
 from kfs.kfac.operations.fallback import otherwise
 from kfs.kfac.outputs import Owner, parts_of, prediction_in, with_parts
 from kfs.kfac.per_datum import PerDatum, Squares, Statistic
 from kfs.kfac.scaffold import backward, hidden_uses, not_covered
 from kfs.kfac.settings import Settings
-from kfs.kfac.uses import Key, Uses
+from kfs.kfac.uses import Key, Use, Uses
 from kfs.losses import Loss
 from kfs.losses.counter import Stream
 
@@ -114,20 +113,9 @@ class Both(Uses):
         squares: dict[Key, Statistic] = {key: squares for key, (_, squares) in bases.items()}
         self._per_datum = PerDatum(settings, {key: layout for key, (layout, _) in bases.items()}, squares)
 
-    def record(
-        self,
-        batch: BatchAxis,
-        operation: str,
-        layout: Layout,
-        vectors: Input,
-        read: Callable[[Tensor], Tensor],
-        like: Tensor,
-        ones: bool,
-        side: Side,
-    ) -> Callable[[Tensor], None]:
+    def record(self, use: Use) -> Callable[[Tensor], None]:
         """Take note of a use twice."""
-        use = (batch, operation, layout, vectors, read, like, ones, side)
-        first, second = super().record(*use), self._per_datum.record(*use)
+        first, second = super().record(use), self._per_datum.record(use)
 
         def receive(g: Tensor) -> None:
             first(g)
@@ -268,7 +256,7 @@ class Pass:
             raise self._problem
         self._arrived_before = True
         watch, fisher = self._watch, self._watch.settings.fisher
-        f, g = as_float(self._f), g.detach()
+        f, g = computable(self._f), g.detach()
         self._finite = bool(g.isfinite().all() & ~(f.isnan() | (f == torch.inf)).any())
         if self._finite:
             self._y, self._scale = self._targets_and_scale(f, g)
@@ -289,7 +277,7 @@ class Pass:
 
     def _targets_and_scale(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return targets, or what stands for them, and by which factor the loss is larger than a sum of criteria."""
-        loss, fisher, precise, g = self._watch.loss, self._watch.settings.fisher, g.dtype == f.dtype, as_float(g)
+        loss, fisher, precise, g = self._watch.loss, self._watch.settings.fisher, g.dtype == f.dtype, computable(g)
         if self._y is not None:
             try:
                 loss.check(f, self._y)
@@ -342,8 +330,3 @@ def fit(g: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
     tiny = torch.finfo(g.dtype).tiny
     scale = (g * direction).sum() / direction.square().sum().clamp(min=tiny)
     return scale, (g - scale * direction).norm() / g.norm().clamp(min=tiny)
-
-
-def as_float(t: Tensor) -> Tensor:
-    """Return a tensor in a precision that losses are computed in."""
-    return t.to(torch.promote_types(t.dtype, torch.float32))

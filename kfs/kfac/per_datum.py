@@ -19,7 +19,7 @@ from kfs.kfac.batch_axis import BatchAxis
 from kfs.kfac.blocks import Layout, Side
 from kfs.kfac.inputs import Input, add_rotated_squares
 from kfs.kfac.settings import Settings
-from kfs.kfac.uses import Key, Uses, full_precision
+from kfs.kfac.uses import Key, Use, Uses, full_precision
 
 
 class Statistic(ABC):
@@ -116,18 +116,9 @@ class PerDatum(Uses):
         turned = there.order == layout.order[layout.split :] + layout.order[: layout.split]
         return there, "B" if there.order != layout.order and turned else "A"
 
-    def record(
-        self,
-        batch: BatchAxis,
-        operation: str,
-        layout: Layout,
-        vectors: Input,
-        read: Callable[[Tensor], Tensor],
-        like: Tensor,
-        ones: bool,
-        side: Side,
-    ) -> Callable[[Tensor], None]:
+    def record(self, use: Use) -> Callable[[Tensor], None]:
         """Take note of a use, and return what receives its gradients, `[columns, ...]`."""
+        layout, vectors, batch, ones, side = use.layout, use.vectors, use.batch, use.ones, use.side
         key = (layout.weight, layout.rows)
         statistic = self._statistics.get(key)
         self._seen.add(key)
@@ -137,8 +128,8 @@ class PerDatum(Uses):
         self._times_used[key] = self._times_used.get(key, 0) + 1
 
         def receive(g: Tensor) -> None:
-            with full_precision(like.device):
-                columns = read(g.detach())
+            with full_precision(use.like.device):
+                columns = use.read(g.detach())
                 if self._times_used[key] == 1 and side == "A":
                     for column in columns:
                         statistic.add_use(vectors, column, batch, ones)

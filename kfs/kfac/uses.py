@@ -30,6 +30,31 @@ class Sums:
     gradients: Tensor | None = None
 
 
+@dataclass(slots=True)
+class Use:
+    """One use of a parameter by an operation.
+
+    Attributes:
+        batch: Where the batch axis is.
+        operation: What to call it.
+        layout: The block that the parameters belong to.
+        vectors: What multiplies the parameter.
+        read: Reads the output's gradients.
+        like: The output; has device and dtype.
+        ones: Whether the bias was used.
+        side: On which side of the block inputs are.
+    """
+
+    batch: BatchAxis
+    operation: str
+    layout: Layout
+    vectors: Input
+    read: Callable[[Tensor], Tensor]
+    like: Tensor
+    ones: bool
+    side: Side
+
+
 @dataclass
 class Uses:
     """All uses of tracked parameters.
@@ -68,18 +93,10 @@ class Uses:
         taken = any(owner.layout.weight != layout.weight for owner in self._owners.get(bias, ()))
         return layout if taken else replace(layout, bias=bias), "A"
 
-    def record(
-        self,
-        batch: BatchAxis,
-        operation: str,
-        layout: Layout,
-        vectors: Input,
-        read: Callable[[Tensor], Tensor],
-        like: Tensor,
-        ones: bool,
-        side: Side,
-    ) -> Callable[[Tensor], None]:
+    def record(self, use: Use) -> Callable[[Tensor], None]:
         """Take note of a use, add its inputs, and return what receives its gradients, `[columns, ...]`."""
+        batch, operation, layout = use.batch, use.operation, use.layout
+        vectors, like, side = use.vectors, use.like, use.side
         block = self._block(layout, operation)
         if block is None:
             return lambda _: self.conflicts.add((layout.weight, operation))
@@ -94,17 +111,17 @@ class Uses:
         with full_precision(like.device):
             if block.sharing == "expand":
                 moment = pair.input.near(like.device)
-                vectors.add_to(moment, ones)
+                vectors.add_to(moment, use.ones)
                 pair.input.absorb(moment)
                 pair.terms += vectors.positions
             else:
-                self._collect((key, side), batch, vectors, pair.input.bias, ones)
+                self._collect((key, side), batch, vectors, pair.input.bias, use.ones)
 
         def receive(g: Tensor) -> None:
             if self.settings.fisher == "forward-only":
                 return
             with full_precision(like.device):
-                g = read(g.detach())
+                g = use.read(g.detach())
                 if block.sharing == "expand":
                     g = g.to(narrow) if narrow is not None and g.dtype == torch.float32 else g  # as autocast multiplies
                     moment = pair.gradient.near(g.device)

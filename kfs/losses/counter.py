@@ -95,7 +95,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Stream(Draws):
-    """Random numbers from PyTorch's generators: many times faster, but they depend on device and batch.
+    """Random numbers from PyTorch's generators: one operation, but they depend on device and batch.
 
     Attributes:
         seed: As in `Draws`.

@@ -34,7 +34,6 @@ class Average:
         inverse: The last damped inverse that could be computed.
         damping: What was added to eigenvalues there, `[U]`.
         updated: In which step that was.
-        failures: How many attempts have failed since then.
         eigen: Average of eigenvalues in a basis, which starts with those of the factors; for eigenvalue correction.
     """
 
@@ -45,7 +44,6 @@ class Average:
     inverse: Structure | None = None
     damping: Tensor | None = None
     updated: int = -1
-    failures: int = 0
     eigen: Eigenbasis | None = None
 
     @classmethod
@@ -102,7 +100,7 @@ class Average:
         mean = structure.trace() / (structure.rows * structure.columns) if unit == "relative" else ones
         delta = (damping * mean).clamp(min=_LEAST)  # a layer without any curvature has no gradient either
         inverse = damped_inverse(structure, delta, "exact" if eigen else method)
-        self.inverse, self.damping, self.failures = inverse, delta, 0
+        self.inverse, self.damping = inverse, delta
         self.eigen = corrected
 
     def _rotated(self, K: Kronecker) -> Eigenbasis:
@@ -122,7 +120,7 @@ class Average:
         return {
             "layout": asdict(self.layout),
             "damping": self.damping,
-            **{k: getattr(self, k) for k in ("weight", "changed", "updated", "failures")},
+            **{k: getattr(self, k) for k in ("weight", "changed", "updated")},
             **{k: None if s is None else Group((self.layout,), s).state() for k, s in parts.items()},
         }
 
@@ -133,7 +131,7 @@ class Average:
             k: None if state[k] is None else Group.from_state(_moved(state[k], device)).structure
             for k in ("factors", "inverse", "eigen")
         }
-        rest = {k: state[k] for k in ("weight", "changed", "updated", "failures")}
+        rest = {k: state[k] for k in ("weight", "changed", "updated")}
         return cls(Layout.from_state(state["layout"]), damping=_moved(state["damping"], device), **rest, **parts)  # type: ignore[arg-type]
 
 

@@ -169,7 +169,7 @@ class Curvature:
         if self._in_a_row >= self._patience:
             self._in_a_row, self._raised = 0, self._raised + 1
             self.events.raised_damping += 1
-            self._scale_damping(_RISE)
+            self.scale_damping(_RISE)
             text = "kfs.optim: damping rises to %g times its value, after %d such events."
             log.warning(text, self.damping_scale, self._patience)
 
@@ -178,7 +178,7 @@ class Curvature:
         self._in_a_row, self._good = 0, self._good + 1
         if self._raised and self._good >= _RECOVERY * self._patience:
             self._good, self._raised = 0, self._raised - 1
-            self._scale_damping(1 / _RISE)
+            self.scale_damping(1 / _RISE)
 
     def forget(self, names: Iterable[str]) -> None:
         """Forget blocks of parameters that have other names now, or are gone."""
@@ -187,7 +187,7 @@ class Curvature:
             del self.averages[key]
             self._groups = None
 
-    def _scale_damping(self, factor: float) -> None:
+    def scale_damping(self, factor: float) -> None:
         """Change all dampings; inverses follow when they are due."""
         self.damping_scale *= factor
         for average in self.averages.values():
@@ -198,7 +198,6 @@ class Curvature:
         try:
             average.invert(damping * self.damping_scale, self._unit, self._method, self._eigen)
         except (UnitError, KfsError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            average.failures += 1
             self.events.failed_inverses += 1
             self.trouble(f"the inverse of block {average.layout.name!r} failed ({error}), and the last one stays")
         average.updated, average.changed = step, False  # a block that fails does not take the others' share of work

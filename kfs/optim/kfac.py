@@ -12,18 +12,19 @@ from torch.optim import Optimizer
 from kfs.errors import KfsWarning, LossError, ModelError, StorageError
 from kfs.kfac.blocks import Layout
 from kfs.kfac.damping import Method
+from kfs.kfac.kfac import listed, shared_with, warn_of_wide
 from kfs.kfac.live import Watch
 from kfs.kfac.live_pass import Record
 from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.kfac.uses import Key
 from kfs.losses import describe
-from kfs.optim.announcements import announce
 from kfs.optim.averages import Unit
 from kfs.optim.curvature import Curvature, Events, Interval
 from kfs.optim.options import check_options
 from kfs.optim.parameters import Parameters, check_one_process
-from kfs.optim.quadratic import QuadraticModel, as_before
+from kfs.optim.quadratic import QuadraticModel
 from kfs.optim.updates import adamw_updates, natural_updates
+from kfs.state import restored
 
 _SIMILAR, _OTHER = 0.05, 0.5  # relative distances of gradients: a loss with an additional term, another loss
 
@@ -267,7 +268,7 @@ class KFAC(Optimizer):
         assert self._quadratic is not None  # noqa: S101 (who calls this has made sure)
         self._paused = True
         try:
-            with as_before(self._model), torch.enable_grad():
+            with restored(self._model, self._device, refuse=False), torch.enable_grad():
                 torch.set_rng_state(random)
                 change = float(torch.as_tensor(closure()).detach() - torch.as_tensor(before).detach()) / self._unit
         finally:
@@ -275,7 +276,7 @@ class KFAC(Optimizer):
             self._watch.collect()
         noise = torch.finfo(torch.float32).eps * abs(float(torch.as_tensor(before).detach())) / self._unit
         lr = float(self.param_groups[0]["lr"])
-        self._curvature.damping_scale *= self._quadratic.damping_factor(change, lr, noise)
+        self._curvature.scale_damping(self._quadratic.damping_factor(change, lr, noise))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a continued training needs to equal one that was never stopped."""
@@ -313,12 +314,11 @@ class KFAC(Optimizer):
         for i, p in zip(ids, (p for group in self.param_groups for p in group["params"]), strict=True):
             saved = state_dict["state"].get(i, {})  # in its own precision, which may be better than the parameter's
             self.state[p] = {k: v.to(p.device, copy=True) if isinstance(v, Tensor) else v for k, v in saved.items()}
-        device = self.param_groups[0]["params"][0].device
-        self._curvature.restore(mine["curvature"], device)
+        self._curvature.restore(mine["curvature"], self._device)
         self.steps, self._watch.first_datum, self._unit = mine["steps"], mine["first_datum"], mine["unit"]
         self.uncovered, self._tracked = dict(mine["uncovered"]), frozenset(mine["tracked"])
         if self._quadratic is not None:
-            self._quadratic.previous = {n: t.to(device, copy=True) for n, t in mine["previous"].items()}
+            self._quadratic.previous = {n: t.to(self._device, copy=True) for n, t in mine["previous"].items()}
         self._params.read(self.param_groups)
 
     def _wanted(self) -> dict[str, Tensor] | None:
@@ -368,8 +368,7 @@ class KFAC(Optimizer):
             return  # only counted, or nothing counts
         trained = self._params.trainable()
         lost = {n: why for n, why in record.uncovered.items() if n in trained and trained[n].grad is not None}
-        broken = {n for b in record.blocks.values() if lost.keys() & set(b.layout.params) for n in b.layout.params}
-        lost = dict.fromkeys(broken, "it shares a block with one that is not covered") | lost
+        lost |= shared_with(lost, record.blocks.values())
         if not self._curvature.commit(record, lost):
             return
         self._curvature.no_trouble()
@@ -378,7 +377,10 @@ class KFAC(Optimizer):
         self._tracked = frozenset(self._tracked_now())
         new = {key: block for key, block in record.blocks.items() if key not in self._announced}
         self._announced |= new.keys()
-        announce(lost, new.values(), self._settings)
+        if lost:
+            text = f"KFAC does not cover some parameters, which are trained by AdamW ({listed(lost)})."
+            warnings.warn(text, KfsWarning, stacklevel=4)
+        warn_of_wide(new.values(), self._settings, stacklevel=5)
 
     def _precondition(self, u: dict[str, Tensor]) -> dict[str, Tensor]:
         """Multiply with inverses; a parameter of a block that has no gradient counts as zero."""
@@ -387,6 +389,11 @@ class KFAC(Optimizer):
         limit = self._quadratic is None  # the quadratic model knows how long steps should be
         D = self._curvature.precondition(u | zeros, lambda layout: self._group_of(layout)["trust"] if limit else None)
         return {n: D[n] for n in u}
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
 
     def _group_of(self, layout: Layout) -> dict[str, Any]:
         return self._params.groups[layout.weight]

@@ -84,9 +84,9 @@ class Parameters:
         now = list(self._model.named_parameters())
         known = {id(q): shape for q, shape in self._known}
         changed = [name for name, p in now if known.get(id(p)) != tuple(p.shape)]
+        what = f"parameters {changed} are new" if changed else "parameters were removed"
         raise ModelError(
-            f"The model has changed since the optimizer was made: parameters {changed or 'were removed'} "
-            f"{'are new' if changed else ''}.".replace(" .", "."),
+            f"The model has changed since the optimizer was made: {what}.",
             "Make a new optimizer (close() the old one first), or add_param_group() for parameters that were added.",
         )
 

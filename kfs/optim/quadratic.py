@@ -12,8 +12,7 @@ is needed. Every few steps the loss is evaluated after the step, too. If it fell
 damping rises, and if the prediction was good, it falls (Levenberg-Marquardt).
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from kfs.exact_derivatives import ExactDerivatives, explained
 from kfs.kfac.live_pass import Record
 from kfs.kfac.outputs import prediction_in
 from kfs.losses import Loss
+from kfs.state import restored
 
 Step = dict[str, Tensor]
 
@@ -104,6 +104,7 @@ class QuadraticModel:
     def _pushed(self, direction: Step, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return predictions for a batch, and their derivative along a direction of the parameters."""
         params = {n: p.detach() for n, p in self._model.named_parameters() if n in direction}
+        device = next(iter(params.values())).device
 
         def predict(*values: Tensor) -> Tensor:
             buffers = {n: b.clone() for n, b in self._model.named_buffers()}  # it may change them in place
@@ -112,23 +113,15 @@ class QuadraticModel:
             return f.to(torch.promote_types(f.dtype, torch.float32))
 
         tangents = tuple(direction[n].to(p.dtype) for n, p in params.items())
-        with as_before(self._model), ExactDerivatives(), sdpa_kernel(SDPBackend.MATH), explained(), torch.no_grad():
+        with (
+            restored(self._model, device, refuse=False),
+            ExactDerivatives(),
+            sdpa_kernel(SDPBackend.MATH),
+            explained(),
+            torch.no_grad(),
+        ):
             f, pushed, *_ = jvp(predict, tuple(params.values()), tangents)
         return f, pushed
-
-
-@contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
-    """Leave buffers and random state as they are."""
-    buffers = [(b, b.clone()) for b in model.buffers()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for b, value in buffers:
-                b.copy_(value)
 
 
 def _inner(left: Step, right: Step) -> Tensor:

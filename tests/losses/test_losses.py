@@ -271,9 +271,9 @@ def test_stand_ins_have_the_same_fisher(case: Case, scale: float) -> None:
     try:
         expected = squared(loss.fisher_factor(f, y))
     except LossError:
-        return
+        pytest.skip("there is no Fisher matrix in closed form")
     if y.is_floating_point() and isinstance(loss, CrossEntropy) and loss.weight is not None:
-        return  # how much a distribution over weighted classes counts, its gradient does not tell
+        pytest.skip("how much a distribution over weighted classes counts, its gradient does not tell")
     stand_in = loss.stand_in(f, scale * loss.gradient(f, y))
     assert loss.count(stand_in) == pytest.approx(loss.count(y))
     assert loss.examples(stand_in) == pytest.approx(loss.examples(y))

@@ -64,7 +64,7 @@ def test_mixed_precision(fisher: Any) -> None:
         losses.append(float(value.detach()))
         assert optimizer.events.refused_statistics == 0
     assert losses[1] < 0.5
-    assert losses[1] == pytest.approx(losses[0], rel=0.3)
+    assert losses[1] == pytest.approx(losses[0], rel=0.3)  # float16 has three digits, in each of 30 steps
 
 
 def test_state_moves_to_the_models_device() -> None:

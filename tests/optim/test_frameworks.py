@@ -250,6 +250,7 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
     assert not optimizer.uncovered
     assert optimizer.events.skipped_steps == 0
     halves, _, _ = hugging_face(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    # Six float32 steps through singular factors (rare tokens): round-off of another order of sums grows that much.
     torch.testing.assert_close(weights(halves), weights(model), rtol=1e-3, atol=1e-4)
 
 

@@ -14,6 +14,7 @@ from kfs.errors import DataError
 from kfs.kfac.blocks import Layout
 from kfs.kfac.capture import Capture, Read, is_in_place
 from kfs.kfac.inputs import Rows
+from kfs.kfac.uses import Use
 from kfs.kfac.views import Source
 
 
@@ -120,7 +121,7 @@ def follow(capture: Capture, t: Tensor, shape: torch.Size, operation: str) -> Te
 
     used = rows.to(device) if layout.column_size > 1 else None
     vectors = Rows(used, layout.column_size, tuple(z.shape[axis] for axis in free), z)
-    receive = capture.uses.record(capture.batch, operation, layout, vectors, read, z, False, "A")
+    receive = capture.uses.record(Use(capture.batch, operation, layout, vectors, read, z, False, "A"))
     return capture.tap(z, receive)
 
 

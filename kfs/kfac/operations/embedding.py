@@ -10,6 +10,7 @@ from kfs.exact_derivatives import refuse_changing_embedding
 from kfs.kfac.blocks import Layout
 from kfs.kfac.capture import Capture, Read, Receiver
 from kfs.kfac.inputs import OneHot
+from kfs.kfac.uses import Use
 
 
 def embedding(
@@ -36,7 +37,8 @@ def embedding(
         counts = None if padding_idx is None else index != padding_idx % len(weight)
         tokens = OneHot(index, len(weight), counts, torch.promote_types(weight.dtype, torch.float32))
         where, side = capture.uses.place(layout)
-        return capture.uses.record(capture.batch, "embedding", where, tokens, _masked(counts), out, False, side)
+        use = Use(capture.batch, "embedding", where, tokens, _masked(counts), out, False, side)
+        return capture.uses.record(use)
 
     return (
         capture.tap(out, record(True)) if capture.is_data(input) else capture.record_virtual(out, layout.weight, record)

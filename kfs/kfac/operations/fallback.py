@@ -13,6 +13,7 @@ from kfs.kfac.batch_axis import BatchAxis
 from kfs.kfac.capture import Capture, Receiver, is_in_place, tensors_of
 from kfs.kfac.inputs import Rows
 from kfs.kfac.operations.elementwise import all_rows, entries_layout, follow, is_followable, places_in, scattered
+from kfs.kfac.uses import Use
 from kfs.kfac.views import Source
 
 # Operations that leave the first axis alone: an expanded first axis of a parameter is the batch axis there.
@@ -84,9 +85,8 @@ def _record_entries_per_datum(capture: Capture, source: Source, operation: str) 
         rows_last: Tensor = g.reshape(*g.shape[:2], -1, layout.row_size)
         return rows_last
 
-    return capture.uses.record(
-        BatchAxis(capture.num_data, 0), operation, layout, vectors, by_rows, source.tensor, False, "A"
-    )
+    use = Use(BatchAxis(capture.num_data, 0), operation, layout, vectors, by_rows, source.tensor, False, "A")
+    return capture.uses.record(use)
 
 
 def _is_expanded(capture: Capture, t: Tensor) -> bool:

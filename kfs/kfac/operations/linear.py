@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
 from kfs.kfac.blocks import Layout
 from kfs.kfac.capture import Capture, Read, Receiver
 from kfs.kfac.inputs import Rows, Vectors
+from kfs.kfac.uses import Use
 from kfs.kfac.views import View
 
 
@@ -192,7 +193,8 @@ def _multiply(
 
     def record(with_batch: bool) -> Receiver:
         vectors = Vectors(x if with_batch else x.expand(capture.num_data, *x.shape))
-        return capture.uses.record(capture.batch, operation, where, vectors, read, out, name is not None, side)
+        use = Use(capture.batch, operation, where, vectors, read, out, name is not None, side)
+        return capture.uses.record(use)
 
     return capture.record_virtual(out, layout.weight, record)
 
