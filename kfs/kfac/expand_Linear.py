@@ -26,9 +26,9 @@ $$
 In `rvec` the factors change places. A bias is one more column of $W$, with one more input that is always one.
 
 Both steps are exact for one datum with one position. They are also exact for a linear net with square loss
-that makes a prediction at every position, because its gradients are the same for all data and positions. If
-positions are added up before the loss, use `reduce_Linear`. The engine computes the same factors for every
-operation; see `scaffold`.
+that makes a prediction at every position: the first step because a prediction depends on its own position
+only, the second because gradients are the same for all data and positions. If positions are added up before
+the loss, use `reduce_Linear`. The engine computes the same factors for every operation; see `scaffold`.
 
 Implements: KFAC for a linear layer without weight sharing (chapter "KFAC for Linear Layers (No Weight
 Sharing)"), extended to shared positions by the variant `expand` (chapter "Conclusion & Outlook", "KFAC for
