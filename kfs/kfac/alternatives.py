@@ -30,7 +30,7 @@ from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import grouped, unused_rows, zero_block
+from kfs.kfac.structures.stack import layouts_of_unused_rows, stacked, zero_block
 from kfs.kfac.structures.structure import Structure
 from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.inputs import Input, Vectors
@@ -267,8 +267,10 @@ def _operator(
 ) -> BlockDiagonal:
     """Make an operator of all blocks."""
     parts = [(layout_of(block.layout), structure(block)) for block in K.blocks.values()]
-    unused = [(layout, zero_block(layout, K.domain)) for layout in unused_rows([p for p, _ in parts], K.domain)]
-    return BlockDiagonal(K.domain, grouped([*parts, *unused]))
+    unused = [
+        (layout, zero_block(layout, K.domain)) for layout in layouts_of_unused_rows([p for p, _ in parts], K.domain)
+    ]
+    return BlockDiagonal(K.domain, stacked([*parts, *unused]))
 
 
 def _contraction(block: Block, side: str, K: KFAC, sides: Sides | None = None) -> _Contraction:

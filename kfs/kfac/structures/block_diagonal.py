@@ -22,7 +22,7 @@ from kfs.kfac.structures.damping import METHODS, Method, damped_inverse
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import Group, check_cover
+from kfs.kfac.structures.stack import Stack, check_coverage
 from kfs.kfac.structures.structure import Structure
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import normal
@@ -37,34 +37,34 @@ class BlockDiagonal(LinearOperator):
 
     Args:
         space: What it acts on.
-        groups: The blocks. They cover every parameter once. Nothing if a subclass makes them later.
+        stacks: The blocks. They cover every parameter once. `None` if a subclass makes them later.
     """
 
-    def __init__(self, space: Space, groups: list[Group] | None) -> None:
+    def __init__(self, space: Space, stacks: list[Stack] | None) -> None:
         """Store the blocks."""
         super().__init__(space, space)
-        self._groups = groups
+        self._stacks = stacks
 
     @property
-    def groups(self) -> list[Group]:
+    def stacks(self) -> list[Stack]:
         """The blocks, those of one structure and size together."""
-        assert self._groups is not None  # noqa: S101 (subclasses that make them later override this)
-        return self._groups
+        assert self._stacks is not None  # noqa: S101 (subclasses that make them later override this)
+        return self._stacks
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]
         """Whether all blocks are."""
-        return all(group.structure.symmetric for group in self.groups)
+        return all(stack.structure.symmetric for stack in self.stacks)
 
     @property
     def structures(self) -> dict[str, Structure]:
         """The structure of each block, by its name: one unit, or one for each group of channels."""
-        return {layout.name: group.structure[units] for group in self.groups for layout, units in group.parts()}
+        return {layout.name: stack.structure[units] for stack in self.stacks for layout, units in stack.slices()}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(group.structure.nbytes for group in self.groups)
+        return sum(stack.structure.nbytes for stack in self.stacks)
 
     def multiply(self, columns: Columns) -> Columns:
         """Multiply block by block."""
@@ -145,7 +145,7 @@ class BlockDiagonal(LinearOperator):
         if damping:
             self._check_symmetric("inverted with damping")
         dampings = self._dampings(damping)
-        return self._named(lambda group: damped_inverse(group.structure, dampings(group), method))
+        return self._named(lambda stack: damped_inverse(stack.structure, dampings(stack), method))
 
     def power(self, exponent: float, damping: Damping = 0.0) -> "BlockDiagonal":
         """Raise to a power, after adding `damping` times the identity.
@@ -156,7 +156,7 @@ class BlockDiagonal(LinearOperator):
         """
         self._check_symmetric("raised to a power")
         dampings = self._dampings(damping)
-        return self._named(lambda group: group.structure.power(float(exponent), dampings(group)))
+        return self._named(lambda stack: stack.structure.power(float(exponent), dampings(stack)))
 
     def trace(self) -> Tensor:
         """Return the sum of all eigenvalues."""
@@ -187,26 +187,26 @@ class BlockDiagonal(LinearOperator):
     def eigenvalues(self) -> Tensor:
         """Return all eigenvalues, in ascending order."""
         self._check_symmetric("decomposed")
-        parts = [self._call(group, lambda g: g.structure.eigenvalues()).flatten() for group in self.groups]
+        parts = [self._call(stack, lambda g: g.structure.eigenvalues()).flatten() for stack in self.stacks]
         return torch.cat([part.to(self.device) for part in parts]).sort().values
 
     def eigh(self) -> "tuple[Tensor, BlockDiagonal]":
         """Decompose: return eigenvalues as a flat vector, and an orthogonal operator whose columns belong to them."""
         self._check_symmetric("decomposed")
-        bases = [self._call(group, lambda g: g.structure.eigenbasis()) for group in self.groups]
-        values: list[Group] = []
-        vectors: list[Group] = []
-        for group, basis in zip(self.groups, bases, strict=True):
+        bases = [self._call(stack, lambda g: g.structure.eigenbasis()) for stack in self.stacks]
+        values: list[Stack] = []
+        vectors: list[Stack] = []
+        for stack, basis in zip(self.stacks, bases, strict=True):
             if isinstance(basis, Dense):
-                with _naming(group.names):
+                with _naming(stack.names):
                     entries, Q = decompositions.eigh(basis.matrix)
                 entries = entries.reshape(-1, basis.rows, basis.columns)
                 rotation: Structure = Dense(Q, basis.rows, basis.columns, symmetric=False)
             else:
                 assert isinstance(basis, Eigenbasis)  # noqa: S101 (there is no third kind)
                 entries, rotation = basis.values, Kronecker(basis.Q_A, basis.Q_B)
-            values.append(Group(group.layouts, Eigenbasis.of_diagonal(entries)))
-            vectors.append(Group(group.layouts, rotation))
+            values.append(Stack(stack.layouts, Eigenbasis.of_diagonal(entries)))
+            vectors.append(Stack(stack.layouts, rotation))
         return BlockDiagonal(self.domain, values).diagonal(), BlockDiagonal(self.domain, vectors)
 
     def sample(self, num_samples: int = 1, *, damping: Damping = 0.0, seed: int = 0) -> Tensor:
@@ -232,15 +232,15 @@ class BlockDiagonal(LinearOperator):
         order = self.domain.order(flattening)
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         places = self.domain.unflatten(torch.arange(self.shape[0], device=self.device).unsqueeze(0))
-        for group in self.groups:
-            index = group.read(places).flatten(1)  # [U, d_B * d_A]
-            blocks = group.structure.to_dense().to(dense)
+        for stack in self.stacks:
+            index = stack.read(places).flatten(1)  # [U, d_B * d_A]
+            blocks = stack.structure.to_dense().to(dense)
             dense[index.unsqueeze(2), index.unsqueeze(1)] = blocks
         return dense[order][:, order]
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Move all blocks to a device, or convert them, in place."""
-        self._groups = [Group(group.layouts, group.structure.to(device, dtype)) for group in self.groups]
+        self._stacks = [Stack(stack.layouts, stack.structure.to(device, dtype)) for stack in self.stacks]
         self._move_space(device, dtype)
         return self
 
@@ -271,7 +271,7 @@ class BlockDiagonal(LinearOperator):
 
     def _state(self) -> dict[str, Any]:
         """Return everything but the space, for a file."""
-        return {"groups": [group.state() for group in self.groups]}
+        return {"groups": [stack.state() for stack in self.stacks]}
 
     def _state_of_space(self) -> dict[str, Any]:
         shapes = [[name, list(shape)] for name, shape in self.domain.shapes.items()]
@@ -280,68 +280,68 @@ class BlockDiagonal(LinearOperator):
     @classmethod
     def _from_state(cls, state: Any, space: Space) -> "BlockDiagonal":
         """Undo `_state`."""
-        groups = [Group.from_state(part) for part in state["groups"]]
-        check_cover([layout for group in groups for layout in group.layouts], space)
-        return cls(space, groups)
+        stacks = [Stack.from_state(part) for part in state["groups"]]
+        check_coverage([layout for stack in stacks for layout in stack.layouts], space)
+        return cls(space, stacks)
 
     def _multiplied(self, columns: Columns, of: Callable[[Structure], Structure]) -> Columns:
         columns = {name: t.contiguous() for name, t in columns.items()}
         result = {name: torch.empty_like(t) for name, t in columns.items()}
-        for group in self.groups:
-            structure = of(group.structure)
-            M = group.read(columns)
+        for stack in self.stacks:
+            structure = of(stack.structure)
+            M = stack.read(columns)
             product = structure.multiply(M.to(structure.like))
-            group.write(product.to(M), result)
+            stack.write(product.to(M), result)
         return result
 
     def _mapped(self, function: Callable[[Structure], Structure]) -> "BlockDiagonal":
-        return self._named(lambda group: function(group.structure))
+        return self._named(lambda stack: function(stack.structure))
 
-    def _named(self, function: Callable[[Group], Structure]) -> "BlockDiagonal":
-        """Apply a function to all groups, with errors that name the block."""
-        groups = [Group(group.layouts, self._call(group, function)) for group in self.groups]
-        return BlockDiagonal(self.domain, groups)
+    def _named(self, function: Callable[[Stack], Structure]) -> "BlockDiagonal":
+        """Apply a function to all stacks, with errors that name the block."""
+        stacks = [Stack(stack.layouts, self._call(stack, function)) for stack in self.stacks]
+        return BlockDiagonal(self.domain, stacks)
 
-    def _call(self, group: Group, function: Callable[[Group], Answer]) -> Answer:
-        with _naming(group.names):
-            return function(group)
+    def _call(self, stack: Stack, function: Callable[[Stack], Answer]) -> Answer:
+        with _naming(stack.names):
+            return function(stack)
 
     def _combined(
         self, other: "BlockDiagonal", function: Callable[[Structure, Structure], Structure | None]
     ) -> "BlockDiagonal | None":
         """Combine block by block; nothing if blocks differ, or one pair of them has no simple combination."""
-        if self.domain != other.domain or [g.layouts for g in self.groups] != [g.layouts for g in other.groups]:
+        if self.domain != other.domain or [g.layouts for g in self.stacks] != [g.layouts for g in other.stacks]:
             return None
-        groups = []
-        for mine, theirs in zip(self.groups, other.groups, strict=True):
+        stacks = []
+        for mine, theirs in zip(self.stacks, other.stacks, strict=True):
             with _naming(mine.names):
                 structure = function(mine.structure, theirs.structure)
             if structure is None:
                 return None
-            groups.append(Group(mine.layouts, structure))
-        return BlockDiagonal(self.domain, groups)
+            stacks.append(Stack(mine.layouts, structure))
+        return BlockDiagonal(self.domain, stacks)
 
     def _sum(self, function: Callable[[Structure], Tensor]) -> Tensor:
-        parts = [self._call(group, lambda g: function(g.structure)).sum() for group in self.groups]
+        parts = [self._call(stack, lambda g: function(g.structure)).sum() for stack in self.stacks]
         return torch.stack([part.to(self.device) for part in parts]).sum()
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        parts = [self._call(group, lambda g: g.structure.slogdet()) for group in self.groups]
+        parts = [self._call(stack, lambda g: g.structure.slogdet()) for stack in self.stacks]
         sign = torch.cat([sign.to(self.device) for sign, _ in parts]).prod()
         return sign, torch.cat([log.to(self.device) for _, log in parts]).sum()
 
     def _flat(self, function: Callable[[Structure], Tensor]) -> Tensor:
-        """Collect one number for every parameter entry, `[U, d_B, d_A]` for each group."""
+        """Collect one number for every parameter entry, `[U, d_B, d_A]` for each stack."""
         zeros = torch.zeros(1, self.shape[0], dtype=self.dtype, device=self.device)
         columns = {name: t.clone() for name, t in self.domain.unflatten(zeros).items()}
-        for group in self.groups:
-            entries = self._call(group, lambda g: function(g.structure))
-            group.write(entries.unsqueeze(1).to(zeros), columns)
+        for stack in self.stacks:
+            entries = self._call(stack, lambda g: function(g.structure))
+            stack.write(entries.unsqueeze(1).to(zeros), columns)
         return self.domain.flatten(columns).squeeze(0)
 
-    def _dampings(self, damping: Damping) -> Callable[[Group], Tensor]:
+    def _dampings(self, damping: Damping) -> Callable[[Stack], Tensor]:
         """Return what gives each unit's damping, `[U]`."""
-        names = {layout.name for group in self.groups for layout in group.layouts}
+        names = {layout.name for stack in self.stacks for layout in stack.layouts}
         by_name = damping if isinstance(damping, Mapping) else dict.fromkeys(names, damping)
         if set(by_name) != names:
             missing, extra = sorted(names - set(by_name)), sorted(set(by_name) - names)
@@ -353,9 +353,9 @@ class BlockDiagonal(LinearOperator):
             if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
                 raise DtypeError(f"A damping is {value!r}.", "Use a finite number that is not negative.")
 
-        def of(group: Group) -> Tensor:
-            like = group.structure.like
-            return torch.tensor([by_name[name] for name in group.names], dtype=like.dtype, device=like.device)
+        def of(stack: Stack) -> Tensor:
+            like = stack.structure.like
+            return torch.tensor([by_name[name] for name in stack.names], dtype=like.dtype, device=like.device)
 
         return of
 
@@ -371,8 +371,8 @@ def _naming(names: list[str]) -> Iterator[None]:
     """Name the block in errors about units."""
     try:
         yield
-    except decompositions.UnitError as error:
+    except decompositions.BlockError as error:
         raise SolverError(
-            f"A factor of block {names[error.unit]!r} {error.cause}.",
+            f"A factor of block {names[error.index]!r} {error.cause}.",
             "Look at its data and gradients; for singular factors, pass damping.",
         ) from error

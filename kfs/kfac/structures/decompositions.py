@@ -14,18 +14,18 @@ from kfs.errors import KfsWarning
 _HALF = {torch.float16, torch.bfloat16}
 
 
-class UnitError(Exception):
+class BlockError(Exception):
     """One of many matrices is not what it should be; whoever knows their names turns this into a helpful message.
 
     Attributes:
-        unit: Which one.
+        index: Which one.
         cause: What is wrong with it.
     """
 
-    def __init__(self, unit: int, cause: str) -> None:
+    def __init__(self, index: int, cause: str) -> None:
         """Store both."""
-        super().__init__(unit, cause)
-        self.unit, self.cause = unit, cause
+        super().__init__(index, cause)
+        self.index, self.cause = index, cause
 
 
 def computable(t: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def check_finite(matrices: Tensor) -> None:
     """Refuse NaN and infinity in any of `[U, ...]`."""
     finite = matrices.isfinite().flatten(1).all(1)
     if not finite.all():
-        raise UnitError(int((~finite).nonzero()[0]), "has NaN or infinity in it")
+        raise BlockError(int((~finite).nonzero()[0]), "has NaN or infinity in it")
 
 
 def check_definite(values: Tensor, noise: Tensor) -> None:
@@ -51,7 +51,7 @@ def check_definite(values: Tensor, noise: Tensor) -> None:
     bad = lowest < -torch.maximum(noise, accumulated)
     if bad.any():
         unit = int(bad.nonzero()[0])
-        raise UnitError(unit, f"has a negative eigenvalue, {float(lowest[unit]):.1e}, beyond round-off")
+        raise BlockError(unit, f"has a negative eigenvalue, {float(lowest[unit]):.1e}, beyond round-off")
 
 
 def round_off(values: Tensor, eps: float | None = None) -> Tensor:

@@ -210,7 +210,7 @@ class Factor:
             decompositions.check_finite(self.values)
             if (self.values == 0).any():
                 unit = int((self.values == 0).any(1).nonzero()[0])
-                raise decompositions.UnitError(unit, "is singular: a diagonal entry is zero")
+                raise decompositions.BlockError(unit, "is singular: a diagonal entry is zero")
             return self._inverse_of_scale(1 / self.values)
         if self.symmetric:
             return self._inverse_of_scale(decompositions.inverse(self.values))
@@ -229,7 +229,7 @@ class Factor:
 
     def _inverse_of_scale(self, values: Tensor) -> "Factor":
         if (self.scale == 0).any():
-            raise decompositions.UnitError(int((self.scale == 0).nonzero()[0]), "is singular: its scale is zero")
+            raise decompositions.BlockError(int((self.scale == 0).nonzero()[0]), "is singular: its scale is zero")
         return replace(self, values=values, scale=1 / self.scale.to(values.dtype))
 
     def _scale(self, like: Tensor) -> Tensor:
@@ -240,12 +240,12 @@ def positive_power(values: Tensor, exponent: float, noise: Tensor) -> Tensor:
     """Raise eigenvalues `[U, ...]` that are not negative, up to noise `[U]`, to a power.
 
     Raises:
-        UnitError: If one is negative, or zero and the exponent is negative.
+        BlockError: If one is negative, or zero and the exponent is negative.
     """
     decompositions.check_definite(values, noise)
     if exponent >= 0:
         return values.clamp(min=0) ** exponent
     singular = (values <= noise.reshape(-1, *[1] * (values.ndim - 1))).flatten(1).any(1)
     if singular.any():
-        raise decompositions.UnitError(int(singular.nonzero()[0]), "is singular, up to round-off")
+        raise decompositions.BlockError(int(singular.nonzero()[0]), "is singular, up to round-off")
     return values**exponent

@@ -17,7 +17,7 @@ from kfs.storage import UnfitError
 
 
 @dataclass(frozen=True)
-class Group:
+class Stack:
     """Blocks that are processed together.
 
     Attributes:
@@ -40,11 +40,11 @@ class Group:
 
     def write(self, M: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Undo `read`: write into tensors `[K, *shape]`."""
-        for layout, units in self.parts():
+        for layout, units in self.slices():
             part = M[units].transpose(0, 1)
             layout.write(part if layout.groups > 1 else part.squeeze(1), columns)
 
-    def parts(self) -> Iterator[tuple[Layout, slice]]:
+    def slices(self) -> Iterator[tuple[Layout, slice]]:
         """Go through all blocks, and which units belong to them."""
         start = 0
         for layout in self.layouts:
@@ -57,7 +57,7 @@ class Group:
         return {"layouts": [asdict(layout) for layout in self.layouts], "kind": kind, "blocks": self.structure.state()}
 
     @classmethod
-    def from_state(cls, state: Any) -> "Group":
+    def from_state(cls, state: Any) -> "Stack":
         """Undo `state`."""
         layouts = tuple(map(Layout.from_state, state["layouts"]))
         units, rows = sum(layout.groups for layout in layouts), layouts[0].row_size
@@ -74,18 +74,18 @@ class Group:
 _KINDS: dict[str, type[Structure]] = {"kronecker": Kronecker, "eigenbasis": Eigenbasis, "dense": Dense}
 
 
-def grouped(parts: Iterable[tuple[Layout, Structure]]) -> list[Group]:
+def stacked(parts: Iterable[tuple[Layout, Structure]]) -> list[Stack]:
     """Put blocks of one structure and size together."""
     by_key: dict[Any, list[tuple[Layout, Structure]]] = {}
     for layout, structure in parts:
         by_key.setdefault(structure.key, []).append((layout, structure))
     return [
-        Group(tuple(layout for layout, _ in same), type(same[0][1]).stack([structure for _, structure in same]))
+        Stack(tuple(layout for layout, _ in same), type(same[0][1]).stack([structure for _, structure in same]))
         for same in by_key.values()
     ]
 
 
-def unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
+def layouts_of_unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
     """Return layouts for rows of parameters that no block has; their curvature is zero."""
     layouts = list(layouts)
     result = []
@@ -101,7 +101,7 @@ def unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
     return result
 
 
-def check_cover(layouts: Iterable[Layout], space: Space) -> None:
+def check_coverage(layouts: Iterable[Layout], space: Space) -> None:
     """Check that blocks cover all entries of all parameters once.
 
     Raises:
