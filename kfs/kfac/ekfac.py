@@ -111,7 +111,7 @@ class EKFAC(KFAC):
                 "fisher='forward-only' has no gradients to correct eigenvalues with.", "Use KFAC, or another fisher."
             )
         self._raw = [
-            Stack(stack.layouts, self._call(stack, lambda g: g.structure.eigenbasis())) for stack in super().stacks
+            Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis())) for stack in super().stacks
         ]
         basis = [Q.values for stack in self._raw for Q in (stack.structure.Q_A, stack.structure.Q_B)]  # type: ignore[attr-defined]
         journal = None if checkpoint is None else Journal(checkpoint, risk, self.settings, "eigenvalues", basis)
