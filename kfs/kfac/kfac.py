@@ -266,7 +266,7 @@ class KFAC(BlockDiagonal):
         """Let sums live where blocks of one size were put together, so that they are stored once."""
         for stack in self.stacks:
             structure = stack.structure
-            for layout, place in stack.parts():
+            for layout, place in stack.slices():
                 block = self.blocks.get(layout.name)
                 if block is None or len(block.sums.roles) > 1 or not isinstance(structure, Kronecker):
                     continue
