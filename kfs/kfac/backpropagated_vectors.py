@@ -51,15 +51,16 @@ def backpropagated_vectors(
         factor = loss.fisher_factor if settings.fisher == "type-2" else loss.hessian_factor
         start = 0
         while len(columns := factor(f, y, start, start + at_once)):
-            yield columns
+            yield columns.to(f.dtype)
             start += at_once
     elif settings.fisher == "mc":
         for start in range(0, settings.mc_samples, at_once):
             samples = range(start, min(start + at_once, settings.mc_samples))
             draws = [random(settings.seed, first_datum, sample) for sample in samples]
-            yield torch.stack([loss.sampled_gradient(f, y, d) for d in draws]) / settings.mc_samples**0.5
+            gradients = torch.stack([loss.sampled_gradient(f, y, d) for d in draws])
+            yield (gradients / settings.mc_samples**0.5).to(f.dtype)
     elif settings.fisher == "empirical":
-        yield loss.gradient(f, y).unsqueeze(0)
+        yield loss.gradient(f, y).unsqueeze(0).to(f.dtype)
     else:
         yield torch.zeros_like(f).unsqueeze(0)  # only to learn on which uses predictions depend
 

@@ -16,7 +16,7 @@ from kfs.kfac.settings import Fisher, Settings, Sharing, Uncovered
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress, details
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import Stack, check_cover, stacked, unused_rows, zero_block
+from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked, zero_block
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
@@ -152,7 +152,7 @@ class KFAC(BlockDiagonal):
         """The blocks as Kronecker products, those of one size together in memory."""
         if self._stacks is None:
             parts: list[Any] = [(block.layout, block.structure()) for block in self.blocks.values()]
-            unused = unused_rows([layout for layout, _ in parts], self.domain)
+            unused = layouts_of_unused_rows([layout for layout, _ in parts], self.domain)
             parts += [(layout, zero_block(layout, self.domain)) for layout in unused]
             self._stacks = stacked(parts)
             self._share_memory()
@@ -251,7 +251,7 @@ class KFAC(BlockDiagonal):
         K.num_data = int(state["num_data"])
         blocks = list(map(BlockSums.from_state, state["blocks"]))
         layouts = [block.layout for block in blocks]
-        check_cover([*layouts, *unused_rows(layouts, space)], space)
+        check_coverage([*layouts, *layouts_of_unused_rows(layouts, space)], space)
         K.blocks = {block.layout.name: Block(block) for block in blocks}
         K._update_scale()
         return K

@@ -111,6 +111,9 @@ class Capture(TorchFunctionMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that uses a tracked parameter, by its plan."""
+        rule = self.session.rules.get(func)
+        if rule is None:
+            return self.session.fallback(self, func, args, kwargs)
         kind = self.session.device_type
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         key: Any = (func, narrow, self.batch.num_data, self.batch.axis, *map(self._token, args))
@@ -120,7 +123,7 @@ class Capture(TorchFunctionMode):
         try:
             planned = plans.get(key, _UNKNOWN)
         except TypeError:  # an argument that cannot be hashed
-            planned, plans = _UNKNOWN, {}
+            planned, plans, key = _UNKNOWN, {}, None
         if type(planned) is Outputs:
             out = func(*args, **kwargs)
             for plan in planned.plans:
@@ -128,7 +131,9 @@ class Capture(TorchFunctionMode):
             return out
         call = Call(func, self.batch, narrow)
         if planned is _UNKNOWN:
-            planned = plans[key] = self._plan(call, args, kwargs)
+            described = [self._describe(part, (place,)) for place, part in enumerate(args)]
+            named = {name: self._describe(part, (name,)) for name, part in kwargs.items()}
+            planned = plans[key] = rule(call, *described, **named)
         if planned is None:
             return self.session.fallback(self, func, args, kwargs)
         if isinstance(planned, Rewrite):
@@ -149,15 +154,6 @@ class Capture(TorchFunctionMode):
         for plan in settled:
             out = self._tap_output(plan, args, kwargs, out)
         return out
-
-    def _plan(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Ask the rule for an operation."""
-        rule = self.session.rules.get(call.func)
-        if rule is None:
-            return None
-        described = [self._describe(part, (place,)) for place, part in enumerate(args)]
-        named = {name: self._describe(part, (name,)) for name, part in kwargs.items()}
-        return rule(call, *described, **named)
 
     def use(self, plan: Plan, x: Any) -> Receiver:
         """Add the inputs of a use, and return what takes gradients `[columns, *shape of the output]`.

@@ -86,9 +86,7 @@ def einsum(call: Call, equation: Any, *operands: Any) -> Planned:
     return (plan,)
 
 
-def bilinear(
-    call: Call, input1: Argument, input2: Argument, weight: Argument, bias: Argument | None = None
-) -> Planned:
+def bilinear(call: Call, input1: Argument, input2: Argument, weight: Argument, bias: Argument | None = None) -> Planned:
     """Compute `x^T W y + bias` for every matrix `W` of `weight`: linear in the outer products of the inputs."""
     view = weight.view
     if view is None or not input1.data or not input2.data:
@@ -209,9 +207,7 @@ def in_order(args: tuple[Any, ...], named: dict[str, Any], *names: str) -> tuple
     return (*args, *(named[name] for name in names if name in named))
 
 
-def _narrowed(
-    dtype: torch.dtype, prepare: Callable[[Tensor], Tensor] | None
-) -> Callable[[Tensor], Tensor]:
+def _narrowed(dtype: torch.dtype, prepare: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor]:
     return (lambda x: x.to(dtype)) if prepare is None else (lambda x: prepare(x).to(dtype))
 
 

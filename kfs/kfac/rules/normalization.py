@@ -86,9 +86,7 @@ def instance_norm(
 
     def normalized(x: Tensor, *known: Tensor) -> Tensor:
         # A momentum of zero leaves running statistics as they are.
-        return F.instance_norm(
-            x, *(known or (None, None)), use_input_stats=use_input_stats, momentum=0.0, eps=eps
-        )
+        return F.instance_norm(x, *(known or (None, None)), use_input_stats=use_input_stats, momentum=0.0, eps=eps)
 
     return _scaled("instance_norm", input, weight, bias, normalized, "channels", statistics)
 

@@ -31,10 +31,8 @@ def add_gram(total: Tensor, x: Tensor) -> None:
         if features_first and len(x) > 1 and x.shape[1] >= 4 * x.shape[2] and x.dtype == total.dtype:
             total += torch.bmm(x.transpose(1, 2), x).sum(0)
             return
-        if features_first:  # copy along contiguous memory
-            x = x.permute(2, 0, 1).reshape(x.shape[2], -1).T
-        else:
-            x = x.reshape(-1, x.shape[-1])
+        # Otherwise copy along contiguous memory, if a copy is needed.
+        x = x.permute(2, 0, 1).reshape(x.shape[2], -1).T if features_first else x.reshape(-1, x.shape[-1])
     strips = _strips(x.shape[1], x)
     if len(strips) == 1:
         _add_product(total, x.T, x)

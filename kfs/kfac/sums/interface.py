@@ -90,16 +90,16 @@ class Sums(ABC):
         """The blocks that are known already."""
         return []
 
-    def note_conflict(self, plan: Planned) -> None:
+    def note_conflict(self, plan: Planned) -> None:  # noqa: B027 (most have nothing to do)
         """Take note of a use that does not fit together with other uses of its parameter."""
 
-    def finish_forward(self) -> None:
+    def finish_forward(self) -> None:  # noqa: B027 (most have nothing to do)
         """Add what had to wait for the end of a batch's forward pass."""
 
-    def finish_backward(self) -> None:
+    def finish_backward(self) -> None:  # noqa: B027 (most have nothing to do)
         """Add what had to wait for the end of a backward pass."""
 
-    def finish_batch(self) -> None:
+    def finish_batch(self) -> None:  # noqa: B027 (most have nothing to do)
         """Forget the batch."""
 
     @abstractmethod

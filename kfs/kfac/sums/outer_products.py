@@ -72,6 +72,8 @@ class OuterProductSum:
 
     def add(self, x: Tensor, ones: bool = False) -> None:
         """Add vectors. Their bias coordinate, if there is one, is one if `ones`, otherwise zero."""
+        if x.ndim == 1:
+            x = x.unsqueeze(0)
         if self.diagonal:
             squares = x.to(self.total.dtype).square()
             self.inner += squares.reshape(-1, *self.inner.shape).sum(0)
@@ -155,7 +157,8 @@ class OuterProductSum:
         result = cls.zeros(size, groups, diagonal, bias, total.dtype, total.device)
         shape = result.total.shape
         if total.shape not in {shape, shape[1:]} or total.numel() != shape.numel():
-            raise UnfitError(f"a factor has shape {list(total.shape)} instead of {list(shape)}")
+            expected = shape if groups > 1 else shape[1:]
+            raise UnfitError(f"a factor has shape {list(total.shape)} instead of {list(expected)}")
         if not total.is_floating_point():
             raise UnfitError(f"a factor has dtype {total.dtype}")
         if total.dtype == result.total.dtype:

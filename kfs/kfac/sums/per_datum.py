@@ -9,6 +9,7 @@ keeps a sum.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,29 @@ from kfs.kfac.settings import Settings
 from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.inputs import Inputs, add_rotated_squares
 from kfs.kfac.sums.interface import Adder, Ignore, Planned, Receiver, Sums, full_precision
+
+
+@dataclass
+class Use:
+    """One use of a parameter: what multiplied it, for all columns of gradients that come back to it.
+
+    Attributes:
+        inputs: How vectors are read.
+        x: What they are read from.
+        batch: Where the batch axis is.
+        ones: Whether vectors have a bias coordinate of one.
+        cache: Keeps what is the same for all columns.
+    """
+
+    inputs: Inputs
+    x: Tensor
+    batch: BatchAxis
+    ones: bool
+    cache: dict[str, Tensor] = field(default_factory=dict)
+
+    def gradients(self, g: Tensor) -> Iterator[Tensor]:
+        """Yield the parameter's gradients for one column, `[some data, groups, d_B, d_A]`."""
+        return self.inputs.gradients(self.x, g, self.batch, self.ones)
 
 
 class Statistic(ABC):
@@ -35,11 +59,9 @@ class Statistic(ABC):
     def add(self, gradients: Tensor) -> None:
         """Add gradients, `[n, groups, d_B, d_A]`."""
 
-    def add_use(
-        self, inputs: Inputs, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool, cache: dict[str, Tensor]
-    ) -> None:
-        """Add the gradients of a parameter's only use, for one column; arguments are those of `Inputs.add_squares`."""
-        for gradients in inputs.gradients(x, g, batch, ones):
+    def add_use(self, use: Use, g: Tensor) -> None:
+        """Add the gradients of a parameter's only use in a batch, given what came back to it for one column."""
+        for gradients in use.gradients(g):
             self.add(gradients)
 
 
@@ -63,12 +85,10 @@ class Squares(Statistic):
         with self._on(gradients.device) as (total, Q_A, Q_B):
             add_rotated_squares(total, gradients, Q_A, Q_B)
 
-    def add_use(
-        self, inputs: Inputs, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool, cache: dict[str, Tensor]
-    ) -> None:
+    def add_use(self, use: Use, g: Tensor) -> None:
         """Rotate and square in the way that is cheapest for this kind of inputs."""
         with self._on(g.device) as (total, Q_A, Q_B):
-            inputs.add_squares(total, x, g, batch, ones, Q_A, Q_B, cache)
+            use.inputs.add_squares(total, use.x, g, use.batch, use.ones, Q_A, Q_B, use.cache)
 
     @contextmanager
     def _on(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
@@ -91,9 +111,7 @@ class PerDatumSums(Sums):
         statistics: By block.
     """
 
-    def __init__(
-        self, settings: Settings, layouts: Mapping[Key, Layout], statistics: Mapping[Key, Statistic]
-    ) -> None:
+    def __init__(self, settings: Settings, layouts: Mapping[Key, Layout], statistics: Mapping[Key, Statistic]) -> None:
         """Know all blocks from the start."""
         super().__init__()
         self.settings = settings
@@ -170,26 +188,24 @@ class _Show(Adder):
         self.key = plan.layout.key
 
     def add(self, x: Tensor | None) -> Receiver:
-        plan, cache = self.plan, dict[str, Tensor]()
+        use = Use(self.plan.inputs, x, self.plan.batch, self.plan.ones)  # type: ignore[arg-type]
         self.times_used[self.key] = self.times_used.get(self.key, 0) + 1
 
         def receive(g: Tensor) -> None:
-            if self.times_used[self.key] == 1 and plan.side == "A":
+            if self.times_used[self.key] == 1 and self.plan.side == "A":
                 for column in g:
-                    self.statistic.add_use(plan.inputs, x, column, plan.batch, plan.ones, cache)  # type: ignore[arg-type]
+                    self.statistic.add_use(use, column)
             else:
-                self._collect(x, g)
+                self._collect(use, g)
 
         return receive
 
-    def _collect(self, x: Tensor | None, g: Tensor) -> None:
+    def _collect(self, use: Use, g: Tensor) -> None:
         """Add one use's gradients, `[columns * batch, groups, d_B, d_A]`."""
-        plan, layout = self.plan, self.plan.layout
-        parts = [torch.cat(list(plan.inputs.gradients(x, column, plan.batch, plan.ones))) for column in g]  # type: ignore[arg-type]
-        gradients = torch.cat(parts)
-        if plan.side == "B":
+        gradients = torch.cat([part for column in g for part in use.gradients(column)])
+        if self.plan.side == "B":
             gradients = gradients.transpose(2, 3)
-        if gradients.shape[3] < layout.column_size + (layout.bias is not None):
+        if gradients.shape[3] < self.plan.layout.matrix_shape[2]:  # a bias that was not used
             gradients = torch.nn.functional.pad(gradients, (0, 1))
         before = self.several_uses.get(self.key)
         self.several_uses[self.key] = gradients if before is None else before + gradients
