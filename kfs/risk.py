@@ -11,7 +11,7 @@ beyond the gradient live in `kfs.operators`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isclose, isfinite
 from typing import Any, cast
 
@@ -82,6 +82,7 @@ class EmpiricalRisk:
         self._data = as_batches(data)
         self._unpack = default_unpack if unpack is None else unpack
         self._counted: tuple[int, float] | None = None
+        self._known_own = False  # whether it is known that parameters are the model's own; found out once per sweep
         self.check_model()
 
     @property
@@ -149,20 +150,21 @@ class EmpiricalRisk:
         """Return the parameters' values as leaves of a new computation graph."""
         return {name: p.detach().requires_grad_() for name, p in self.params.items()}
 
-    def predict(self, params: Params, batch: Batch) -> Tensor:
+    def predict(self, params: Params, batch: Batch, within: AbstractContextManager[Any] | None = None) -> Tensor:
         """Evaluate the model on a batch, at the given parameters, and check what comes out.
 
         Args:
             params: Values for the parameters, by name, such as `leaves()`.
             batch: From `batches()`.
+            within: A context to run the model in, and nothing but the model.
 
         Returns:
             Predictions `[N, ...]`: the model's output, or its `logits` (as in Hugging Face).
         """
-        with no_randomness(self.device), unchanged(tensors_in(batch.x)):
+        with no_randomness(self.device), unchanged(tensors_in(batch.x)), within or nullcontext():
             if isinstance(self.model, nn.Module):
                 args, kwargs = arguments(batch.x)
-                own = params is self.params and self._at_own_params(frozen=True)
+                own = params is self.params and (self._known_own or self._at_own_params(frozen=True))
                 f = self.model(*args, **kwargs) if own else functional_call(self.model, params, args, kwargs)
             else:
                 f = self.model(params, batch.x)
@@ -243,13 +245,17 @@ class EmpiricalRisk:
         check_no_inference_mode()
         # The faster attention kernels cannot be differentiated twice or forward. A checkpoint runs the module again
         # during the backward pass: with the same operations as before, but with the module's own parameters.
-        with (
-            restored(self.model, self.device),
-            nullcontext() if first_order else sdpa_kernel(SDPBackend.MATH),
-            nullcontext() if first_order else ExactDerivatives(),
-            nullcontext() if self._at_own_params(first_order) else no_hooks_on_saved_tensors(),
-        ):
-            yield
+        before, self._known_own = self._known_own, self._at_own_params(frozen=True)
+        try:
+            with (
+                restored(self.model, self.device),
+                nullcontext() if first_order else sdpa_kernel(SDPBackend.MATH),
+                nullcontext() if first_order else ExactDerivatives(),
+                nullcontext() if self._at_own_params(first_order) else no_hooks_on_saved_tensors(),
+            ):
+                yield
+        finally:
+            self._known_own = before
 
     def _at_own_params(self, frozen: bool) -> bool:
         """Whether parameters are the model's own tensors as it uses them: not other values, frozen only if allowed."""

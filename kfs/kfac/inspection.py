@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from kfs.data import tensors_in
 from kfs.errors import DataError
-from kfs.kfac.capture.passes import backward, forward
+from kfs.kfac.capture import backward, forward
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.layout import Side
 from kfs.kfac.rules import new_session

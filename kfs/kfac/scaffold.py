@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.exact_derivatives import explained
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors, columns_at_once
-from kfs.kfac.capture.passes import forward, send_back
+from kfs.kfac.capture import forward, send_back
 from kfs.kfac.layout import Layout
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
@@ -89,7 +89,10 @@ def sweep(
             vectors = backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, at_once)
             send_back(f, capture, vectors)
             # Step 4: what the loss's reduction divides by.
-            progress.add(len(batch.y), risk.loss.count(batch.y), capture.unexplained)
+            progress.batches += 1
+            progress.num_data += len(batch.y)
+            progress.count += risk.loss.count(batch.y)
+            progress.unexplained |= capture.unexplained
             del f, capture  # their graph is large, and the next one comes before they are replaced
             if journal is not None:
                 journal.note(progress, sums)

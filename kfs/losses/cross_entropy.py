@@ -116,11 +116,17 @@ class CrossEntropy(Loss):
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a label per position."""
-        sigma, mass = f.softmax(1), self._target(f, y).sum(1, keepdim=True)
+        sigma = f.softmax(1)
         u = draws.uniform(len(f), (1, *f.shape[2:]), f.device)
         cumulative = sigma.double().cumsum(1)
         label = (cumulative < u * cumulative[:, -1:]).sum(1, keepdim=True)
-        return root_of(mass) * (sigma - torch.zeros_like(f).scatter(1, label, 1.0))
+        return self._root_of_mass(f, y) * (sigma - torch.zeros_like(f).scatter(1, label, 1.0))
+
+    def _root_of_mass(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the square root of the mass of every position, `[N, 1, ...]`."""
+        if self.weight is None and not y.is_floating_point():  # it is one, or zero where the label is ignored
+            return (y != self.ignore_index).unsqueeze(1).to(f.dtype)
+        return root_of(self._target(f, y).sum(1, keepdim=True))
 
     def _counted(self, y: Tensor, classes: int) -> Tensor:
         """Return the labels that are not ignored, and refuse those that are none."""

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from kfs.data import mapped, tensors_in
 from kfs.errors import DataError, KfsError, LossError
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors
-from kfs.kfac.capture import Capture, Session, hidden_uses, send_back
+from kfs.kfac.capture import Capture, Session, send_back
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.layout import Key, Layout
 from kfs.kfac.settings import Settings
@@ -224,7 +224,7 @@ class Pass:
                 "Put the batch axis first in predictions; say where it is in inputs with batch_axis=.",
             )
         if self._capture is not None:
-            self._capture.unexplained |= hidden_uses(f, self._capture)
+            self._capture.find_hidden_uses(f)
         self._edge = get_gradient_edge(f)
         self._f = f.detach()
         me = weakref.ref(self)

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from kfs.errors import ModelError
 from kfs.kfac import KFAC, inspect
-from kfs.kfac.capture.passes import forward
+from kfs.kfac.capture import forward
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums import FactorSums

@@ -3,8 +3,8 @@
 What is exported here is the interface for applications that watch passes which somebody else makes.
 """
 
-from kfs.kfac.capture.mode import Capture
-from kfs.kfac.capture.passes import hidden_uses, send_back
+from kfs.kfac.capture.mode import Capture, forward
 from kfs.kfac.capture.session import Session
+from kfs.kfac.capture.tap import backward, send_back
 
-__all__ = ["Capture", "Session", "hidden_uses", "send_back"]
+__all__ = ["Capture", "Session", "backward", "forward", "send_back"]

@@ -20,13 +20,18 @@ from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
+from kfs.data import Batch, mapped
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
+from kfs.kfac.capture.derived import follow, tap_broadcast, track_copy
+from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.parameters import Derived, Tracked
 from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Read, Rewrite, argument_at, with_argument
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.tap import Tap
 from kfs.kfac.sums.batch_axis import BatchAxis
-from kfs.kfac.sums.interface import Receiver, Sums, full_precision
+from kfs.kfac.sums.interface import Receiver, Sums
+from kfs.kfac.sums.outer_products import full_precision
+from kfs.risk import EmpiricalRisk
 
 # Operations whose result does not depend on the values of their tensors, or only on those of the first one.
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like")
@@ -38,7 +43,6 @@ _FIRST_ONLY = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tens
 _PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_sparse", "layout")
 _METHODS = ("dim", "size", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
 _QUESTIONS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
-_UNKNOWN = object()
 
 
 class Capture(TorchFunctionMode):
@@ -66,7 +70,8 @@ class Capture(TorchFunctionMode):
     def __init__(self, session: Session, sums: Sums, num_data: int, batch_axis: int | None = None) -> None:
         """Start without any tap."""
         super().__init__()
-        session.begin()
+        if session.tracker.begin():  # parameters have other storages than before
+            session.forget_plans()
         self.session = session
         self.tracker = session.tracker
         self.sums = sums
@@ -96,64 +101,96 @@ class Capture(TorchFunctionMode):
         inputs = tensors_of((*args, *kwargs.values()) if kwargs else args)
         if not torch.is_grad_enabled():  # what has no gradient is no use
             refuse_reentrant_checkpoint()
-            result = func(*args, **kwargs)
         elif _are_functorch_transforms_active() and any(map(is_functorch_wrapped_tensor, inputs)):
-            result = func(*args, **kwargs)
             plain = [t for t in inputs if not is_functorch_wrapped_tensor(t)]
             found = [tracked for t in plain if (tracked := self.tracker.find(t)) is not None]
             self.unexplained.update((tracked.name, f"{func.__name__} inside of torch.func") for tracked in found)
-        elif any([self.tracker.find(t) is not None for t in inputs]):  # noqa: C419 (a generator takes longer)
-            result = self._run(func, args, kwargs)
         else:
-            result = func(*args, **kwargs)
+            sources = list(map(self.tracker.find, inputs))
+            if any(sources):
+                return self._run(func, args, kwargs, inputs, sources)
+        result = func(*args, **kwargs)
         self._mark(func, inputs, args, result)
         return result
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that uses a tracked parameter, by its plan."""
+    def _run(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[Tensor],
+        sources: list[Tracked | None],
+    ) -> Any:
+        """Run an operation that uses a tracked parameter: by its plan if that is known."""
+        key = self._key(func, args, kwargs, inputs, sources)
+        planned = self.session.plans.get(key)
+        if type(planned) is not Outputs:
+            result = self._run_unsettled(key, func, args, kwargs)
+            self._mark(func, inputs, args, result)
+            return result
+        out = func(*args, **kwargs)
+        for plan in planned.plans:
+            out = self._tap_output(plan, args, kwargs, out)
+        return out
+
+    def _run_unsettled(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that uses a tracked parameter, and settle its plan if its output is tapped."""
         rule = self.session.rules.get(func)
         if rule is None:
             return self.session.fallback(self, func, args, kwargs)
-        kind = self.session.device_type
-        narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key: Any = (func, narrow, self.batch.num_data, self.batch.axis, *map(self._token, args))
-        if kwargs:
-            key = (*key, *((name, self._token(value)) for name, value in kwargs.items()))
         plans = self.session.plans
-        try:
-            planned = plans.get(key, _UNKNOWN)
-        except TypeError:  # an argument that cannot be hashed
-            planned, plans, key = _UNKNOWN, {}, None
-        if type(planned) is Outputs:
-            out = func(*args, **kwargs)
-            for plan in planned.plans:
-                out = self._tap_output(plan, args, kwargs, out)
-            return out
-        call = Call(func, self.batch, narrow)
-        if planned is _UNKNOWN:
+        kind = self.session.device_type
+        call = Call(func, self.batch, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        if key not in plans:
             described = [self._describe(part, (place,)) for place, part in enumerate(args)]
             named = {name: self._describe(part, (name,)) for name, part in kwargs.items()}
-            planned = plans[key] = rule(call, *described, **named)
+            plans[key] = rule(call, *described, **named)
+        planned = plans[key]
         if planned is None:
             return self.session.fallback(self, func, args, kwargs)
         if isinstance(planned, Rewrite):
             return planned.body(self, *args, **kwargs)
         if isinstance(planned, Copy):
-            return self._copied(planned, func(*args, **kwargs), key)
+            return track_copy(self, planned, func(*args, **kwargs), key)
         broadcasts = [step for step in planned if isinstance(step, Broadcast)]
         for step in broadcasts:
-            tapped = self.tap_broadcast(step, argument_at(step.argument.place, args, kwargs), call)
+            tapped = tap_broadcast(self, step, argument_at(step.argument.place, args, kwargs), call)
             args, kwargs = with_argument(step.argument.place, tapped, args, kwargs)
         out = func(*args, **kwargs)
         if broadcasts:
             return out
-        if planned and planned[0].follows:
-            return self._follow(planned[0], call, args, kwargs, out, key)
-        settled = [s for plan in planned for s in self.session.settle(plan, call, out)]
+        if planned[0].follows:
+            with full_precision(kind):
+                x = prepared(planned[0], args, kwargs)
+            followed = follow(self, planned[0], call, x, out, key)
+            return self.session.fallback(self, func, args, kwargs) if followed is None else followed
+        settled = [one for plan in planned for one in self.session.settle(plan, call, out)]
         plans[key] = Outputs(settled)
         for plan in settled:
             out = self._tap_output(plan, args, kwargs, out)
         return out
+
+    def _key(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[Tensor],
+        sources: list[Tracked | None],
+    ) -> Any:
+        """Return all that a plan depends on: the operation, its arguments, number of data, batch axis and `autocast`."""
+        kind = self.session.device_type
+        key = [func, self.batch.num_data, self.batch.axis]
+        if torch.is_autocast_enabled(kind):
+            key.append(torch.get_autocast_dtype(kind))
+        for t, source in zip(inputs, sources, strict=True):
+            if source is None:
+                key += (t.shape, t.dtype, self.is_data(t))
+            else:
+                key += (source.token, t.storage_offset(), t.shape, t.stride(), t.dtype)
+        if len(inputs) < len(args) or kwargs:
+            key.append(_without_tensors((args, tuple(kwargs.items()))))
+        return tuple(key)
 
     def use(self, plan: Plan, x: Any) -> Receiver:
         """Add the inputs of a use, and return what takes gradients `[columns, *shape of the output]`.
@@ -178,24 +215,6 @@ class Capture(TorchFunctionMode):
         tapped: Tensor = Tap.apply(z, self.handle, self, receive)  # type: ignore[no-untyped-call]
         return tapped
 
-    def tap_broadcast(self, step: Broadcast, t: Tensor, call: Call) -> Tensor:
-        """Expand (a view of) a parameter to a shape with batch axis, and return it with a tap."""
-        z = t.expand(step.shape)
-        with full_precision(z.device.type):
-            receive = self._broadcast_receiver(step, t, z, call)
-        return self.tap(z, receive)
-
-    def _broadcast_receiver(self, step: Broadcast, t: Tensor, z: Tensor, call: Call) -> Receiver:
-        """Take note of the use of a parameter that is broadcast, and return what takes its gradients."""
-        if step.plan is not None:
-            (plan,) = self._settled(step.plan, call, z)
-            return self.use(plan, None)
-        derived = self.tracker.get(t).derived
-        assert derived is not None  # noqa: S101 (there is no third kind)
-        read: Any = step.read
-        collect = derived.receiver() if step.aligned else derived.collector()
-        return lambda g: collect(read(g))
-
     def add_derived(self, out: Tensor, name: str, token: Any, record: Callable[[bool], Receiver]) -> Tensor:
         """Follow the output of an operation that has met no data yet; `record` is that of `Derived`."""
         out = out.contiguous()
@@ -209,6 +228,18 @@ class Capture(TorchFunctionMode):
         with full_precision(self.session.device_type):
             for derived in reversed(self._derived):
                 derived.pass_on()
+
+    def find_hidden_uses(self, f: Tensor) -> None:
+        """Look for uses that were not seen.
+
+        A pass that consists of as many operations and taps as one before is taken for the same, and not looked at
+        again.
+        """
+        signature = (f.shape, self.operations, self.taps)
+        known = self.session.hidden_uses
+        if signature not in known:
+            known[signature] = hidden_uses(f, self.tracker.params)
+        self.unexplained |= known[signature]
 
     def is_data(self, t: Tensor) -> bool:
         """Whether a tensor depends on the data. One that comes from code that this mode does not see may do so."""
@@ -227,14 +258,6 @@ class Capture(TorchFunctionMode):
             yield
         finally:
             self.batch = before
-
-    @contextmanager
-    def attentive(self) -> Iterator[None]:
-        """Take note of gradients in this context, and of none afterwards."""
-        try:
-            yield
-        finally:
-            self.finished = True
 
     def mark_data(self, t: Tensor) -> Tensor:
         """Return a batch's input such that what is computed from it is known to depend on data.
@@ -263,46 +286,9 @@ class Capture(TorchFunctionMode):
 
     def _tap_output(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
         """Add the inputs of a use, and return the operation's output with a tap."""
-        with full_precision(plan.device.type):
-            receive = self.use(plan, plan.prepared(args, kwargs))
+        with full_precision(plan.device_type):
+            receive = self.use(plan, prepared(plan, args, kwargs))
         return self.tap(out, receive)
-
-    def _follow(
-        self, plan: Plan, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, key: Any
-    ) -> Tensor:
-        """Follow the output of a use whose inputs do not depend on the data."""
-        if len(self.session.settle(plan, call, out, firmly=False)) > 1:  # the bias would need gradients of its own
-            return self.session.fallback(self, call.func, args, kwargs)
-        with full_precision(out.device.type):
-            x = plan.prepared(args, kwargs)
-
-        def record(with_batch: bool) -> Receiver:
-            (settled,) = self._settled(plan, call, out)
-            return self.use(settled, x if with_batch else x.expand(self.num_data, *x.shape))
-
-        return self.add_derived(out, plan.layout.weight, key, record)
-
-    def _settled(self, plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
-        """Settle a plan once; it may meet the data in many batches."""
-        settled = self.session.plans.get(plan)
-        if settled is None:
-            settled = self.session.plans[plan] = self.session.settle(plan, call, like)
-        return settled  # type: ignore[no-any-return]
-
-    def _copied(self, copy: Copy, result: Any, key: Any) -> Any:
-        """Take a copy of a whole parameter for it; a view needs nothing."""
-        if isinstance(result, Tensor) and self.tracker.find(result) is None:
-            self.tracker.add(Tracked(copy.name, result, ("copy", key)))
-        return result
-
-    def _token(self, part: Any) -> Any:
-        """Return what a plan depends on in an argument."""
-        if isinstance(part, Tensor):
-            tracked = self.tracker.find(part)
-            if tracked is None:
-                return part.shape, part.dtype, self.is_data(part)
-            return tracked.token, part.storage_offset(), part.shape, part.stride(), part.dtype
-        return tuple(map(self._token, part)) if isinstance(part, (tuple, list)) else part
 
     def _describe(self, part: Any, place: tuple[int | str, ...]) -> Any:
         """Return arguments with tensors replaced by descriptions."""
@@ -322,10 +308,12 @@ class Capture(TorchFunctionMode):
 
         Most results need no mark: what was computed with a graph is taken for data.
         """
-        if func in _SHAPES_ONLY:
-            data = False
-        else:  # the second argument of `to` gives its type only
-            data = any([self.is_data(t) for t in (inputs[:1] if func in _FIRST_ONLY else inputs)])  # noqa: C419
+        data = False
+        if func not in _SHAPES_ONLY:
+            for t in inputs[:1] if func in _FIRST_ONLY else inputs:  # the second argument of `to` gives its type only
+                if self.is_data(t):
+                    data = True
+                    break
         for t in (result,) if isinstance(result, Tensor) else tensors_of([result]):
             if self.is_data(t) is not data and (data or all(t is not before for before in inputs)):
                 self._set_mark(t, data)
@@ -346,6 +334,47 @@ class Outputs:
         self.plans = tuple(plans)
 
 
+def forward(
+    risk: EmpiricalRisk, batch: Batch, session: Session, sums: Sums, batch_axis: int | None = None
+) -> tuple[Tensor, Capture]:
+    """Evaluate the model with taps at the outputs of all parametric operations.
+
+    Args:
+        risk: Model and parameters.
+        batch: Some data.
+        session: Has plans.
+        sums: What inputs are added to, and gradients will be.
+        batch_axis: Where the batch axis is in activations, if not first.
+
+    Returns:
+        Predictions, and what is needed to send vectors back.
+    """
+    capture = Capture(session, sums, len(batch.y), batch_axis)
+    marked = Batch(mapped(batch.x, capture.mark_data), batch.y, batch.first)
+    try:
+        with torch.compiler.set_stance("force_eager"):  # a compiled model hides its operations
+            f = risk.predict(risk.params, marked, within=capture)
+    except BaseException:
+        capture.finished = True
+        raise
+    finally:
+        capture.forget_marks()
+    capture.running = False
+    capture.find_hidden_uses(f)
+    return f, capture
+
+
+def prepared(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a plan's inputs are read from; `None` if they are not read from anything."""
+    tensors = [
+        args[argument.place[0]] if argument.is_positional else argument_at(argument.place, args, kwargs)  # type: ignore[index]
+        for argument in plan.arguments
+    ]
+    if plan.prepare is not None:
+        return plan.prepare(*tensors)
+    return tensors[0] if tensors else None
+
+
 def is_in_place(func: Any) -> bool:
     """Whether an operation changes its first argument, judging by its name."""
     name: str = getattr(func, "__name__", "")
@@ -361,6 +390,19 @@ def tensors_of(parts: Iterable[Any]) -> list[Tensor]:
         elif isinstance(part, (tuple, list)):
             found += tensors_of(part)
     return found
+
+
+def _without_tensors(part: Any) -> Any:
+    """Return arguments, or what identifies them, with `None` for tensors, such that they can be hashed."""
+    if isinstance(part, Tensor):
+        return None
+    if isinstance(part, (tuple, list)):
+        return tuple(map(_without_tensors, part))
+    try:
+        hash(part)
+    except TypeError:
+        return repr(part)
+    return part
 
 
 def _reading(read: Read, x: Any, receive: Receiver) -> Receiver:

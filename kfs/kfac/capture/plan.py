@@ -11,6 +11,7 @@ names, never at values, and runs nothing. It returns
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -114,6 +115,11 @@ class Argument:
         source = (tuple(p.shape), p.stride(), p.dtype)
         return cls(*described, tracked.name, offset, source, tracked.derived is not None)
 
+    @cached_property
+    def is_positional(self) -> bool:
+        """Whether it is a positional argument, and not within a list."""
+        return len(self.place) == 1 and isinstance(self.place[0], int)
+
     @property
     def ndim(self) -> int:
         """Its number of axes."""
@@ -212,12 +218,10 @@ class Plan:
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
 
-    def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what `inputs` reads; `None` if it reads nothing."""
-        tensors = [argument_at(argument.place, args, kwargs) for argument in self.arguments]
-        if self.prepare is not None:
-            return self.prepare(*tensors)
-        return tensors[0] if tensors else None
+    @cached_property
+    def device_type(self) -> str:
+        """The kind of device."""
+        return self.device.type
 
 
 @dataclass(frozen=True, eq=False)

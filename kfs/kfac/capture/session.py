@@ -34,7 +34,7 @@ class Session:
         tracker: Finds tracked parameters.
         device_type: Where they are.
         plans: What a rule returned, by call; settled where the first use has decided everything.
-        looked_at: Hidden uses that were found in passes, by what a pass consists of.
+        hidden_uses: Hidden uses that were found in passes, by what a pass consists of.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Session:
         self.rules = rules
         self.fallback = fallback
         self.plans: dict[Any, Any] = {}
-        self.looked_at: dict[Any, set[tuple[str, str]]] = {}
+        self.hidden_uses: dict[Any, set[tuple[str, str]]] = {}
         self._joint_bias = joint_bias
         self._mixing = mixing
         self._layouts: dict[Key, Layout] = {}
@@ -60,11 +60,10 @@ class Session:
         for layout in layouts:
             self._register(layout)
 
-    def begin(self) -> None:
-        """Prepare for a batch: forget plans if parameters have other storages than before."""
-        if self.tracker.begin():
-            self.plans.clear()
-            self.looked_at.clear()
+    def forget_plans(self) -> None:
+        """Forget everything that depends on where parameters are stored."""
+        self.plans.clear()
+        self.hidden_uses.clear()
 
     def settle(self, plan: Plan, call: Call, like: Tensor, *, firmly: bool = True) -> tuple[Plan, ...]:
         """Decide to which block a use belongs: that of the weight joint with its bias, or one for each of them.

@@ -4,22 +4,31 @@ A tap has a zero-size second input. Differentiating the predictions with respect
 taps: no weight gradient is computed, and a gradient is used where it arises and never stored.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.func import vmap
 
 from kfs.errors import ModelError
-from kfs.kfac.sums.interface import Receiver, full_precision
+from kfs.kfac.sums.interface import Receiver, Sums
+from kfs.kfac.sums.outer_products import full_precision
 
 
 class Pass(Protocol):
-    """What a tap needs to know of the pass that it belongs to; see `Capture`."""
+    """What taps need to know of the forward pass that they belong to; see `Capture`."""
 
+    handle: Tensor | None
+    sums: Sums
     running: bool
     finished: bool
     keep_graph: bool
     together: bool
+
+    def pass_derived(self) -> None:
+        """Pass on what arrived at derived parameters."""
 
 
 class Tap(torch.autograd.Function):
@@ -74,3 +83,51 @@ class Show(torch.autograd.Function):
         with full_precision(g.device.type):
             receive(g.movedim(in_dims[0], 0).detach())
         return g.new_empty(0), None
+
+
+def send_back(
+    f: Tensor | GradientEdge,
+    one: Pass,
+    vectors: Iterable[Tensor],
+    keep_graph: bool = False,
+) -> None:
+    """Send vectors back to all taps, chunk by chunk, and add what arrives to the sums.
+
+    Args:
+        f: Predictions.
+        one: The forward pass that they come from.
+        vectors: Chunks of some columns, `[columns, *f.shape]`.
+        keep_graph: Whether somebody needs the graph afterwards.
+    """
+    try:
+        one.sums.finish_forward()
+        for columns, last in _and_whether_last(iter(vectors)):
+            backward(f, one, columns, keep_graph or not last)
+            one.sums.finish_backward()
+        one.sums.finish_batch()
+    finally:
+        one.finished = True
+
+
+def backward(f: Tensor | GradientEdge, one: Pass, vectors: Tensor, keep_graph: bool = False) -> None:
+    """Send vectors `[columns, *f.shape]` back to all taps, which take note of what arrives."""
+    handle = one.handle
+    if handle is None or (isinstance(f, Tensor) and not f.requires_grad):  # no parameter was used
+        return
+    one.keep_graph = keep_graph
+    one.together = len(vectors) > 1
+
+    def send(v: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(f, handle, v, retain_graph=keep_graph, materialize_grads=True)
+
+    vmap(send)(vectors) if one.together else send(vectors[0])
+    one.pass_derived()
+
+
+def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Say of every chunk of vectors whether it is the last one."""
+    chunk = next(vectors, None)
+    while chunk is not None:
+        following = next(vectors, None)
+        yield chunk, following is None
+        chunk = following

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kfs.errors import DataError
+from kfs.kfac.capture.derived import tap_broadcast
 from kfs.kfac.capture.mode import Capture, is_in_place
 from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Planned, Read, Rewrite
 from kfs.kfac.layout import Layout
@@ -54,7 +55,7 @@ def repeat(call: Call, t: Argument, *sizes: Any) -> Planned:
     step = broadcast(call, t, tuple(n * size for n, size in zip(t.shape, sizes, strict=True)), "repeat")
 
     def body(capture: Capture, parameter: Tensor, *_: Any) -> Tensor:
-        return capture.tap_broadcast(step, parameter, call).clone()
+        return tap_broadcast(capture, step, parameter, call).clone()
 
     return Rewrite(body)
 

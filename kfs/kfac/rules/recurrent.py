@@ -50,7 +50,10 @@ def _cell(step: Step, states: int) -> Callable[..., Planned]:
             state = step(F.linear(x, w_ih, b_ih), *_recur(state, w_hh, b_hh))
         return state if states == 2 else state[0]
 
-    return lambda call, *args, **named: Rewrite(body)
+    def rule(call: Call, *args: Any, **named: Any) -> Planned:
+        return Rewrite(body)
+
+    return rule
 
 
 def _with_batch(capture: Capture, state: Iterable[Tensor]) -> State:

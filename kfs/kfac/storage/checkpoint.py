@@ -68,13 +68,6 @@ class Progress:
     count: float = 0.0
     unexplained: set[tuple[str, str]] = field(default_factory=set)
 
-    def add(self, num_data: int, count: float, unexplained: set[tuple[str, str]]) -> None:
-        """Count a batch."""
-        self.batches += 1
-        self.num_data += num_data
-        self.count += count
-        self.unexplained |= unexplained
-
 
 class Journal:
     """Keeps the sums of a pass over the data in a file.

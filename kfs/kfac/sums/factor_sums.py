@@ -13,8 +13,9 @@ from torch import Tensor
 from kfs.kfac.layout import Key, Layout, Side
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.block_sums import BlockSums, RoleSums
-from kfs.kfac.sums.interface import Adder, Ignore, Planned, Receiver, Sums, full_precision, ignore
-from kfs.kfac.sums.outer_products import OuterProductSum
+from kfs.kfac.sums.inputs import Vectors
+from kfs.kfac.sums.interface import Adder, Ignore, Planned, Receiver, Sums, ignore
+from kfs.kfac.sums.outer_products import OuterProductSum, full_precision
 
 
 class FactorSums(Sums):
@@ -126,26 +127,30 @@ class _Expand(Adder):
 
     def __init__(self, plan: Planned, role: RoleSums, forward_only: bool) -> None:
         self.inputs = plan.inputs
+        self.are_vectors = isinstance(plan.inputs, Vectors)
         self.ones = plan.ones
         self.narrow = plan.narrow
         self.device = plan.device
         self.role = role
-        self.forward_only = forward_only
+        self.receive = ignore if forward_only else self.add_gradients
 
     def add(self, x: Tensor | None) -> Receiver:
-        role = self.role
-        total = role.input.on(self.device)
-        self.inputs.add_to(total, x, self.ones)  # type: ignore[arg-type]
-        role.input.merge_in(total)
-        role.terms += self.inputs.count(x)  # type: ignore[arg-type]
-        return ignore if self.forward_only else self.add_gradients
+        total = self.role.input.on(self.device)
+        if self.are_vectors:  # the most common case, without a detour
+            self.role.terms += total.add(x, self.ones)  # type: ignore[arg-type]
+        else:
+            self.role.terms += self.inputs.add_to(total, x, self.ones)  # type: ignore[arg-type]
+        if total is not self.role.input:
+            self.role.input.merge_in(total)
+        return self.receive
 
     def add_gradients(self, g: Tensor) -> None:
         if self.narrow is not None and g.dtype == torch.float32:
             g = g.to(self.narrow)  # as autocast multiplies
         total = self.role.gradient.on(self.device)
         total.add(g.flatten(0, -3) if g.ndim > 3 else g)
-        self.role.gradient.merge_in(total)
+        if total is not self.role.gradient:
+            self.role.gradient.merge_in(total)
 
 
 @dataclass

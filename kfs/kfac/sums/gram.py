@@ -5,6 +5,8 @@ result from the diagonal to the right. With `D` columns and strips of width `w` 
 product. Inputs in half precision are multiplied as they are, with results in float32 where the device can do that.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -58,19 +60,28 @@ def mirror(total: Tensor) -> None:
         total[..., stop:, start:stop] = total[..., start:stop, stop:].mT
 
 
-def _strips(size: int, x: Tensor) -> list[tuple[int, int]]:
+def _strips(size: int, x: Tensor) -> tuple[tuple[int, int], ...]:
     """Return the half-open range of rows of every strip; a single one if that is faster."""
+    if x.device.type == "cpu":
+        return _ranges(size, *_STRIPS["cpu"])
+    return _strips_on_accelerator(size, x)  # pragma: no cover (tested on a GPU)
+
+
+def _strips_on_accelerator(size: int, x: Tensor) -> tuple[tuple[int, int], ...]:  # pragma: no cover
     kind = x.device.type
-    if kind == "cpu" and size <= _STRIPS["cpu"][0]:
-        return [(0, size)]
-    if kind != "cpu" and x.shape[0] * size**2 < _LAUNCH:
-        return [(0, size)]  # pragma: no cover (tested on a GPU)
+    if x.shape[0] * size**2 < _LAUNCH:
+        return _ranges(size, size, size)
     tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     if kind == "cuda" and (x.dtype in _HALF or tf32):
-        kind = "cuda, tensor cores"  # pragma: no cover (tested on a GPU)
-    most, width = _STRIPS.get(kind, (size, size))
+        kind = "cuda, tensor cores"
+    return _ranges(size, *_STRIPS.get(kind, (size, size)))
+
+
+@cache
+def _ranges(size: int, most: int, width: int) -> tuple[tuple[int, int], ...]:
+    """Cut `size` rows into strips of some width, unless there are at most so many that one product is faster."""
     width = size if size <= most else width
-    return [(start, min(start + width, size)) for start in range(0, size, width)]
+    return tuple((start, min(start + width, size)) for start in range(0, size, width))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

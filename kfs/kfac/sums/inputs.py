@@ -34,12 +34,12 @@ class Inputs(ABC):
     sparse: bool = False
 
     @abstractmethod
-    def count(self, x: Tensor) -> float:
-        """Return the number of vectors."""
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
+        """Add the outer products of all vectors to a sum, with a bias coordinate of one if asked for.
 
-    @abstractmethod
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> None:
-        """Add the outer products of all vectors to a sum, with a bias coordinate of one if asked for."""
+        Returns:
+            The number of vectors.
+        """
 
     @abstractmethod
     def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
@@ -118,13 +118,9 @@ class Vectors(Inputs):
         """Remember the number of features."""
         self.size = size
 
-    def count(self, x: Tensor) -> float:
-        """Return the number of rows."""
-        return x.numel() // max(self.size, 1)
-
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> None:
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
         """Add them as they are."""
-        total.add(x, ones)
+        return total.add(x, ones)
 
     def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
         """Sum over positions."""
@@ -210,13 +206,11 @@ class OneHot(Inputs):
         """Return gradients `[columns, *leading, features]` with zeros at positions that do not count."""
         return g if self.padding is None else g * self.counted(index).unsqueeze(-1)
 
-    def count(self, x: Tensor) -> float:
-        """Return the number of positions that count."""
-        return x.numel() if self.padding is None else float(self.counted(x).sum())
-
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> None:
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
         """Count every index."""
-        total.entries[0].index_add_(0, x.flatten(), self.counted(x).flatten().to(total.total.dtype))
+        counted = self.counted(x)
+        total.entries[0].index_add_(0, x.flatten(), counted.flatten().to(total.total.dtype))
+        return x.numel() if self.padding is None else float(counted.sum())
 
     def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
         """Count every index, datum by datum."""
@@ -290,16 +284,13 @@ class Rows(Inputs):
         self.zero = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.places = prod(leading)
 
-    def count(self, x: Tensor) -> float:
-        """Return the number of places, times that of rows."""
-        return self.places * (1 if self.rows is None else len(self.rows))
-
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> None:
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
         """Count the places."""
         if self.rows is None:
-            total.total += self.places
-        else:
-            total.entries[0, self.rows] += self.places
+            total.total.add_(self.places)
+            return self.places
+        total.entries[0, self.rows] += self.places
+        return self.places * len(self.rows)
 
     def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
         """Count the places of each datum."""

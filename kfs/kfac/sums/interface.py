@@ -109,25 +109,3 @@ class Sums(ABC):
     @abstractmethod
     def restore(self, state: Any) -> None:
         """Undo `state`."""
-
-
-class full_precision:  # noqa: N801 (used like a function; a generator would take several times as long)
-    """Compute without graph, and in the precision that sums are stored in, whatever `autocast` says."""
-
-    def __init__(self, kind: str) -> None:
-        """Remember the kind of device."""
-        self.kind = kind
-
-    def __enter__(self) -> None:
-        """Switch both off."""
-        self.autocast = torch.is_autocast_enabled(self.kind)
-        self.grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        if self.autocast:
-            torch.set_autocast_enabled(self.kind, False)
-
-    def __exit__(self, *_: object) -> None:
-        """Leave both as they were."""
-        torch._C._set_grad_enabled(self.grad)
-        if self.autocast:
-            torch.set_autocast_enabled(self.kind, True)

@@ -54,7 +54,9 @@ class OuterProductSum:
     @total.setter
     def total(self, total: Tensor) -> None:
         self._total = total
-        matrix = total[0] if len(total) == 1 and not self.diagonal else total
+        self.device = total.device
+        self._groups = len(total)
+        matrix = total[0] if self._groups == 1 and not self.diagonal else total
         self.inner = matrix
         if self.bias:
             self.inner = total[..., :-1] if self.diagonal else matrix[..., :-1, :-1]
@@ -70,20 +72,25 @@ class OuterProductSum:
         """The diagonals, to write to: `[G, D]`."""
         return self.total if self.diagonal else self.total.diagonal(dim1=-2, dim2=-1)
 
-    def add(self, x: Tensor, ones: bool = False) -> None:
-        """Add vectors. Their bias coordinate, if there is one, is one if `ones`, otherwise zero."""
+    def add(self, x: Tensor, ones: bool = False) -> int:
+        """Add vectors, and return their number.
+
+        Their bias coordinate, if there is one, is one if `ones`, otherwise zero.
+        """
         if x.ndim == 1:
             x = x.unsqueeze(0)
         if self.diagonal:
             squares = x.to(self.total.dtype).square()
             self.inner += squares.reshape(-1, *self.inner.shape).sum(0)
-        elif len(self.total) > 1:
+        elif self._groups > 1:
             add_grouped_gram(self.inner, x)
         else:
             add_gram(self.inner, x)
+        count = x.numel() // max(x.shape[-1], 1)
         if ones:
-            rows = tuple(range(x.ndim - 1))
-            self.add_ones(x.sum(rows, dtype=self.total.dtype), x.numel() // x.shape[-1])
+            rows = 0 if x.ndim == 2 else tuple(range(x.ndim - 1))
+            self.add_ones(x.sum(rows, dtype=self._total.dtype), count)
+        return count
 
     def add_ones(self, x: Tensor, count: float) -> None:
         """Add what vectors have with their bias coordinate of one.
@@ -94,13 +101,13 @@ class OuterProductSum:
         """
         self.ones += count
         if not self.diagonal:
-            self._last_column += x.view(self._last_column.shape)
+            self._last_column.add_(x if self._groups == 1 else x.view(self._last_column.shape))
 
     def add_whole(self, x: Tensor) -> None:
         """Add vectors that have all coordinates, the bias included: `[rows, G, D]`."""
         if self.diagonal:
             self.total += x.to(self.total.dtype).square().sum(0)
-        elif len(self.total) > 1:
+        elif self._groups > 1:
             add_grouped_gram(self.total, x)
         else:
             add_gram(self.total[0], x.squeeze(1))
@@ -120,9 +127,9 @@ class OuterProductSum:
 
     def on(self, device: torch.device) -> "OuterProductSum":
         """Return a sum on a device to add vectors to: this one, or a new one to `merge_in` afterwards."""
-        if self.total.device == device:
+        if self.device == device:
             return self
-        size, groups = self.size - self.bias, len(self.total)
+        size, groups = self.size - self.bias, self._groups
         return OuterProductSum.zeros(size, groups, self.diagonal, self.bias, self.total.dtype, device)
 
     def merge_in(self, other: "OuterProductSum") -> None:
@@ -168,3 +175,25 @@ class OuterProductSum:
             result.total = total.reshape(shape)
         result.ones = float(state["ones"])
         return result
+
+
+class full_precision:  # noqa: N801 (used like a function; a generator would take several times as long)
+    """Compute without graph, and in the precision that sums are stored in, whatever `autocast` says."""
+
+    def __init__(self, kind: str) -> None:
+        """Remember the kind of device."""
+        self.kind = kind
+
+    def __enter__(self) -> None:
+        """Switch both off."""
+        self.autocast = torch.is_autocast_enabled(self.kind)
+        self.grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        if self.autocast:
+            torch.set_autocast_enabled(self.kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        """Leave both as they were."""
+        torch._C._set_grad_enabled(self.grad)
+        if self.autocast:
+            torch.set_autocast_enabled(self.kind, True)

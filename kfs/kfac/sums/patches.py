@@ -65,13 +65,10 @@ class Patches(Inputs):
         self.channels = shape[1] // groups
         self.size = self.channels * prod(kernel)
 
-    def count(self, x: Tensor) -> float:
-        """Return the number of output positions."""
-        return len(x) * prod(self.out)
-
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> None:
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
         """Add the patch covariance."""
         x = self._cropped(x)
+        positions = len(x) * prod(self.out)
         if self._shifts_pay(x) and not total.diagonal:
             self._add_by_shifts(total.inner, x)
         else:
@@ -80,7 +77,8 @@ class Patches(Inputs):
             for some_x in x.split(each):
                 total.add(self._vectors(some_x))
         if ones:
-            total.add_ones(self._sums(x).sum(0), self.count(x))
+            total.add_ones(self._sums(x).sum(0), positions)
+        return positions
 
     def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
         """Sum every datum's patches."""

@@ -20,7 +20,8 @@ from kfs.kfac.layout import Key, Layout
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.inputs import Inputs, add_rotated_squares
-from kfs.kfac.sums.interface import Adder, Ignore, Planned, Receiver, Sums, full_precision
+from kfs.kfac.sums.interface import Adder, Ignore, Planned, Receiver, Sums
+from kfs.kfac.sums.outer_products import full_precision
 
 
 @dataclass

@@ -1,0 +1,80 @@
+"""Parameters that meet the batch later: broadcast parameters, derived parameters, copies."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kfs.kfac.capture.parameters import Tracked
+from kfs.kfac.capture.plan import Broadcast, Call, Copy, Plan
+from kfs.kfac.sums.interface import Receiver
+from kfs.kfac.sums.outer_products import full_precision
+
+if TYPE_CHECKING:
+    from kfs.kfac.capture.mode import Capture
+
+
+def tap_broadcast(capture: "Capture", step: Broadcast, t: Tensor, call: Call) -> Tensor:
+    """Expand (a view of) a parameter to a shape with batch axis, and return it with a tap."""
+    z = t.expand(step.shape)
+    with full_precision(z.device.type):
+        receive = _broadcast_receiver(capture, step, t, z, call)
+    return capture.tap(z, receive)
+
+
+def _broadcast_receiver(capture: "Capture", step: Broadcast, t: Tensor, z: Tensor, call: Call) -> Receiver:
+    """Take note of the use of a parameter that is broadcast, and return what takes its gradients."""
+    if step.plan is not None:
+        (plan,) = _settled(capture, step.plan, call, z)
+        return capture.use(plan, None)
+    derived = capture.tracker.get(t).derived
+    assert derived is not None  # noqa: S101 (there is no third kind)
+    read: Any = step.read
+    collect = derived.receiver() if step.aligned else derived.collector()
+    return lambda g: collect(read(g))
+
+
+def follow(
+    capture: "Capture",
+    plan: Plan,
+    call: Call,
+    x: Tensor,
+    out: Tensor,
+    key: Any,
+) -> Tensor | None:
+    """Follow the output of a use whose inputs do not depend on the data.
+
+    Args:
+        capture: The forward pass.
+        plan: What a rule returned.
+        call: The call.
+        x: What the plan's inputs are read from.
+        out: The operation's output.
+        key: What identifies the call in every batch.
+
+    Returns:
+        The output; `None` if it cannot be followed, because a bias would need gradients of its own.
+    """
+    if len(capture.session.settle(plan, call, out, firmly=False)) > 1:
+        return None
+
+    def record(with_batch: bool) -> Receiver:
+        (settled,) = _settled(capture, plan, call, out)
+        return capture.use(settled, x if with_batch else x.expand(capture.num_data, *x.shape))
+
+    return capture.add_derived(out, plan.layout.weight, key, record)
+
+
+def track_copy(capture: "Capture", copy: Copy, result: Any, key: Any) -> Any:
+    """Take a copy of a whole parameter for it; a view needs nothing."""
+    if isinstance(result, Tensor) and capture.tracker.find(result) is None:
+        capture.tracker.add(Tracked(copy.name, result, ("copy", key)))
+    return result
+
+
+def _settled(capture: "Capture", plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
+    """Settle a plan once; it may meet the data in many batches."""
+    plans = capture.session.plans
+    if plan not in plans:
+        plans[plan] = capture.session.settle(plan, call, like)
+    settled: tuple[Plan, ...] = plans[plan]
+    return settled
