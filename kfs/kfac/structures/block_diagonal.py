@@ -259,7 +259,7 @@ class BlockDiagonal(LinearOperator):
     @classmethod
     def _from_state(cls, state: Any, space: Space) -> "BlockDiagonal":
         """Undo `_state`."""
-        # Files have this name for stacks.
+        # In files, stacks are called groups.
         stacks = [Stack.from_state(part) for part in state["groups"]]
         check_coverage([layout for stack in stacks for layout in stack.layouts], space)
         return cls(space, stacks)
@@ -293,9 +293,11 @@ class BlockDiagonal(LinearOperator):
         self, other: object, function: Callable[[Structure, Structure], Structure | None]
     ) -> "BlockDiagonal | None":
         """Combine two operators block by block. `None` if blocks differ, or if a result has no structure."""
-        if not isinstance(other, BlockDiagonal) or self.domain != other.domain:
-            return None
-        if [stack.layouts for stack in self.stacks] != [stack.layouts for stack in other.stacks]:
+        if (
+            not isinstance(other, BlockDiagonal)
+            or self.domain != other.domain
+            or [stack.layouts for stack in self.stacks] != [stack.layouts for stack in other.stacks]
+        ):
             return None
         structures = []
         for mine, theirs in zip(self.stacks, other.stacks, strict=True):
