@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from kfs.errors import ModelError
-from kfs.kfac.blocks import Block
-from kfs.kfac.kfac import KFAC, without_vmap_if_needed
+from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
+from kfs.kfac.block import Block
+from kfs.kfac.kfac import KFAC
 from kfs.kfac.layout import Layout
 from kfs.kfac.scaffold import sweep
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
@@ -33,9 +34,8 @@ from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.stack import layouts_of_unused_rows, stacked, zero_block
 from kfs.kfac.structures.structure import Structure
-from kfs.kfac.sums.batch_axis import BatchAxis
-from kfs.kfac.sums.inputs import Input, Vectors
-from kfs.kfac.sums.per_datum import PerDatum, Squares, Statistic
+from kfs.kfac.sums.inputs import Vectors
+from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic, Use
 from kfs.risk import EmpiricalRisk
 
 S = TypeVar("S", bound=Statistic)
@@ -171,13 +171,13 @@ class _Contraction(Statistic):
         else:
             self.total.baddbmm_(gradients.flatten(1, 2).transpose(1, 2), weighted.flatten(1, 2))
 
-    def add_use(self, vectors: Input, g: Tensor, batch: BatchAxis, ones: bool) -> None:
+    def add_use(self, use: Use, g: Tensor) -> None:
         """Without shared positions, `G^T B G` is `(g^T B g) x x^T`, and no gradient is formed."""
-        if isinstance(vectors, Vectors):
-            x, of_x = (t.to(self.total) for t in vectors.both(g, batch.canonical))
+        if isinstance(use.inputs, Vectors):
+            x, of_x = (t.to(self.total) for t in use.inputs.both(use.x, g, use.batch))
             width = self._inner(x) if self.transposed else self.total.shape[1]
-            if x.shape[1] == 1 and (ones or x.shape[2] == width):
-                x = torch.cat([x, torch.ones_like(x[..., :1])], 2) if ones else x
+            if x.shape[1] == 1 and (use.ones or x.shape[2] == width):
+                x = torch.cat([x, torch.ones_like(x[..., :1])], 2) if use.ones else x
                 near, far = (of_x, x) if self.transposed else (x, of_x)
                 middle = self._weighted(far.unsqueeze(0).transpose(2, 3)).squeeze(0).squeeze(2)  # [N, e]
                 weights = (middle * far.squeeze(1)).sum(1)
@@ -187,7 +187,7 @@ class _Contraction(Statistic):
                 else:
                     self.total[0].addmm_(near.T * weights, near)
                 return
-        super().add_use(vectors, g, batch, ones)
+        super().add_use(use, g)
 
     def _weighted(self, gradients: Tensor) -> Tensor:
         """Multiply `[G, n, e, d]` from the left with what is fixed."""
@@ -215,9 +215,9 @@ class _PartialTraces(Statistic):
         for contraction in self.contractions:
             contraction.add(gradients)
 
-    def add_use(self, vectors: Input, g: Tensor, batch: BatchAxis, ones: bool) -> None:
+    def add_use(self, use: Use, g: Tensor) -> None:
         for contraction in self.contractions:
-            contraction.add_use(vectors, g, batch, ones)
+            contraction.add_use(use, g)
 
 
 class _Outer(Statistic):
@@ -225,7 +225,7 @@ class _Outer(Statistic):
 
     def __init__(self, block: Block) -> None:
         groups, rows, columns = block.layout.matrix_shape
-        like = block.pairs["A"].gradient.total
+        like = block.sums.roles["A"].gradient.total
         self.columns = columns
         self.total = torch.zeros([groups * rows * columns] * 2, dtype=_wide(like), device=like.device)
 
@@ -250,13 +250,14 @@ def _statistics(K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], S | None])
     """Show the per-datum gradients of blocks to statistics, and return these."""
 
     def run(settings: Any) -> dict[str, S]:
-        keys = {name: block.layout.key for name, block in K.blocks.items()}
-        layouts = {keys[name]: block.layout for name, block in K.blocks.items()}
+        layouts = {block.layout.key: block.layout for block in K.blocks.values()}
         made = {name: statistic for name, block in K.blocks.items() if (statistic := make(block)) is not None}
-        sweep(risk, PerDatum(settings, layouts, {keys[name]: s for name, s in made.items()}), "gradients")
+        statistics = {K.blocks[name].layout.key: statistic for name, statistic in made.items()}
+        sums = PerDatumSums(settings, layouts, statistics)
+        sweep(risk, sums, settings, "gradients", layouts=layouts.values())
         return made
 
-    return without_vmap_if_needed(K.settings, run)
+    return one_by_one_if_needed(K.settings, run)
 
 
 def _sums(K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], Statistic | None]) -> dict[str, Tensor]:
@@ -279,7 +280,7 @@ def _contraction(block: Block, side: str, K: KFAC, sides: Sides | None = None) -
     """Sum what becomes one side of a block, for a fixed other side (the identity if nothing is given)."""
     groups, rows, columns = block.layout.matrix_shape
     size = columns if side == "A" else rows
-    shape = (groups, size) if block.diagonal[side] else (groups, size, size)  # type: ignore[index]
+    shape = (groups, size) if block.is_diagonal(side) else (groups, size, size)  # type: ignore[arg-type]
     total = torch.zeros(shape, dtype=_dtype(K), device=K.device)
     fixed = None if sides is None else sides["B" if side == "A" else "A"]
     return _Contraction(total, fixed, transposed=side == "B")

@@ -9,14 +9,19 @@ The curvature of each datum is $J_n^\top [\sum_c \blacktriangle_{n,c} \blacktria
 - `"forward-only"`: nothing at all; the gradient-based factor is then the identity.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from kfs.errors import ModelError
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
 from kfs.losses.counter import Draws
+
+Answer = TypeVar("Answer")
 
 
 def backpropagated_vectors(
@@ -46,17 +51,40 @@ def backpropagated_vectors(
         factor = loss.fisher_factor if settings.fisher == "type-2" else loss.hessian_factor
         start = 0
         while len(columns := factor(f, y, start, start + at_once)):
-            yield columns
+            yield columns.to(f.dtype)
             start += at_once
     elif settings.fisher == "mc":
         for start in range(0, settings.mc_samples, at_once):
             samples = range(start, min(start + at_once, settings.mc_samples))
             draws = [random(settings.seed, first_datum, sample) for sample in samples]
-            yield torch.stack([loss.sampled_gradient(f, y, d) for d in draws]) / settings.mc_samples**0.5
+            gradients = torch.stack([loss.sampled_gradient(f, y, d) for d in draws])
+            yield (gradients / settings.mc_samples**0.5).to(f.dtype)
     elif settings.fisher == "empirical":
-        yield loss.gradient(f, y).unsqueeze(0)
+        yield loss.gradient(f, y).unsqueeze(0).to(f.dtype)
     else:
         yield torch.zeros_like(f).unsqueeze(0)  # only to learn on which uses predictions depend
+
+
+def columns_at_once(settings: Settings, device: torch.device) -> int:
+    """Return how many vectors to send back together: what was asked for, or what keeps a GPU busy."""
+    if settings.fisher in {"empirical", "forward-only"} or (settings.fisher == "mc" and settings.mc_samples == 1):
+        return 1
+    return settings.columns_at_once or (8 if device.type == "cuda" else 1)
+
+
+def one_by_one_if_needed(settings: Settings, run: Callable[[Settings], Answer]) -> Answer:
+    """Compute something for several vectors together, or one by one if an operation does not work with `vmap`."""
+    try:
+        return run(settings)
+    except (RuntimeError, NotImplementedError) as error:
+        if "vmap" not in str(error):
+            raise
+        if settings.columns_at_once is not None:
+            raise ModelError(
+                "An operation's backward pass does not work for several vectors together (vmap).",
+                "Leave columns_at_once out, or set it to one.",
+            ) from error
+        return run(replace(settings, columns_at_once=1))
 
 
 if __name__ == "__main__":

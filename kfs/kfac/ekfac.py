@@ -19,32 +19,45 @@ gradients are rotated before they are multiplied, or their product is afterwards
 It takes two passes over the data: one for the factors, one for the eigenvalues.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from kfs.errors import DataError, ModelError
-from kfs.kfac.blocks import Block
-from kfs.kfac.kfac import KFAC, diagonal_blocks, without_vmap_if_needed
-from kfs.kfac.layout import Key, Layout
+from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
+from kfs.kfac.block import Block
+from kfs.kfac.coverage import exact_diagonals
+from kfs.kfac.kfac import KFAC, LossScale
+from kfs.kfac.layout import Key
 from kfs.kfac.scaffold import sweep
-from kfs.kfac.settings import Settings
+from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress
+from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.stack import Stack, check_coverage
-from kfs.kfac.sums.per_datum import PerDatum, Squares, Statistic
+from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
 from kfs.storage import UnfitError
 
 
-class EKFAC(KFAC):
+class EKFAC(BlockDiagonal):
     """KFAC with corrected eigenvalues. It takes the arguments of `KFAC`, except that there is no `"forward-only"`.
 
+    Args:
+        risk: Model, loss, data and parameters.
+        fisher: As in `KFAC`.
+        sharing: As in `KFAC`.
+        checkpoint: As in `KFAC`. A second file, with `.eigenvalues` appended to its name, keeps eigenvalues.
+        **settings: All others that `KFAC` takes.
+
     Attributes:
-        blocks: Blocks by name. Their `A` and `B` are KFAC's; the eigenvectors come from them.
+        factors: The KFAC whose eigenvectors these are.
+        blocks: Its blocks by name, with `A` and `B`.
+        settings: All settings.
         num_data: How many data the eigenvalues were computed from.
 
     Example:
@@ -56,6 +69,22 @@ class EKFAC(KFAC):
         torch.Size([3, 4])
     """
 
+    symmetric = True
+
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        fisher: Fisher = "type-2",
+        sharing: Sharing | Mapping[str, Sharing] = "expand",
+        *,
+        checkpoint: str | Path | Checkpoint | None = None,
+        **settings: Any,
+    ) -> None:
+        """Compute factors, decompose them, and compute eigenvalues."""
+        _check_fisher(fisher)
+        checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
+        self._start(KFAC(risk, fisher, sharing, checkpoint=checkpoint, **settings), risk, checkpoint)
+
     @classmethod
     def from_kfac(cls, K: KFAC, risk: EmpiricalRisk) -> "EKFAC":
         """Compute eigenvalues from some data, for the eigenvectors of a KFAC that may come from others.
@@ -64,18 +93,40 @@ class EKFAC(KFAC):
             K: Its factors are used as they are, and not copied.
             risk: The same model, loss and parameters, with any data.
         """
+        _check_fisher(K.settings.fisher)
         E = cls.__new__(cls)
-        E.__dict__ |= {name: value for name, value in K.__dict__.items() if name != "_stacks"}
-        E.blocks, E._stacks = {name: block.shared() for name, block in K.blocks.items()}, None
-        E._complete(risk)
+        E._start(K.shared(), risk)
         return E
+
+    def _start(self, factors: KFAC, risk: EmpiricalRisk, checkpoint: Checkpoint | None = None) -> None:
+        """Decompose factors, and compute eigenvalues."""
+        super().__init__(factors.domain, None)
+        self.factors = factors
+        self._sums = [
+            Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis())) for stack in factors.stacks
+        ]
+        basis = [Q.values for stack in self._sums for Q in (stack.structure.Q_A, stack.structure.Q_B)]  # type: ignore[attr-defined]
+        journal = None if checkpoint is None else Journal(checkpoint, risk, self.settings, "eigenvalues", basis)
+        self._sums, progress = self._squares(risk, self.settings, journal)
+        self.num_data = progress.num_data
+        self.count = progress.count
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        """The blocks of the factors, by name. Their `A` and `B` are KFAC's; the eigenvectors come from them."""
+        return self.factors.blocks
+
+    @property
+    def settings(self) -> Settings:
+        """All settings."""
+        return self.factors.settings
 
     @property
     def stacks(self) -> list[Stack]:
         """The blocks by eigenvalues and eigenvectors, those of one size together in memory."""
         if self._stacks is None:
-            R = self._loss.reduction_factor(self._eigen_count)
-            self._stacks = [Stack(stack.layouts, stack.structure.scaled(R)) for stack in self._raw]
+            R = self.factors.loss.reduction_factor(self.count)
+            self._stacks = [Stack(stack.layouts, stack.structure.scaled(R)) for stack in self._sums]
         return self._stacks
 
     def update(self, risk: EmpiricalRisk) -> Self:
@@ -84,128 +135,137 @@ class EKFAC(KFAC):
         Args:
             risk: The same model, loss and parameters with other data. Draws continue where they ended.
         """
-        s = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
-        more, num_data, count = self._squares(risk, s)
-        self._add_raw(more, num_data, count)
+        settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
+        sums, progress = self._squares(risk, settings)
+        self._add(sums, progress.num_data, progress.count)
         return self
 
-    def merge(self, other: KFAC) -> Self:
+    def merge(self, other: "EKFAC") -> Self:
         """Add eigenvalues that another object computed from other data, for the same eigenvectors, in place.
 
         Args:
             other: Comes from the same factors: use `from_kfac`.
         """
-        self._check_settings(other)
-        if not isinstance(other, EKFAC) or not all(
+        if not isinstance(other, EKFAC):
+            raise ModelError(f"A {type(other).__name__} cannot be merged with an EKFAC.", "Merge two of one kind.")
+        self.settings.check_same(other.settings)
+        self.factors.loss.check_same(other.factors.loss)
+        if not all(
             mine.layouts == theirs.layouts and mine.structure.same_basis(theirs.structure)  # type: ignore[attr-defined]
-            for mine, theirs in zip(self._raw, other._raw, strict=True)
+            for mine, theirs in zip(self._sums, other._sums, strict=True)
         ):
             raise ModelError("The eigenvectors differ.", "Make both from one KFAC, with EKFAC.from_kfac(K, risk).")
-        self._add_raw(other._raw, other.num_data, other._eigen_count)
+        self._add(other._sums, other.num_data, other.count)
         return self
 
-    def _complete(self, risk: EmpiricalRisk, checkpoint: Checkpoint | None = None) -> None:
-        """Decompose the factors and compute eigenvalues."""
-        if self.settings.fisher == "forward-only":
-            raise ModelError(
-                "fisher='forward-only' has no gradients to correct eigenvalues with.", "Use KFAC, or another fisher."
-            )
-        self._raw = [
-            Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis())) for stack in super().stacks
-        ]
-        basis = [Q.values for stack in self._raw for Q in (stack.structure.Q_A, stack.structure.Q_B)]  # type: ignore[attr-defined]
-        journal = None if checkpoint is None else Journal(checkpoint, risk, self.settings, "eigenvalues", basis)
-        self._raw, self.num_data, self._eigen_count = self._squares(risk, self.settings, journal)
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Move everything to a device, or convert it, in place."""
+        self.factors.to(device, dtype)
+        self._sums = [Stack(stack.layouts, stack.structure.to(device, dtype)) for stack in self._sums]
+        self._move_space(device, dtype)
         self._stacks = None
+        return self
 
     def _squares(
         self, risk: EmpiricalRisk, settings: Settings, journal: Journal | None = None
-    ) -> tuple[list[Stack], int, float]:
+    ) -> tuple[list[Stack], Progress]:
         """Sum squared gradients in the eigenbases, without the reduction factor, and count data."""
-        self._check_loss(risk)
+        self.factors.loss.check_same(LossScale.of(risk))
+        layouts = {block.layout.key: block.layout for block in self.blocks.values()}
 
-        def run(s: Settings) -> tuple[list[Stack], Progress]:
-            raw = [self._zeros(stack) for stack in self._raw]
-            uses = PerDatum(s, self._layouts, self._statistics(raw))
-            progress = sweep(risk, uses, "EKFAC", journal)
-            uses.check_complete(resumed=journal is not None)
-            return raw, progress
+        def run(settings: Settings) -> tuple[list[Stack], Progress]:
+            stacks = [_zeros(stack) for stack in self._sums]
+            sums = PerDatumSums(settings, layouts, self._statistics(stacks))
+            progress = sweep(risk, sums, settings, "EKFAC", journal, layouts.values())
+            sums.check_complete(resumed=journal is not None)
+            return stacks, progress
 
-        raw, progress = without_vmap_if_needed(settings, run)
-        self._add_exact(raw, risk, settings)
-        for stack in raw:
+        stacks, progress = one_by_one_if_needed(settings, run)
+        self._write_exact_diagonals(stacks, risk, settings)
+        for stack in stacks:
             if not stack.structure.like.isfinite().all():
                 raise DataError(
                     f"Gradients of the blocks {sorted(set(stack.names))} are not finite.",
                     "Look for NaN or infinity in the data, the parameters or the loss.",
                 )
-        return raw, progress.num_data, progress.count
+        return stacks, progress
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Move everything to a device, or convert it, in place."""
-        super().to(device, dtype)
-        self._raw = [Stack(stack.layouts, stack.structure.to(device, dtype)) for stack in self._raw]
-        return self
-
-    def _state(self) -> dict[str, Any]:
-        """Return everything but the space, for a file."""
-        eigenvalues = [stack.state() for stack in self._raw]
-        return super()._state() | {"eigenvalues": eigenvalues, "eigen_count": self._eigen_count}
-
-    @classmethod
-    def _from_state(cls, state: Any, space: Space) -> "EKFAC":
-        """Undo `_state`."""
-        E = super()._from_state(state, space)
-        assert isinstance(E, EKFAC)  # noqa: S101 (it is this class)
-        E._raw, E._eigen_count = list(map(Stack.from_state, state["eigenvalues"])), float(state["eigen_count"])
-        check_coverage([layout for stack in E._raw for layout in stack.layouts], space)
-        if not all(isinstance(stack.structure, Eigenbasis) for stack in E._raw):
-            raise UnfitError("blocks are not given by eigenvalues")
-        return E
-
-    @property
-    def _layouts(self) -> dict[Key, Layout]:
-        return {b.layout.key: b.layout for b in self.blocks.values()}
-
-    @staticmethod
-    def _zeros(stack: Stack) -> Stack:
-        """Return the same eigenvectors with eigenvalues of zero."""
-        basis = stack.structure
-        assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
-        zeros = torch.zeros_like(basis.values, memory_format=torch.contiguous_format)
-        return Stack(stack.layouts, replace(basis, values=zeros, noise=torch.zeros_like(basis.noise)))
-
-    def _statistics(self, raw: list[Stack]) -> dict[Key, Statistic]:
+    def _statistics(self, stacks: list[Stack]) -> dict[Key, Statistic]:
         """Return what adds to the eigenvalues of each block."""
         found: dict[Key, Statistic] = {}
-        for block, basis, part in self._parts(raw):
+        for block, basis, part in self._blocks_in(stacks):
             if block.sharing != "exact":
                 Q_A, Q_B = (Q.values[part] if Q.kind == "dense" else None for Q in (basis.Q_A, basis.Q_B))
                 found[block.layout.key] = Squares(basis.values[part], Q_A, Q_B)
         return found
 
-    def _add_exact(self, raw: list[Stack], risk: EmpiricalRisk, settings: Settings) -> None:
+    def _write_exact_diagonals(self, stacks: list[Stack], risk: EmpiricalRisk, settings: Settings) -> None:
         """Write the exact diagonals of parameters that no rule covers."""
-        exact = {block.name: (basis, part) for block, basis, part in self._parts(raw) if block.sharing == "exact"}
+        exact = {
+            block.name: basis.values[part] for block, basis, part in self._blocks_in(stacks) if block.sharing == "exact"
+        }
         if exact:
-            for block in diagonal_blocks(risk, list(exact), settings):
-                basis, part = exact[block.name]
-                basis.values[part] = block.pairs["A"].gradient.total.reshape(1, -1, 1)
+            for name, entries in exact_diagonals(risk, exact, settings).items():
+                exact[name].copy_(entries.reshape(1, -1, 1))
 
-    def _parts(self, raw: list[Stack]) -> Iterator[tuple[Block, Eigenbasis, slice]]:
-        """Go through all blocks with their eigenvalues."""
-        for stack in raw:
+    def _blocks_in(self, stacks: list[Stack]) -> Iterator[tuple[Block, Eigenbasis, slice]]:
+        """Go through all blocks, with their place among the eigenvalues of stacks."""
+        for stack in stacks:
             for layout, part in stack.slices():
-                if layout.name in self.blocks:  # not rows that nothing uses
+                if layout.name in self.blocks:  # not rows that are not used
                     assert isinstance(stack.structure, Eigenbasis)  # noqa: S101 (all of them are made that way)
                     yield self.blocks[layout.name], stack.structure, part
 
-    def _add_raw(self, more: list[Stack], num_data: int, count: float) -> None:
+    def _add(self, stacks: list[Stack], num_data: int, count: float) -> None:
         """Add eigenvalues of other data."""
-        for mine, theirs in zip(self._raw, more, strict=True):
+        for mine, theirs in zip(self._sums, stacks, strict=True):
             mine.structure.like.add_(theirs.structure.like.to(mine.structure.like))
-        self.num_data, self._eigen_count = self.num_data + num_data, self._eigen_count + count
+        self.num_data += num_data
+        self.count += count
         self._stacks = None
+
+    def _about(self) -> dict[str, Any]:
+        """Return what people want to see in a file's header."""
+        return self.factors._about() | {"num_data": self.num_data}
+
+    def _state(self) -> dict[str, Any]:
+        """Return everything but the space, for a file."""
+        return self.factors._state() | {
+            "num_data": self.num_data,
+            "num_data_of_factors": self.factors.num_data,
+            "eigenvalues": [stack.state() for stack in self._sums],
+            "eigen_count": self.count,
+        }
+
+    @classmethod
+    def _from_state(cls, state: Any, space: Space) -> "EKFAC":
+        """Undo `_state`. Older files do not say from how many data the factors come."""
+        E = cls.__new__(cls)
+        BlockDiagonal.__init__(E, space, None)
+        E.num_data = int(state["num_data"])
+        E.factors = KFAC._from_state(state | {"num_data": state.get("num_data_of_factors", E.num_data)}, space)
+        E.count = float(state["eigen_count"])
+        E._sums = list(map(Stack.from_state, state["eigenvalues"]))
+        check_coverage([layout for stack in E._sums for layout in stack.layouts], space)
+        if not all(isinstance(stack.structure, Eigenbasis) for stack in E._sums):
+            raise UnfitError("blocks are not given by eigenvalues")
+        return E
+
+
+def _check_fisher(fisher: str) -> None:
+    """Refuse a curvature matrix without gradients."""
+    if fisher == "forward-only":
+        raise ModelError(
+            "fisher='forward-only' has no gradients to correct eigenvalues with.", "Use KFAC, or another fisher."
+        )
+
+
+def _zeros(stack: Stack) -> Stack:
+    """Return the same eigenvectors with eigenvalues of zero."""
+    basis = stack.structure
+    assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
+    zeros = torch.zeros_like(basis.values, memory_format=torch.contiguous_format)
+    return Stack(stack.layouts, replace(basis, values=zeros, noise=torch.zeros_like(basis.noise)))
 
 
 if __name__ == "__main__":

@@ -11,10 +11,13 @@ from torch.nn import Module
 
 from kfs.data import tensors_in
 from kfs.errors import DataError
-from kfs.kfac.blocks import Block
-from kfs.kfac.capture.uses import Uses
-from kfs.kfac.scaffold import backward, forward, not_covered
+from kfs.kfac.capture.passes import backward, forward
+from kfs.kfac.coverage import not_covered
+from kfs.kfac.layout import Side
+from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
+from kfs.kfac.sums.block_sums import BlockSums
+from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.risk import EmpiricalRisk
 
 
@@ -131,15 +134,16 @@ def inspect(
     targets = torch.zeros(len(tensors[0]), device=tensors[0].device)
     risk = EmpiricalRisk(model, _anything, [(sample, targets)], params=params)
     settings = Settings(sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, batch_axis=batch_axis)
-    uses = Uses(settings, dry=True)
+    sums = FactorSums(settings, dry=True)
+    session = new_session(risk.params, joint_bias)
     with risk.untouched(first_order=True), torch.enable_grad():
         for batch in risk.batches():
-            f, capture = forward(risk, batch, uses)
+            f, capture = forward(risk, batch, session, sums, batch_axis)
             backward(f, capture, torch.ones_like(f).unsqueeze(0))
-    why_not = not_covered(risk.params, uses.blocks.values(), capture.unexplained, uses.conflicts)
+    why_not = not_covered(risk.params, sums.blocks.values(), capture.unexplained, sums.conflicts)
     rows = []
     for name, p in risk.params.items():
-        blocks = [block for block in uses.blocks.values() if name in block.layout.params and name not in why_not]
+        blocks = [block for block in sums.blocks.values() if name in block.layout.params and name not in why_not]
         rows += [_row(name, p, block) for block in blocks]
         if not blocks:
             rows.append(Row(name, tuple(p.shape), (), "", "", "", 0, why_not[name]))
@@ -151,30 +155,26 @@ def _anything(f: Tensor, y: Tensor) -> Tensor:
     return f.sum() + y
 
 
-def _row(name: str, p: Tensor, block: Block) -> Row:
-    kinds = {
-        side: f"{'diagonal' if diagonal else 'dense'} {'x'.join(map(str, _shape(block, side, diagonal)))}"
-        for side, diagonal in block.diagonal.items()
-    }
-    first = name == block.layout.weight
+def _row(name: str, p: Tensor, block: BlockSums) -> Row:
+    is_weight = name == block.layout.weight
     return Row(
         name,
         tuple(p.shape),
         tuple(sorted(block.operations)),
-        block.name,
-        kinds["A"],
-        kinds["B"],
-        block.nbytes if first else 0,
+        block.layout.name,
+        _kind_and_size(block, "A"),
+        _kind_and_size(block, "B"),
+        block.nbytes if is_weight else 0,
         "",
     )
 
 
-def _shape(block: Block, side: Any, diagonal: bool) -> list[int]:
-    """Return the shape of a factor; of its diagonal, if it has nothing else."""
-    pairs = block.pairs
-    moments = [(p.input if place == side else p.gradient) for place, p in pairs.items()]
-    moment = next((m for m in moments if m.diagonal == diagonal), moments[0])
-    return list(moment.total.shape)
+def _kind_and_size(block: BlockSums, side: Side) -> str:
+    """Describe a factor, `"dense 4x4"`; only a diagonal has one size."""
+    diagonal = block.is_diagonal(side)
+    total = next(s.total for s in block.on_side(side) if s.diagonal == diagonal)
+    shape = total.shape if block.layout.groups > 1 else total.shape[1:]
+    return f"{'diagonal' if diagonal else 'dense'} {'x'.join(map(str, shape))}"
 
 
 def readable_size(nbytes: float) -> str:

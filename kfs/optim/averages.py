@@ -10,15 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kfs.kfac.blocks import Block
+from kfs.kfac.block import Block
 from kfs.kfac.layout import Layout
-from kfs.kfac.structures.damping import Method, damped_inverse
-from kfs.kfac.structures.eigenbasis import Eigenbasis
-from kfs.kfac.structures.factor import Factor
-from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import Stack
-from kfs.kfac.structures.structure import Structure
-from kfs.kfac.sums.per_datum import Squares
+from kfs.kfac.structures import Eigenbasis, Factor, Kronecker, Method, Stack, Structure, damped_inverse
+from kfs.kfac.sums import Squares
 
 Unit = Literal["relative", "absolute"]
 
@@ -50,19 +45,20 @@ class Average:
     @classmethod
     def start(cls, block: Block, decay: float) -> "Average":
         """Begin with a block's factors, which are scaled per example."""
-        K, scales = block.structure(), block.scales
+        K = block.structure()
         A, B = (
             f
             if f.kind == "identity"
             else replace(f, values=(1 - decay) * scale * f.values, scale=torch.ones_like(f.scale))
-            for f, scale in ((K.A, scales["A"]), (K.B, scales["B"]))
+            for f, scale in ((K.A, block.scale("A")), (K.B, block.scale("B")))
         )
         return cls(block.layout, Kronecker(A, B), 1 - decay)
 
     def add(self, block: Block, decay: float) -> None:
         """Let a block's factors enter the averages."""
-        K, scales = block.structure(), block.scales
-        for mine, theirs, scale in ((self.factors.A, K.A, scales["A"]), (self.factors.B, K.B, scales["B"])):
+        K = block.structure()
+        sides = (self.factors.A, K.A, block.scale("A")), (self.factors.B, K.B, block.scale("B"))
+        for mine, theirs, scale in sides:
             if mine.kind != "identity":
                 mine.values.mul_(decay).add_(theirs.values, alpha=(1 - decay) * scale)
         self.weight, self.changed = decay * self.weight + 1 - decay, True

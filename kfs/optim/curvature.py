@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 
 from kfs.errors import KfsError
+from kfs.kfac.block import Block
 from kfs.kfac.layout import Key, Layout
-from kfs.kfac.live_pass import Bases, Record
-from kfs.kfac.structures.damping import Method
-from kfs.kfac.structures.decompositions import BlockError
-from kfs.kfac.structures.stack import Stack, stacked
-from kfs.kfac.structures.structure import Structure
-from kfs.kfac.sums.per_datum import Squares
+from kfs.kfac.structures import BlockError, Method, Stack, Structure, stacked
+from kfs.kfac.sums import Squares
 from kfs.optim.averages import Average, Unit
+from kfs.optim.passes import Bases, StepSums
 from kfs.optim.rule import limited
 
 log = logging.getLogger("kfs.optim")
@@ -86,7 +84,7 @@ class Curvature:
                 found[key] = (average.layout, squares)
         return found
 
-    def commit(self, record: Record, without: Iterable[str]) -> bool:
+    def commit(self, record: StepSums, without: Iterable[str]) -> bool:
         """Let statistics enter the averages, if they are finite.
 
         Args:
@@ -98,14 +96,14 @@ class Curvature:
         """
         without = set(without)
         blocks = {key: block for key, block in record.blocks.items() if not without & set(block.layout.params)}
-        totals = [m.total for b in blocks.values() for p in b.pairs.values() for m in (p.input, p.gradient)]
+        totals = [s.total for block in blocks.values() for s in block.sums]
         totals += list(record.squares.values())
         if not record.finite or (totals and not torch.nn.utils.get_total_norm(totals, 1.0).isfinite()):
             self.events.refused_statistics += 1
             self.trouble("statistics of a batch are not finite, and were not used")
             return False
-        for key, block in blocks.items():
-            block.reduction_factor = 1 / record.examples
+        for key, sums in blocks.items():
+            block = Block(sums, 1 / record.examples)
             average = self.averages.get(key)
             if average is None or average.layout != block.layout:
                 self.averages[key] = Average.start(block, self._decay)

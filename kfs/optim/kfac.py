@@ -10,19 +10,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfs.errors import KfsWarning, LossError, ModelError, StorageError
-from kfs.kfac.kfac import listed, shared_with, warn_of_wide
+from kfs.kfac.block import Block
+from kfs.kfac.coverage import listed, shared_with, warn_of_wide
 from kfs.kfac.layout import Key, Layout
-from kfs.kfac.live import Watch
-from kfs.kfac.live_pass import Record
 from kfs.kfac.settings import Fisher, Settings, Sharing
-from kfs.kfac.structures.damping import Method
+from kfs.kfac.structures import Method
 from kfs.losses import describe
 from kfs.optim.averages import Unit
 from kfs.optim.curvature import Curvature, Events, Interval
 from kfs.optim.options import check_options
 from kfs.optim.parameters import Parameters, check_one_process
+from kfs.optim.passes import StepSums
 from kfs.optim.quadratic import QuadraticModel
 from kfs.optim.updates import adamw_updates, natural_updates
+from kfs.optim.watch import Watch
 from kfs.state import restored
 
 _SIMILAR, _OTHER = 0.05, 0.5  # relative distances of gradients: a loss with an additional term, another loss
@@ -338,7 +339,7 @@ class KFAC(Optimizer):
     def _tracked_now(self) -> dict[str, Tensor]:
         return {n: p for n, p in self._params.trainable().items() if n not in self.uncovered}
 
-    def _check(self, record: Record | None, grads: Mapping[str, Tensor]) -> None:
+    def _check(self, record: StepSums | None, grads: Mapping[str, Tensor]) -> None:
         """Refuse a step without gradients, without curvature, or for another loss."""
         self._params.check_model()
         check_one_process()
@@ -358,7 +359,7 @@ class KFAC(Optimizer):
             self._warned = True
             warnings.warn(f"{text} Curvature is that of the announced loss.", KfsWarning, stacklevel=3)
 
-    def _commit(self, record: Record) -> None:
+    def _commit(self, record: StepSums) -> None:
         """Let a step's statistics enter the state."""
         if record.examples and record.finite:
             mean = self._loss.reduction == "mean"
@@ -374,12 +375,12 @@ class KFAC(Optimizer):
         self._watch.first_datum += record.num_data
         self.uncovered |= lost
         self._tracked = frozenset(self._tracked_now())
-        new = {key: block for key, block in record.blocks.items() if key not in self._announced}
-        self._announced |= new.keys()
+        new = [block for key, block in record.blocks.items() if key not in self._announced]
+        self._announced |= record.blocks.keys()
         if lost:
             text = f"KFAC does not cover some parameters, which are trained by AdamW ({listed(lost)})."
             warnings.warn(text, KfsWarning, stacklevel=4)
-        warn_of_wide(new.values(), self._settings, stacklevel=5)
+        warn_of_wide(map(Block, new), self._settings, stacklevel=5)
 
     def _precondition(self, u: dict[str, Tensor]) -> dict[str, Tensor]:
         """Multiply with inverses; a parameter of a block that has no gradient counts as zero."""

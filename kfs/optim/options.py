@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfs.errors import ModelError
-from kfs.kfac.structures.damping import METHODS
+from kfs.kfac.structures import METHODS
 
 
 def check_options(given: Mapping[str, Any]) -> None:

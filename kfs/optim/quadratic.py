@@ -21,9 +21,9 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.exact_derivatives import ExactDerivatives, explained
-from kfs.kfac.live_pass import Record
-from kfs.kfac.outputs import prediction_in
 from kfs.losses import Loss
+from kfs.optim.outputs import prediction_in
+from kfs.optim.passes import StepSums
 from kfs.state import restored
 
 Step = dict[str, Tensor]
@@ -49,7 +49,7 @@ class QuadraticModel:
         self.previous: Step = {}
         self._predicted = (0.0, 0.0)
 
-    def steps(self, gradient: Step, natural: Step, damping: Mapping[str, Tensor], record: Record) -> Step:
+    def steps(self, gradient: Step, natural: Step, damping: Mapping[str, Tensor], record: StepSums) -> Step:
         """Return the step that minimises the quadratic model.
 
         Args:
@@ -89,7 +89,7 @@ class QuadraticModel:
             return rate
         return 1.0 if ratio >= 0.25 else 1 / rate
 
-    def _curvature(self, directions: list[Step], damping: Mapping[str, Tensor], record: Record) -> Tensor:
+    def _curvature(self, directions: list[Step], damping: Mapping[str, Tensor], record: StepSums) -> Tensor:
         """Return the damped Fisher matrix on all data of the step, along the directions."""
         C, examples = torch.zeros(len(directions), len(directions), dtype=torch.float64), 0.0
         for args, kwargs, y in record.inputs:

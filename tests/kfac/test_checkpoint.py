@@ -52,7 +52,7 @@ def compute(make: Any, path: Path | None, data: Any, **settings: Any) -> KFAC:
     risk = EmpiricalRisk(model(), nn.MSELoss(), data)
     checkpoint = None if path is None else Checkpoint(path, batches=settings.pop("every", 1))
     K = make(risk, checkpoint=checkpoint, **settings)
-    assert isinstance(K, KFAC)
+    assert isinstance(K, (KFAC, EKFAC))
     return K
 
 

@@ -11,9 +11,10 @@ from torch.nn.utils.rnn import pack_sequence
 
 from kfs.errors import ModelError
 from kfs.kfac import KFAC, inspect
-from kfs.kfac.capture.uses import Uses
-from kfs.kfac.scaffold import forward
+from kfs.kfac.capture.passes import forward
+from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
+from kfs.kfac.sums import FactorSums
 from kfs.losses import TokenCrossEntropy
 from kfs.risk import EmpiricalRisk
 from tests.kfac.definition import definition
@@ -30,7 +31,7 @@ def same_predictions(risk: EmpiricalRisk) -> None:
     """Taps and replacements do not change what a model computes."""
     (batch,) = risk.batches()
     with torch.enable_grad():
-        f, _ = forward(risk, batch, Uses(Settings()))
+        f, _ = forward(risk, batch, new_session(risk.params), FactorSums(Settings()))
     with torch.no_grad(), risk.untouched():
         close(f.detach(), risk.predict(risk.params, batch))
 

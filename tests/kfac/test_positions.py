@@ -98,16 +98,16 @@ def test_a_tied_embedding_has_both_roles(sharing: Any) -> None:
     K, L = Ks
     block = K.blocks["tokens.weight"]
     assert block.operations == {"embedding", "linear"}
-    assert set(block.pairs) == {"A", "B"}
+    assert set(block.sums.roles) == {"A", "B"}
     for side, name in (("A", "tokens.weight"), ("B", "head.weight")):
-        pair, alone = block.pairs[side], L.blocks[name]  # type: ignore[index]
-        close(pair.input.total, alone.pairs["A"].input.total)
-        close(pair.gradient.total, alone.pairs["A"].gradient.total)
+        role, alone = block.sums.roles[side], L.blocks[name].sums.roles["A"]  # type: ignore[index]
+        close(role.input.total, alone.input.total)
+        close(role.gradient.total, alone.gradient.total)
     assert block.A.shape == (5, 5)
     assert block.B.shape == (3, 3)
     before = torch.kron(block.B, block.A)
-    for pair in block.pairs.values():
-        pair.gradient.total *= 9.0
+    for role in block.sums.roles.values():
+        role.gradient.total *= 9.0
     close(torch.kron(block.B, block.A), 9.0 * before)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from kfs.errors import ModelError
 from kfs.kfac import EKFAC, KFAC, exact_blocks, load
-from kfs.kfac.sums.outer_products import Moment
+from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.risk import EmpiricalRisk
 from tests.kfac.test_kronecker import kfac
 from tests.operators.contract import close
@@ -63,22 +63,23 @@ def test_bad_devices(tmp_path: Path) -> None:
             load(tmp_path / "k", bad)
 
 
-def test_a_moment_elsewhere() -> None:
+def test_a_sum_elsewhere() -> None:
     """What is added on another device arrives; the transfer itself is tested on a GPU."""
     for diagonal in (False, True):
         for groups in (1, 2):
-            mine, other = (Moment.zeros(3, groups, diagonal, True, torch.float64, "cpu") for _ in range(2))
-            assert mine.near(torch.device("cpu")) is mine
-            assert mine.near(torch.device("meta")).total.shape == mine.total.shape
-            x = torch.randn(2, 5, *([2] if groups > 1 else []), 3, dtype=torch.float64)
+            mine, other = (OuterProductSum.zeros(3, groups, diagonal, True, torch.float64, "cpu") for _ in range(2))
+            assert mine.on(torch.device("cpu")) is mine
+            assert mine.on(torch.device("meta")).total.shape == mine.total.shape
+            x = torch.randn(2, 5, groups * 3, dtype=torch.float64)
             other.add(x, ones=True)
-            mine.absorb(other)
-            mine.absorb(mine)
-            expected = Moment.zeros(3, groups, diagonal, True, torch.float64, "cpu")
-            expected.add(x, ones=True)
-            for moment in (mine, expected):
-                moment.finish()
-            close(mine.total, expected.total)
+            mine.merge_in(other)
+            mine.merge_in(mine)
+            mine.complete()
+            for group, total in enumerate(mine.total):
+                vectors = x.reshape(10, groups, 3)[:, group]
+                with_ones = torch.cat([vectors, torch.ones(10, 1, dtype=torch.float64)], 1)
+                expected = sum(torch.outer(v, v) for v in with_ones)
+                close(total, torch.as_tensor(expected).diagonal() if diagonal else torch.as_tensor(expected))
 
 
 def test_operators_are_moved_and_converted() -> None:

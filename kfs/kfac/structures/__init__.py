@@ -1,1 +1,27 @@
 """Structures: algebra on blocks, however they are stored."""
+
+from kfs.kfac.structures.block_diagonal import BlockDiagonal
+from kfs.kfac.structures.damping import METHODS, Method, damped_inverse
+from kfs.kfac.structures.decompositions import BlockError, computable
+from kfs.kfac.structures.dense import Dense
+from kfs.kfac.structures.eigenbasis import Eigenbasis
+from kfs.kfac.structures.factor import Factor
+from kfs.kfac.structures.kronecker import Kronecker
+from kfs.kfac.structures.stack import Stack, stacked
+from kfs.kfac.structures.structure import Structure
+
+__all__ = [
+    "METHODS",
+    "BlockDiagonal",
+    "BlockError",
+    "Dense",
+    "Eigenbasis",
+    "Factor",
+    "Kronecker",
+    "Method",
+    "Stack",
+    "Structure",
+    "computable",
+    "damped_inverse",
+    "stacked",
+]

@@ -1,1 +1,19 @@
 """Running sums over data: outer products, and statistics of per-datum gradients."""
+
+from kfs.kfac.sums.block_sums import BlockSums
+from kfs.kfac.sums.factor_sums import FactorSums
+from kfs.kfac.sums.interface import Adder, Planned, Receiver, Sums
+from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic, Use
+
+__all__ = [
+    "Adder",
+    "BlockSums",
+    "FactorSums",
+    "PerDatumSums",
+    "Planned",
+    "Receiver",
+    "Squares",
+    "Statistic",
+    "Sums",
+    "Use",
+]

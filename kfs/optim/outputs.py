@@ -9,7 +9,7 @@ from torch import Tensor
 from kfs.errors import ModelError
 
 
-class Owner(torch.autograd.Function):
+class KeepsPass(torch.autograd.Function):
     """The identity, whose node keeps a pass for as long as somebody can send a gradient back through it."""
 
     @staticmethod
@@ -18,9 +18,7 @@ class Owner(torch.autograd.Function):
         if t.ndim == 0:
             return t.clone()
         # The same memory but no view, so that operations in place may follow; not if somebody has kept its values.
-        return (
-            t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride()) if alias else t.view_as(t)
-        )
+        return t.detach() if alias else t.view_as(t)
 
     @staticmethod
     def backward(_: Any, g: Tensor) -> tuple[Tensor, None, None]:

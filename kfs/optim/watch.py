@@ -5,7 +5,7 @@ the loss arrives there: the graph is complete then and not used up yet, so that 
 through it, and the gradient shows which targets count. With `fisher="empirical"` the backward pass itself is enough.
 
 What passes have given is staged until `Watch.collect` takes it; a forward pass without backward pass gives nothing.
-What happens during one pass lives in `live_pass`.
+What happens during one pass lives in `passes`.
 """
 
 import sys
@@ -20,9 +20,11 @@ from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it 
 from torch.autograd.graph import get_gradient_edge
 
 from kfs.errors import ModelError
-from kfs.kfac.live_pass import Bases, Pass, Record
+from kfs.kfac.capture import Session
+from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
+from kfs.optim.passes import Bases, Pass, StepSums
 
 
 class Watch:
@@ -58,6 +60,7 @@ class Watch:
         self.loss, self.settings, self.first_datum, self.keep_inputs = loss, settings, 0, keep_inputs
         self._model, self._wanted, self._bases = weakref.ref(model), weakref.WeakMethod(wanted), bases
         self._count = count
+        self._session: Session | None = None
         self._running: Pass | None = None
         self._frame: FrameType | None = None
         self._depth = 0
@@ -78,17 +81,19 @@ class Watch:
         _remove(self._handles)
         self._complete.clear()
 
-    def collect(self) -> Record | None:
-        """Return the sum of what all passes with a backward pass have given since the last call, or nothing."""
+    def collect(self) -> StepSums | None:
+        """Return the sum of what all passes with a backward pass have given since the last call, if there were any."""
         self._forget_interrupted()
         passes, self._complete = self._complete, []
-        record: Record | None = None
+        total: StepSums | None = None
         for one in passes:
-            mine = one.finish()
-            record = mine if record is None else record.plus(mine)
-        return record
+            if total is None:
+                total = one.collect()
+            else:
+                total.merge(one.collect())
+        return total
 
-    def completed(self, one: Pass) -> None:
+    def add_pass(self, one: Pass) -> None:
         """Keep a pass whose gradient has arrived; those of gradients that nobody has any more are forgotten."""
         model, backward = self._model(), torch._C._current_graph_task_id()
         if backward != self._backward and model is not None and all(p.grad is None for p in model.parameters()):
@@ -117,7 +122,7 @@ class Watch:
         """Take note of the targets of the last forward pass."""
         one = None if self._latest is None else self._latest()
         if one is not None:
-            one.told(y)
+            one.set_targets(y)
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Start to capture, unless the model calls itself."""
@@ -135,8 +140,17 @@ class Watch:
             return None
         if params is not None:
             _refuse_compiled(self._frame)
-        self._running = Pass(self, params, self._bases() if params else {}, args, kwargs)
+        session = None if params is None else self._session_for(params)
+        self._running = Pass(self, session, self._bases() if params else {}, args, kwargs)
         return self._running.start(args, kwargs)
+
+    def _session_for(self, params: dict[str, Tensor]) -> Session:
+        """Return the session that has plans from earlier passes, or a new one if other parameters are tracked."""
+        known = None if self._session is None else self._session.tracker.params
+        if known is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
+            self._session = new_session(params, self.settings.joint_bias, mixing=True)
+        assert self._session is not None  # noqa: S101 (it was made above)
+        return self._session
 
     def _after(self, module: nn.Module, _: Any, __: Any, output: Any) -> Any:
         """Stop, and wait for a gradient; `output` is missing if the forward pass has failed."""
@@ -150,7 +164,7 @@ class Watch:
             return None
         one.stop()
         self._latest = weakref.ref(one)
-        return None if output is None else one.gated(output)
+        return None if output is None else one.watch_output(output)
 
     def _targets(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Take note of targets, if the loss is that of predictions."""
@@ -158,7 +172,7 @@ class Watch:
         mine = getattr(given.get("input"), "_kfs_pass", None)
         one = None if mine is None else mine()
         if one is not None and isinstance(given.get("target"), Tensor):
-            one.told(given["target"])
+            one.set_targets(given["target"])
 
     def _forget_interrupted(self) -> None:
         """Leave the capture of a forward pass that was interrupted from the keyboard: no hook is called then."""
