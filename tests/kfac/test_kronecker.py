@@ -227,6 +227,35 @@ def test_factors_of_all_kinds_multiply_and_add(kinds: tuple[str, str]) -> None:
     assert single.nbytes == (0 if kinds[0] == "identity" else single.values.numel() * 8)
 
 
+@pytest.mark.parametrize("name", ["identity", "dense", "diagonal"])
+def test_stacks_are_made_of_their_parts(name: str) -> None:
+    """All structures are stacked, sliced, moved and stored field by field."""
+    scale = torch.tensor([2.0, 0.5, 3.0], dtype=torch.float64)
+    matrices = torch.stack([definite(3, seed) for seed in range(3)])
+    A = {
+        "dense": Factor.dense(matrices, scale),
+        "diagonal": Factor.diagonal(matrices.diagonal(dim1=1, dim2=2), scale),
+        "identity": Factor.identity(3, scale),
+    }[name]
+    K = Kronecker(A, Factor.dense(matrices[:, :2, :2]))
+    structures: list[Any] = [K, K.eigenbasis(), Dense(K.to_dense(), 2, 3)]
+    for whole in structures:
+        parts = [whole[place : place + 1] for place in range(3)]
+        assert [len(part) for part in parts] == [1, 1, 1]
+        again = type(whole).stack(parts)
+        close(again.to_dense(), whole.to_dense())
+        assert again.nbytes == whole.nbytes == sum(part.nbytes for part in parts)
+        assert type(whole).stack([again]) is again
+        assert whole.key == parts[0].key == again.to(dtype=torch.float32).key
+        assert again.to(dtype=torch.float32).to_dense().dtype == torch.float32
+        stored = type(whole).from_state(again.state(), 3, 2, 3)
+        assert torch.equal(stored.to_dense(), again.to_dense())
+    stacked = Factor.stack([A[:1], A[1:]])
+    assert (stacked.values.untyped_storage().nbytes() == 8) == (name == "identity")  # its ones take no memory
+    mixed = Dense.stack([Dense(matrices[:1], 1, 3), Dense(matrices[:1], 1, 3, symmetric=False)])
+    assert not mixed.symmetric
+
+
 def test_samples_have_the_inverse_as_covariance() -> None:
     K = kfac()
     samples = K.sample(20_000, damping=0.5, seed=3)

@@ -1,4 +1,4 @@
-"""Loading what `save` has written."""
+"""Loading operators from files that `save` has written."""
 
 from pathlib import Path
 
@@ -17,17 +17,19 @@ _CLASSES: dict[str, type[BlockDiagonal]] = {"KFAC": KFAC, "EKFAC": EKFAC, "Block
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal:
-    """Read a `KFAC`, an `EKFAC`, or what was made from them (an inverse, say) from a file.
+    """Read a `KFAC`, an `EKFAC`, or an operator that was made from them (such as an inverse) from a file.
+
+    Code is never executed.
 
     Args:
-        path: What `save` has written.
-        device: Where to put it.
+        path: A file that `save` has written.
+        device: Device for all tensors.
 
     Returns:
         An object of the same class, equal to the one that was saved to the last bit. More data can be added to it.
 
     Raises:
-        StorageError: If there is no such file, if kfs has not written it, or if it was damaged. Code is never executed.
+        StorageError: If there is no such file, if kfs has not written it, or if it was damaged.
         ModelError: If there is no such device.
 
     Example:
@@ -46,7 +48,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal:
     cls = _CLASSES.get(header.get("kind", ""))
     if cls is None:
         raise StorageError(
-            f"{path} holds a {header.get('kind', 'nothing')}.",
+            f"{path} holds a {header.get('kind')}.",
             "Pass a file that K.save(...) has written; a checkpoint is resumed with KFAC(risk, checkpoint=...).",
         )
     with storage.valid(path):

@@ -59,10 +59,6 @@ class BlockDiagonal(LinearOperator):
         return {layout.name: stack.structure[part] for stack in self.stacks for layout, part in stack.slices()}
 
     @property
-    def _names(self) -> set[str]:
-        return {layout.name for stack in self.stacks for layout in stack.layouts}
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return sum(stack.structure.nbytes for stack in self.stacks)
@@ -144,10 +140,7 @@ class BlockDiagonal(LinearOperator):
             raise ModelError(f"method is {method!r}.", f"Choose from {', '.join(map(repr, METHODS))}.")
         if damping:
             self._check_symmetric("inverted with damping")
-        numbers = damping_by_name(damping, self._names)
-        return self._with_structures(
-            stack.apply(damped_inverse, stack.per_block(numbers), method) for stack in self.stacks
-        )
+        return self._map_damped(lambda structure, d: damped_inverse(structure, d, method), damping)
 
     def power(self, exponent: float, damping: Damping = 0.0) -> "BlockDiagonal":
         """Raise to a power, after adding `damping` times the identity.
@@ -157,12 +150,7 @@ class BlockDiagonal(LinearOperator):
             damping: One number, or one for every block, by name.
         """
         self._check_symmetric("raised to a power")
-        numbers = damping_by_name(damping, self._names)
-
-        def power(structure: Structure, added: Tensor) -> Structure:
-            return structure.power(float(exponent), added)
-
-        return self._with_structures(stack.apply(power, stack.per_block(numbers)) for stack in self.stacks)
+        return self._map_damped(lambda structure, d: structure.power(float(exponent), d), damping)
 
     def trace(self) -> Tensor:
         """Return the sum of all eigenvalues."""
@@ -256,7 +244,9 @@ class BlockDiagonal(LinearOperator):
             StorageError: If the file cannot be written.
         """
         kind = next(cls.__name__ for cls in type(self).__mro__ if cls.__name__ in {"EKFAC", "KFAC", "BlockDiagonal"})
-        storage.write(path, {"kind": kind} | self._about(), self._state() | self._state_of_space())
+        shapes = [[name, list(shape)] for name, shape in self.domain.shapes.items()]
+        space = {"shapes": shapes, "dtype": str(self.dtype).removeprefix("torch.")}
+        storage.write(path, {"kind": kind} | self._about(), self._state() | {"space": space})
 
     def _about(self) -> dict[str, Any]:
         """Return what people want to see in a file's header."""
@@ -266,13 +256,10 @@ class BlockDiagonal(LinearOperator):
         """Return everything but the space, for a file."""
         return {"groups": [stack.state() for stack in self.stacks]}
 
-    def _state_of_space(self) -> dict[str, Any]:
-        shapes = [[name, list(shape)] for name, shape in self.domain.shapes.items()]
-        return {"space": {"shapes": shapes, "dtype": str(self.dtype).removeprefix("torch.")}}
-
     @classmethod
     def _from_state(cls, state: Any, space: Space) -> "BlockDiagonal":
         """Undo `_state`."""
+        # In files, stacks are called groups.
         stacks = [Stack.from_state(part) for part in state["groups"]]
         check_coverage([layout for stack in stacks for layout in stack.layouts], space)
         return cls(space, stacks)
@@ -296,13 +283,21 @@ class BlockDiagonal(LinearOperator):
         """Apply a function to all structures."""
         return self._with_structures(stack.apply(function) for stack in self.stacks)
 
+    def _map_damped(self, function: Callable[[Structure, Tensor], Structure], damping: Damping) -> "BlockDiagonal":
+        """Apply a function to all structures and their dampings, `[stack]`."""
+        names = {name for stack in self.stacks for name in stack.names}
+        numbers = damping_by_name(damping, names)
+        return self._with_structures(stack.apply(function, stack.per_block(numbers)) for stack in self.stacks)
+
     def _combine_blocks(
         self, other: object, function: Callable[[Structure, Structure], Structure | None]
     ) -> "BlockDiagonal | None":
         """Combine two operators block by block. `None` if blocks differ, or if a result has no structure."""
-        if not isinstance(other, BlockDiagonal) or self.domain != other.domain:
-            return None
-        if [stack.layouts for stack in self.stacks] != [stack.layouts for stack in other.stacks]:
+        if (
+            not isinstance(other, BlockDiagonal)
+            or self.domain != other.domain
+            or [stack.layouts for stack in self.stacks] != [stack.layouts for stack in other.stacks]
+        ):
             return None
         structures = []
         for mine, theirs in zip(self.stacks, other.stacks, strict=True):

@@ -1,8 +1,8 @@
 r"""Damping: three ways to invert Kronecker products that are close to singular.
 
-Curvature matrices of neural networks have many tiny eigenvalues, so that one inverts them after adding something:
+Curvature matrices of neural networks have many tiny eigenvalues. They are inverted after adding something:
 
-- `"exact"`: $(B \otimes A + \delta I)^{-1}$, to round-off, from the eigendecompositions of both factors.
+- `"exact"`: $(B \otimes A + \delta I)^{-1}$, up to round-off, from the eigendecompositions of both factors.
 - `"factored"` (Martens & Grosse, 2015): $(B + \tfrac{\sqrt{\delta}}{\pi} I)^{-1} \otimes (A + \pi \sqrt{\delta}
   I)^{-1}$. It stays a Kronecker product, and Cholesky factors suffice. Multiplied out, it adds $\delta I$ and two more
   terms, $\pi \sqrt{\delta}\, B \otimes I + \tfrac{\sqrt{\delta}}{\pi} I \otimes A$, which are small for
@@ -91,13 +91,15 @@ if __name__ == "__main__":
 
     torch.manual_seed(0)
     X, G = torch.randn(4, 3, dtype=torch.float64), torch.randn(1, 2, dtype=torch.float64)
-    A, B, delta = X.T @ X, 0.01 * G.T @ G, 0.1
+    A, B = X.T @ X, 0.01 * G.T @ G
+    delta = 0.1
     K = Kronecker(Factor.dense(A.unsqueeze(0)), Factor.dense(B.unsqueeze(0)))
     rescaled = Kronecker(Factor.dense(100 * A.unsqueeze(0)), Factor.dense(B.unsqueeze(0) / 100))
     I_A, I_B = torch.eye(3, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
     damping = torch.full((1,), delta, dtype=torch.float64)
-    inverses = {m: damped_inverse(K, damping, m).to_dense()[0] for m in ("exact", "factored", "per-factor")}
-    others = {m: damped_inverse(rescaled, damping, m).to_dense()[0] for m in ("exact", "factored", "per-factor")}
+    methods: list[Method] = ["exact", "factored", "per-factor"]
+    inverses = {m: damped_inverse(K, damping, m).to_dense()[0] for m in methods}
+    others = {m: damped_inverse(rescaled, damping, m).to_dense()[0] for m in methods}
 
     exact = torch.linalg.inv(torch.kron(B, A) + delta * torch.kron(I_B, I_A))
     verify("exact damping adds a multiple of the identity", inverses["exact"], exact)

@@ -61,15 +61,7 @@ def check_definite(values: Tensor, noise: Tensor) -> None:
 
 
 def round_off(values: Tensor, eps: float | None = None) -> Tensor:
-    """Return a bound on the round-off in eigenvalues.
-
-    Args:
-        values: Eigenvalues of matrices, `[stack, d]`.
-        eps: Precision that the matrices were stored in. If not given, that of the eigenvalues' dtype.
-
-    Returns:
-        One number per matrix, `[stack]`.
-    """
+    """Return a bound `[stack]` on the round-off in eigenvalues `[stack, d]` of matrices with a precision of `eps`."""
     eps = eps or torch.finfo(values.dtype).eps
     return values.shape[-1] * eps * values.abs().max(-1).values
 

@@ -50,10 +50,6 @@ class Dense(Structure):
         """Scale."""
         return replace(self, matrix=factor * self.matrix)
 
-    def eigenbasis(self) -> "Dense":
-        """Return the blocks as they are: their eigenvectors have no structure."""
-        return self
-
     def eigenvalues(self) -> Tensor:
         """Decompose."""
         return decompositions.eigh(self.matrix)[0]

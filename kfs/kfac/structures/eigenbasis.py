@@ -1,6 +1,7 @@
 """Blocks by eigenvalues, with eigenvectors that are Kronecker products: EKFAC, damped inverses, diagonals."""
 
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -63,17 +64,9 @@ class Eigenbasis(Structure):
         """Rotate, scale, rotate back."""
         return self.rotated(self.values.unsqueeze(1) * self.rotated(M), back=True)
 
-    def transposed(self) -> "Eigenbasis":
-        """Return the blocks: they are symmetric."""
-        return self
-
     def scaled(self, factor: float) -> "Eigenbasis":
         """Scale eigenvalues."""
         return replace(self, values=factor * self.values, noise=abs(factor) * self.noise)
-
-    def eigenbasis(self) -> "Eigenbasis":
-        """Return the blocks as they are."""
-        return self
 
     def eigenvalues(self) -> Tensor:
         """Return the eigenvalues."""
@@ -118,13 +111,13 @@ class Eigenbasis(Structure):
 
     def product(self, other: Structure) -> "Eigenbasis | None":
         """Multiply eigenvalues, if the eigenvectors are the same."""
-        if not isinstance(other, Eigenbasis) or not self.same_basis(other):
+        if not self.same_basis(other):
             return None
         return replace(self, values=self.values * other.values)
 
     def plus(self, other: Structure) -> "Eigenbasis | None":
         """Add eigenvalues, if the eigenvectors are the same."""
-        if not isinstance(other, Eigenbasis) or not self.same_basis(other):
+        if not self.same_basis(other):
             return None
         return replace(self, values=self.values + other.values, noise=self.noise + other.noise)
 
@@ -132,8 +125,6 @@ class Eigenbasis(Structure):
         """Add to all eigenvalues."""
         return replace(self, values=self.values + delta)
 
-    def same_basis(self, other: Structure) -> bool:
+    def same_basis(self, other: Structure) -> TypeGuard["Eigenbasis"]:
         """Whether another structure has the same eigenvectors."""
-        if not isinstance(other, Eigenbasis):
-            return False
-        return self.Q_A.equals(other.Q_A) and self.Q_B.equals(other.Q_B)
+        return isinstance(other, Eigenbasis) and self.Q_A.equals(other.Q_A) and self.Q_B.equals(other.Q_B)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kfs.kfac.structures import decompositions
-from kfs.kfac.structures.stackable import NOT_STORED, Stackable
-from kfs.storage import UnfitError
+from kfs.kfac.structures.stackable import NOT_STORED, Stackable, check_shape
 
 Kind = Literal["dense", "diagonal", "identity"]
 
@@ -67,19 +66,14 @@ class Factor(Stackable):
 
     @classmethod
     def from_state(cls, state: Any, count: int, size: int) -> Self:
-        """Undo `state`, for a number of matrices of some size.
-
-        Raises:
-            UnfitError: If values or scales have another shape than they should.
-        """
+        """Undo `state`, for a number of matrices of some size."""
+        kind = state["kind"]
         values = state["values"]
-        scale = state["scale"]
-        if state["kind"] == "identity":
+        scale = check_shape(state["scale"], count)
+        if kind == "identity":
             values = scale.new_ones(()).expand(count, int(values))
-        shape = (count, size, size) if state["kind"] == "dense" else (count, size)
-        if values.shape != shape or scale.shape != (count,):
-            raise UnfitError(f"a factor has shape {list(values.shape)} instead of {list(shape)}")
-        return cls(values, scale, state["kind"], bool(state["symmetric"]))
+        check_shape(values, count, *((size, size) if kind == "dense" else (size,)))
+        return cls(values, scale, kind, bool(state["symmetric"]))
 
     @property
     def size(self) -> int:
@@ -114,7 +108,7 @@ class Factor(Stackable):
             return M
         if M.shape[1] == 1:
             return (self.values @ M.squeeze(1)).unsqueeze(1)
-        if len(self) == 1 or M.device.type != "cpu":
+        if len(self.values) == 1 or M.device.type != "cpu":
             return self.values.unsqueeze(1) @ M
         # On a CPU, the product above would copy each matrix once per column.
         products = [matrix @ columns for matrix, columns in zip(self.values, M, strict=True)]

@@ -1,4 +1,4 @@
-r"""Kronecker products: what can be done with $B \otimes A$ without ever forming it.
+r"""Kronecker products: what can be computed from $B \otimes A$ without forming it.
 
 For a block that maps a matrix $M$ to $B M A^\top$, that is, in row-wise flattening, multiplies with $B \otimes A$:
 
@@ -16,8 +16,8 @@ $$
 $$
 
 If $B = Q_B \Lambda_B Q_B^\top$ and $A = Q_A \Lambda_A Q_A^\top$, then the eigenvectors of $B \otimes A$ are the columns
-of $Q_B \otimes Q_A$, so that functions of $B \otimes A + \delta I$, which is no Kronecker product, are easy too: see
-`eigenbasis`. A sum of two products is one again if they share a factor.
+of $Q_B \otimes Q_A$. So functions of $B \otimes A + \delta I$, which is no Kronecker product, are easy too: see
+`eigenbasis`. A sum of two Kronecker products is one again if they share a factor.
 """
 
 from dataclasses import dataclass, replace
@@ -167,9 +167,11 @@ if __name__ == "__main__":
     X, G = torch.randn(5, d_A, dtype=torch.float64), torch.randn(5, d_B, dtype=torch.float64)
     A, B = X.T @ X, G.T @ G
     K = Kronecker(Factor.dense(A.unsqueeze(0)), Factor.dense(B.unsqueeze(0)))
-    dense, M = torch.kron(B, A), torch.randn(d_B, d_A, dtype=torch.float64)
-    verify("B M A is a product with B (x) A", K.multiply(M[None, None]).flatten(), dense @ M.flatten())
-    verify_differs("but not with A (x) B", K.multiply(M[None, None]).flatten(), torch.kron(A, B) @ M.flatten())
+    dense = torch.kron(B, A)
+    M = torch.randn(d_B, d_A, dtype=torch.float64)
+    product = K.multiply(M[None, None]).flatten()
+    verify("B M A is a product with B (x) A", product, dense @ M.flatten())
+    verify_differs("but not with A (x) B", product, torch.kron(A, B) @ M.flatten())
     verify("the inverse", K.inverse().to_dense()[0], torch.linalg.inv(dense))
     root = K.power(-0.5).to_dense()[0]
     verify("the inverse square root, squared", root @ root, torch.linalg.inv(dense))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from kfs.operators.space import Space
 from kfs.storage import UnfitError
 
 Answer = TypeVar("Answer")
-Arguments = ParamSpec("Arguments")
 # Structures by the names that files have for them.
 _KINDS: dict[str, type[Structure]] = {"kronecker": Kronecker, "eigenbasis": Eigenbasis, "dense": Dense}
 
@@ -61,19 +60,14 @@ class Stack:
         """Return numbers that are given by the blocks' names as a tensor, `[stack]`."""
         return self.structure.like.new_tensor([numbers[name] for name in self.names])
 
-    def apply(
-        self,
-        function: Callable[Concatenate[Structure, Arguments], Answer],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> Answer:
-        """Call a function of the structure.
+    def apply(self, function: Callable[..., Answer], *args: Any) -> Answer:
+        """Call a function with the structure, and further arguments.
 
         Raises:
             SolverError: If it raises a `BlockError`. The message has the block's name.
         """
         try:
-            return function(self.structure, *args, **kwargs)
+            return function(self.structure, *args)
         except BlockError as error:
             raise SolverError(
                 f"A factor of block {self.names[error.index]!r} {error.cause}.",

@@ -6,11 +6,13 @@ hold for the whole stack.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import Field, fields, replace
+from dataclasses import Field, fields
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+
+from kfs.storage import UnfitError
 
 # Metadata of a field that files do not have, because something else in the file determines it.
 NOT_STORED = {"stored": False}
@@ -27,7 +29,7 @@ class Stackable:
         if len(parts) == 1:
             return parts[0]
         values = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}
-        return replace(parts[0], **{name: _combined(v) for name, v in values.items()})
+        return cls(**{name: _combined(v) for name, v in values.items()})
 
     def __getitem__(self, part: slice) -> Self:
         """Return some of the blocks; tensors are views."""
@@ -55,22 +57,32 @@ class Stackable:
 
     def state(self) -> dict[str, Any]:
         """Return what a file stores, by field."""
-        stored = [f.name for f in fields(self) if f.metadata.get("stored", True)]
-        values = {name: getattr(self, name) for name in stored}
-        return {n: v.state() if isinstance(v, Stackable) else v for n, v in values.items()}
+        stored = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata != NOT_STORED}
+        return {n: v.state() if isinstance(v, Stackable) else v for n, v in stored.items()}
 
     def _values(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Apply a function to all tensors."""
-        changed: dict[str, Any] = {}
-        for name, value in self._values().items():
+        values = self._values()
+        for name, value in values.items():
             if isinstance(value, Tensor):
-                changed[name] = function(value)
+                values[name] = function(value)
             elif isinstance(value, Stackable):
-                changed[name] = value._map_tensors(function)
-        return replace(self, **changed)
+                values[name] = value._map_tensors(function)
+        return type(self)(**values)
+
+
+def check_shape(t: Tensor, *shape: int) -> Tensor:
+    """Return a tensor from a file, if it has the shape that it should have.
+
+    Raises:
+        UnfitError: If it has not.
+    """
+    if t.shape != shape:
+        raise UnfitError(f"a tensor has shape {list(t.shape)} instead of {list(shape)}")
+    return t
 
 
 def _combined(values: list[Any]) -> Any:

@@ -17,8 +17,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from kfs.kfac.structures.factor import Factor
-from kfs.kfac.structures.stackable import Stackable
-from kfs.storage import UnfitError
+from kfs.kfac.structures.stackable import Stackable, check_shape
 
 
 class Structure(Stackable, ABC):
@@ -46,49 +45,37 @@ class Structure(Stackable, ABC):
 
     @classmethod
     def from_state(cls, state: Any, count: int, rows: int, columns: int) -> Self:
-        """Undo `state`.
-
-        Args:
-            state: What a file has.
-            count: Number of blocks in the stack.
-            rows: `d_B`.
-            columns: `d_A`.
+        """Undo `state`, for a number of blocks of shape `[rows, columns]`.
 
         Raises:
             UnfitError: If something has another shape than it should.
         """
         shapes = cls.field_shapes(rows, columns)
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {"rows": rows, "columns": columns}
         for f in fields(cls):
-            if f.name in {"rows", "columns"}:
-                values[f.name] = rows if f.name == "rows" else columns
-            elif f.type is Factor:
+            if f.type is Factor:
                 values[f.name] = Factor.from_state(state[f.name], count, *shapes[f.name])
             elif f.type is Tensor:
-                expected = (count, *shapes[f.name])
-                if state[f.name].shape != expected:
-                    found = list(state[f.name].shape)
-                    raise UnfitError(f"{f.name} has shape {found} instead of {list(expected)}")
-                values[f.name] = state[f.name]
-            else:
+                values[f.name] = check_shape(state[f.name], count, *shapes[f.name])
+            elif f.type is bool:
                 values[f.name] = bool(state[f.name])
-        return cls(**values)
+        return cls(**{f.name: values[f.name] for f in fields(cls)})
 
     @abstractmethod
     def multiply(self, M: Tensor) -> Tensor:
         """Multiply `[stack, columns, d_B, d_A]`."""
 
-    @abstractmethod
     def transposed(self) -> "Structure":
-        """Return the transposes."""
+        """Return the transposes: the blocks themselves, if they are always symmetric."""
+        return self
 
     @abstractmethod
     def scaled(self, factor: float) -> "Structure":
         """Scale all blocks."""
 
-    @abstractmethod
     def eigenbasis(self) -> "Structure":
-        """Return symmetric blocks in a form whose eigenvalues are known, or cheap to compute."""
+        """Return symmetric blocks in a form that has `eigenvalues` and `power` of its own."""
+        return self
 
     @abstractmethod
     def to_dense(self) -> Tensor:
