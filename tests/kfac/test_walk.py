@@ -1,0 +1,137 @@
+"""How much Python runs for a batch: calls of our functions, through how many files, and how deep.
+
+One can read an engine only if the way of a batch through it is short, and for small layers that way is what takes time.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+
+import kfs
+
+ROOT = Path(kfs.__file__).parent
+MAX_CALLS, MAX_FILES = 150, 12
+# Calls of their own until Python 3.11, and part of the function around them since.
+COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
+
+
+@dataclass
+class Walk:
+    """Counts calls of functions of `kfs` while it is switched on; a generator that continues counts as a call.
+
+    Attributes:
+        calls: Number of calls by file and function.
+        depth: The largest number of frames of `kfs` on the stack at a time.
+    """
+
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    depth: int = 0
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        """Take note of a call, as `sys.setprofile` asks for it."""
+        name = frame.f_code.co_name
+        if event != "call" or name in COMPREHENSIONS or (file := _own_file(frame)) is None:
+            return
+        self.calls[file, name] += 1
+        self.depth = max(self.depth, _own_frames(frame))
+
+    @property
+    def files(self) -> list[str]:
+        """The files that were visited, the busiest first."""
+        counts: Counter[str] = Counter()
+        for (file, _), count in self.calls.items():
+            counts[file] += count
+        return [file for file, _ in counts.most_common()]
+
+    def __str__(self) -> str:
+        """List calls by file and function."""
+        lines = [f"{self.calls.total()} calls through {len(self.files)} files, {self.depth} frames deep:"]
+        for file in self.files:
+            inside = Counter({name: count for (where, name), count in self.calls.items() if where == file})
+            functions = ", ".join(f"{name} {count}" for name, count in inside.most_common())
+            lines.append(f"{inside.total():4d} {file}: {functions}")
+        return "\n".join(lines)
+
+
+class Batches:
+    """Data with five batches, which let `walk` see what happens to the third one, in every pass over them."""
+
+    def __init__(self, walk: Walk) -> None:
+        """Make the batches."""
+        self.walk = walk
+        self.batches = [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(5)]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Hand out the batches, and watch from when the third is ready until the fourth is asked for."""
+        for place, batch in enumerate(self.batches):
+            before = sys.getprofile()
+            if place == 2:
+                # The backward pass on a CPU runs in this thread, so that its calls are seen, too.
+                sys.setprofile(self.walk)
+            yield batch
+            if place == 2:
+                sys.setprofile(before)
+
+
+def _own_file(frame: FrameType) -> str | None:
+    """Return a frame's file relative to `kfs`; `None` if it is elsewhere."""
+    path = Path(frame.f_code.co_filename)
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else None
+
+
+def _own_frames(frame: FrameType | None) -> int:
+    """Count the frames of `kfs` on the stack."""
+    count = 0
+    while frame is not None:
+        count += _own_file(frame) is not None
+        frame = frame.f_back
+    return count
+
+
+class Hooked(nn.Module):
+    """A linear layer that notes which function watches calls when the gradient of its output arrives."""
+
+    def __init__(self) -> None:
+        """Make the layer."""
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.watchers: list[object] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        z: Tensor = self.layer(x)
+        if z.requires_grad:
+            z.register_hook(lambda _: self.watchers.append(sys.getprofile()))
+        return z
+
+
+def watched(model: nn.Module) -> Walk:
+    """Compute factors of a model, and return what happened to the third batch."""
+    walk = Walk()
+    before = sys.getprofile()
+    try:
+        kfs.KFAC(kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), Batches(walk)), fisher="mc")
+    finally:
+        sys.setprofile(before)
+    return walk
+
+
+def test_a_batch_takes_a_short_walk() -> None:
+    walk = watched(nn.Linear(4, 3))
+    calls, files = walk.calls.total(), len(walk.files)
+    assert calls > 0
+    assert calls <= MAX_CALLS, str(walk)
+    assert files <= MAX_FILES, str(walk)
+
+
+def test_calls_of_the_backward_pass_are_seen() -> None:
+    model = Hooked()
+    walk = watched(model)
+    assert sum(watcher is walk for watcher in model.watchers) == 1  # in one of five batches
+    assert len(model.watchers) >= 5
