@@ -29,10 +29,11 @@ format: $(VENV)/.dev  ## format the code and mend what ruff can mend
 docs: $(VENV)/.docs  ## build the book into docs/site
 	@$(BIN)/python docs/build.py
 
-bench: .venv-bench/.peers  ## measure our products, factors, inverses and training, and our peers'
+bench: .venv-bench/.peers  ## measure our products, factors, overhead, inverses and training, and our peers'
 	@.venv-bench/bin/python -m benchmarks.products
 	@.venv-bench/bin/python -m benchmarks.operators
 	@.venv-bench/bin/python -m benchmarks.factors
+	@.venv-bench/bin/python -m benchmarks.overhead
 	@.venv-bench/bin/python -m benchmarks.algebra
 	@.venv-bench/bin/python -m benchmarks.conformance
 	@.venv-bench/bin/python -m benchmarks.train
