@@ -317,6 +317,30 @@ def test_other_models_are_refused() -> None:
     close(E.to_dense(), before)
 
 
+def test_data_must_use_all_blocks() -> None:
+    """Eigenvalues of a block that the data do not use would be zero without a word."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = (self.up if x.sum() > 0 else self.down)(x)
+            return result
+
+    model, X, y = Branches().double(), torch.rand(4, 3).double(), torch.randn(4, 2).double()
+    both, up = ([(X, y), (-X, y)], [(X, y), (X, y)])
+    K = KFAC(EmpiricalRisk(model, nn.MSELoss(), both))
+    E = EKFAC.from_kfac(K, EmpiricalRisk(model, nn.MSELoss(), both))
+    before = E.to_dense()
+    with pytest.raises(ModelError, match=r"\['down'\] are not used"):
+        EKFAC.from_kfac(K, EmpiricalRisk(model, nn.MSELoss(), up))
+    with pytest.raises(ModelError, match=r"\['down'\] are not used"):
+        E.update(EmpiricalRisk(model, nn.MSELoss(), up))
+    close(E.to_dense(), before)
+
+
 def test_what_a_model_keeps_can_be_differentiated_later() -> None:
     class Keeps(nn.Module):
         def __init__(self) -> None:
