@@ -19,7 +19,7 @@ from kfs import storage
 from kfs.basics.reduction_factors import reduction_factor
 from kfs.errors import ModelError, StorageError
 from kfs.kfac import EKFAC, KFAC, Checkpoint, load
-from kfs.operators import GGN, Fisher, LinearOperator
+from kfs.operators import GGN, Fisher
 from kfs.risk import EmpiricalRisk
 from tests.kfac.definition import definition
 from tests.kfac.models import Function
@@ -102,7 +102,7 @@ def check_against_exact_curvature(K: KFAC, sharing: str = "expand", fisher: str 
     net, loss = model(), nn.MSELoss()
     X, y = (torch.cat(parts) for parts in zip(*Batches(), strict=True))
     risk = EmpiricalRisk(net, loss, (X, y))
-    exact: LinearOperator = GGN(risk) if fisher == "type-2" else Fisher(risk, "type-1")
+    exact = GGN(risk) if fisher == "type-2" else Fisher(risk, "type-1")
     if isinstance(K, EKFAC):
         close(K.trace(), exact.diagonal().sum())
         vectors = KFAC(risk, fisher, sharing).eigh()[1]  # type: ignore[arg-type]
@@ -306,9 +306,7 @@ def test_more_data_continue_where_it_ended(tmp_path: Path) -> None:
         ({"batches": 4, "minutes": 3.0}, 60, [3, 4, 7, 8, 11]),  # three minutes after whatever was written last
     ],
 )
-def test_how_often(
-    when: Any, seconds: int, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_often(when: Any, seconds: int, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on by some seconds with every batch; after how many of them a file appears."""
     path, written, now = tmp_path / "c", [], [1000.0]
 
@@ -329,7 +327,7 @@ def test_how_often(
 def test_bad_intervals() -> None:
     for bad in ({"batches": 0}, {"minutes": -1.0}, {"minutes": float("nan")}):
         with pytest.raises(StorageError, match="Use a positive number"):
-            Checkpoint("c", **bad)  # type: ignore[arg-type]
+            Checkpoint("c", **bad)
 
 
 def test_a_conflict_is_remembered(tmp_path: Path) -> None:

@@ -60,8 +60,9 @@ def risk_of(name: str) -> EmpiricalRisk:
     return EmpiricalRisk(make().double(), nn.MSELoss(), (X, normal(N, 2)))
 
 
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_of_a_few_data_at_a_time(name: str, small_chunks: None) -> None:
+def test_gradients_of_a_few_data_at_a_time(name: str) -> None:
     """Exact blocks are those of the GGN, and eigenvalues the GGN's entries along KFAC's eigenvectors."""
     risk = risk_of(name)
     C, blocks = GGN(risk), exact_blocks(risk)
@@ -73,6 +74,7 @@ def test_gradients_of_a_few_data_at_a_time(name: str, small_chunks: None) -> Non
     close(EKFAC(risk).to_dense(), Q @ along.diag() @ Q.T)
 
 
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("sharing", SHARING)
 @pytest.mark.parametrize(
     "make",
@@ -83,7 +85,7 @@ def test_gradients_of_a_few_data_at_a_time(name: str, small_chunks: None) -> Non
     ],
     ids=["strided", "groups", "pixels"],
 )
-def test_patches_of_a_few_data_at_a_time(make: Any, sharing: str, small_chunks: None) -> None:
+def test_patches_of_a_few_data_at_a_time(make: Any, sharing: str) -> None:
     torch.manual_seed(0)
     layer = make().double()
     X, y, loss = normal(N, 2, 4, 5), torch.randint(2, (N,)), nn.CrossEntropyLoss()

@@ -64,7 +64,9 @@ def test_outer_products(kind: str, dtype: torch.dtype) -> None:
     X, layer, expected = cases(kind, dtype)
     model = nn.Sequential(layer, nn.Flatten()).to(dtype)
     y = torch.zeros_like(model(X))
-    close(KFAC(EmpiricalRisk(model, nn.MSELoss(reduction="sum"), (X, y)), "forward-only").blocks["0.weight"].A, expected)
+    close(
+        KFAC(EmpiricalRisk(model, nn.MSELoss(reduction="sum"), (X, y)), "forward-only").blocks["0.weight"].A, expected
+    )
 
 
 def cases(kind: str, dtype: torch.dtype) -> tuple[Tensor, nn.Module, Tensor]:

@@ -21,8 +21,9 @@ class Keeps(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.one(x).tanh()
         self.memory.append(StorageWeakRef(hidden.untyped_storage()))
-        self.kept: Tensor = self.two(hidden)
-        return self.kept
+        f: Tensor = self.two(hidden)
+        self.kept = f
+        return f
 
 
 @pytest.mark.parametrize("make", [KFAC, EKFAC])

@@ -36,9 +36,7 @@ def table(padding: int) -> nn.Module:
 @pytest.mark.parametrize("times", [0, 1, 3])
 def test_one_token_and_padding(times: int, padding: int, sharing: Any) -> None:
     """If one position of one datum counts, KFAC is exact, whatever stands around it."""
-    risk = EmpiricalRisk(
-        table(padding), nn.MSELoss(), (torch.tensor([[2] + times * [padding % SIZE]]), normal(1, 3))
-    )
+    risk = EmpiricalRisk(table(padding), nn.MSELoss(), (torch.tensor([[2] + times * [padding % SIZE]]), normal(1, 3)))
     exact = GGN(risk).to_dense()
     for make in (KFAC, EKFAC):
         close(make(risk, sharing=sharing).to_dense(), exact)
@@ -50,7 +48,7 @@ def test_padding_among_many_data(padding: int) -> None:
     """Both factors against loops over data, vectors and positions that count."""
     X, y, loss = torch.randint(SIZE, (6, 4)), normal(6, 3), nn.MSELoss()
     model = table(padding)
-    counts = X != padding % SIZE
+    counts = X.ne(padding % SIZE)
     assert 0 < counts.sum() < counts.numel()
     A, B = torch.zeros(SIZE, dtype=torch.float64), torch.zeros(3, 3, dtype=torch.float64)
     for n in range(len(X)):

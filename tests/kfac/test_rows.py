@@ -88,7 +88,8 @@ def test_rows_that_are_repeated(num_data: int) -> None:
 
     def forward(m: Any, x: Tensor) -> Tensor:
         rows = m.t.repeat(len(x), 1).unflatten(0, (len(x), 2))  # [N, 2, 4]
-        return (rows * x.unsqueeze(1)).sum(1).tanh()
+        result: Tensor = (rows * x.unsqueeze(1)).sum(1).tanh()
+        return result
 
     model = Function(forward, t=normal(2, 4))
     risk = EmpiricalRisk(model, nn.MSELoss(), (normal(num_data, 4), normal(num_data, 4)))
@@ -100,9 +101,7 @@ def test_rows_that_are_repeated(num_data: int) -> None:
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
 def test_scaled_addmm(alpha: float, beta: float) -> None:
     """Scales of a product and of what is added to it enter predictions and curvature."""
-    model = Function(
-        lambda m, x: torch.addmm(m.b, x, m.W, alpha=alpha, beta=beta).tanh(), W=normal(4, 3), b=normal(3)
-    )
+    model = Function(lambda m, x: torch.addmm(m.b, x, m.W, alpha=alpha, beta=beta).tanh(), W=normal(4, 3), b=normal(3))
     risk = one_datum(model, 4, 3)
     close(KFAC(risk, uncovered="diagonal").diagonal(), GGN(risk).diagonal())
 
