@@ -1,4 +1,4 @@
-"""Where strips beat one product for X^T X: the measurement behind the numbers in `kfs/kfac/covariance.py`."""
+"""Where strips beat one product for X^T X: the measurement behind the numbers in `kfs/kfac/sums/gram.py`."""
 
 import sys
 from collections.abc import Callable

@@ -50,11 +50,21 @@ class Links:
         return None if found is None or found is here else f"{found.name}.html"
 
     def _by_stem(self, stem: str, here: Module | None) -> Module | None:
-        """Return the module of this name: a neighbour first, then a definition; without context, no others."""
+        """Return the module of this name: a neighbour first, then a definition, then another one of the package.
+
+        Without `here`, only definitions are found.
+        """
         same = [module for module in self.all if module.dotted.rpartition(".")[2] == stem]
         near = [module for module in same if here is not None and module.dotted == f"{here.package}.{stem}"]
         defined = [module for module in same if module.name in self._definitions]
-        return next(iter([*near, *defined]), None)
+        # Packages consist of rooms: `kfs.kfac.structures` may mention a module of `kfs.kfac.sums` by its name alone.
+        family = [module for module in same if here is not None and _package(module) == _package(here)]
+        return next(iter([*near, *defined, *family]), None)
+
+
+def _package(module: Module) -> list[str]:
+    """Return the package that a module belongs to with all its rooms, such as `kfs.kfac`, by its parts."""
+    return module.dotted.split(".")[:2]
 
 
 def render_math(latex: str, options: dict[str, bool]) -> str:

@@ -14,10 +14,13 @@ ENGINE = {
     "Risk and losses": ("risk.py", "losses/*.py"),
     "Operators": ("operators/*.py",),
     "The KFAC engine": ("kfac/*.py",),
-    "Rules by kind of operation": ("kfac/operations/*.py",),
+    "Rules by kind of operation": ("kfac/rules/*.py",),
+    "Capture: seeing operations": ("kfac/capture/*.py",),
+    "Sums over data": ("kfac/sums/*.py",),
+    "Structures: algebra on blocks": ("kfac/structures/*.py",),
     "The optimizer": ("optim/*.py",),
     "The conformance kit": ("conformance/*.py", "conformance/adapters/kfs.py"),
-    "Files": ("storage.py",),
+    "Files and checkpoints": ("storage.py", "kfac/storage/*.py"),
 }
 
 
@@ -105,7 +108,10 @@ def engine(taken: Iterable[Path]) -> dict[str, list[Module]]:
 
 
 def tests_of(module: Module) -> list[str]:
-    """Return the test files that are named after a module."""
-    folder, stem = module.path.removeprefix("kfs/").rpartition("/")[::2]
-    stem = stem.removesuffix(".py").lower()
-    return [name for name in (f"tests/{folder}/test_{stem}.py".replace("//", "/"),) if (ROOT / name).is_file()]
+    """Return the test file that is named after a module; tests of a subfolder may lie beside those of its package."""
+    path = Path(module.path).relative_to("kfs")
+    folders = [path.parent, *path.parent.parents]
+    # A name at the top, such as tests/test_state.py, is about the module kfs.state and no other one.
+    inside = [folder for folder in folders if folder.parts] or folders
+    candidates = [f"{Path('tests') / folder}/test_{path.stem.lower()}.py" for folder in inside]
+    return [name for name in candidates if (ROOT / name).is_file()][:1]

@@ -22,6 +22,10 @@ from kfs import basics, kfac_tests
 from kfs.errors import VerificationError
 from kfs.verification import Check, recording
 
+# Files of kfs/kfac that run, in reading order.
+LISTINGS = ("scaffold", "backpropagated_vectors", "expand_Linear", "reduce_Linear", "expand_Conv", "reduce_Conv")
+ALGEBRA = ("structures/kronecker", "structures/damping", "ekfac", "alternatives")
+
 
 @dataclass(frozen=True)
 class Report:
@@ -43,8 +47,8 @@ class Report:
 def chapters() -> dict[str, list[Path]]:
     """Return the files of all definitions, by chapter, in reading order."""
     contents = {title: ("basics", names) for title, names in basics.CONTENTS.items()}
-    contents["KFAC"] = ("kfac", ("scaffold", "backpropagated_vectors", "expand_Linear"))
-    contents["Kronecker algebra"] = ("kfac", ("kronecker", "damping", "ekfac", "alternatives"))
+    contents["KFAC"] = ("kfac", LISTINGS)
+    contents["Kronecker algebra"] = ("kfac", ALGEBRA)
     contents["Where KFAC is exact"] = ("kfac_tests", kfac_tests.CONTENTS)
     contents["Natural gradient"] = ("optim", ("rule",))
     package = Path(basics.__file__).parent.parent

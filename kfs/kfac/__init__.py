@@ -4,14 +4,14 @@
 """
 
 from kfs.kfac.alternatives import exact_blocks, exact_diagonal, optimal_kronecker, trace_scaled
-from kfs.kfac.block_diagonal import BlockDiagonal
 from kfs.kfac.blocks import Block
-from kfs.kfac.checkpoint import Checkpoint
 from kfs.kfac.comparison import Comparison, compare
 from kfs.kfac.ekfac import EKFAC
-from kfs.kfac.files import load
 from kfs.kfac.inspection import Inspection, inspect
 from kfs.kfac.kfac import KFAC
+from kfs.kfac.storage.checkpoint import Checkpoint
+from kfs.kfac.storage.files import load
+from kfs.kfac.structures.block_diagonal import BlockDiagonal
 
 __all__ = [
     "EKFAC",

@@ -21,19 +21,20 @@ import torch
 from torch import Tensor
 
 from kfs.errors import ModelError
-from kfs.kfac.batch_axis import BatchAxis
-from kfs.kfac.block_diagonal import BlockDiagonal
-from kfs.kfac.blocks import Block, Layout
-from kfs.kfac.dense import Dense
-from kfs.kfac.eigenbasis import Eigenbasis
-from kfs.kfac.factors import Factor
-from kfs.kfac.groups import grouped, unused_rows, zero_block
-from kfs.kfac.inputs import Input, Vectors
+from kfs.kfac.blocks import Block
 from kfs.kfac.kfac import KFAC, without_vmap_if_needed
-from kfs.kfac.kronecker import Kronecker
-from kfs.kfac.per_datum import PerDatum, Squares, Statistic
+from kfs.kfac.layout import Layout
 from kfs.kfac.scaffold import sweep
-from kfs.kfac.structures import Structure
+from kfs.kfac.structures.block_diagonal import BlockDiagonal
+from kfs.kfac.structures.dense import Dense
+from kfs.kfac.structures.eigenbasis import Eigenbasis
+from kfs.kfac.structures.factor import Factor
+from kfs.kfac.structures.kronecker import Kronecker
+from kfs.kfac.structures.stack import grouped, unused_rows, zero_block
+from kfs.kfac.structures.structure import Structure
+from kfs.kfac.sums.batch_axis import BatchAxis
+from kfs.kfac.sums.inputs import Input, Vectors
+from kfs.kfac.sums.per_datum import PerDatum, Squares, Statistic
 from kfs.risk import EmpiricalRisk
 
 S = TypeVar("S", bound=Statistic)
@@ -247,7 +248,7 @@ def _statistics(K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], S | None])
     """Show the per-datum gradients of blocks to statistics, and return these."""
 
     def run(settings: Any) -> dict[str, S]:
-        keys = {name: (block.layout.weight, block.layout.rows) for name, block in K.blocks.items()}
+        keys = {name: block.layout.key for name, block in K.blocks.items()}
         layouts = {keys[name]: block.layout for name, block in K.blocks.items()}
         made = {name: statistic for name, block in K.blocks.items() if (statistic := make(block)) is not None}
         sweep(risk, PerDatum(settings, layouts, {keys[name]: s for name, s in made.items()}), "gradients")

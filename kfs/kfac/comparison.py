@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kfs.errors import ModelError
 from kfs.kfac.alternatives import exact_blocks, exact_diagonal, exact_matrices, optimal_kronecker, trace_scaled
-from kfs.kfac.block_diagonal import BlockDiagonal
 from kfs.kfac.ekfac import EKFAC
 from kfs.kfac.inspection import readable_size
 from kfs.kfac.kfac import KFAC
+from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.risk import EmpiricalRisk
 
 STRUCTURES: dict[str, Callable[..., BlockDiagonal]] = {

@@ -26,15 +26,15 @@ from typing import Any, Self
 import torch
 
 from kfs.errors import DataError, ModelError
-from kfs.kfac.blocks import Block, Layout
-from kfs.kfac.checkpoint import Checkpoint, Journal, Progress
-from kfs.kfac.eigenbasis import Eigenbasis
-from kfs.kfac.groups import Group, check_cover
+from kfs.kfac.blocks import Block
 from kfs.kfac.kfac import KFAC, diagonal_blocks, without_vmap_if_needed
-from kfs.kfac.per_datum import PerDatum, Squares, Statistic
+from kfs.kfac.layout import Key, Layout
 from kfs.kfac.scaffold import sweep
 from kfs.kfac.settings import Settings
-from kfs.kfac.uses import Key
+from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress
+from kfs.kfac.structures.eigenbasis import Eigenbasis
+from kfs.kfac.structures.stack import Group, check_cover
+from kfs.kfac.sums.per_datum import PerDatum, Squares, Statistic
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
 from kfs.storage import UnfitError
@@ -165,7 +165,7 @@ class EKFAC(KFAC):
 
     @property
     def _layouts(self) -> dict[Key, Layout]:
-        return {(b.layout.weight, b.layout.rows): b.layout for b in self.blocks.values()}
+        return {b.layout.key: b.layout for b in self.blocks.values()}
 
     @staticmethod
     def _zeros(group: Group) -> Group:
@@ -181,7 +181,7 @@ class EKFAC(KFAC):
         for block, basis, units in self._parts(raw):
             if block.sharing != "exact":
                 Q_A, Q_B = (Q.values[units] if Q.kind == "dense" else None for Q in (basis.Q_A, basis.Q_B))
-                found[block.layout.weight, block.layout.rows] = Squares(basis.values[units], Q_A, Q_B)
+                found[block.layout.key] = Squares(basis.values[units], Q_A, Q_B)
         return found
 
     def _add_exact(self, raw: list[Group], risk: EmpiricalRisk, settings: Settings) -> None:

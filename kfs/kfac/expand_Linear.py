@@ -1,106 +1,147 @@
-r"""KFAC for a linear layer without weight sharing: the rule that everything else generalises.
+r"""KFAC for a linear layer, with weight sharing `expand`: every position counts like a further datum.
 
-A linear layer maps $x_n$ to $z_n = W x_n$. With $g_{n,c}$ the backpropagated vectors at its output, the curvature is
-a sum of Kronecker products, which KFAC approximates by one:
+A linear layer maps inputs $x_{n,s}$ to $z_{n,s} = W x_{n,s}$, with one weight for all data $n$ and for all
+$S$ positions $s$ of a datum: words of a sentence, patches of an image. Without weight sharing, $S = 1$. Let
+$f_n$ be the network's prediction and $\blacktriangle_{n,c}$ the vectors that are sent back from it. At the
+layer's output they have become
 
 $$
-C(\mathrm{cvec}\, W) = R \sum_{n,c} x_n x_n^\top \otimes g_{n,c} g_{n,c}^\top
+g_{n,s,c} = (\mathrm{J}_{z_{n,s}} f_n)^\top \blacktriangle_{n,c},
+\qquad
+C(\mathrm{cvec}\, W)
+= R \sum_{n,c} \Big( \sum_s x_{n,s} \otimes g_{n,s,c} \Big) \Big( \sum_s x_{n,s} \otimes g_{n,s,c} \Big)^\top .
+$$
+
+KFAC-expand approximates this curvature in two steps. It drops products of different positions, and then
+replaces a sum of Kronecker products by a single one, of an input-based and a gradient-based factor:
+
+$$
+C(\mathrm{cvec}\, W) \approx R \sum_{n,s,c} x_{n,s} x_{n,s}^\top \otimes g_{n,s,c} g_{n,s,c}^\top
 \approx
-\underbrace{\Big( R \sum_n x_n x_n^\top \Big)}_{A}
+\underbrace{\Big( R \sum_{n,s} x_{n,s} x_{n,s}^\top \Big)}_{A}
 \otimes
-\underbrace{\Big( \frac{1}{N} \sum_{n,c} g_{n,c} g_{n,c}^\top \Big)}_{B}.
+\underbrace{\Big( \frac{1}{N S} \sum_{n,s,c} g_{n,s,c} g_{n,s,c}^\top \Big)}_{B}.
 $$
 
-In `rvec` the factors change places. A bias is one more column of $W$, with one more input that is always one. The two
-are equal if all $x_n$ are, or all $g_{n,c}$: in particular for one datum. The engine computes the same factors for
-every operation; see `scaffold`.
+In `rvec` the factors change places. A bias is one more column of $W$, with one more input that is always one.
 
-Implements: KFAC for a linear layer without weight sharing (chapter 4).
+Both steps are exact for one datum with one position. They are also exact for a linear net with square loss
+that makes a prediction at every position: the first step because a prediction depends on its own position
+only, the second because gradients are the same for all data and positions. If positions are added up before
+the loss, use `reduce_Linear`. The engine computes the same factors for every operation; see `scaffold`.
+
+Implements: KFAC for a linear layer without weight sharing (chapter "KFAC for Linear Layers (No Weight
+Sharing)"), extended to shared positions by the variant `expand` (chapter "Conclusion & Outlook", "KFAC for
+linear layers with weight sharing"; Eschenhagen et al., 2023).
 """
 
-from torch import Tensor, cat, einsum, kron, ones
+from torch import Tensor, kron, outer, stack
+from torch.autograd import grad
 
 from kfs.basics.flattening import Vec, check_vec, cvec
+from kfs.basics.hessian_factorizations import hessian_factor
+from kfs.basics.jacobians_linear_layer import append_one
+from kfs.basics.reduction_factors import Loss
+
+
+def output_gradients(loss: Loss, f: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """Send the columns of the criterion's Hessian factor back to a layer's output `z`: `g` is `[columns, *z.shape]`.
+
+    `f` and `y` are predictions and targets of all data. A datum's `f` must depend on its own row of `z` only.
+    """
+    S = stack([hessian_factor(loss, f_n, y_n) for f_n, y_n in zip(f, y, strict=True)])
+    columns = S.flatten(f.ndim).movedim(-1, 0)  # [columns, *f.shape]
+    return stack([grad(f, z, column, retain_graph=True)[0] for column in columns])
 
 
 def input_factor(x: Tensor, reduction_factor: float, bias: bool = False) -> Tensor:
     """Compute the input-based factor `A`.
 
     Args:
-        x: The layer's inputs, shape `[N, d_in]`.
+        x: The layer's inputs, shape `[batch, shared, d_in]`, or `[batch, d_in]` for one position.
         reduction_factor: `R`.
         bias: Whether to append a one to every input.
 
     Returns:
         A matrix of shape `[d_in, d_in]`, with one more row and column for a bias.
     """
-    if bias:
-        x = cat([x, ones(len(x), 1, dtype=x.dtype, device=x.device)], dim=1)
-    return reduction_factor * einsum("ni,nj->ij", x, x)
+    x = x.reshape(len(x), -1, x.shape[-1])
+    N, S, d_in = x.shape
+    A = x.new_zeros(d_in + bias, d_in + bias)
+    for n in range(N):
+        for s in range(S):
+            x_ns = append_one(x[n, s]) if bias else x[n, s]
+            A += outer(x_ns, x_ns)
+    return reduction_factor * A
 
 
 def gradient_factor(g: Tensor) -> Tensor:
     """Compute the gradient-based factor `B`.
 
     Args:
-        g: Backpropagated vectors at the layer's output, shape `[columns, N, d_out]`.
+        g: Vectors at the layer's output, shape `[columns, batch, shared, d_out]`, or `[columns, batch, d_out]`.
 
     Returns:
         A matrix of shape `[d_out, d_out]`.
     """
-    return einsum("cni,cnj->ij", g, g) / g.shape[1]
+    g = g.reshape(*g.shape[:2], -1, g.shape[-1])
+    C, N, S, d_out = g.shape
+    B = g.new_zeros(d_out, d_out)
+    for n in range(N):
+        for s in range(S):
+            for c in range(C):
+                B += outer(g[c, n, s], g[c, n, s])
+    return B / (N * S)
 
 
 def kfac_block(A: Tensor, B: Tensor, vec: Vec) -> Tensor:
-    """Put the two factors together, for a flattening of the weight.
-
-    Args:
-        A: The input-based factor.
-        B: The gradient-based factor.
-        vec: `cvec` or `rvec`.
-
-    Returns:
-        A matrix of shape `[d_out * d_in, d_out * d_in]`.
-    """
+    """Return the Kronecker product of both factors for a flattening of `W`, `cvec` or `rvec`."""
     check_vec(vec)
     return kron(A, B) if vec is cvec else kron(B, A)
 
 
 if __name__ == "__main__":
     import torch
-    from torch.autograd import grad
-    from torch.nn import Linear, MSELoss, Sequential, Tanh
+    from torch.nn import Identity, Linear, Module, MSELoss, Sequential, Tanh
+    from torch.nn.functional import linear
 
     from kfs.basics.flattening import rvec
     from kfs.basics.ggns import vec_ggn
+    from kfs.basics.reduction_factors import reduction_factor
     from kfs.kfac import KFAC
     from kfs.risk import EmpiricalRisk
     from kfs.verification import verify, verify_differs
 
     torch.manual_seed(0)
-    layer, head, loss = Linear(4, 3, bias=False).double(), Linear(3, 2).double(), MSELoss(reduction="sum")
-    for N in (1, 5):
-        X, y = torch.randn(N, 4, dtype=torch.float64), torch.randn(N, 2, dtype=torch.float64)
-        z = layer(X)
-        f = head(z.tanh())
-        # For this loss, R = 2 (it has no factor 1/2), and the criterion's Hessian is the identity: send its columns
-        # back.
-        columns = torch.eye(2, dtype=torch.float64).unsqueeze(1).expand(2, N, 2)
-        g = torch.stack([grad(f, z, column, retain_graph=True)[0] for column in columns])
-        A, B = input_factor(X, 2.0), gradient_factor(g)
+    loss = MSELoss()
 
-        model = Sequential(layer, Tanh(), head)
-        K = KFAC(EmpiricalRisk(model, loss, (X, y), params=["0.weight"]))
-        verify("the engine computes the same input-based factor", K.blocks["0.weight"].A, A, case=f"{N} data")
-        verify("the engine computes the same gradient-based factor", K.blocks["0.weight"].B, B, case=f"{N} data")
-        for vec in (cvec, rvec):
-            G, block = vec_ggn(loss(f, y), f, layer.weight, vec=vec), kfac_block(A, B, vec)
-            name = vec.__name__
-            if N == 1:
-                verify("for one datum, KFAC equals the GGN", block, G, case=name)
-                other = rvec if vec is cvec else cvec
-                verify_differs(
-                    "the other flattening's order of factors is wrong", kfac_block(A, B, other), G, case=name
-                )
-            else:
-                verify_differs("for several data, KFAC is an approximation", block, G, case=name)
+    def check(case: str, N: int, S: int, activation: Module, exact: bool) -> None:
+        """Compare both factors with the engine, and their Kronecker product with the GGN."""
+        layer, head = Linear(4, 3).double(), Linear(3, 2).double()
+        X, y = torch.randn(N, S, 4, dtype=torch.float64), torch.randn(N, S, 2, dtype=torch.float64)
+        W = torch.cat([layer.weight, layer.bias.unsqueeze(1)], dim=1)  # the joint matrix (W b)
+        z = linear(X, W[:, :-1], W[:, -1])
+        f = head(activation(z))
+        A = input_factor(X, reduction_factor(loss, y), bias=True)
+        B = gradient_factor(output_gradients(loss, f, y, z))
+
+        risk = EmpiricalRisk(Sequential(layer, activation, head), loss, (X, y))
+        block = KFAC(risk, sharing="expand").blocks["0"]
+        verify("the engine computes the same input-based factor", block.A, A, case=case)
+        verify("the engine computes the same gradient-based factor", block.B, B, case=case)
+
+        other = KFAC(risk, sharing="reduce").blocks["0"]
+        for vec, wrong in ((cvec, rvec), (rvec, cvec)):
+            G = vec_ggn(loss(f, y), f, W, vec=vec)
+            setting = f"{case}, {vec.__name__}"
+            if not exact:
+                verify_differs("otherwise, KFAC is an approximation", kfac_block(A, B, vec), G, case=setting)
+                continue
+            verify("KFAC-expand equals the GGN", kfac_block(A, B, vec), G, case=setting)
+            verify_differs("the other order of factors does not", kfac_block(A, B, wrong), G, case=setting)
+            if S > 1:
+                verify_differs("KFAC-reduce does not", kfac_block(other.A, other.B, vec), G, case=setting)
+
+    check("one datum, one position", 1, 1, Tanh(), exact=True)
+    check("linear net, a loss term per position", 4, 3, Identity(), exact=True)
+    check("nonlinear net, several data and positions", 4, 3, Tanh(), exact=False)

@@ -12,9 +12,9 @@ from torch.nn import Module
 from kfs.data import tensors_in
 from kfs.errors import DataError
 from kfs.kfac.blocks import Block
+from kfs.kfac.capture.uses import Uses
 from kfs.kfac.scaffold import backward, forward, not_covered
 from kfs.kfac.settings import Settings
-from kfs.kfac.uses import Uses
 from kfs.risk import EmpiricalRisk
 
 

@@ -9,15 +9,16 @@ from typing import Any, Self, TypeVar
 import torch
 
 from kfs.errors import DataError, KfsWarning, ModelError
-from kfs.kfac.block_diagonal import BlockDiagonal
-from kfs.kfac.blocks import Block, Layout, Pair
-from kfs.kfac.checkpoint import Checkpoint, Journal, details
-from kfs.kfac.groups import Group, check_cover, grouped, unused_rows, zero_block
-from kfs.kfac.kronecker import Kronecker
-from kfs.kfac.moments import Moment
+from kfs.kfac.blocks import Block, Pair
+from kfs.kfac.layout import Layout
 from kfs.kfac.scaffold import Result, kfac
 from kfs.kfac.settings import Fisher, Settings, Sharing, Uncovered
-from kfs.kfac.structures import Structure
+from kfs.kfac.storage.checkpoint import Checkpoint, Journal, details
+from kfs.kfac.structures.block_diagonal import BlockDiagonal
+from kfs.kfac.structures.kronecker import Kronecker
+from kfs.kfac.structures.stack import Group, check_cover, grouped, unused_rows, zero_block
+from kfs.kfac.structures.structure import Structure
+from kfs.kfac.sums.outer_products import Moment
 from kfs.kfac.uncovered import diagonal_of_uncovered
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk

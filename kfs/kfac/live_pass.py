@@ -13,16 +13,17 @@ from torch.autograd.graph import get_gradient_edge
 from kfs.data import mapped, tensors_in
 from kfs.errors import DataError, KfsError, LossError
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors
-from kfs.kfac.blocks import Block, Layout
-from kfs.kfac.capture import Capture
-from kfs.kfac.decompositions import computable
-from kfs.kfac.operations import RULES
-from kfs.kfac.operations.fallback import otherwise
+from kfs.kfac.blocks import Block
+from kfs.kfac.capture.mode import Capture
+from kfs.kfac.capture.uses import Use, Uses
+from kfs.kfac.layout import Key, Layout
 from kfs.kfac.outputs import Owner, parts_of, prediction_in, with_parts
-from kfs.kfac.per_datum import PerDatum, Squares, Statistic
+from kfs.kfac.rules import RULES
+from kfs.kfac.rules.fallback import otherwise
 from kfs.kfac.scaffold import backward, hidden_uses, not_covered
 from kfs.kfac.settings import Settings
-from kfs.kfac.uses import Key, Use, Uses
+from kfs.kfac.structures.decompositions import computable
+from kfs.kfac.sums.per_datum import PerDatum, Squares, Statistic
 from kfs.losses import Loss
 from kfs.losses.counter import Stream
 

@@ -27,12 +27,12 @@ from kfs.data import Batch, mapped
 from kfs.exact_derivatives import explained
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors
 from kfs.kfac.blocks import Block
-from kfs.kfac.capture import Capture, Tap
-from kfs.kfac.checkpoint import Journal, Progress
-from kfs.kfac.operations import RULES
-from kfs.kfac.operations.fallback import otherwise
+from kfs.kfac.capture.mode import Capture, Tap
+from kfs.kfac.capture.uses import Uses
+from kfs.kfac.rules import RULES
+from kfs.kfac.rules.fallback import otherwise
 from kfs.kfac.settings import Settings
-from kfs.kfac.uses import Uses
+from kfs.kfac.storage.checkpoint import Journal, Progress
 from kfs.risk import EmpiricalRisk
 
 

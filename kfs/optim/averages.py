@@ -10,14 +10,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kfs.kfac.blocks import Block, Layout
-from kfs.kfac.damping import Method, damped_inverse
-from kfs.kfac.eigenbasis import Eigenbasis
-from kfs.kfac.factors import Factor
-from kfs.kfac.groups import Group
-from kfs.kfac.kronecker import Kronecker
-from kfs.kfac.per_datum import Squares
-from kfs.kfac.structures import Structure
+from kfs.kfac.blocks import Block
+from kfs.kfac.layout import Layout
+from kfs.kfac.structures.damping import Method, damped_inverse
+from kfs.kfac.structures.eigenbasis import Eigenbasis
+from kfs.kfac.structures.factor import Factor
+from kfs.kfac.structures.kronecker import Kronecker
+from kfs.kfac.structures.stack import Group
+from kfs.kfac.structures.structure import Structure
+from kfs.kfac.sums.per_datum import Squares
 
 Unit = Literal["relative", "absolute"]
 

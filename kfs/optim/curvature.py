@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from kfs.errors import KfsError
-from kfs.kfac.blocks import Layout
-from kfs.kfac.damping import Method
-from kfs.kfac.decompositions import UnitError
-from kfs.kfac.groups import Group, grouped
+from kfs.kfac.layout import Key, Layout
 from kfs.kfac.live_pass import Bases, Record
-from kfs.kfac.per_datum import Squares
-from kfs.kfac.structures import Structure
-from kfs.kfac.uses import Key
+from kfs.kfac.structures.damping import Method
+from kfs.kfac.structures.decompositions import UnitError
+from kfs.kfac.structures.stack import Group, grouped
+from kfs.kfac.structures.structure import Structure
+from kfs.kfac.sums.per_datum import Squares
 from kfs.optim.averages import Average, Unit
 from kfs.optim.rule import limited
 
@@ -232,7 +231,7 @@ class Curvature:
     def restore(self, state: Any, device: torch.device) -> None:
         """Undo `state`."""
         averages = [Average.from_state(s, device) for s in state["averages"]]
-        self.averages = {(a.layout.weight, a.layout.rows): a for a in averages}
+        self.averages = {a.layout.key: a for a in averages}
         self.damping_scale, self._credit = float(state["damping_scale"]), float(state["credit"])
         self._in_a_row, self._good, self._raised = map(int, state["in_a_row"])
         self.events, self._groups = Events(**state["events"]), None

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kfs.errors import KfsWarning, LossError, ModelError, StorageError
-from kfs.kfac.blocks import Layout
-from kfs.kfac.damping import Method
 from kfs.kfac.kfac import listed, shared_with, warn_of_wide
+from kfs.kfac.layout import Key, Layout
 from kfs.kfac.live import Watch
 from kfs.kfac.live_pass import Record
 from kfs.kfac.settings import Fisher, Settings, Sharing
-from kfs.kfac.uses import Key
+from kfs.kfac.structures.damping import Method
 from kfs.losses import describe
 from kfs.optim.averages import Unit
 from kfs.optim.curvature import Curvature, Events, Interval

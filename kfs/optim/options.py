@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfs.errors import ModelError
-from kfs.kfac.damping import METHODS
+from kfs.kfac.structures.damping import METHODS
 
 
 def check_options(given: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from docs import build, reference, results, site_checks, sources
 from docs.docstrings import to_markdown
+from docs.markup import Links
 from docs.search import read_index
 from kfs import tour
 from kfs.tour import Report, definitions
@@ -48,10 +49,20 @@ def test_engine_module(site: Path, module: sources.Module) -> None:
 
 def test_every_engine_module_has_a_page() -> None:
     paths = {module.path for module in ENGINE} | {file.relative_to(ROOT).as_posix() for file in definitions()}
-    for folder in ("kfac", "kfac/operations", "operators", "optim", "losses", "conformance"):
-        for file in (ROOT / "kfs" / folder).glob("*.py"):
+    for folder in ("kfac", "operators", "optim", "losses"):
+        for file in (ROOT / "kfs" / folder).rglob("*.py"):
             assert file.relative_to(ROOT).as_posix() in paths
+    for file in (ROOT / "kfs" / "conformance").glob("*.py"):  # adapters of other libraries have no page
+        assert file.relative_to(ROOT).as_posix() in paths
     assert {"kfs/risk.py", "kfs/storage.py", "kfs/conformance/adapters/kfs.py"} <= paths
+
+
+def test_tests_of_a_module() -> None:
+    """They lie in its own folder or, for a room, in that of its package."""
+    tests = {module.path: sources.tests_of(module) for module in ENGINE}
+    assert tests["kfs/risk.py"] == ["tests/test_risk.py"]
+    assert tests["kfs/kfac/storage/checkpoint.py"] == ["tests/kfac/test_checkpoint.py"]
+    assert tests["kfs/conformance/state.py"] == []  # tests/test_state.py is about kfs/state.py
 
 
 def test_all_links_lead_somewhere(site: Path) -> None:
@@ -87,9 +98,29 @@ def test_previous_and_next(site: Path) -> None:
 
 def test_names_become_links(site: Path) -> None:
     assert '<a href="backpropagated_vectors.html"><code>backpropagated_vectors</code></a>' in read(site, "scaffold")
-    assert '<a href="kfac.blocks.html"><code>blocks</code></a>' in read(site, "kfac.structures")
+    assert '<a href="reduce_Linear.html"><code>reduce_Linear</code></a>' in read(site, "expand_Linear")
     assert '<a href="ggns.html"><code>ggns.py</code></a>' in read(site, "errata")
     assert '<a href="api.html#kfs.compare"><code>kfs.compare</code></a>' in read(site, "howto_compare")
+
+
+def test_names_of_modules_in_other_rooms() -> None:
+    """A neighbour comes first, then a definition, then another room of the package; other packages are not meant."""
+
+    def module(dotted: str) -> sources.Module:
+        path = dotted.replace(".", "/") + ".py"
+        return sources.Module(dotted.removeprefix("kfs."), dotted, path, "", "", "", (), frozenset())
+
+    definition = module("kfs.kfac.structures.damping")
+    others = [
+        module(f"kfs.{name}") for name in ("kfac.sums.gram", "kfac.rules.gram", "kfac.sums.patches", "optim.rule")
+    ]
+    links = Links([definition], others, {})
+    here = module("kfs.kfac.rules.convolution")
+    assert links.find("gram", here) == "kfac.rules.gram.html"
+    assert links.find("patches", here) == links.find("patches.py", here) == "kfac.sums.patches.html"
+    assert links.find("damping", module("kfs.optim.kfac")) == links.find("damping.py") == "kfac.structures.damping.html"
+    assert links.find("rule", here) is None
+    assert links.find("patches") is None
 
 
 def test_names_that_two_packages_have(site: Path) -> None:

@@ -11,9 +11,9 @@ from torch.nn.utils.rnn import pack_sequence
 
 from kfs.errors import ModelError
 from kfs.kfac import KFAC, inspect
+from kfs.kfac.capture.uses import Uses
 from kfs.kfac.scaffold import forward
 from kfs.kfac.settings import Settings
-from kfs.kfac.uses import Uses
 from kfs.losses import TokenCrossEntropy
 from kfs.risk import EmpiricalRisk
 from tests.kfac.definition import definition

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.kfac import EKFAC, KFAC, exact_blocks, load, optimal_kronecker
-from kfs.kfac.covariance import add_gram, mirror
+from kfs.kfac.sums.gram import add_gram, mirror
 from kfs.risk import EmpiricalRisk
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.errors import DataError, ModelError
 from kfs.kfac import EKFAC, KFAC, load
-from kfs.kfac.inputs import add_rotated_squares
+from kfs.kfac.sums.inputs import add_rotated_squares
 from kfs.operators import GGN, Fisher, LinearOperator
 from kfs.risk import EmpiricalRisk
 from tests.kfac.models import ONE_POSITION, Case, Function

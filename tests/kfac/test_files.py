@@ -19,8 +19,8 @@ import kfs
 from kfs import storage
 from kfs.errors import ModelError, StorageError
 from kfs.kfac import EKFAC, KFAC, BlockDiagonal, exact_blocks, load
-from kfs.kfac.blocks import Layout
-from kfs.kfac.dense import Dense
+from kfs.kfac.layout import Layout
+from kfs.kfac.structures.dense import Dense
 from kfs.risk import EmpiricalRisk
 from tests.kfac.test_ekfac import SHARED, risk_of
 from tests.kfac.test_kronecker import definite, kfac, of_structure

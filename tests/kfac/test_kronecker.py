@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from kfs.basics.reduction_factors import reduction_factor
 from kfs.errors import DtypeError, KfsWarning, ModelError, SolverError
 from kfs.kfac import KFAC
-from kfs.kfac.block_diagonal import BlockDiagonal
-from kfs.kfac.blocks import Layout
-from kfs.kfac.dense import Dense
-from kfs.kfac.eigenbasis import Eigenbasis
-from kfs.kfac.factors import Factor
-from kfs.kfac.groups import Group, unused_rows
-from kfs.kfac.kronecker import Kronecker
+from kfs.kfac.layout import Layout
+from kfs.kfac.structures.block_diagonal import BlockDiagonal
+from kfs.kfac.structures.dense import Dense
+from kfs.kfac.structures.eigenbasis import Eigenbasis
+from kfs.kfac.structures.factor import Factor
+from kfs.kfac.structures.kronecker import Kronecker
+from kfs.kfac.structures.stack import Group, unused_rows
 from kfs.operators import LinearOperator
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk

@@ -9,7 +9,7 @@ from torch import nn
 
 from kfs.errors import ModelError
 from kfs.kfac import EKFAC, KFAC, exact_blocks, load
-from kfs.kfac.moments import Moment
+from kfs.kfac.sums.outer_products import Moment
 from kfs.risk import EmpiricalRisk
 from tests.kfac.test_kronecker import kfac
 from tests.operators.contract import close

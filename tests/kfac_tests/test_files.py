@@ -6,19 +6,28 @@ from pathlib import Path
 import pytest
 import torch
 
+import kfs
 from kfs import kfac_tests
 from kfs.errors import VerificationError
 from kfs.kfac import KFAC
 from kfs.kfac_tests import _claims
 from kfs.tour import definitions, run_definition
 
-FILES = {file.stem: file for file in definitions() if file.parent.name in {"kfac", "kfac_tests"}}
+PACKAGE = Path(kfs.__file__).parent
+FILES = {file.stem: file for file in definitions() if not file.is_relative_to(PACKAGE / "basics")}
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    import_module(f"kfs.{FILES[name].parent.name}.{name}")
+    parts = FILES[name].relative_to(PACKAGE).with_suffix("").parts
+    import_module(".".join(("kfs", *parts)))
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("folder", ["basics", "kfac", "kfac_tests", "optim"])
+def test_the_tour_runs_every_file_that_verifies_something(folder: str) -> None:
+    programs = {file for file in (PACKAGE / folder).rglob("*.py") if "if __name__ ==" in file.read_text("utf-8")}
+    assert programs == {file for file in definitions() if file.is_relative_to(PACKAGE / folder)}
 
 
 def test_all_files_are_listed() -> None:

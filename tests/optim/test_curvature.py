@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfs.kfac.decompositions import UnitError
+from kfs.kfac.structures.decompositions import UnitError
 from kfs.optim import KFAC
 from kfs.optim.averages import Average
 from tests.optim.training import data, mlp, train, weights

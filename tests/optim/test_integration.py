@@ -118,7 +118,7 @@ def test_curvature_is_that_of_kfac(name: str, fisher: Any, sharing: Any) -> None
     averages = optimizer._curvature.averages
     assert len(averages) == len(K.blocks)
     for block in K.blocks.values():
-        mine = averages[block.layout.weight, block.layout.rows]
+        mine = averages[block.layout.key]
         for side in ("A", "B"):
             factor = getattr(mine.factors, side)
             if factor.kind != "identity":  # models of Hugging Face compute their loss, and its gradient, in float32

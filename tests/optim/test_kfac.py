@@ -102,7 +102,7 @@ def test_eigenvalues_are_those_of_ekfac() -> None:
     for steps, same in ((1, False), (2, True)):
         train(model, optimizer, [(X, y)], loss)
         for block in E.blocks.values():
-            average = optimizer._curvature.averages[block.layout.weight, block.layout.rows]
+            average = optimizer._curvature.averages[block.layout.key]
             assert average.eigen is not None
             exact = torch.linalg.eigvalsh(E.submatrix(block.layout.params).to_dense())
             mine = average.eigen.values.flatten().sort().values

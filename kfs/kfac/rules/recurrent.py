@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.errors import ModelError
-from kfs.kfac.capture import Capture
+from kfs.kfac.capture.mode import Capture
 
 State = tuple[Tensor, ...]
 Step = Callable[[Tensor, Tensor, State], State]

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.kfac.blocks import Layout
-from kfs.kfac.dense import Dense
-from kfs.kfac.eigenbasis import Eigenbasis
-from kfs.kfac.kronecker import Kronecker
-from kfs.kfac.structures import Structure
+from kfs.kfac.layout import Layout
+from kfs.kfac.structures.dense import Dense
+from kfs.kfac.structures.eigenbasis import Eigenbasis
+from kfs.kfac.structures.kronecker import Kronecker
+from kfs.kfac.structures.structure import Structure
 from kfs.operators.space import Space
 from kfs.storage import UnfitError
 

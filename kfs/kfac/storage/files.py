@@ -6,10 +6,10 @@ import torch
 
 from kfs import storage
 from kfs.errors import StorageError
-from kfs.kfac.block_diagonal import BlockDiagonal
 from kfs.kfac.ekfac import EKFAC
 from kfs.kfac.kfac import KFAC
 from kfs.kfac.settings import check_device
+from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.operators.space import Space
 from kfs.storage import UnfitError
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kfs.errors import ModelError
-from kfs.kfac.batch_axis import BatchAxis
-from kfs.kfac.blocks import Layout, Side
-from kfs.kfac.inputs import Input, add_rotated_squares
+from kfs.kfac.capture.uses import Use, Uses, full_precision
+from kfs.kfac.layout import Key, Layout, Side
 from kfs.kfac.settings import Settings
-from kfs.kfac.uses import Key, Use, Uses, full_precision
+from kfs.kfac.sums.batch_axis import BatchAxis
+from kfs.kfac.sums.inputs import Input, add_rotated_squares
 
 
 class Statistic(ABC):
@@ -110,7 +110,7 @@ class PerDatum(Uses):
 
     def place(self, layout: Layout, bias: str | None = None) -> tuple[Layout, Side]:
         """Return the layout of a weight's block, as it was decided in the first pass."""
-        there = self._layouts.get((layout.weight, layout.rows))
+        there = self._layouts.get(layout.key)
         if there is None:
             return layout, "A"
         turned = there.order == layout.order[layout.split :] + layout.order[: layout.split]
@@ -119,7 +119,7 @@ class PerDatum(Uses):
     def record(self, use: Use) -> Callable[[Tensor], None]:
         """Take note of a use, and return what receives its gradients, `[columns, ...]`."""
         layout, vectors, batch, ones, side = use.layout, use.vectors, use.batch, use.ones, use.side
-        key = (layout.weight, layout.rows)
+        key = layout.key
         statistic = self._statistics.get(key)
         self._seen.add(key)
         if statistic is None or self._layouts[key] != layout:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.kfac.covariance import add_gram, add_squares, mirror
+from kfs.kfac.sums.gram import add_gram, add_squares, mirror
 from kfs.storage import UnfitError
 
 

@@ -27,11 +27,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfs.kfac import decompositions
-from kfs.kfac.dense import Dense
-from kfs.kfac.eigenbasis import Eigenbasis
-from kfs.kfac.factors import Factor
-from kfs.kfac.structures import Structure
+from kfs.kfac.structures import decompositions
+from kfs.kfac.structures.dense import Dense
+from kfs.kfac.structures.eigenbasis import Eigenbasis
+from kfs.kfac.structures.factor import Factor
+from kfs.kfac.structures.structure import Structure
 
 
 @dataclass(frozen=True, eq=False)

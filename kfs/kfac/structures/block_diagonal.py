@@ -17,13 +17,13 @@ from torch import Tensor
 
 from kfs import storage
 from kfs.errors import DtypeError, ModelError, SolverError
-from kfs.kfac import decompositions
-from kfs.kfac.damping import METHODS, Method, damped_inverse
-from kfs.kfac.dense import Dense
-from kfs.kfac.eigenbasis import Eigenbasis
-from kfs.kfac.groups import Group, check_cover
-from kfs.kfac.kronecker import Kronecker
-from kfs.kfac.structures import Structure
+from kfs.kfac.structures import decompositions
+from kfs.kfac.structures.damping import METHODS, Method, damped_inverse
+from kfs.kfac.structures.dense import Dense
+from kfs.kfac.structures.eigenbasis import Eigenbasis
+from kfs.kfac.structures.kronecker import Kronecker
+from kfs.kfac.structures.stack import Group, check_cover
+from kfs.kfac.structures.structure import Structure
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import normal
 from kfs.operators.space import Columns, Space, Vector

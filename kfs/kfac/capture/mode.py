@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 from kfs.errors import ModelError
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
-from kfs.kfac.batch_axis import BatchAxis
-from kfs.kfac.blocks import Layout, Side
-from kfs.kfac.inputs import Input
-from kfs.kfac.uses import Use, Uses
-from kfs.kfac.views import Source, Sources, Virtual
+from kfs.kfac.capture.parameters import Source, Sources, Virtual
+from kfs.kfac.capture.uses import Use, Uses
+from kfs.kfac.layout import Layout, Side
+from kfs.kfac.sums.batch_axis import BatchAxis
+from kfs.kfac.sums.inputs import Input
 
 # Reads the gradients of some columns, [columns, *shape of the output], as [columns, *leading axes, (groups,) features].
 Read = Callable[[Tensor], Tensor]

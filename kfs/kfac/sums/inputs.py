@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kfs.kfac.moments import Moment
+from kfs.kfac.sums.outer_products import Moment
 
 # Brings a tensor with any leading axes into the form [N, S, ...], given how many of its axes lead.
 Canonical = Callable[[Tensor, int], Tensor]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kfs.errors import ModelError
-from kfs.kfac.kronecker import Kronecker
-from kfs.kfac.structures import Structure
+from kfs.kfac.structures.kronecker import Kronecker
+from kfs.kfac.structures.structure import Structure
 
 Method = Literal["exact", "factored", "per-factor"]
 METHODS = ("exact", "factored", "per-factor")
@@ -58,7 +58,7 @@ def trace_norm_ratio(structure: Kronecker) -> Tensor:
 
 
 if __name__ == "__main__":
-    from kfs.kfac.factors import Factor
+    from kfs.kfac.structures.factor import Factor
     from kfs.verification import verify, verify_differs, verify_that
 
     torch.manual_seed(0)

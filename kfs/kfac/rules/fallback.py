@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.kfac.batch_axis import BatchAxis
-from kfs.kfac.capture import Capture, Receiver, is_in_place, tensors_of
-from kfs.kfac.inputs import Rows
-from kfs.kfac.operations.elementwise import all_rows, entries_layout, follow, is_followable, places_in, scattered
-from kfs.kfac.uses import Use
-from kfs.kfac.views import Source
+from kfs.kfac.capture.mode import Capture, Receiver, is_in_place, tensors_of
+from kfs.kfac.capture.parameters import Source
+from kfs.kfac.capture.uses import Use
+from kfs.kfac.rules.elementwise import all_rows, entries_layout, follow, is_followable, places_in, scattered
+from kfs.kfac.sums.batch_axis import BatchAxis
+from kfs.kfac.sums.inputs import Rows
 
 # Operations that leave the first axis alone: an expanded first axis of a parameter is the batch axis there.
 _BATCH_FIRST = {torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.stack, F.scaled_dot_product_attention}

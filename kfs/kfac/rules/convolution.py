@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.kfac.blocks import Layout
-from kfs.kfac.capture import Capture, Read
-from kfs.kfac.operations.linear import record_bias, record_with_bias
-from kfs.kfac.patches import Patches
+from kfs.kfac.capture.mode import Capture, Read
+from kfs.kfac.layout import Layout
+from kfs.kfac.rules.linear import record_bias, record_with_bias
+from kfs.kfac.sums.patches import Patches
 
 
 def convolution(

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.errors import ModelError
-from kfs.kfac.capture import Capture, Read
-from kfs.kfac.operations.elementwise import record_entries
-from kfs.kfac.operations.linear import record_vector
+from kfs.kfac.capture.mode import Capture, Read
+from kfs.kfac.rules.elementwise import record_entries
+from kfs.kfac.rules.linear import record_vector
 
 
 def layer_norm(

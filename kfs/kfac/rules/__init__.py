@@ -1,6 +1,6 @@
 """Rules: what multiplies an operation's parameters, and how its gradients are read. One file per kind of operation."""
 
-from kfs.kfac.operations import (
+from kfs.kfac.rules import (
     attention,
     convolution,
     elementwise,

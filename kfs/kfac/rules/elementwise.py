@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from kfs.errors import DataError
-from kfs.kfac.blocks import Layout
-from kfs.kfac.capture import Capture, Read, is_in_place
-from kfs.kfac.inputs import Rows
-from kfs.kfac.uses import Use
-from kfs.kfac.views import Source
+from kfs.kfac.capture.mode import Capture, Read, is_in_place
+from kfs.kfac.capture.parameters import Source
+from kfs.kfac.capture.uses import Use
+from kfs.kfac.layout import Layout
+from kfs.kfac.sums.inputs import Rows
 
 
 def elementwise(capture: Capture, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.kfac.batch_axis import BatchAxis
-from kfs.kfac.blocks import Block, Layout, Pair, Side
-from kfs.kfac.inputs import Input
-from kfs.kfac.moments import Moment
+from kfs.kfac.blocks import Block, Pair
+from kfs.kfac.layout import Key, Layout, Side
 from kfs.kfac.settings import Settings
-
-Key = tuple[str, tuple[int, int]]
+from kfs.kfac.sums.batch_axis import BatchAxis
+from kfs.kfac.sums.inputs import Input
+from kfs.kfac.sums.outer_products import Moment
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Uses:
         The bias joins if that is wanted and does not contradict earlier uses. A weight that was used the other way
         round before (an embedding whose transpose computes the logits) has its inputs on the side of the gradients.
         """
-        block = self.blocks.get((layout.weight, layout.rows))
+        block = self.blocks.get(layout.key)
         if block is not None:
             there = block.layout
             turned = there.order == layout.order[layout.split :] + layout.order[: layout.split]
@@ -100,7 +99,7 @@ class Uses:
         block = self._block(layout, operation)
         if block is None:
             return lambda _: self.conflicts.add((layout.weight, operation))
-        key = (layout.weight, layout.rows)
+        key = layout.key
         pair = self._pair(block, vectors, like, side)
         if pair.input.diagonal and not vectors.sparse and not self.settings.is_diagonal(pair.input.size):
             self.conflicts.add((layout.weight, operation))  # unit vectors came first, and made the factor diagonal
@@ -171,7 +170,7 @@ class Uses:
 
     def _block(self, layout: Layout, operation: str) -> Block | None:
         """Return the block of a use; nothing if another block has its parameters in a way that does not fit."""
-        key = (layout.weight, layout.rows)
+        key = layout.key
         if key not in self.blocks:
             for other in (owner.layout for name in layout.params for owner in self._owners.get(name, ())):
                 overlap = other.rows[0] < layout.rows[1] and layout.rows[0] < other.rows[1]
@@ -187,7 +186,7 @@ class Uses:
 
     def _own(self, block: Block) -> None:
         """Take note of a new block."""
-        self.blocks[block.layout.weight, block.layout.rows] = block
+        self.blocks[block.layout.key] = block
         for name in block.layout.params:
             self._owners.setdefault(name, []).append(block)
 

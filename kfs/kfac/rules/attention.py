@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.kfac.capture import Capture
-from kfs.kfac.operations.elementwise import is_followable, meet_batch
+from kfs.kfac.capture.mode import Capture
+from kfs.kfac.rules.elementwise import is_followable, meet_batch
 
 _BODY = FunctionType(
     F.multi_head_attention_forward.__code__,

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.exact_derivatives import refuse_changing_embedding
-from kfs.kfac.blocks import Layout
-from kfs.kfac.capture import Capture, Read, Receiver
-from kfs.kfac.inputs import OneHot
-from kfs.kfac.uses import Use
+from kfs.kfac.capture.mode import Capture, Read, Receiver
+from kfs.kfac.capture.uses import Use
+from kfs.kfac.layout import Layout
+from kfs.kfac.sums.inputs import OneHot
 
 
 def embedding(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.kfac.inputs import Canonical, Input, Vectors, at_a_time
-from kfs.kfac.moments import Moment
+from kfs.kfac.sums.inputs import Canonical, Input, Vectors, at_a_time
+from kfs.kfac.sums.outer_products import Moment
 
 # Patches are written down for so many data at a time that they fill about this many bytes.
 _PATCH_BYTES = {False: 2**26, True: 2**28}  # on a CPU, on an accelerator

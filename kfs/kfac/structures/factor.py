@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kfs.kfac import decompositions
+from kfs.kfac.structures import decompositions
 from kfs.storage import UnfitError
 
 Kind = Literal["dense", "diagonal", "identity"]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
 
-from kfs.kfac.blocks import Layout
-from kfs.kfac.capture import Capture, Read, Receiver
-from kfs.kfac.inputs import Rows, Vectors
-from kfs.kfac.uses import Use
-from kfs.kfac.views import View
+from kfs.kfac.capture.mode import Capture, Read, Receiver
+from kfs.kfac.capture.parameters import View
+from kfs.kfac.capture.uses import Use
+from kfs.kfac.layout import Layout
+from kfs.kfac.sums.inputs import Rows, Vectors
 
 
 def linear(capture: Capture, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:

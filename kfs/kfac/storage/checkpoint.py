@@ -20,8 +20,8 @@ from torch import Tensor
 from kfs import storage
 from kfs.data import Batch, mapped, tensors_in
 from kfs.errors import StorageError
+from kfs.kfac.capture.uses import Uses
 from kfs.kfac.settings import Settings
-from kfs.kfac.uses import Uses
 from kfs.losses import Loss
 from kfs.risk import EmpiricalRisk
 

@@ -7,9 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfs.kfac import decompositions
-from kfs.kfac.factors import Factor, positive_power
-from kfs.kfac.structures import Structure
+from kfs.kfac.structures import decompositions
+from kfs.kfac.structures.factor import Factor, positive_power
+from kfs.kfac.structures.structure import Structure
 from kfs.storage import UnfitError
 
 

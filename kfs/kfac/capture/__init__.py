@@ -1,0 +1,1 @@
+"""Capture: seeing the operations of a forward pass that use tracked parameters."""

@@ -1,0 +1,123 @@
+r"""KFAC for a convolution, with weight sharing `expand`: a linear layer that is applied to patches.
+
+At each output position $s$ a convolution cuts a patch out of the image, with as many pixels as its kernel
+has, and multiplies the flattened patch $x_{n,s}$ with the flattened kernel: $z_{n,s} = W x_{n,s}$. All
+positions share one weight. So only the patches are new, and the rule is that of `expand_Linear`:
+
+$$
+A = R \sum_{n,s} x_{n,s} x_{n,s}^\top
+\qquad
+B = \frac{1}{N S} \sum_{n,s,c} g_{n,s,c} g_{n,s,c}^\top .
+$$
+
+An entry of a patch has three indices, in PyTorch's order: channel, row and column within the kernel. Row $i$
+of the kernel meets row $t_s + i\, d$ of the image, where $t_s$ is the top row of position $s$ and $d$ is the
+dilation. The next position below starts one stride further down. Padding surrounds the image with zeros. A
+convolution with groups is several convolutions side by side, each with channels and factors of its own.
+
+KFAC-expand is exact for one datum with one position, and for a linear net with square loss that makes a
+prediction at every position. If positions are averaged before the loss, as in most image classifiers, use
+`reduce_Conv`.
+
+Implements: KFAC-expand for a convolution (chapter "Conclusion & Outlook", "KFAC for linear layers with weight
+sharing": the document names convolutions and leaves them to future versions; Grosse and Martens, 2016).
+"""
+
+from itertools import product
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kfs.kfac import expand_Linear
+
+Pair = tuple[int, int]
+
+
+class Window(NamedTuple):
+    """Which pixels an output position sees, for rows and columns: arguments of `Conv2d`, in the same order."""
+
+    kernel_size: Pair
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+
+
+def corners(image: Tensor, window: Window) -> list[Pair]:
+    """Return row and column of the upper left pixel of every output position. In the padding they are negative."""
+    axes = zip(image.shape[2:], *window, strict=True)
+    tops, lefts = (range(-p, size + p - d * (k - 1), stride) for size, k, stride, p, d in axes)
+    return list(product(tops, lefts))
+
+
+def pixel(image: Tensor, row: int, column: int) -> Tensor:
+    """Return all channels of one pixel, `[batch, channels]`: zeros if it lies beyond the border."""
+    inside = 0 <= row < image.shape[2] and 0 <= column < image.shape[3]
+    return image[:, :, row, column] if inside else image.new_zeros(image.shape[:2])
+
+
+def patches(image: Tensor, window: Window) -> Tensor:
+    """Cut an image `[batch, channels, height, width]` into patches `[batch, shared, d_in]`."""
+    positions = corners(image, window)
+    x = image.new_zeros(len(image), len(positions), image.shape[1], *window.kernel_size)
+    for s, (top, left) in enumerate(positions):
+        for i, j in product(*map(range, window.kernel_size)):
+            x[:, s, :, i, j] = pixel(image, top + i * window.dilation[0], left + j * window.dilation[1])
+    return x.flatten(2)
+
+
+def input_factor(image: Tensor, window: Window, reduction_factor: float, bias: bool = False) -> Tensor:
+    """Compute the input-based factor `A` for images `[batch, channels, height, width]`."""
+    return expand_Linear.input_factor(patches(image, window), reduction_factor, bias)
+
+
+def gradient_factor(g: Tensor) -> Tensor:
+    """Compute the gradient-based factor `B` for vectors `[columns, batch, channels, height, width]` at the output."""
+    return expand_Linear.gradient_factor(g.flatten(3).movedim(2, 3))  # [columns, batch, shared, d_out]
+
+
+if __name__ == "__main__":
+    import torch
+    from torch.nn import Conv2d, Identity, Module, MSELoss, Sequential, Tanh
+    from torch.nn.functional import conv2d
+
+    from kfs.basics.flattening import rvec
+    from kfs.basics.ggns import vec_ggn
+    from kfs.basics.reduction_factors import reduction_factor
+    from kfs.kfac import KFAC
+    from kfs.kfac.expand_Linear import kfac_block, output_gradients
+    from kfs.risk import EmpiricalRisk
+    from kfs.verification import verify, verify_differs
+
+    def check(case: str, N: int, window: Window, activation: Module, exact: bool) -> None:
+        """Compare both factors with the engine, and their Kronecker product with the GGN."""
+        layer, head = Conv2d(2, 3, *window).double(), Conv2d(3, 2, 1).double()
+        X = 2 * torch.randn(N, 2, 4, 4, dtype=torch.float64)
+        W = torch.cat([layer.weight.flatten(1), layer.get_parameter("bias").unsqueeze(1)], dim=1)
+        z = conv2d(X, W[:, :-1].reshape(layer.weight.shape), W[:, -1], *window[1:])
+        f = head(activation(z))
+        y = torch.randn_like(f)
+        A = input_factor(X, window, reduction_factor(loss, y), bias=True)
+        B = gradient_factor(output_gradients(loss, f, y, z))
+        product_with_patches = patches(X, window) @ W[:, :-1].T + W[:, -1]
+        verify("a convolution multiplies patches", product_with_patches, z.flatten(2).mT, case=case)
+
+        risk = EmpiricalRisk(Sequential(layer, activation, head), loss, (X, y))
+        block = KFAC(risk, sharing="expand").blocks["0"]
+        verify("the engine computes the same input-based factor", block.A, A, case=case)
+        verify("the engine computes the same gradient-based factor", block.B, B, case=case)
+
+        G = vec_ggn(loss(f, y), f, W, vec=rvec)
+        if not exact:
+            verify_differs("otherwise, KFAC is an approximation", kfac_block(A, B, rvec), G, case=case)
+            return
+        verify("KFAC-expand equals the GGN", kfac_block(A, B, rvec), G, case=case)
+        if z[0, 0].numel() > 1:
+            other = KFAC(risk, sharing="reduce").blocks["0"]
+            verify_differs("KFAC-reduce does not", kfac_block(other.A, other.B, rvec), G, case=case)
+
+    torch.manual_seed(0)
+    loss = MSELoss()
+    general = Window((3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2))
+    check("one datum, one position", 1, Window((4, 4)), Tanh(), exact=True)
+    check("linear net, a loss term per position", 3, general, Identity(), exact=True)
+    check("nonlinear net, several data and positions", 3, general, Tanh(), exact=False)

@@ -1,0 +1,112 @@
+r"""KFAC for a convolution, with weight sharing `reduce`: a linear layer that is applied to the sum of all patches.
+
+As in `expand_Conv`, a convolution multiplies flattened patches with its flattened kernel,
+$z_{n,s} = W x_{n,s}$, at all $S$ output positions $s$. As in `reduce_Linear`, suppose that positions are
+averaged later. Image classifiers do so just before their last layer. Then only sums over positions matter:
+
+$$
+A = R \sum_n \Big( \sum_s x_{n,s} \Big) \Big( \sum_s x_{n,s} \Big)^\top
+\qquad
+B = \frac{1}{N S^2} \sum_{n,c} \Big( \sum_s g_{n,s,c} \Big) \Big( \sum_s g_{n,s,c} \Big)^\top .
+$$
+
+The sum of all patches can be computed without patches. Its entry for one channel and one place in the kernel
+is the sum of all pixels that this place meets while the kernel moves over the image. A bias meets a one at
+every position; their sum is $S$. A convolution with groups is several convolutions side by side, each with
+channels and factors of its own.
+
+KFAC-reduce is exact for a linear net with square loss that averages over positions. For one datum the rest of
+the net may be nonlinear, as long as the average comes first. If every position has a loss term of its own,
+use `expand_Conv`.
+
+Implements: KFAC-reduce for a convolution (chapter "Conclusion & Outlook", "KFAC for linear layers with weight
+sharing": the document names convolutions and leaves them to future versions; Eschenhagen et al., 2023).
+"""
+
+from itertools import product
+
+from torch import Tensor, cat, outer
+
+from kfs.kfac.expand_Conv import Window, corners, pixel
+
+
+def summed_patches(image: Tensor, window: Window) -> Tensor:
+    """Sum the patches of images `[batch, channels, height, width]` over all output positions: `[batch, d_in]`."""
+    x = image.new_zeros(*image.shape[:2], *window.kernel_size)
+    for i, j in product(*map(range, window.kernel_size)):
+        for top, left in corners(image, window):
+            x[:, :, i, j] += pixel(image, top + i * window.dilation[0], left + j * window.dilation[1])
+    return x.flatten(1)
+
+
+def input_factor(image: Tensor, window: Window, reduction_factor: float, bias: bool = False) -> Tensor:
+    """Compute the input-based factor `A` for images `[batch, channels, height, width]`."""
+    x = summed_patches(image, window)
+    if bias:
+        S = len(corners(image, window))
+        x = cat([x, x.new_full((len(x), 1), S)], dim=1)
+    N, d_in = x.shape
+    A = x.new_zeros(d_in, d_in)
+    for n in range(N):
+        A += outer(x[n], x[n])
+    return reduction_factor * A
+
+
+def gradient_factor(g: Tensor) -> Tensor:
+    """Compute the gradient-based factor `B` for vectors `[columns, batch, channels, height, width]` at the output."""
+    C, N, d_out, height, width = g.shape
+    B = g.new_zeros(d_out, d_out)
+    for n in range(N):
+        for c in range(C):
+            g_nc = g.new_zeros(d_out)
+            for row, column in product(range(height), range(width)):
+                g_nc += g[c, n, :, row, column]
+            B += outer(g_nc, g_nc)
+    S = height * width
+    return B / (N * S**2)
+
+
+if __name__ == "__main__":
+    import torch
+    from torch import nn
+
+    from kfs.basics.flattening import rvec
+    from kfs.basics.ggns import vec_ggn
+    from kfs.basics.reduction_factors import Loss, reduction_factor
+    from kfs.kfac import KFAC
+    from kfs.kfac.expand_Conv import patches
+    from kfs.kfac.expand_Linear import kfac_block, output_gradients
+    from kfs.risk import EmpiricalRisk
+    from kfs.verification import verify, verify_differs
+
+    window = Window((3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2))
+
+    def check(case: str, loss: Loss, y: Tensor, activation: nn.Module, exact: bool) -> None:
+        """Compare both factors with the engine, and their Kronecker product with the GGN."""
+        layer = nn.Conv2d(2, 3, *window).double()
+        head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), activation, nn.Linear(3, 2)).double()
+        X = 2 * torch.randn(len(y), 2, 4, 4, dtype=torch.float64)
+        W = torch.cat([layer.weight.flatten(1), layer.get_parameter("bias").unsqueeze(1)], dim=1)
+        z = nn.functional.conv2d(X, W[:, :-1].reshape(layer.weight.shape), W[:, -1], *window[1:])
+        f = head(z)
+        A = input_factor(X, window, reduction_factor(loss, y), bias=True)
+        B = gradient_factor(output_gradients(loss, f, y, z))
+        verify("sums over pixels are sums of patches", summed_patches(X, window), patches(X, window).sum(1), case=case)
+
+        risk = EmpiricalRisk(nn.Sequential(layer, head), loss, (X, y))
+        block = KFAC(risk, sharing="reduce").blocks["0"]
+        verify("the engine computes the same input-based factor", block.A, A, case=case)
+        verify("the engine computes the same gradient-based factor", block.B, B, case=case)
+
+        G = vec_ggn(loss(f, y), f, W, vec=rvec)
+        if exact:
+            verify("KFAC-reduce equals the GGN", kfac_block(A, B, rvec), G, case=case)
+            other = KFAC(risk, sharing="expand").blocks["0"]
+            verify_differs("KFAC-expand does not", kfac_block(other.A, other.B, rvec), G, case=case)
+        else:
+            verify_differs("otherwise, KFAC is an approximation", kfac_block(A, B, rvec), G, case=case)
+
+    torch.manual_seed(0)
+    check("one datum", nn.CrossEntropyLoss(), torch.tensor([1]), nn.Tanh(), exact=True)
+    check("linear net that averages", nn.MSELoss(), torch.randn(4, 2, dtype=torch.float64), nn.Identity(), exact=True)
+    check("nonlinear net, several data", nn.CrossEntropyLoss(), torch.tensor([0, 1, 1]), nn.Tanh(), exact=False)

@@ -1,0 +1,1 @@
+"""Structures: algebra on blocks, however they are stored."""

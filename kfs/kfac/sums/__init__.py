@@ -1,0 +1,1 @@
+"""Running sums over data: outer products, and statistics of per-datum gradients."""
