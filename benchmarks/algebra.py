@@ -35,8 +35,8 @@ def kfs_programs(problem: Batches) -> dict[str, Callable[[], object]]:
     inverse = K.inverse(DAMPING)
 
     def fresh(method: Any) -> object:
-        for group in K.groups:
-            for factor in (group.structure.A, group.structure.B):  # type: ignore[attr-defined]
+        for stack in K.stacks:
+            for factor in (stack.structure.A, stack.structure.B):  # type: ignore[attr-defined]
                 factor.__dict__.pop("_unscaled_eigh", None)  # eigenvectors of the last time would be used again
         return K.inverse(DAMPING, method) @ v
 

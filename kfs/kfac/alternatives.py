@@ -15,6 +15,7 @@ the same blocks and settings as `KFAC`, and are operators of the same kind, so t
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import grouped, unused_rows, zero_block
+from kfs.kfac.structures.stack import layouts_of_unused_rows, stacked, zero_block
 from kfs.kfac.structures.structure import Structure
 from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.inputs import Input, Vectors
@@ -57,8 +58,7 @@ def exact_blocks(risk: EmpiricalRisk, *, max_size: int = 4096, **settings: Any) 
     """
     K = _kfac(risk, settings)
     for block in K.blocks.values():
-        layout = _whole(block.layout)
-        size = layout.row_size * (layout.column_size + (layout.bias is not None))
+        size = prod(_whole(block.layout).matrix_shape)
         if size > max_size:
             raise ModelError(
                 f"Block {block.name!r} has {size} numbers, so that its matrix has {size}^2.",
@@ -67,8 +67,8 @@ def exact_blocks(risk: EmpiricalRisk, *, max_size: int = 4096, **settings: Any) 
     matrices = exact_matrices(K, risk, K.blocks)
 
     def structure(block: Block) -> Structure:
-        layout = _whole(block.layout)
-        return Dense(matrices[block.name].unsqueeze(0), layout.row_size, layout.column_size + (layout.bias is not None))
+        _, rows, columns = _whole(block.layout).matrix_shape
+        return Dense(matrices[block.name].unsqueeze(0), rows, columns)
 
     return _operator(K, structure, _whole)
 
@@ -88,7 +88,9 @@ def exact_diagonal(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
         **settings: Those of `KFAC`.
     """
     K = _kfac(risk, settings)
-    sums = _sums(K, risk, lambda block: Squares(torch.zeros(_shape(block), dtype=_dtype(K), device=K.device)))
+    sums = _sums(
+        K, risk, lambda block: Squares(torch.zeros(block.layout.matrix_shape, dtype=_dtype(K), device=K.device))
+    )
     R = _scale(K)
     return _operator(K, lambda block: Eigenbasis.of_diagonal(R * sums[block.name]))
 
@@ -222,7 +224,7 @@ class _Outer(Statistic):
     """Sums of outer products of flattened gradients."""
 
     def __init__(self, block: Block) -> None:
-        groups, rows, columns = _shape(block)
+        groups, rows, columns = block.layout.matrix_shape
         like = block.pairs["A"].gradient.total
         self.columns = columns
         self.total = torch.zeros([groups * rows * columns] * 2, dtype=_wide(like), device=like.device)
@@ -267,13 +269,15 @@ def _operator(
 ) -> BlockDiagonal:
     """Make an operator of all blocks."""
     parts = [(layout_of(block.layout), structure(block)) for block in K.blocks.values()]
-    unused = [(layout, zero_block(layout, K.domain)) for layout in unused_rows([p for p, _ in parts], K.domain)]
-    return BlockDiagonal(K.domain, grouped([*parts, *unused]))
+    unused = [
+        (layout, zero_block(layout, K.domain)) for layout in layouts_of_unused_rows([p for p, _ in parts], K.domain)
+    ]
+    return BlockDiagonal(K.domain, stacked([*parts, *unused]))
 
 
 def _contraction(block: Block, side: str, K: KFAC, sides: Sides | None = None) -> _Contraction:
     """Sum what becomes one side of a block, for a fixed other side (the identity if nothing is given)."""
-    groups, rows, columns = _shape(block)
+    groups, rows, columns = block.layout.matrix_shape
     size = columns if side == "A" else rows
     shape = (groups, size) if block.diagonal[side] else (groups, size, size)  # type: ignore[index]
     total = torch.zeros(shape, dtype=_dtype(K), device=K.device)
@@ -290,12 +294,6 @@ def _side(block: Block, side: str) -> Tensor:
 
 def _factor(values: Tensor) -> Factor:
     return Factor.dense(values) if values.ndim == 3 else Factor.diagonal(values)
-
-
-def _shape(block: Block) -> tuple[int, int, int]:
-    """Return groups, rows and columns of a block's matrices."""
-    layout = block.layout
-    return layout.groups, layout.row_size, layout.column_size + (layout.bias is not None)
 
 
 def _whole(layout: Layout) -> Layout:
@@ -335,10 +333,9 @@ if __name__ == "__main__":
         verify("trace scaling gives the GGN's trace", scaled.trace(), C.trace(), case=case)
 
         # Rearranged, the block is a matrix whose largest singular value says how close one can get.
-        rows, columns = block.B.shape[0], block.A.shape[0]
-        order = torch.arange(rows * columns).reshape(rows, columns)
-        order = torch.cat([order[:, :-1].flatten(), order[:, -1]]).argsort()
-        blocks = C[order][:, order].reshape(rows, columns, rows, columns)
+        _, rows, columns = block.layout.matrix_shape
+        index = block.layout.flat_index().flatten()
+        blocks = C[index][:, index].reshape(rows, columns, rows, columns)
         rearranged = blocks.permute(0, 2, 1, 3).reshape(rows**2, columns**2)
         singular = torch.linalg.svdvals(rearranged)
         best = optimal_kronecker(risk, steps=100, tolerance=1e-14).submatrix(params).to_dense()

@@ -33,7 +33,7 @@ from kfs.kfac.scaffold import sweep
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress
 from kfs.kfac.structures.eigenbasis import Eigenbasis
-from kfs.kfac.structures.stack import Group, check_cover
+from kfs.kfac.structures.stack import Stack, check_coverage
 from kfs.kfac.sums.per_datum import PerDatum, Squares, Statistic
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
@@ -65,18 +65,18 @@ class EKFAC(KFAC):
             risk: The same model, loss and parameters, with any data.
         """
         E = cls.__new__(cls)
-        E.__dict__ |= {name: value for name, value in K.__dict__.items() if name != "_groups"}
-        E.blocks, E._groups = {name: block.shared() for name, block in K.blocks.items()}, None
+        E.__dict__ |= {name: value for name, value in K.__dict__.items() if name != "_stacks"}
+        E.blocks, E._stacks = {name: block.shared() for name, block in K.blocks.items()}, None
         E._complete(risk)
         return E
 
     @property
-    def groups(self) -> list[Group]:
+    def stacks(self) -> list[Stack]:
         """The blocks by eigenvalues and eigenvectors, those of one size together in memory."""
-        if self._groups is None:
+        if self._stacks is None:
             R = self._loss.reduction_factor(self._eigen_count)
-            self._groups = [Group(group.layouts, group.structure.scaled(R)) for group in self._raw]
-        return self._groups
+            self._stacks = [Stack(stack.layouts, stack.structure.scaled(R)) for stack in self._raw]
+        return self._stacks
 
     def update(self, risk: EmpiricalRisk) -> Self:
         """Add more data to the eigenvalues, in place; the eigenvectors stay. If it fails, nothing is changed.
@@ -111,21 +111,21 @@ class EKFAC(KFAC):
                 "fisher='forward-only' has no gradients to correct eigenvalues with.", "Use KFAC, or another fisher."
             )
         self._raw = [
-            Group(group.layouts, self._call(group, lambda g: g.structure.eigenbasis())) for group in super().groups
+            Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis())) for stack in super().stacks
         ]
-        basis = [Q.values for group in self._raw for Q in (group.structure.Q_A, group.structure.Q_B)]  # type: ignore[attr-defined]
+        basis = [Q.values for stack in self._raw for Q in (stack.structure.Q_A, stack.structure.Q_B)]  # type: ignore[attr-defined]
         journal = None if checkpoint is None else Journal(checkpoint, risk, self.settings, "eigenvalues", basis)
         self._raw, self.num_data, self._eigen_count = self._squares(risk, self.settings, journal)
-        self._groups = None
+        self._stacks = None
 
     def _squares(
         self, risk: EmpiricalRisk, settings: Settings, journal: Journal | None = None
-    ) -> tuple[list[Group], int, float]:
+    ) -> tuple[list[Stack], int, float]:
         """Sum squared gradients in the eigenbases, without the reduction factor, and count data."""
         self._check_loss(risk)
 
-        def run(s: Settings) -> tuple[list[Group], Progress]:
-            raw = [self._zeros(group) for group in self._raw]
+        def run(s: Settings) -> tuple[list[Stack], Progress]:
+            raw = [self._zeros(stack) for stack in self._raw]
             uses = PerDatum(s, self._layouts, self._statistics(raw))
             progress = sweep(risk, uses, "EKFAC", journal)
             uses.check_complete(resumed=journal is not None)
@@ -133,10 +133,10 @@ class EKFAC(KFAC):
 
         raw, progress = without_vmap_if_needed(settings, run)
         self._add_exact(raw, risk, settings)
-        for group in raw:
-            if not group.structure.like.isfinite().all():
+        for stack in raw:
+            if not stack.structure.like.isfinite().all():
                 raise DataError(
-                    f"Gradients of the blocks {sorted(set(group.names))} are not finite.",
+                    f"Gradients of the blocks {sorted(set(stack.names))} are not finite.",
                     "Look for NaN or infinity in the data, the parameters or the loss.",
                 )
         return raw, progress.num_data, progress.count
@@ -144,12 +144,12 @@ class EKFAC(KFAC):
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Move everything to a device, or convert it, in place."""
         super().to(device, dtype)
-        self._raw = [Group(group.layouts, group.structure.to(device, dtype)) for group in self._raw]
+        self._raw = [Stack(stack.layouts, stack.structure.to(device, dtype)) for stack in self._raw]
         return self
 
     def _state(self) -> dict[str, Any]:
         """Return everything but the space, for a file."""
-        eigenvalues = [group.state() for group in self._raw]
+        eigenvalues = [stack.state() for stack in self._raw]
         return super()._state() | {"eigenvalues": eigenvalues, "eigen_count": self._eigen_count}
 
     @classmethod
@@ -157,9 +157,9 @@ class EKFAC(KFAC):
         """Undo `_state`."""
         E = super()._from_state(state, space)
         assert isinstance(E, EKFAC)  # noqa: S101 (it is this class)
-        E._raw, E._eigen_count = list(map(Group.from_state, state["eigenvalues"])), float(state["eigen_count"])
-        check_cover([layout for group in E._raw for layout in group.layouts], space)
-        if not all(isinstance(group.structure, Eigenbasis) for group in E._raw):
+        E._raw, E._eigen_count = list(map(Stack.from_state, state["eigenvalues"])), float(state["eigen_count"])
+        check_coverage([layout for stack in E._raw for layout in stack.layouts], space)
+        if not all(isinstance(stack.structure, Eigenbasis) for stack in E._raw):
             raise UnfitError("blocks are not given by eigenvalues")
         return E
 
@@ -168,44 +168,44 @@ class EKFAC(KFAC):
         return {b.layout.key: b.layout for b in self.blocks.values()}
 
     @staticmethod
-    def _zeros(group: Group) -> Group:
+    def _zeros(stack: Stack) -> Stack:
         """Return the same eigenvectors with eigenvalues of zero."""
-        basis = group.structure
+        basis = stack.structure
         assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
         zeros = torch.zeros_like(basis.values, memory_format=torch.contiguous_format)
-        return Group(group.layouts, replace(basis, values=zeros, noise=torch.zeros_like(basis.noise)))
+        return Stack(stack.layouts, replace(basis, values=zeros, noise=torch.zeros_like(basis.noise)))
 
-    def _statistics(self, raw: list[Group]) -> dict[Key, Statistic]:
+    def _statistics(self, raw: list[Stack]) -> dict[Key, Statistic]:
         """Return what adds to the eigenvalues of each block."""
         found: dict[Key, Statistic] = {}
-        for block, basis, units in self._parts(raw):
+        for block, basis, part in self._parts(raw):
             if block.sharing != "exact":
-                Q_A, Q_B = (Q.values[units] if Q.kind == "dense" else None for Q in (basis.Q_A, basis.Q_B))
-                found[block.layout.key] = Squares(basis.values[units], Q_A, Q_B)
+                Q_A, Q_B = (Q.values[part] if Q.kind == "dense" else None for Q in (basis.Q_A, basis.Q_B))
+                found[block.layout.key] = Squares(basis.values[part], Q_A, Q_B)
         return found
 
-    def _add_exact(self, raw: list[Group], risk: EmpiricalRisk, settings: Settings) -> None:
+    def _add_exact(self, raw: list[Stack], risk: EmpiricalRisk, settings: Settings) -> None:
         """Write the exact diagonals of parameters that no rule covers."""
-        exact = {block.name: (basis, units) for block, basis, units in self._parts(raw) if block.sharing == "exact"}
+        exact = {block.name: (basis, part) for block, basis, part in self._parts(raw) if block.sharing == "exact"}
         if exact:
             for block in diagonal_blocks(risk, list(exact), settings):
-                basis, units = exact[block.name]
-                basis.values[units] = block.pairs["A"].gradient.total.reshape(1, -1, 1)
+                basis, part = exact[block.name]
+                basis.values[part] = block.pairs["A"].gradient.total.reshape(1, -1, 1)
 
-    def _parts(self, raw: list[Group]) -> Iterator[tuple[Block, Eigenbasis, slice]]:
+    def _parts(self, raw: list[Stack]) -> Iterator[tuple[Block, Eigenbasis, slice]]:
         """Go through all blocks with their eigenvalues."""
-        for group in raw:
-            for layout, units in group.parts():
+        for stack in raw:
+            for layout, part in stack.slices():
                 if layout.name in self.blocks:  # not rows that nothing uses
-                    assert isinstance(group.structure, Eigenbasis)  # noqa: S101 (all of them are made that way)
-                    yield self.blocks[layout.name], group.structure, units
+                    assert isinstance(stack.structure, Eigenbasis)  # noqa: S101 (all of them are made that way)
+                    yield self.blocks[layout.name], stack.structure, part
 
-    def _add_raw(self, more: list[Group], num_data: int, count: float) -> None:
+    def _add_raw(self, more: list[Stack], num_data: int, count: float) -> None:
         """Add eigenvalues of other data."""
         for mine, theirs in zip(self._raw, more, strict=True):
             mine.structure.like.add_(theirs.structure.like.to(mine.structure.like))
         self.num_data, self._eigen_count = self.num_data + num_data, self._eigen_count + count
-        self._groups = None
+        self._stacks = None
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from kfs.kfac.settings import Fisher, Settings, Sharing, Uncovered
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, details
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import Group, check_cover, grouped, unused_rows, zero_block
+from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked, zero_block
 from kfs.kfac.structures.structure import Structure
 from kfs.kfac.sums.outer_products import Moment
 from kfs.kfac.uncovered import diagonal_of_uncovered
@@ -142,14 +142,14 @@ class KFAC(BlockDiagonal):
         self._complete(risk, checkpoint)
 
     @property
-    def groups(self) -> list[Group]:
+    def stacks(self) -> list[Stack]:
         """The blocks as Kronecker products, those of one size together in memory."""
-        if self._groups is None:
+        if self._stacks is None:
             parts: list[tuple[Layout, Structure]] = [(b.layout, b.structure()) for b in self.blocks.values()]
-            unused = unused_rows([layout for layout, _ in parts], self.domain)
-            self._groups = grouped([*parts, *((layout, zero_block(layout, self.domain)) for layout in unused)])
+            unused = layouts_of_unused_rows([layout for layout, _ in parts], self.domain)
+            self._stacks = stacked([*parts, *((layout, zero_block(layout, self.domain)) for layout in unused)])
             self._share_memory()
-        return self._groups
+        return self._stacks
 
     def update(self, risk: EmpiricalRisk) -> Self:
         """Add more data, in place; if something goes wrong, nothing is changed.
@@ -190,7 +190,7 @@ class KFAC(BlockDiagonal):
                 for moment in (pair.input, pair.gradient):
                     moment.total = moment.total.to(device=device, dtype=dtype)
         self._move_space(device, dtype)
-        self._groups = None
+        self._stacks = None
         return self
 
     def _add(self, blocks: Mapping[str, Block], num_data: int, count: float) -> None:
@@ -256,7 +256,7 @@ class KFAC(BlockDiagonal):
         K._count, K.num_data = float(state["count"]), int(state["num_data"])
         blocks = list(map(Block.from_state, state["blocks"]))
         layouts = [block.layout for block in blocks]
-        check_cover([*layouts, *unused_rows(layouts, space)], space)
+        check_coverage([*layouts, *layouts_of_unused_rows(layouts, space)], space)
         K.blocks = {block.name: block for block in blocks}
         K._scale()
         return K
@@ -265,20 +265,20 @@ class KFAC(BlockDiagonal):
         """Tell blocks the reduction factor of all data seen."""
         for block in self.blocks.values():
             block.reduction_factor = self._loss.reduction_factor(self._count)
-        self._groups = None
+        self._stacks = None
 
     def _share_memory(self) -> None:
         """Let raw sums live where blocks of one size were put together, so that they are stored once."""
-        for group in self.groups:
-            structure = group.structure
-            for layout, units in group.parts():
+        for stack in self.stacks:
+            structure = stack.structure
+            for layout, part in stack.slices():
                 block = self.blocks.get(layout.name)
                 if block is None or set(block.pairs) != {"A"} or not isinstance(structure, Kronecker):
                     continue
                 pair = block.pairs["A"]
                 for moment, factor in ((pair.input, structure.A), (pair.gradient, structure.B)):
                     if factor.kind != "identity" and factor.values.dtype == moment.total.dtype:
-                        moment.total = factor.values[units].reshape(moment.total.shape)
+                        moment.total = factor.values[part].reshape(moment.total.shape)
 
     def _check_names(self, risk: EmpiricalRisk) -> None:
         """Refuse weight sharing for parameters that do not exist."""

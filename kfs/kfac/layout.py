@@ -1,8 +1,15 @@
 r"""How a parameter becomes a matrix.
 
-In its own frame, a block's parameter is a matrix with rows on the gradient side and columns on the input side, $M$ of
-shape `[d_B, d_A]`, and the block maps it to $B M A$. A `Layout` says how the parameter becomes that matrix: which
-rows of it, in which order of axes, in how many groups, and with which bias as last column.
+A block's parameter is read as a matrix $M$ of shape `[d_B, d_A]`, with rows on the gradient side and columns on the
+input side, and the block maps it to $B M A$. A bias is the last column of $M$. With groups of channels, a parameter
+becomes one matrix for each group.
+
+One convention of axes holds for all code that uses layouts. Several vectors of parameters (*columns*) are processed
+together:
+
+- Parameters are given by name, as tensors `[columns, *shape]`.
+- `Layout.matrix` returns `[columns, groups, d_B, d_A]`, also for a single group, and `Layout.write` takes that.
+- Structures take `[stack, columns, d_B, d_A]`, where a stack has the blocks of several layouts, one for each group.
 """
 
 from collections.abc import Mapping
@@ -16,7 +23,7 @@ from torch import Tensor
 from kfs.storage import UnfitError
 
 Side = Literal["A", "B"]
-# Identifies a block: its weight's name, and the rows of it that belong to the block.
+# Identifies a block: the name of its weight, and the half-open range of rows that belong to the block.
 Key = tuple[str, tuple[int, int]]
 
 
@@ -27,11 +34,11 @@ class Layout:
     Attributes:
         weight: Name of the parameter.
         shape: Its shape, or one that it is reshaped to.
-        rows: First and one behind the last of its rows (indices of its first axis) that belong to the block.
+        rows: Half-open range of its rows (indices of its first axis) that belong to the block.
         order: Order of its axes such that the first `split` make the rows of the matrix.
-        split: How many axes make the rows.
-        groups: Into how many groups the rows fall, each with a matrix of its own.
-        bias: Name of the parameter in the last column of the matrix.
+        split: Number of axes that make the rows.
+        groups: Number of groups of channels, each with a matrix of its own.
+        bias: Name of the parameter in the last column of the matrix, or `None`.
     """
 
     weight: str
@@ -48,9 +55,14 @@ class Layout:
         fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
         layout = cls(**fields)
         numbers = (*layout.shape, *layout.rows, *layout.order, layout.split, layout.groups)
-        names = isinstance(layout.weight, str) and isinstance(layout.bias, str | None)
-        sensible = sorted(layout.order) == list(range(len(layout.shape))) and layout.groups > 0
-        if not names or not sensible or not all(type(n) is int and n >= 0 for n in numbers):
+        valid = (
+            isinstance(layout.weight, str)
+            and isinstance(layout.bias, str | None)
+            and sorted(layout.order) == list(range(len(layout.shape)))
+            and all(type(n) is int and n >= 0 for n in numbers)
+            and layout.groups > 0
+        )
+        if not valid:
             raise UnfitError(f"the layout {state} is not one")
         return layout
 
@@ -61,10 +73,11 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The module's name if the block has its `weight` and bias, else the weight's; with rows if not all."""
+        """The module's name if the block has its `weight` and a bias, else the weight's; with rows if not all."""
         module, _, leaf = self.weight.rpartition(".")
-        part = "" if self.rows == (0, self.shape[0]) else f"[{self.rows[0]}:{self.rows[1]}]"
-        return (module if module and leaf == "weight" and self.bias is not None else self.weight) + part
+        is_module = module and leaf == "weight" and self.bias is not None
+        part = "" if self._has_all_rows else f"[{self.rows[0]}:{self.rows[1]}]"
+        return (module if is_module else self.weight) + part
 
     @property
     def params(self) -> tuple[str, ...]:
@@ -73,43 +86,87 @@ class Layout:
 
     @property
     def row_size(self) -> int:
-        """Rows of the matrix (of one group): the size of the gradient-based factor."""
-        sizes = [self.rows[1] - self.rows[0], *self.shape[1:]]
-        return prod(sizes[axis] for axis in self.order[: self.split]) // self.groups
+        """`d_B`: rows of the matrix (of one group), the size of the gradient-based factor."""
+        return prod(self._sizes[: self.split]) // self.groups
 
     @property
     def column_size(self) -> int:
         """Columns of the matrix without the bias."""
-        sizes = [self.rows[1] - self.rows[0], *self.shape[1:]]
-        return prod(sizes[axis] for axis in self.order[self.split :])
+        return prod(self._sizes[self.split :])
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """`[groups, d_B, d_A]`; the bias counts as a column."""
+        return self.groups, self.row_size, self.column_size + (self.bias is not None)
 
     def matrix(self, columns: Mapping[str, Tensor]) -> Tensor:
-        """Bring `[K, *shape]` into the form `[K, d_B, d_A]` (or `[K, G, d_B, d_A]`)."""
-        W, b = self._parts(columns)
+        """Read tensors `[columns, *shape]` as matrices.
+
+        Returns:
+            `[columns, groups, d_B, d_A]`.
+        """
+        W, b = self._views(columns)
         M = W.reshape(len(W), self.groups, self.row_size, self.column_size)
-        if b is not None:
-            M = torch.cat([M, b.reshape(len(W), self.groups, self.row_size, 1)], dim=3)
-        return M if self.groups > 1 else M.squeeze(1)
+        if b is None:
+            return M
+        return torch.cat([M, b.reshape(len(W), self.groups, self.row_size, 1)], dim=3)
 
     def write(self, M: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Undo `matrix`: write into tensors `[K, *shape]`."""
-        W, b = self._parts(columns)
+        """Undo `matrix`: write `[columns, groups, d_B, d_A]` into tensors `[columns, *shape]`."""
+        W, b = self._views(columns)
         if b is not None:
             b.copy_(M[..., -1].reshape(b.shape))
             M = M[..., :-1]
         W.copy_(M.reshape(W.shape))
 
+    def flat_index(self) -> Tensor:
+        """Return the place of each entry of the matrix in the block's flat vector.
+
+        The joint matrix `(W b)`, flattened by rows, has entries of the bias in between. The flat vector has them last:
+        it consists of the flattened parameters, `params`, one after the other.
+
+        Returns:
+            `[groups, d_B, d_A]` indices, so that `flat[layout.flat_index()]` is the matrix.
+
+        Example:
+            >>> Layout("weight", (2, 3), (0, 2), (0, 1), 1, bias="bias").flat_index()
+            tensor([[[0, 1, 2, 6],
+                     [3, 4, 5, 7]]])
+        """
+        size = prod(self.shape)
+        bias_size = self.shape[0] if self._bias_has_rows else self.groups * self.row_size
+        places = torch.arange(size + bias_size).unsqueeze(0)
+        columns = {self.weight: places[:, :size]}
+        if self.bias is not None:
+            columns[self.bias] = places[:, size:]
+        return self.matrix(columns).squeeze(0)
+
     @property
     def is_plain(self) -> bool:
         """Whether the matrix is the whole parameter as it lies in memory, with the bias beside it."""
-        return self.groups == 1 and self.rows == (0, self.shape[0]) and self.order == tuple(range(len(self.shape)))
+        return self.groups == 1 and self._has_all_rows and self.order == tuple(range(len(self.shape)))
 
-    def _parts(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return views of the weight's rows, with axes in order, and of the bias' part that belongs to them."""
-        W = columns[self.weight].view(-1, *self.shape)[:, self.rows[0] : self.rows[1]]
+    @property
+    def _has_all_rows(self) -> bool:
+        return self.rows == (0, self.shape[0])
+
+    @property
+    def _bias_has_rows(self) -> bool:
+        """Whether the block has the rows of its bias that it has of its weight, and not all of them."""
+        return not self._has_all_rows and self.order[0] == 0
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Sizes of the block's part of the weight, in the order of axes."""
+        sizes = [self.rows[1] - self.rows[0], *self.shape[1:]]
+        return [sizes[axis] for axis in self.order]
+
+    def _views(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return views of the weight's rows, with axes in order, and of the part of the bias that belongs to them."""
+        rows = slice(*self.rows)
+        W = columns[self.weight].view(-1, *self.shape)[:, rows]
         W = W.permute(0, *(1 + axis for axis in self.order))
         if self.bias is None:
             return W, None
         b = columns[self.bias]
-        whole = self.rows == (0, self.shape[0]) or self.order[0] != 0
-        return W, b if whole else b[:, self.rows[0] : self.rows[1]]
+        return W, b[:, rows] if self._bias_has_rows else b

@@ -16,7 +16,7 @@ from kfs.kfac.structures.damping import Method, damped_inverse
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import Group
+from kfs.kfac.structures.stack import Stack
 from kfs.kfac.structures.structure import Structure
 from kfs.kfac.sums.per_datum import Squares
 
@@ -122,14 +122,14 @@ class Average:
             "layout": asdict(self.layout),
             "damping": self.damping,
             **{k: getattr(self, k) for k in ("weight", "changed", "updated")},
-            **{k: None if s is None else Group((self.layout,), s).state() for k, s in parts.items()},
+            **{k: None if s is None else Stack((self.layout,), s).state() for k, s in parts.items()},
         }
 
     @classmethod
     def from_state(cls, state: Any, device: torch.device) -> "Average":
         """Undo `state`."""
         parts = {
-            k: None if state[k] is None else Group.from_state(_moved(state[k], device)).structure
+            k: None if state[k] is None else Stack.from_state(_moved(state[k], device)).structure
             for k in ("factors", "inverse", "eigen")
         }
         rest = {k: state[k] for k in ("weight", "changed", "updated")}

@@ -16,8 +16,8 @@ from kfs.errors import KfsError
 from kfs.kfac.layout import Key, Layout
 from kfs.kfac.live_pass import Bases, Record
 from kfs.kfac.structures.damping import Method
-from kfs.kfac.structures.decompositions import UnitError
-from kfs.kfac.structures.stack import Group, grouped
+from kfs.kfac.structures.decompositions import BlockError
+from kfs.kfac.structures.stack import Stack, stacked
 from kfs.kfac.structures.structure import Structure
 from kfs.kfac.sums.per_datum import Squares
 from kfs.optim.averages import Average, Unit
@@ -70,7 +70,7 @@ class Curvature:
         self.averages: dict[Key, Average] = {}
         self.damping_scale, self.events = 1.0, Events()
         self._in_a_row, self._good, self._raised, self._credit = 0, 0, 0, 0.0
-        self._groups: list[tuple[Group, bool]] | None = None
+        self._stacks: list[tuple[Stack, bool]] | None = None
 
     @property
     def covered(self) -> set[str]:
@@ -136,25 +136,25 @@ class Curvature:
 
     def precondition(self, u: Mapping[str, Tensor], trust: Callable[[Layout], float | None]) -> dict[str, Tensor]:
         """Multiply with the inverses of all blocks, and keep each block's step in the trust region."""
-        if self._groups is None:
-            self._groups = self._grouped()
+        if self._stacks is None:
+            self._stacks = self._stacked()
         columns = {name: t.unsqueeze(0) for name, t in u.items()}
         steps: dict[str, Tensor] = {}
-        for group, single in self._groups:
-            like = group.structure.like
-            limits = [trust(layout) for layout in group.layouts for _ in range(layout.groups)]
+        for stack, single in self._stacks:
+            like = stack.structure.like
+            limits = [trust(layout) for layout in stack.layouts for _ in range(layout.groups)]
             numbers = [torch.inf if limit is None else limit for limit in limits]
             same = len(set(numbers)) == 1
-            D = group.structure.multiply(group.read(columns).to(like.dtype))
+            D = stack.structure.multiply(stack.read(columns).to(like.dtype))
             D = limited(D, numbers[0] if same else like.new_tensor(numbers).reshape(-1, 1, 1, 1), single)
-            layout = group.layouts[0]
-            if len(group.layouts) == 1 and layout.is_plain:  # parts of the result need not be copied
+            layout = stack.layouts[0]
+            if len(stack.layouts) == 1 and layout.is_plain:  # parts of the result need not be copied
                 width = layout.column_size
                 steps |= dict(zip(layout.params, (D[..., :width], D[..., width:]), strict=False))
                 continue
-            for name in (name for layout in group.layouts for name in layout.params if name not in steps):
+            for name in (name for layout in stack.layouts for name in layout.params if name not in steps):
                 steps[name] = torch.zeros_like(columns[name])
-            group.write(D, steps)
+            stack.write(D, steps)
         return {name: steps[name].reshape(t.shape).to(t.dtype) for name, t in u.items()}
 
     def dampings(self) -> dict[str, Tensor]:
@@ -184,7 +184,7 @@ class Curvature:
         gone = set(names)
         for key in [k for k, a in self.averages.items() if gone & set(a.layout.params)]:
             del self.averages[key]
-            self._groups = None
+            self._stacks = None
 
     def scale_damping(self, factor: float) -> None:
         """Change all dampings; inverses follow when they are due."""
@@ -196,13 +196,13 @@ class Curvature:
         """Compute a block's inverse, or keep the last one."""
         try:
             average.invert(damping * self.damping_scale, self._unit, self._method, self._eigen)
-        except (UnitError, KfsError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+        except (BlockError, KfsError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             self.events.failed_inverses += 1
             self.trouble(f"the inverse of block {average.layout.name!r} failed ({error}), and the last one stays")
         average.updated, average.changed = step, False  # a block that fails does not take the others' share of work
-        self._groups = None
+        self._stacks = None
 
-    def _grouped(self) -> list[tuple[Group, bool]]:
+    def _stacked(self) -> list[tuple[Stack, bool]]:
         """Put blocks of one size together; also say which have unit vectors as inputs."""
         parts: list[tuple[Layout, Structure]] = []
         owners: dict[Layout, Average] = {}
@@ -211,11 +211,11 @@ class Curvature:
                 parts.append((average.layout, average.inverse))
                 owners[average.layout] = average
         result = []
-        for group in _together(parts):
-            for layout, units in group.parts():
-                owners[layout].inverse = group.structure[units]  # stored once
-            single = owners[group.layouts[0]].factors.A.kind == "diagonal" and group.structure.columns > 1
-            result.append((group, single))
+        for stack in _together(parts):
+            for layout, part in stack.slices():
+                owners[layout].inverse = stack.structure[part]  # stored once
+            single = owners[stack.layouts[0]].factors.A.kind == "diagonal" and stack.structure.columns > 1
+            result.append((stack, single))
         return result
 
     def state(self) -> dict[str, Any]:
@@ -234,11 +234,11 @@ class Curvature:
         self.averages = {a.layout.key: a for a in averages}
         self.damping_scale, self._credit = float(state["damping_scale"]), float(state["credit"])
         self._in_a_row, self._good, self._raised = map(int, state["in_a_row"])
-        self.events, self._groups = Events(**state["events"]), None
+        self.events, self._stacks = Events(**state["events"]), None
 
 
-def _together(parts: list[tuple[Layout, Structure]]) -> list[Group]:
+def _together(parts: list[tuple[Layout, Structure]]) -> list[Stack]:
     """Process blocks of one size together where few large operations are faster than many small ones."""
     if all(structure.like.device.type == "cpu" for _, structure in parts):
-        return [Group((layout,), structure) for layout, structure in parts]
-    return grouped(parts)  # pragma: no cover (tested on a GPU)
+        return [Stack((layout,), structure) for layout, structure in parts]
+    return stacked(parts)  # pragma: no cover (tested on a GPU)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kfs.kfac import inputs, patches
+from kfs.kfac.sums import inputs, patches
 
 
 @pytest.fixture

@@ -248,7 +248,7 @@ def test_wrong_shapes_are_named(file_of_ours: Path) -> None:
             load(target)
     EKFAC(mlp_risk()).save(target)
     _, good = storage.read(target)
-    dense = [exact_blocks(mlp_risk()).groups[place].state() for place in range(2)]
+    dense = [exact_blocks(mlp_risk()).stacks[place].state() for place in range(2)]
     storage.write(target, {"kind": "EKFAC"}, replaced(good, ("eigenvalues",), dense))
     with pytest.raises(StorageError, match="blocks are not given by eigenvalues"):
         load(target)

@@ -17,7 +17,7 @@ from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import Group, unused_rows
+from kfs.kfac.structures.stack import Stack, layouts_of_unused_rows
 from kfs.operators import LinearOperator
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
@@ -58,7 +58,7 @@ def one_block(A: Tensor, B: Tensor, diagonal: bool = False) -> BlockDiagonal:
 
 def of_structure(structure: Any, shape: tuple[int, int]) -> BlockDiagonal:
     space = Space({"W": shape}, torch.float64, torch.device("cpu"))
-    return BlockDiagonal(space, [Group((Layout("W", shape, (0, shape[0]), (0, 1), 1),), structure)])
+    return BlockDiagonal(space, [Stack((Layout("W", shape, (0, shape[0]), (0, 1), 1),), structure)])
 
 
 def product_by_product(A: LinearOperator) -> Tensor:
@@ -274,7 +274,7 @@ def test_samples_have_the_inverse_as_covariance(damping: float) -> None:
 
 def test_blocks_of_one_size_are_processed_together_and_stored_once() -> None:
     K = kfac()
-    assert any({"one", "two"} <= {layout.name for layout in group.layouts} for group in K.groups)
+    assert any({"one", "two"} <= {layout.name for layout in stack.layouts} for stack in K.stacks)
     for name in ("one", "two"):
         pair = K.blocks[name].pairs["A"]
         storages = {pair.input.total.untyped_storage().data_ptr(), pair.gradient.total.untyped_storage().data_ptr()}
@@ -295,7 +295,7 @@ def test_what_no_operation_uses_has_zero_curvature() -> None:
     torch.manual_seed(0)
     data = torch.randn(8, 3, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
     K = KFAC(EmpiricalRisk(Part(), nn.MSELoss(), data))
-    assert [layout.rows for layout in unused_rows([K.blocks["W[1:3]"].layout], K.domain)] == [(0, 1), (3, 5)]
+    assert [layout.rows for layout in layouts_of_unused_rows([K.blocks["W[1:3]"].layout], K.domain)] == [(0, 1), (3, 5)]
     close((K @ torch.ones(15, dtype=torch.float64))[[0, 1, 2, 9, 14]], torch.zeros(5, dtype=torch.float64))
     close((K.inverse(0.1) @ torch.ones(15, dtype=torch.float64))[[0, 9]], torch.full((2,), 10.0, dtype=torch.float64))
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from kfs import KFAC, EmpiricalRisk
 from kfs.errors import KfsWarning, SolverError
-from kfs.kfac.factors import Factor
+from kfs.kfac.structures.factor import Factor
 from tests.operators.contract import close
 
 EPS = torch.finfo(torch.float64).eps

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfs.kfac.structures.decompositions import UnitError
+from kfs.kfac.structures.decompositions import BlockError
 from kfs.optim import KFAC
 from kfs.optim.averages import Average
 from tests.optim.training import data, mlp, train, weights
@@ -98,7 +98,7 @@ def test_a_failed_inverse_leaves_the_last_one(monkeypatch: pytest.MonkeyPatch) -
 
     def fail(self: Average, *args: Any) -> None:
         if self.layout.weight == "2.weight":
-            raise UnitError(0, "is not what it should be")
+            raise BlockError(0, "is not what it should be")
         invert(self, *args)
 
     optimizer = KFAC(model, LOSS, factors_every=1, inverses_every=1, patience=2)

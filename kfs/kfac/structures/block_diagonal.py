@@ -1,4 +1,4 @@
-"""Block-diagonal operators: one structured block per parameter (with its bias), and everything that blocks can do.
+"""Block-diagonal operators: one structured block per parameter (with its bias), with everything that blocks can do.
 
 Contracts, for such an operator `K`, a vector `v` and numbers `d`, `p`:
 
@@ -7,29 +7,26 @@ Contracts, for such an operator `K`, a vector `v` and numbers `d`, `p`:
     values, Q = K.eigh(); Q @ (values * (Q.T @ v)) == K @ v
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor
 
 from kfs import storage
-from kfs.errors import DtypeError, ModelError, SolverError
+from kfs.errors import ModelError
 from kfs.kfac.structures import decompositions
-from kfs.kfac.structures.damping import METHODS, Method, damped_inverse
+from kfs.kfac.structures.damping import METHODS, Damping, Method, damped_inverse, damping_by_name
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import Group, check_cover
+from kfs.kfac.structures.stack import Stack, check_coverage
 from kfs.kfac.structures.structure import Structure
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import normal
 from kfs.operators.space import Columns, Space, Vector
-
-Damping = float | Mapping[str, float]
-Answer = TypeVar("Answer")
 
 
 class BlockDiagonal(LinearOperator):
@@ -37,42 +34,46 @@ class BlockDiagonal(LinearOperator):
 
     Args:
         space: What it acts on.
-        groups: The blocks. They cover every parameter once. Nothing if a subclass makes them later.
+        stacks: The blocks. They cover every parameter once. `None` if a subclass makes them later.
     """
 
-    def __init__(self, space: Space, groups: list[Group] | None) -> None:
+    def __init__(self, space: Space, stacks: list[Stack] | None) -> None:
         """Store the blocks."""
         super().__init__(space, space)
-        self._groups = groups
+        self._stacks = stacks
 
     @property
-    def groups(self) -> list[Group]:
+    def stacks(self) -> list[Stack]:
         """The blocks, those of one structure and size together."""
-        assert self._groups is not None  # noqa: S101 (subclasses that make them later override this)
-        return self._groups
+        assert self._stacks is not None  # noqa: S101 (subclasses that make them later override this)
+        return self._stacks
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]
         """Whether all blocks are."""
-        return all(group.structure.symmetric for group in self.groups)
+        return all(stack.structure.symmetric for stack in self.stacks)
 
     @property
     def structures(self) -> dict[str, Structure]:
-        """The structure of each block, by its name: one unit, or one for each group of channels."""
-        return {layout.name: group.structure[units] for group in self.groups for layout, units in group.parts()}
+        """The structure of each block, by name. With groups of channels, it is a stack of one block per group."""
+        return {layout.name: stack.structure[part] for stack in self.stacks for layout, part in stack.slices()}
+
+    @property
+    def _names(self) -> set[str]:
+        return {layout.name for stack in self.stacks for layout in stack.layouts}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
-        return sum(group.structure.nbytes for group in self.groups)
+        return sum(stack.structure.nbytes for stack in self.stacks)
 
     def multiply(self, columns: Columns) -> Columns:
         """Multiply block by block."""
-        return self._multiplied(columns, lambda structure: structure)
+        return self._multiply_with([stack.structure for stack in self.stacks], columns)
 
     def multiply_transposed(self, columns: Columns) -> Columns:
         """Multiply with the transposed blocks."""
-        return self._multiplied(columns, lambda structure: structure.transposed())
+        return self._multiply_with([stack.structure.transposed() for stack in self.stacks], columns)
 
     @overload
     def __matmul__(self, v: Tensor) -> Tensor: ...
@@ -82,20 +83,17 @@ class BlockDiagonal(LinearOperator):
     def __matmul__(self, v: LinearOperator) -> LinearOperator: ...
     def __matmul__(self, v: Vector | LinearOperator) -> Vector | LinearOperator:
         """Multiply vectors; or operators, block by block if both have the same blocks of a structure that allows it."""
-        if isinstance(v, BlockDiagonal):
-            combined = self._combined(v, lambda one, other: one.product(other))
-            if combined is not None:
-                return combined
-        return super().__matmul__(v)  # type: ignore[operator]
+        combined = self._combine_blocks(v, lambda one, other: one.product(other))
+        return super().__matmul__(v) if combined is None else combined  # type: ignore[operator]
 
     @property
     def T(self) -> LinearOperator:  # noqa: N802
         """The transpose."""
-        return self if self.symmetric else self._mapped(lambda structure: structure.transposed())
+        return self if self.symmetric else self._map_structures(lambda structure: structure.transposed())
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
         """Add another operator, block by block if both have the same blocks of a structure that allows it."""
-        combined = self._combined(other, lambda one, two: one.plus(two)) if isinstance(other, BlockDiagonal) else None
+        combined = self._combine_blocks(other, lambda one, two: one.plus(two))
         return super().__add__(other) if combined is None else combined
 
     def __sub__(self, other: LinearOperator) -> LinearOperator:
@@ -105,7 +103,7 @@ class BlockDiagonal(LinearOperator):
     def __mul__(self, factor: float) -> LinearOperator:
         """Scale all blocks."""
         scaled = super().__mul__(factor)  # checks the number
-        return self._mapped(lambda structure: structure.scaled(scaled.factor))  # type: ignore[attr-defined]
+        return self._map_structures(lambda structure: structure.scaled(scaled.factor))  # type: ignore[attr-defined]
 
     __rmul__ = __mul__
 
@@ -115,19 +113,21 @@ class BlockDiagonal(LinearOperator):
 
     def shift(self, delta: float) -> LinearOperator:
         """Add a multiple of the identity."""
-        return self._mapped(lambda structure: structure.shift(float(delta))) if self.symmetric else super().shift(delta)
+        if not self.symmetric:
+            return super().shift(delta)
+        return self._map_structures(lambda structure: structure.shift(float(delta)))
 
     def inverse(self, damping: Damping = 0.0, method: Method = "exact") -> "BlockDiagonal":
         """Invert, after damping.
 
         Args:
-            damping: What is added to the curvature; one number, or one for every block, by name.
-            method: `"exact"` adds `damping` times the identity, to round-off. `"factored"` adds to both factors such
-                that their product has about this much more (Martens & Grosse, 2015), and takes Cholesky factors only.
+            damping: What is added to the curvature: one number, or one for every block, by name.
+            method: `"exact"` adds `damping` times the identity, up to round-off. `"factored"` adds to both factors such
+                that their product grows by about as much (Martens & Grosse, 2015). It needs Cholesky factors only.
                 `"per-factor"` adds `damping` to each factor.
 
         Returns:
-            An operator with the same abilities as this one.
+            An operator with the same methods as this one.
 
         Raises:
             SolverError: If a block is singular, has NaN in it, or is not positive semi-definite.
@@ -144,23 +144,29 @@ class BlockDiagonal(LinearOperator):
             raise ModelError(f"method is {method!r}.", f"Choose from {', '.join(map(repr, METHODS))}.")
         if damping:
             self._check_symmetric("inverted with damping")
-        dampings = self._dampings(damping)
-        return self._named(lambda group: damped_inverse(group.structure, dampings(group), method))
+        numbers = damping_by_name(damping, self._names)
+        return self._with_structures(
+            stack.apply(damped_inverse, stack.per_block(numbers), method) for stack in self.stacks
+        )
 
     def power(self, exponent: float, damping: Damping = 0.0) -> "BlockDiagonal":
         """Raise to a power, after adding `damping` times the identity.
 
         Args:
-            exponent: Any number; a negative one needs blocks that are not singular, or damping.
+            exponent: Any number. A negative one needs damping, or blocks that are not singular.
             damping: One number, or one for every block, by name.
         """
         self._check_symmetric("raised to a power")
-        dampings = self._dampings(damping)
-        return self._named(lambda group: group.structure.power(float(exponent), dampings(group)))
+        numbers = damping_by_name(damping, self._names)
+
+        def power(structure: Structure, added: Tensor) -> Structure:
+            return structure.power(float(exponent), added)
+
+        return self._with_structures(stack.apply(power, stack.per_block(numbers)) for stack in self.stacks)
 
     def trace(self) -> Tensor:
         """Return the sum of all eigenvalues."""
-        return self._sum(lambda structure: structure.trace())
+        return self._sum_over_blocks(lambda structure: structure.trace())
 
     def logdet(self) -> Tensor:
         """Return the logarithm of the determinant: minus infinity for a singular operator, NaN for a negative one."""
@@ -174,7 +180,7 @@ class BlockDiagonal(LinearOperator):
 
     def squared_frobenius_norm(self) -> Tensor:
         """Return the sum of all squared entries."""
-        return self._sum(lambda structure: structure.squared_norm())
+        return self._sum_over_blocks(lambda structure: structure.squared_norm())
 
     def frobenius_norm(self) -> Tensor:
         """Return the root of the sum of all squared entries."""
@@ -182,40 +188,28 @@ class BlockDiagonal(LinearOperator):
 
     def diagonal(self) -> Tensor:
         """Return the diagonal as a flat vector."""
-        return self._flat(lambda structure: structure.diagonal())
+        return self._flat_vector_of(lambda structure: structure.diagonal())
 
     def eigenvalues(self) -> Tensor:
         """Return all eigenvalues, in ascending order."""
         self._check_symmetric("decomposed")
-        parts = [self._call(group, lambda g: g.structure.eigenvalues()).flatten() for group in self.groups]
-        return torch.cat([part.to(self.device) for part in parts]).sort().values
+        parts = [stack.apply(lambda structure: structure.eigenvalues()) for stack in self.stacks]
+        return torch.cat([part.flatten().to(self.device) for part in parts]).sort().values
 
     def eigh(self) -> "tuple[Tensor, BlockDiagonal]":
         """Decompose: return eigenvalues as a flat vector, and an orthogonal operator whose columns belong to them."""
         self._check_symmetric("decomposed")
-        bases = [self._call(group, lambda g: g.structure.eigenbasis()) for group in self.groups]
-        values: list[Group] = []
-        vectors: list[Group] = []
-        for group, basis in zip(self.groups, bases, strict=True):
-            if isinstance(basis, Dense):
-                with _naming(group.names):
-                    entries, Q = decompositions.eigh(basis.matrix)
-                entries = entries.reshape(-1, basis.rows, basis.columns)
-                rotation: Structure = Dense(Q, basis.rows, basis.columns, symmetric=False)
-            else:
-                assert isinstance(basis, Eigenbasis)  # noqa: S101 (there is no third kind)
-                entries, rotation = basis.values, Kronecker(basis.Q_A, basis.Q_B)
-            values.append(Group(group.layouts, Eigenbasis.of_diagonal(entries)))
-            vectors.append(Group(group.layouts, rotation))
-        return BlockDiagonal(self.domain, values).diagonal(), BlockDiagonal(self.domain, vectors)
+        values, vectors = zip(*(stack.apply(_eigh) for stack in self.stacks), strict=True)
+        diagonal = self._with_structures(map(Eigenbasis.of_diagonal, values)).diagonal()
+        return diagonal, self._with_structures(vectors)
 
     def sample(self, num_samples: int = 1, *, damping: Damping = 0.0, seed: int = 0) -> Tensor:
         """Draw from the normal distribution whose precision (inverse covariance) is this operator plus damping.
 
         Args:
-            num_samples: How many.
-            damping: Added times the identity: the precision of a prior, say.
-            seed: Equal seeds give equal draws.
+            num_samples: Number of draws.
+            damping: Added times the identity, such as the precision of a prior.
+            seed: Seed for the draws.
 
         Returns:
             Columns, `[size, num_samples]`.
@@ -232,32 +226,31 @@ class BlockDiagonal(LinearOperator):
         order = self.domain.order(flattening)
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         places = self.domain.unflatten(torch.arange(self.shape[0], device=self.device).unsqueeze(0))
-        for group in self.groups:
-            index = group.read(places).flatten(1)  # [U, d_B * d_A]
-            blocks = group.structure.to_dense().to(dense)
-            dense[index.unsqueeze(2), index.unsqueeze(1)] = blocks
+        for stack in self.stacks:
+            index = stack.read(places).flatten(1)  # [stack, d_B * d_A]
+            dense[index.unsqueeze(2), index.unsqueeze(1)] = stack.structure.to_dense().to(dense)
         return dense[order][:, order]
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Move all blocks to a device, or convert them, in place."""
-        self._groups = [Group(group.layouts, group.structure.to(device, dtype)) for group in self.groups]
+        self._stacks = self._map_structures(lambda structure: structure.to(device, dtype)).stacks
         self._move_space(device, dtype)
         return self
 
     def _move_space(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        old = self.domain
-        space = Space(old.shapes, dtype or old.dtype, old.device if device is None else torch.device(device))
+        device = self.device if device is None else torch.device(device)
+        space = Space(self.domain.shapes, dtype or self.dtype, device)
         self.domain = self.codomain = space
 
     def save(self, path: str | Path) -> None:
         """Write everything to a file that `kfs.load` reads, in the safetensors format.
 
-        The file is complete or not there at all, and an older one is replaced at once. Its header is readable: the
+        A file is written completely or not at all; an older one is replaced at once. Its header is readable: the
         library's version, parameters with their shapes and, of `KFAC` and `EKFAC`, loss, kind of Fisher, sharing,
         number of data and seed.
 
         Args:
-            path: Where; `"k.safetensors"`, say.
+            path: Name of the file, such as `"k.safetensors"`.
 
         Raises:
             StorageError: If the file cannot be written.
@@ -271,7 +264,7 @@ class BlockDiagonal(LinearOperator):
 
     def _state(self) -> dict[str, Any]:
         """Return everything but the space, for a file."""
-        return {"groups": [group.state() for group in self.groups]}
+        return {"groups": [stack.state() for stack in self.stacks]}
 
     def _state_of_space(self) -> dict[str, Any]:
         shapes = [[name, list(shape)] for name, shape in self.domain.shapes.items()]
@@ -280,84 +273,63 @@ class BlockDiagonal(LinearOperator):
     @classmethod
     def _from_state(cls, state: Any, space: Space) -> "BlockDiagonal":
         """Undo `_state`."""
-        groups = [Group.from_state(part) for part in state["groups"]]
-        check_cover([layout for group in groups for layout in group.layouts], space)
-        return cls(space, groups)
+        stacks = [Stack.from_state(part) for part in state["groups"]]
+        check_coverage([layout for stack in stacks for layout in stack.layouts], space)
+        return cls(space, stacks)
 
-    def _multiplied(self, columns: Columns, of: Callable[[Structure], Structure]) -> Columns:
+    def _multiply_with(self, structures: Iterable[Structure], columns: Columns) -> Columns:
+        """Multiply columns with structures, one for each stack."""
         columns = {name: t.contiguous() for name, t in columns.items()}
         result = {name: torch.empty_like(t) for name, t in columns.items()}
-        for group in self.groups:
-            structure = of(group.structure)
-            M = group.read(columns)
+        for stack, structure in zip(self.stacks, structures, strict=True):
+            M = stack.read(columns)
             product = structure.multiply(M.to(structure.like))
-            group.write(product.to(M), result)
+            stack.write(product.to(M), result)
         return result
 
-    def _mapped(self, function: Callable[[Structure], Structure]) -> "BlockDiagonal":
-        return self._named(lambda group: function(group.structure))
+    def _with_structures(self, structures: Iterable[Structure]) -> "BlockDiagonal":
+        """Return an operator with the same layouts and other structures, one for each stack."""
+        pairs = zip(self.stacks, structures, strict=True)
+        return BlockDiagonal(self.domain, [Stack(stack.layouts, structure) for stack, structure in pairs])
 
-    def _named(self, function: Callable[[Group], Structure]) -> "BlockDiagonal":
-        """Apply a function to all groups, with errors that name the block."""
-        groups = [Group(group.layouts, self._call(group, function)) for group in self.groups]
-        return BlockDiagonal(self.domain, groups)
+    def _map_structures(self, function: Callable[[Structure], Structure]) -> "BlockDiagonal":
+        """Apply a function to all structures."""
+        return self._with_structures(stack.apply(function) for stack in self.stacks)
 
-    def _call(self, group: Group, function: Callable[[Group], Answer]) -> Answer:
-        with _naming(group.names):
-            return function(group)
-
-    def _combined(
-        self, other: "BlockDiagonal", function: Callable[[Structure, Structure], Structure | None]
+    def _combine_blocks(
+        self, other: object, function: Callable[[Structure, Structure], Structure | None]
     ) -> "BlockDiagonal | None":
-        """Combine block by block; nothing if blocks differ, or one pair of them has no simple combination."""
-        if self.domain != other.domain or [g.layouts for g in self.groups] != [g.layouts for g in other.groups]:
+        """Combine two operators block by block. `None` if blocks differ, or if a result has no structure."""
+        if not isinstance(other, BlockDiagonal) or self.domain != other.domain:
             return None
-        groups = []
-        for mine, theirs in zip(self.groups, other.groups, strict=True):
-            with _naming(mine.names):
-                structure = function(mine.structure, theirs.structure)
+        if [stack.layouts for stack in self.stacks] != [stack.layouts for stack in other.stacks]:
+            return None
+        structures = []
+        for mine, theirs in zip(self.stacks, other.stacks, strict=True):
+            structure = mine.apply(function, theirs.structure)
             if structure is None:
                 return None
-            groups.append(Group(mine.layouts, structure))
-        return BlockDiagonal(self.domain, groups)
+            structures.append(structure)
+        return self._with_structures(structures)
 
-    def _sum(self, function: Callable[[Structure], Tensor]) -> Tensor:
-        parts = [self._call(group, lambda g: function(g.structure)).sum() for group in self.groups]
-        return torch.stack([part.to(self.device) for part in parts]).sum()
+    def _sum_over_blocks(self, function: Callable[[Structure], Tensor]) -> Tensor:
+        """Sum one number for every block, `[stack]` for each stack."""
+        parts = [stack.apply(function).sum().to(self.device) for stack in self.stacks]
+        return torch.stack(parts).sum()
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        parts = [self._call(group, lambda g: g.structure.slogdet()) for group in self.groups]
+        """Return sign and logarithm of the determinant."""
+        parts = [stack.apply(lambda structure: structure.slogdet()) for stack in self.stacks]
         sign = torch.cat([sign.to(self.device) for sign, _ in parts]).prod()
         return sign, torch.cat([log.to(self.device) for _, log in parts]).sum()
 
-    def _flat(self, function: Callable[[Structure], Tensor]) -> Tensor:
-        """Collect one number for every parameter entry, `[U, d_B, d_A]` for each group."""
+    def _flat_vector_of(self, function: Callable[[Structure], Tensor]) -> Tensor:
+        """Collect one number for every entry of the parameters, `[stack, d_B, d_A]` for each stack."""
         zeros = torch.zeros(1, self.shape[0], dtype=self.dtype, device=self.device)
         columns = {name: t.clone() for name, t in self.domain.unflatten(zeros).items()}
-        for group in self.groups:
-            entries = self._call(group, lambda g: function(g.structure))
-            group.write(entries.unsqueeze(1).to(zeros), columns)
+        for stack in self.stacks:
+            stack.write(stack.apply(function).unsqueeze(1).to(zeros), columns)
         return self.domain.flatten(columns).squeeze(0)
-
-    def _dampings(self, damping: Damping) -> Callable[[Group], Tensor]:
-        """Return what gives each unit's damping, `[U]`."""
-        names = {layout.name for group in self.groups for layout in group.layouts}
-        by_name = damping if isinstance(damping, Mapping) else dict.fromkeys(names, damping)
-        if set(by_name) != names:
-            missing, extra = sorted(names - set(by_name)), sorted(set(by_name) - names)
-            raise ModelError(
-                f"damping lacks the blocks {missing} and has {extra} too many.",
-                "Give one number, or one for every block.",
-            )
-        for value in by_name.values():
-            if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-                raise DtypeError(f"A damping is {value!r}.", "Use a finite number that is not negative.")
-
-        def of(group: Group) -> Tensor:
-            like = group.structure.like
-            return torch.tensor([by_name[name] for name in group.names], dtype=like.dtype, device=like.device)
-
-        return of
 
     def _check_symmetric(self, verb: str) -> None:
         if not self.symmetric:
@@ -366,13 +338,11 @@ class BlockDiagonal(LinearOperator):
             )
 
 
-@contextmanager
-def _naming(names: list[str]) -> Iterator[None]:
-    """Name the block in errors about units."""
-    try:
-        yield
-    except decompositions.UnitError as error:
-        raise SolverError(
-            f"A factor of block {names[error.unit]!r} {error.cause}.",
-            "Look at its data and gradients; for singular factors, pass damping.",
-        ) from error
+def _eigh(structure: Structure) -> tuple[Tensor, Structure]:
+    """Return eigenvalues `[stack, d_B, d_A]`, and eigenvectors as columns of orthogonal blocks."""
+    basis = structure.eigenbasis()
+    if isinstance(basis, Dense):
+        values, vectors = decompositions.eigh(basis.matrix)
+        return values.reshape(-1, basis.rows, basis.columns), replace(basis, matrix=vectors, symmetric=False)
+    assert isinstance(basis, Eigenbasis)  # noqa: S101 (there is no third kind)
+    return basis.values, Kronecker(basis.Q_A, basis.Q_B)

@@ -11,25 +11,53 @@ Curvature matrices of neural networks have many tiny eigenvalues, so that one in
   unit: how much it damps depends on how a scale is split between them.
 """
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kfs.errors import ModelError
+from kfs.errors import DtypeError, ModelError
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.structure import Structure
 
+# One number for all blocks, or one for each block, by name.
+Damping = float | Mapping[str, float]
 Method = Literal["exact", "factored", "per-factor"]
 METHODS = ("exact", "factored", "per-factor")
+
+
+def damping_by_name(damping: Damping, names: set[str]) -> Mapping[str, float]:
+    """Return the damping of each block.
+
+    Args:
+        damping: One number, or one for every block, by name.
+        names: The blocks' names.
+
+    Raises:
+        ModelError: If names are unknown or missing.
+        DtypeError: If a damping is not a finite number, or negative.
+    """
+    numbers = damping if isinstance(damping, Mapping) else dict.fromkeys(names, damping)
+    if set(numbers) != names:
+        missing = sorted(names - set(numbers))
+        extra = sorted(set(numbers) - names)
+        raise ModelError(
+            f"damping lacks the blocks {missing} and has {extra} too many.",
+            "Give one number, or one for every block.",
+        )
+    for value in numbers.values():
+        if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+            raise DtypeError(f"A damping is {value!r}.", "Use a finite number that is not negative.")
+    return numbers
 
 
 def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Structure:
     """Invert blocks after damping.
 
     Args:
-        structure: The blocks; other than Kronecker products have no factors, and are damped exactly.
-        damping: One number per unit, `[U]`, not negative.
+        structure: The blocks. If they are no Kronecker products, damping must be exact.
+        damping: One number per block, `[stack]`, not negative.
         method: `"exact"`, `"factored"` or `"per-factor"`.
 
     Returns:
@@ -37,24 +65,24 @@ def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Str
     """
     if not (damping != 0).any():
         return structure.inverse()
-    if method == "exact" or not isinstance(structure, Kronecker):
-        if method != "exact":
-            raise ModelError(
-                f"Blocks without Kronecker factors cannot have {method} damping.", "Use method='exact' for them."
-            )
+    if method == "exact":
         return structure.power(-1.0, damping)
-    if method == "per-factor":
-        return Kronecker(structure.A.shift(damping).inverse(), structure.B.shift(damping).inverse())
+    if not isinstance(structure, Kronecker):
+        raise ModelError(
+            f"Blocks without Kronecker factors cannot have {method} damping.", "Use method='exact' for them."
+        )
     pi = trace_norm_ratio(structure)
     root = damping.to(pi).sqrt()
-    return Kronecker(structure.A.shift(pi * root).inverse(), structure.B.shift(root / pi).inverse())
+    for_A, for_B = (damping, damping) if method == "per-factor" else (pi * root, root / pi)
+    return Kronecker(structure.A.shift(for_A).inverse(), structure.B.shift(for_B).inverse())
 
 
 def trace_norm_ratio(structure: Kronecker) -> Tensor:
-    """Return `pi` of Martens & Grosse (2015), `[U]`: the root of the ratio of the factors' mean eigenvalues."""
-    mean_A, mean_B = structure.A.trace() / structure.columns, structure.B.trace() / structure.rows
-    ratio = mean_A / mean_B
-    return torch.where((mean_A > 0) & (mean_B > 0), ratio, 1.0).sqrt()
+    """Return `pi` of Martens & Grosse (2015), `[stack]`: the root of the ratio of the factors' mean eigenvalues."""
+    mean_A = structure.A.trace() / structure.columns
+    mean_B = structure.B.trace() / structure.rows
+    # Without a positive trace on both sides there is no unit to compare, and damping is split evenly.
+    return torch.where((mean_A > 0) & (mean_B > 0), mean_A / mean_B, 1.0).sqrt()
 
 
 if __name__ == "__main__":

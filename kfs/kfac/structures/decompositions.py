@@ -1,7 +1,7 @@
-"""Cholesky factors and eigendecompositions of factors that are positive semi-definite, if all went well.
+"""Cholesky factors and eigendecompositions of factors that should be positive semi-definite.
 
-A decomposition that fails in float32 is tried in float64, then with a small multiple of the identity added, which is
-announced. A matrix with NaN, or with eigenvalues that are negative beyond round-off, is an error.
+A decomposition that fails in float32 is tried in float64, then with a small multiple of the identity added, and a
+warning. A matrix with NaN, or with eigenvalues that are negative beyond round-off, is an error.
 """
 
 import warnings
@@ -14,18 +14,19 @@ from kfs.errors import KfsWarning
 _HALF = {torch.float16, torch.bfloat16}
 
 
-class UnitError(Exception):
-    """One of many matrices is not what it should be; whoever knows their names turns this into a helpful message.
+class BlockError(Exception):
+    """One block of a stack is not what it should be. `Stack.apply` replaces its index by its name.
 
     Attributes:
-        unit: Which one.
+        index: Place of the block in the stack.
         cause: What is wrong with it.
     """
 
-    def __init__(self, unit: int, cause: str) -> None:
+    def __init__(self, index: int, cause: str) -> None:
         """Store both."""
-        super().__init__(unit, cause)
-        self.unit, self.cause = unit, cause
+        super().__init__(index, cause)
+        self.index = index
+        self.cause = cause
 
 
 def computable(t: Tensor) -> Tensor:
@@ -33,40 +34,54 @@ def computable(t: Tensor) -> Tensor:
     return t.float() if t.dtype in _HALF else t
 
 
+def check_each(good: Tensor, cause: str) -> None:
+    """Raise a `BlockError` for the first block that is not good, of `[stack]` booleans."""
+    if not good.all():
+        raise BlockError(int((~good).nonzero()[0]), cause)
+
+
 def check_finite(matrices: Tensor) -> None:
-    """Refuse NaN and infinity in any of `[U, ...]`."""
-    finite = matrices.isfinite().flatten(1).all(1)
-    if not finite.all():
-        raise UnitError(int((~finite).nonzero()[0]), "has NaN or infinity in it")
+    """Refuse NaN and infinity in any of `[stack, ...]`."""
+    check_each(matrices.isfinite().flatten(1).all(1), "has NaN or infinity in it")
 
 
 def check_definite(values: Tensor, noise: Tensor) -> None:
-    """Refuse eigenvalues `[U, ...]` that are negative by more than some noise level `[U]`.
+    """Refuse eigenvalues `[stack, ...]` that are negative by more than some noise level `[stack]`.
 
-    Sums over many data have errors that grow with their number, so that the root of the precision counts as noise, too.
+    Errors of sums grow with the number of data. So the root of the precision counts as noise, too.
     """
     flat = values.flatten(1)
     lowest = flat.min(1).values
     accumulated = torch.finfo(values.dtype).eps ** 0.5 * flat.abs().max(1).values
     bad = lowest < -torch.maximum(noise, accumulated)
     if bad.any():
-        unit = int(bad.nonzero()[0])
-        raise UnitError(unit, f"has a negative eigenvalue, {float(lowest[unit]):.1e}, beyond round-off")
+        index = int(bad.nonzero()[0])
+        cause = f"has a negative eigenvalue, {float(lowest[index]):.1e}, beyond round-off"
+        raise BlockError(index, cause)
 
 
 def round_off(values: Tensor, eps: float | None = None) -> Tensor:
-    """Return how wrong eigenvalues `[U, d]` of matrices may be, that are stored in some precision (their own)."""
-    return values.shape[-1] * (eps or torch.finfo(values.dtype).eps) * values.abs().max(-1).values
+    """Return a bound on the round-off in eigenvalues.
+
+    Args:
+        values: Eigenvalues of matrices, `[stack, d]`.
+        eps: Precision that the matrices were stored in. If not given, that of the eigenvalues' dtype.
+
+    Returns:
+        One number per matrix, `[stack]`.
+    """
+    eps = eps or torch.finfo(values.dtype).eps
+    return values.shape[-1] * eps * values.abs().max(-1).values
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Decompose symmetric matrices.
 
     Args:
-        matrices: `[U, d, d]`.
+        matrices: `[stack, d, d]`.
 
     Returns:
-        Eigenvalues in ascending order, `[U, d]`, and eigenvectors, the columns of `[U, d, d]`.
+        Eigenvalues in ascending order, `[stack, d]`, and eigenvectors, the columns of `[stack, d, d]`.
     """
     matrices = computable(matrices)
     try:
@@ -81,33 +96,39 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cholesky(matrices: Tensor) -> Tensor:
-    """Return lower triangular factors `L` of `[U, d, d]`, with `L L^T` equal to the matrices."""
+    """Return lower triangular factors `L` of `[stack, d, d]`, with `L L^T` equal to the matrices."""
     matrices = computable(matrices)
     L: Tensor
-    wide: Tensor
     L, failed = torch.linalg.cholesky_ex(matrices)
     if not failed.any():
         return L
     check_finite(matrices)
-    wide, failed = torch.linalg.cholesky_ex(matrices.double())
+    L, failed = torch.linalg.cholesky_ex(matrices.double())
     if failed.any():
-        values = torch.linalg.eigvalsh(matrices.double())
-        noise = round_off(values.to(matrices.dtype)).double()
-        check_definite(values, noise)
-        jitter = 2 * torch.maximum(noise, -values.min(1).values) + torch.finfo(matrices.dtype).tiny
-        units = failed.nonzero().flatten().tolist()
-        text = (
-            f"{len(units)} of {len(matrices)} factors are singular; up to {float(jitter[units].max()):.1e} times the "
-            "identity was added to them. Pass damping to decide yourself."
-        )
-        warnings.warn(text, KfsWarning, stacklevel=2)
-        shift = torch.where(failed > 0, jitter, 0.0)
-        wide = torch.linalg.cholesky(
-            matrices.double() + torch.diag_embed(shift.unsqueeze(-1).expand(-1, matrices.shape[-1]))
-        )
-    return wide.to(matrices.dtype)
+        L = torch.linalg.cholesky(_with_jitter(matrices, failed > 0))
+    return L.to(matrices.dtype)
+
+
+def _with_jitter(matrices: Tensor, singular: Tensor) -> Tensor:
+    """Add a multiple of the identity to singular ones of the matrices, in float64, with a warning."""
+    precise = matrices.double()
+    values = torch.linalg.eigvalsh(precise)
+    noise = round_off(values.to(matrices.dtype)).double()
+    check_definite(values, noise)
+    # Round-off has made eigenvalues of zero negative, at worst by as much as the lowest one.
+    jitter = 2 * torch.maximum(noise, -values.min(1).values) + torch.finfo(matrices.dtype).tiny
+    text = (
+        f"{int(singular.sum())} of {len(matrices)} factors are singular; up to {float(jitter[singular].max()):.1e} "
+        "times the identity was added to them. Pass damping to decide yourself."
+    )
+    warnings.warn(text, KfsWarning, stacklevel=3)
+    shifts = torch.where(singular, jitter, 0.0).unsqueeze(1).expand(-1, matrices.shape[-1])
+    return precise + torch.diag_embed(shifts)
 
 
 def inverse(matrices: Tensor) -> Tensor:
-    """Invert positive definite matrices `[U, d, d]`; rows come first in memory, as in those from files."""
+    """Invert positive definite matrices `[stack, d, d]`.
+
+    Results are contiguous, as matrices from files are, so that products with both are equal to the last bit.
+    """
     return torch.cholesky_inverse(cholesky(matrices)).contiguous()

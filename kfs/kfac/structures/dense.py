@@ -1,8 +1,6 @@
-"""Blocks without structure, for small layers."""
+"""Blocks as plain matrices, for small layers."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,71 +8,35 @@ from torch import Tensor
 from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
+from kfs.kfac.structures.stackable import NOT_STORED
 from kfs.kfac.structures.structure import Structure
-from kfs.storage import UnfitError
 
 
 @dataclass(frozen=True, eq=False)
 class Dense(Structure):
-    """Blocks without structure.
+    """Blocks as plain matrices.
 
     Attributes:
-        matrix: `[U, d_B * d_A, d_B * d_A]`.
+        matrix: `[stack, d_B * d_A, d_B * d_A]`.
         rows: `d_B`.
         columns: `d_A`.
         symmetric: Whether blocks equal their transposes.
     """
 
     matrix: Tensor
-    rows: int
-    columns: int
+    rows: int = field(metadata=NOT_STORED)
+    columns: int = field(metadata=NOT_STORED)
     symmetric: bool = True
 
-    @property
-    def units(self) -> int:  # type: ignore[override]
-        """How many."""
-        return len(self.matrix)
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Sizes."""
-        return ("dense", self.rows, self.columns, self.matrix.device)
+    @classmethod
+    def field_shapes(cls, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of a matrix."""
+        return {"matrix": (rows * columns, rows * columns)}
 
     @property
     def like(self) -> Tensor:
         """The matrices."""
         return self.matrix
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all matrices."""
-        return self.matrix.numel() * self.matrix.element_size()
-
-    @classmethod
-    def stack(cls, parts: Sequence[Any]) -> Self:
-        """Put blocks together."""
-        first = parts[0]
-        matrix = first.matrix if len(parts) == 1 else torch.cat([part.matrix for part in parts])
-        return cls(matrix, first.rows, first.columns, all(part.symmetric for part in parts))
-
-    def __getitem__(self, units: slice) -> Self:
-        """Return some of the blocks."""
-        return replace(self, matrix=self.matrix[units])
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Return the same blocks on a device, or in another precision."""
-        return replace(self, matrix=self.matrix.to(device=device, dtype=dtype))
-
-    def state(self) -> dict[str, Any]:
-        """Return everything, for a file."""
-        return {"matrix": self.matrix, "symmetric": self.symmetric}
-
-    @classmethod
-    def from_state(cls, state: Any, units: int, rows: int, columns: int) -> Self:
-        """Undo `state`, for some blocks of a size."""
-        if state["matrix"].shape != (units, rows * columns, rows * columns):
-            raise UnfitError(f"a block has shape {list(state['matrix'].shape)}")
-        return cls(state["matrix"], rows, columns, bool(state["symmetric"]))
 
     def multiply(self, M: Tensor) -> Tensor:
         """Multiply with matrices."""
@@ -102,7 +64,7 @@ class Dense(Structure):
 
     def diagonal(self) -> Tensor:
         """Return the diagonals."""
-        return self.matrix.diagonal(dim1=1, dim2=2).reshape(self.units, self.rows, self.columns)
+        return self.matrix.diagonal(dim1=1, dim2=2).reshape(-1, self.rows, self.columns)
 
     def squared_norm(self) -> Tensor:
         """Sum squares."""
@@ -122,20 +84,23 @@ class Dense(Structure):
     def power(self, exponent: float, damping: Tensor | None = None) -> "Dense":
         """Decompose, and raise damped eigenvalues to a power."""
         values, vectors = decompositions.eigh(self.matrix)
-        ones = values.new_ones(len(values))
-        basis = Eigenbasis(
-            Factor.identity(1, ones), Factor.dense(vectors), values.unsqueeze(2), decompositions.round_off(values)
-        ).power(exponent, damping)
-        return replace(self, matrix=(vectors * basis.values.transpose(1, 2)) @ vectors.transpose(1, 2))
+        # Any block is diagonal in its own eigenvectors: an eigenbasis with a trivial input side.
+        Q_A = Factor.identity(1, values.new_ones(len(values)))
+        noise = decompositions.round_off(values)
+        basis = Eigenbasis(Q_A, Factor.dense(vectors), values.unsqueeze(2), noise)
+        powered = basis.power(exponent, damping).values.transpose(1, 2)
+        return replace(self, matrix=(vectors * powered) @ vectors.transpose(1, 2))
 
-    def product(self, other: Structure) -> Structure | None:
+    def product(self, other: Structure) -> "Dense":
         """Multiply with any structure."""
-        return Dense(self.matrix @ other.to_dense(), self.rows, self.columns, symmetric=False)
+        return replace(self, matrix=self.matrix @ other.to_dense(), symmetric=False)
 
-    def plus(self, other: Structure) -> Structure | None:
+    def plus(self, other: Structure) -> "Dense":
         """Add any structure."""
-        return replace(self, matrix=self.matrix + other.to_dense(), symmetric=self.symmetric and other.symmetric)
+        symmetric = self.symmetric and other.symmetric
+        return replace(self, matrix=self.matrix + other.to_dense(), symmetric=symmetric)
 
     def shift(self, delta: float) -> "Dense":
         """Add to the diagonals."""
-        return replace(self, matrix=self.matrix + delta * torch.eye(self.matrix.shape[1]).to(self.matrix))
+        identity = torch.eye(self.matrix.shape[1]).to(self.matrix)
+        return replace(self, matrix=self.matrix + delta * identity)

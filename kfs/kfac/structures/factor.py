@@ -1,95 +1,85 @@
-r"""One side of a Kronecker product: a dense, diagonal or identity matrix, for many blocks of one size at once.
+"""One side of a Kronecker product: dense, diagonal or identity matrices, a stack of them at once.
 
-All methods act on `U` matrices of size `d` together, each with a scale of its own.
+All methods act on a stack of matrices of size `d`, each with a scale of its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from kfs.kfac.structures import decompositions
+from kfs.kfac.structures.stackable import NOT_STORED, Stackable
 from kfs.storage import UnfitError
 
 Kind = Literal["dense", "diagonal", "identity"]
 
 
 @dataclass(frozen=True, eq=False)
-class Factor:
-    """Some matrices: scales times dense, diagonal or identity matrices.
+class Factor(Stackable):
+    """A stack of matrices: scales times dense, diagonal or identity matrices.
 
     Attributes:
-        values: `[U, d, d]` for dense matrices, `[U, d]` for diagonals. For identities, `[U, d]` of (expanded) ones.
-        scale: `[U]`.
+        values: `[stack, d, d]` for dense matrices, `[stack, d]` for diagonals. For identities, `[stack, d]` of ones,
+            which are expanded and take no memory.
+        scale: `[stack]`.
         kind: Which of the three.
         symmetric: Whether matrices equal their transposes.
-        eps: The precision that values were stored in, if not that of their dtype.
+        eps: Precision that values were stored in, if not that of their dtype.
     """
 
     values: Tensor
     scale: Tensor
     kind: Kind
     symmetric: bool = True
-    eps: float | None = None
+    eps: float | None = field(default=None, metadata=NOT_STORED)
 
     @classmethod
     def dense(cls, values: Tensor, scale: Tensor | None = None, symmetric: bool = True) -> "Factor":
-        """Wrap matrices `[U, d, d]`."""
-        return cls(values, values.new_ones(len(values)) if scale is None else scale, "dense", symmetric)
+        """Wrap matrices `[stack, d, d]`."""
+        scale = values.new_ones(len(values)) if scale is None else scale
+        return cls(values, scale, "dense", symmetric)
 
     @classmethod
     def diagonal(cls, values: Tensor, scale: Tensor | None = None) -> "Factor":
-        """Wrap diagonals `[U, d]`."""
-        return cls(values, values.new_ones(len(values)) if scale is None else scale, "diagonal")
+        """Wrap diagonals `[stack, d]`."""
+        scale = values.new_ones(len(values)) if scale is None else scale
+        return cls(values, scale, "diagonal")
 
     @classmethod
     def identity(cls, size: int, scale: Tensor) -> "Factor":
-        """Make multiples of the identity, with scales `[U]`."""
+        """Make multiples of the identity, with scales `[stack]`."""
         return cls(scale.new_ones(()).expand(len(scale), size), scale, "identity")
 
     @classmethod
     def stack(cls, parts: Sequence["Factor"]) -> "Factor":
         """Put matrices of one kind and size together."""
-        first = parts[0]
-        if len(parts) == 1:
-            return first
-        scale = torch.cat([part.scale for part in parts])
-        if first.kind == "identity":
-            return cls.identity(first.size, scale)
-        symmetric = all(part.symmetric for part in parts)
-        return cls(torch.cat([part.values for part in parts]), scale, first.kind, symmetric, first.eps)
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Factor":
-        """Return the same matrices on a device, or in another precision."""
-        values, scale = (t.to(device=device, dtype=dtype) for t in (self.values, self.scale))
-        return replace(self, values=values, scale=scale)
+        stacked = super().stack(parts)
+        # Concatenation has stored the ones of identities.
+        return cls.identity(stacked.size, stacked.scale) if stacked.kind == "identity" else stacked
 
     def state(self) -> dict[str, Any]:
-        """Return everything, for a file."""
-        values = self.size if self.kind == "identity" else self.values
-        return {"kind": self.kind, "values": values, "scale": self.scale, "symmetric": self.symmetric}
+        """Return what a file stores. Of identities, that is their size instead of their values."""
+        return super().state() | ({"values": self.size} if self.kind == "identity" else {})
 
     @classmethod
-    def from_state(cls, state: Any, units: int, size: int) -> "Factor":
-        """Undo `state`, for some matrices of a size."""
-        kind, values, scale = state["kind"], state["values"], state["scale"]
-        if kind == "identity":
-            values = scale.new_ones(()).expand(units, int(values))
-        shape = {"dense": (units, size, size), "diagonal": (units, size), "identity": (units, size)}[kind]
-        if values.shape != shape or scale.shape != (units,):
+    def from_state(cls, state: Any, count: int, size: int) -> Self:
+        """Undo `state`, for a number of matrices of some size.
+
+        Raises:
+            UnfitError: If values or scales have another shape than they should.
+        """
+        values = state["values"]
+        scale = state["scale"]
+        if state["kind"] == "identity":
+            values = scale.new_ones(()).expand(count, int(values))
+        shape = (count, size, size) if state["kind"] == "dense" else (count, size)
+        if values.shape != shape or scale.shape != (count,):
             raise UnfitError(f"a factor has shape {list(values.shape)} instead of {list(shape)}")
-        return cls(values, scale, kind, bool(state["symmetric"]))
-
-    def __getitem__(self, units: slice) -> "Factor":
-        """Return some of the matrices."""
-        return replace(self, values=self.values[units], scale=self.scale[units])
-
-    def __len__(self) -> int:
-        """Count the matrices."""
-        return len(self.scale)
+        return cls(values, scale, state["kind"], bool(state["symmetric"]))
 
     @property
     def size(self) -> int:
@@ -98,8 +88,8 @@ class Factor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are stored."""
-        return 0 if self.kind == "identity" else self.values.numel() * self.values.element_size()
+        """Bytes of values. Identities and scales are not counted."""
+        return 0 if self.kind == "identity" else super().nbytes
 
     @property
     def T(self) -> "Factor":  # noqa: N802
@@ -107,17 +97,17 @@ class Factor:
         return self if self.symmetric else replace(self, values=self.values.transpose(1, 2))
 
     def to_dense(self) -> Tensor:
-        """Return `[U, d, d]`."""
+        """Return `[stack, d, d]`."""
         values = self.values if self.kind == "dense" else torch.diag_embed(self.values)
-        return values * self._scale(values)
+        return values * self.scale.reshape(-1, 1, 1)
 
     def entries(self) -> Tensor:
-        """Return the diagonals, `[U, d]`."""
+        """Return the diagonals, `[stack, d]`."""
         values = self.values.diagonal(dim1=1, dim2=2) if self.kind == "dense" else self.values
         return values * self.scale.unsqueeze(1)
 
     def left(self, M: Tensor) -> Tensor:
-        """Multiply `[U, K, d, e]` from the left with the matrices, without their scales."""
+        """Multiply `[stack, columns, d, e]` from the left with the matrices, without their scales."""
         if self.kind == "diagonal":
             return self.values[:, None, :, None] * M
         if self.kind == "identity":
@@ -126,10 +116,12 @@ class Factor:
             return (self.values @ M.squeeze(1)).unsqueeze(1)
         if len(self) == 1 or M.device.type != "cpu":
             return self.values.unsqueeze(1) @ M
-        return torch.stack([matrix @ columns for matrix, columns in zip(self.values, M, strict=True)])  # not K copies
+        # On a CPU, the product above would copy each matrix once per column.
+        products = [matrix @ columns for matrix, columns in zip(self.values, M, strict=True)]
+        return torch.stack(products)
 
     def right(self, M: Tensor) -> Tensor:
-        """Multiply `[U, K, e, d]` from the right with the transposed matrices, without their scales."""
+        """Multiply `[stack, columns, e, d]` from the right with the transposes, without their scales."""
         if self.kind == "diagonal":
             return self.values[:, None, None, :] * M
         if self.kind == "identity":
@@ -155,42 +147,47 @@ class Factor:
             return replace(self, scale=self.scale + other.scale)
         if "dense" not in {self.kind, other.kind}:
             return Factor.diagonal(self.entries() + other.entries())
-        return Factor.dense(self.to_dense() + other.to_dense(), symmetric=self.symmetric and other.symmetric)
+        symmetric = self.symmetric and other.symmetric
+        return Factor.dense(self.to_dense() + other.to_dense(), symmetric=symmetric)
 
     def shift(self, delta: Tensor) -> "Factor":
-        """Add multiples `[U]` of the identity."""
+        """Add multiples `[stack]` of the identity."""
         if self.kind != "dense":
             return self.plus(Factor.identity(self.size, delta.to(self.scale)))
-        values = self.values * self._scale(self.values)
+        values = self.to_dense()
         values.diagonal(dim1=1, dim2=2).add_(delta.to(values).unsqueeze(1))
         return Factor.dense(values, symmetric=self.symmetric)
 
     def scaled(self, factor: Tensor | float) -> "Factor":
-        """Scale all matrices by a number, or by one each, `[U]`."""
+        """Scale all matrices by a number, or by one each, `[stack]`."""
         return replace(self, scale=self.scale * factor)
 
     def equals(self, other: "Factor") -> bool:
         """Whether all matrices are the same, up to scales."""
-        return self.kind == other.kind and (self.values is other.values or torch.equal(self.values, other.values))
+        if self.kind != other.kind:
+            return False
+        return self.values is other.values or torch.equal(self.values, other.values)
 
     def trace(self) -> Tensor:
-        """Return the traces, `[U]`."""
+        """Return the traces, `[stack]`."""
         return self.entries().sum(1)
 
     def squared_norm(self) -> Tensor:
-        """Return the sums of squared entries, `[U]`."""
+        """Return the sums of squared entries, `[stack]`."""
         return self.values.square().flatten(1).sum(1) * self.scale.square()
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Return signs and logarithms of the determinants, `[U]` each."""
+        """Return signs and logarithms of the determinants, `[stack]` each."""
         if self.kind == "dense":
             sign, log = torch.linalg.slogdet(decompositions.computable(self.values))
         else:
-            sign, log = self.values.sign().prod(1), self.values.abs().log().sum(1)
+            sign = self.values.sign().prod(1)
+            log = self.values.abs().log().sum(1)
         return sign * self.scale.sign() ** self.size, log + self.size * self.scale.abs().log()
 
     @cached_property
     def _unscaled_eigh(self) -> "tuple[Tensor, Factor]":
+        """Decompose once, also if the factor is used several times."""
         if self.kind == "dense":
             values, vectors = decompositions.eigh(self.values)
             return values, Factor.dense(vectors, symmetric=False)
@@ -198,54 +195,51 @@ class Factor:
         return self.values, Factor.identity(self.size, torch.ones_like(self.scale))
 
     def eigh(self) -> "tuple[Tensor, Factor]":
-        """Return eigenvalues `[U, d]` and eigenvectors of symmetric matrices."""
+        """Return eigenvalues `[stack, d]` and eigenvectors of symmetric matrices."""
         values, vectors = self._unscaled_eigh
         return values * self.scale.unsqueeze(1), vectors
 
     def inverse(self) -> "Factor":
         """Invert, by Cholesky factors where matrices are symmetric."""
-        if self.kind == "identity":
-            return self._inverse_of_scale(self.values)
-        if self.kind == "diagonal":
-            decompositions.check_finite(self.values)
-            if (self.values == 0).any():
-                unit = int((self.values == 0).any(1).nonzero()[0])
-                raise decompositions.UnitError(unit, "is singular: a diagonal entry is zero")
-            return self._inverse_of_scale(1 / self.values)
-        if self.symmetric:
-            return self._inverse_of_scale(decompositions.inverse(self.values))
-        return self._inverse_of_scale(torch.linalg.inv(decompositions.computable(self.values)))
-
-    def power(self, exponent: float) -> "Factor":
-        """Raise positive semi-definite matrices to a power; zero to a negative power is an error."""
-        values, vectors = self.eigh()
-        powered = positive_power(values, exponent, decompositions.round_off(values, self.eps))
-        if vectors.kind == "identity":
-            return Factor.diagonal(powered) if self.kind == "diagonal" else self._with_scale(powered[:, 0])
-        return Factor.dense((vectors.values * powered.unsqueeze(1)) @ vectors.values.transpose(1, 2))
-
-    def _with_scale(self, scale: Tensor) -> "Factor":
-        return replace(self, scale=scale)
-
-    def _inverse_of_scale(self, values: Tensor) -> "Factor":
-        if (self.scale == 0).any():
-            raise decompositions.UnitError(int((self.scale == 0).nonzero()[0]), "is singular: its scale is zero")
+        decompositions.check_each(self.scale != 0, "is singular: its scale is zero")
+        values = self._inverse_values()
         return replace(self, values=values, scale=1 / self.scale.to(values.dtype))
 
-    def _scale(self, like: Tensor) -> Tensor:
-        return self.scale.reshape(-1, *[1] * (like.ndim - 1))
+    def power(self, exponent: float) -> "Factor":
+        """Raise positive semi-definite matrices to a power. A negative power of zero is an error."""
+        values, vectors = self.eigh()
+        powered = positive_power(values, exponent, decompositions.round_off(values, self.eps))
+        if self.kind == "identity":
+            return replace(self, scale=powered[:, 0])
+        if self.kind == "diagonal":
+            return Factor.diagonal(powered)
+        rotated = vectors.values * powered.unsqueeze(1)
+        return Factor.dense(rotated @ vectors.values.transpose(1, 2))
+
+    def _inverse_values(self) -> Tensor:
+        """Invert values, without their scales."""
+        if self.kind == "identity":
+            return self.values
+        if self.kind == "diagonal":
+            decompositions.check_finite(self.values)
+            nonzero = (self.values != 0).all(1)
+            decompositions.check_each(nonzero, "is singular: a diagonal entry is zero")
+            return 1 / self.values
+        if self.symmetric:
+            return decompositions.inverse(self.values)
+        inverse: Tensor = torch.linalg.inv(decompositions.computable(self.values))
+        return inverse
 
 
 def positive_power(values: Tensor, exponent: float, noise: Tensor) -> Tensor:
-    """Raise eigenvalues `[U, ...]` that are not negative, up to noise `[U]`, to a power.
+    """Raise eigenvalues `[stack, ...]` that are not negative, up to noise `[stack]`, to a power.
 
     Raises:
-        UnitError: If one is negative, or zero and the exponent is negative.
+        BlockError: If one is negative, or zero and the exponent is negative.
     """
     decompositions.check_definite(values, noise)
     if exponent >= 0:
         return values.clamp(min=0) ** exponent
-    singular = (values <= noise.reshape(-1, *[1] * (values.ndim - 1))).flatten(1).any(1)
-    if singular.any():
-        raise decompositions.UnitError(int(singular.nonzero()[0]), "is singular, up to round-off")
+    above_noise = values.flatten(1) > noise.unsqueeze(1)
+    decompositions.check_each(above_noise.all(1), "is singular, up to round-off")
     return values**exponent

@@ -20,9 +20,7 @@ of $Q_B \otimes Q_A$, so that functions of $B \otimes A + \delta I$, which is no
 `eigenbasis`. A sum of two products is one again if they share a factor.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -46,10 +44,10 @@ class Kronecker(Structure):
     A: Factor
     B: Factor
 
-    @property
-    def units(self) -> int:  # type: ignore[override]
-        """How many."""
-        return len(self.A)
+    @classmethod
+    def field_shapes(cls, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of both factors."""
+        return {"A": (columns,), "B": (rows,)}
 
     @property
     def rows(self) -> int:  # type: ignore[override]
@@ -67,48 +65,18 @@ class Kronecker(Structure):
         return self.A.symmetric and self.B.symmetric
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """Kinds and sizes."""
-        return ("kronecker", self.A.kind, self.B.kind, self.rows, self.columns, self.A.scale.device)
-
-    @property
     def like(self) -> Tensor:
         """The scales."""
         return self.A.scale
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both factors."""
-        return self.A.nbytes + self.B.nbytes
-
-    @classmethod
-    def stack(cls, parts: Sequence[Any]) -> Self:
-        """Put blocks together."""
-        return cls(Factor.stack([part.A for part in parts]), Factor.stack([part.B for part in parts]))
-
-    def __getitem__(self, units: slice) -> Self:
-        """Return some of the blocks."""
-        return type(self)(self.A[units], self.B[units])
-
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Return the same blocks on a device, or in another precision."""
-        return type(self)(self.A.to(device, dtype), self.B.to(device, dtype))
-
-    def state(self) -> dict[str, Any]:
-        """Return everything, for a file."""
-        return {"A": self.A.state(), "B": self.B.state()}
-
-    @classmethod
-    def from_state(cls, state: Any, units: int, rows: int, columns: int) -> Self:
-        """Undo `state`, for some blocks of a size."""
-        return cls(Factor.from_state(state["A"], units, columns), Factor.from_state(state["B"], units, rows))
-
     def multiply(self, M: Tensor) -> Tensor:
-        """Multiply from both sides; scales come last, and are not applied to large factors."""
-        if M.shape[:2] == (1, 1) and self.A.kind == self.B.kind == "dense":  # without the detours of many matrices
+        """Multiply from both sides. Scales come last: they are not applied to large factors."""
+        scale = self.A.scale * self.B.scale
+        # Plain products of two matrices are faster than batched ones with a batch of one.
+        if M.shape[:2] == (1, 1) and self.A.kind == self.B.kind == "dense":
             product = self.B.values[0] @ M[0, 0] @ self.A.values[0].T
-            return product.mul_(self.A.scale * self.B.scale)[None, None]
-        return self.B.left(self.A.right(M)) * (self.A.scale * self.B.scale).reshape(-1, 1, 1, 1)
+            return product.mul_(scale)[None, None]
+        return self.B.left(self.A.right(M)) * scale.reshape(-1, 1, 1, 1)
 
     def transposed(self) -> "Kronecker":
         """Transpose both factors."""
@@ -120,17 +88,18 @@ class Kronecker(Structure):
 
     def eigenbasis(self) -> Eigenbasis:
         """Decompose both factors."""
-        (a, Q_A), (b, Q_B) = self.A.eigh(), self.B.eigh()
+        a, Q_A = self.A.eigh()
+        b, Q_B = self.B.eigh()
         values = b.unsqueeze(2) * a.unsqueeze(1)
-        # An eigenvalue of one factor that is zero up to round-off makes products that are, with the other's largest.
-        noise_a, noise_b = decompositions.round_off(a, self.A.eps), decompositions.round_off(b, self.B.eps)
-        largest_a, largest_b = a.abs().max(1).values, b.abs().max(1).values
-        return Eigenbasis(Q_A, Q_B, values, noise_a * largest_b + noise_b * largest_a)
+        # Round-off in an eigenvalue of one factor is multiplied by an eigenvalue of the other, at most its largest.
+        noise_a = decompositions.round_off(a, self.A.eps) * b.abs().max(1).values
+        noise_b = decompositions.round_off(b, self.B.eps) * a.abs().max(1).values
+        return Eigenbasis(Q_A, Q_B, values, noise_a + noise_b)
 
     def to_dense(self) -> Tensor:
         """Multiply out."""
-        A, B = self.A.to_dense(), self.B.to_dense()
-        return torch.einsum("uij,ukl->uikjl", B, A).reshape(self.units, self.rows * self.columns, -1)
+        product = torch.einsum("uij,ukl->uikjl", self.B.to_dense(), self.A.to_dense())
+        return product.reshape(len(self), self.rows * self.columns, -1)
 
     def diagonal(self) -> Tensor:
         """Multiply the factors' diagonals."""
@@ -146,15 +115,17 @@ class Kronecker(Structure):
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
         """Add the factors' logarithms of determinants, each as often as the other one's size."""
-        (sign_a, log_a), (sign_b, log_b) = self.A.slogdet(), self.B.slogdet()
-        return sign_a**self.rows * sign_b**self.columns, self.rows * log_a + self.columns * log_b
+        sign_a, log_a = self.A.slogdet()
+        sign_b, log_b = self.B.slogdet()
+        sign = sign_a**self.rows * sign_b**self.columns
+        return sign, self.rows * log_a + self.columns * log_b
 
     def inverse(self) -> "Kronecker":
         """Invert both factors."""
         return Kronecker(self.A.inverse(), self.B.inverse())
 
     def power(self, exponent: float, damping: Tensor | None = None) -> Structure:
-        """Raise both factors to a power; with damping, it is no Kronecker product any more."""
+        """Raise both factors to a power. With damping, the result is no Kronecker product."""
         if damping is not None and (damping != 0).any():
             return super().power(exponent, damping)
         return Kronecker(self.A.power(exponent), self.B.power(exponent))
@@ -162,31 +133,27 @@ class Kronecker(Structure):
     def product(self, other: Structure) -> Structure | None:
         """Multiply factor by factor."""
         if isinstance(other, Dense):
-            return Dense(self.to_dense() @ other.matrix, self.rows, self.columns, symmetric=False)
+            return replace(other, matrix=self.to_dense() @ other.matrix, symmetric=False)
         if not isinstance(other, Kronecker):
             return None
         return Kronecker(self.A.compose(other.A), self.B.compose(other.B))
 
     def shift(self, delta: float) -> Eigenbasis:
-        """Add a multiple of the identity: what comes out has the same eigenvectors."""
+        """Add a multiple of the identity. The result has the same eigenvectors."""
         return self.eigenbasis().shift(delta)
 
     def plus(self, other: Structure) -> Structure | None:
-        """Add what differs, if one factor is the same."""
+        """Add the factors that differ, if the others are the same."""
         if isinstance(other, Dense):
             return other.plus(self)
         if not isinstance(other, Kronecker):
             return None
         if self.A.equals(other.A):
-            ones = torch.ones_like(self.A.scale)
-            return Kronecker(
-                replace(self.A, scale=ones), self.B.scaled(self.A.scale).plus(other.B.scaled(other.A.scale))
-            )
+            A = replace(self.A, scale=torch.ones_like(self.A.scale))
+            return Kronecker(A, self.B.scaled(self.A.scale).plus(other.B.scaled(other.A.scale)))
         if self.B.equals(other.B):
-            ones = torch.ones_like(self.B.scale)
-            return Kronecker(
-                self.A.scaled(self.B.scale).plus(other.A.scaled(other.B.scale)), replace(self.B, scale=ones)
-            )
+            B = replace(self.B, scale=torch.ones_like(self.B.scale))
+            return Kronecker(self.A.scaled(self.B.scale).plus(other.A.scaled(other.B.scale)), B)
         if "dense" not in {self.A.kind, self.B.kind, other.A.kind, other.B.kind}:
             return Eigenbasis.of_diagonal(self.diagonal() + other.diagonal())
         return None

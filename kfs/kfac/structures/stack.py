@@ -1,13 +1,15 @@
-"""Groups: blocks of one structure and size, with the parameters that they belong to."""
+"""Stacks: blocks of one structure and size, with the parameters that they belong to."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from kfs.errors import SolverError
 from kfs.kfac.layout import Layout
+from kfs.kfac.structures.decompositions import BlockError
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.kronecker import Kronecker
@@ -15,14 +17,19 @@ from kfs.kfac.structures.structure import Structure
 from kfs.operators.space import Space
 from kfs.storage import UnfitError
 
+Answer = TypeVar("Answer")
+Arguments = ParamSpec("Arguments")
+# Structures by the names that files have for them.
+_KINDS: dict[str, type[Structure]] = {"kronecker": Kronecker, "eigenbasis": Eigenbasis, "dense": Dense}
+
 
 @dataclass(frozen=True)
-class Group:
+class Stack:
     """Blocks that are processed together.
 
     Attributes:
-        layouts: How each block's parameter becomes a matrix (or several ones, with groups of channels).
-        structure: All units, in order: as many per block as its layout has groups.
+        layouts: How parameters become matrices. A layout with groups of channels has one block for each group.
+        structure: The blocks of all layouts, in order.
     """
 
     layouts: tuple[Layout, ...]
@@ -30,78 +37,98 @@ class Group:
 
     @property
     def names(self) -> list[str]:
-        """The block that each unit belongs to."""
+        """The name of each block, as long as the stack. Groups of channels have the name of their layout."""
         return [layout.name for layout in self.layouts for _ in range(layout.groups)]
 
-    def read(self, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return all blocks' matrices, `[U, K, d_B, d_A]`."""
-        parts = [self._units(layout.matrix(columns), layout) for layout in self.layouts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def write(self, M: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Undo `read`: write into tensors `[K, *shape]`."""
-        for layout, units in self.parts():
-            part = M[units].transpose(0, 1)
-            layout.write(part if layout.groups > 1 else part.squeeze(1), columns)
-
-    def parts(self) -> Iterator[tuple[Layout, slice]]:
-        """Go through all blocks, and which units belong to them."""
+    def slices(self) -> Iterator[tuple[Layout, slice]]:
+        """Yield all layouts, each with the part of the stack that has its blocks."""
         start = 0
         for layout in self.layouts:
             yield layout, slice(start, start + layout.groups)
             start += layout.groups
 
+    def read(self, columns: Mapping[str, Tensor]) -> Tensor:
+        """Return the matrices of all blocks, `[stack, columns, d_B, d_A]`."""
+        parts = [layout.matrix(columns).transpose(0, 1) for layout in self.layouts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def write(self, M: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Undo `read`: write `[stack, columns, d_B, d_A]` into tensors `[columns, *shape]`."""
+        for layout, part in self.slices():
+            layout.write(M[part].transpose(0, 1), columns)
+
+    def per_block(self, numbers: Mapping[str, float]) -> Tensor:
+        """Return numbers that are given by the blocks' names as a tensor, `[stack]`."""
+        return self.structure.like.new_tensor([numbers[name] for name in self.names])
+
+    def apply(
+        self,
+        function: Callable[Concatenate[Structure, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Answer:
+        """Call a function of the structure.
+
+        Raises:
+            SolverError: If it raises a `BlockError`. The message has the block's name.
+        """
+        try:
+            return function(self.structure, *args, **kwargs)
+        except BlockError as error:
+            raise SolverError(
+                f"A factor of block {self.names[error.index]!r} {error.cause}.",
+                "Look at its data and gradients; for singular factors, pass damping.",
+            ) from error
+
     def state(self) -> dict[str, Any]:
-        """Return everything, for a file."""
+        """Return what a file stores."""
         kind = next(kind for kind, cls in _KINDS.items() if type(self.structure) is cls)
-        return {"layouts": [asdict(layout) for layout in self.layouts], "kind": kind, "blocks": self.structure.state()}
+        layouts = [asdict(layout) for layout in self.layouts]
+        return {"layouts": layouts, "kind": kind, "blocks": self.structure.state()}
 
     @classmethod
-    def from_state(cls, state: Any) -> "Group":
+    def from_state(cls, state: Any) -> "Stack":
         """Undo `state`."""
         layouts = tuple(map(Layout.from_state, state["layouts"]))
-        units, rows = sum(layout.groups for layout in layouts), layouts[0].row_size
-        sizes = {layout.column_size + (layout.bias is not None) for layout in layouts}
-        if {layout.row_size for layout in layouts} != {rows} or len(sizes) != 1:
-            raise UnfitError("blocks of different sizes are together")
-        return cls(layouts, _KINDS[state["kind"]].from_state(state["blocks"], units, rows, sizes.pop()))
-
-    @staticmethod
-    def _units(M: Tensor, layout: Layout) -> Tensor:
-        return M.transpose(0, 1) if layout.groups > 1 else M.unsqueeze(0)
+        sizes = {layout.matrix_shape[1:] for layout in layouts}
+        if len(sizes) != 1:
+            raise UnfitError("blocks of different sizes are in one stack")
+        count = sum(layout.groups for layout in layouts)
+        return cls(layouts, _KINDS[state["kind"]].from_state(state["blocks"], count, *sizes.pop()))
 
 
-_KINDS: dict[str, type[Structure]] = {"kronecker": Kronecker, "eigenbasis": Eigenbasis, "dense": Dense}
-
-
-def grouped(parts: Iterable[tuple[Layout, Structure]]) -> list[Group]:
-    """Put blocks of one structure and size together."""
+def stacked(parts: Iterable[tuple[Layout, Structure]]) -> list[Stack]:
+    """Stack blocks of one structure and size."""
     by_key: dict[Any, list[tuple[Layout, Structure]]] = {}
     for layout, structure in parts:
         by_key.setdefault(structure.key, []).append((layout, structure))
-    return [
-        Group(tuple(layout for layout, _ in same), type(same[0][1]).stack([structure for _, structure in same]))
-        for same in by_key.values()
-    ]
+    stacks = []
+    for same in by_key.values():
+        layouts, structures = zip(*same, strict=True)
+        stacks.append(Stack(layouts, type(structures[0]).stack(structures)))
+    return stacks
 
 
-def unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
-    """Return layouts for rows of parameters that no block has; their curvature is zero."""
+def layouts_of_unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
+    """Return layouts for rows of parameters that no block has. Their curvature is zero."""
     layouts = list(layouts)
     result = []
     for name in space.shapes:
-        mine = sorted(layout.rows for layout in layouts if layout.weight == name)
-        if not mine:  # a bias within its weight's block
+        mine = [layout for layout in layouts if layout.weight == name]
+        if not mine:  # it is a bias, within the block of its weight
             continue
-        first = next(layout for layout in layouts if layout.weight == name)
-        edges = [0, *(edge for rows in mine for edge in rows), first.shape[0]]
-        order = tuple(range(len(first.shape)))
-        gaps = [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if high > low]
-        result += [Layout(name, first.shape, gap, order, 1) for gap in gaps]
+        shape = mine[0].shape
+        used = sorted(layout.rows for layout in mine)
+        # Gaps are between the end of one range of rows and the start of the next one.
+        starts = [0, *(end for _, end in used)]
+        ends = [*(start for start, _ in used), shape[0]]
+        for gap in zip(starts, ends, strict=True):
+            if gap[0] < gap[1]:
+                result.append(Layout(name, shape, gap, tuple(range(len(shape))), 1))
     return result
 
 
-def check_cover(layouts: Iterable[Layout], space: Space) -> None:
+def check_coverage(layouts: Iterable[Layout], space: Space) -> None:
     """Check that blocks cover all entries of all parameters once.
 
     Raises:
@@ -116,5 +143,6 @@ def check_cover(layouts: Iterable[Layout], space: Space) -> None:
 
 def zero_block(layout: Layout, space: Space) -> Structure:
     """Return a block of zeros, for entries of a parameter that predictions do not depend on."""
-    zeros = torch.zeros((), dtype=torch.promote_types(space.dtype, torch.float32), device=space.device)
-    return Eigenbasis.of_diagonal(zeros.expand(1, layout.row_size, layout.column_size))
+    dtype = torch.promote_types(space.dtype, torch.float32)
+    zeros = torch.zeros((), dtype=dtype, device=space.device)
+    return Eigenbasis.of_diagonal(zeros.expand(layout.matrix_shape))

@@ -1,78 +1,82 @@
-r"""Structures: ways to store a symmetric block of a curvature matrix, all with the same abilities.
+r"""Structures: ways to store symmetric blocks of a curvature matrix, all with the same methods.
 
-A block acts on matrices $M$ of shape `[d_B, d_A]`: a parameter in its own frame, see `blocks`. Blocks of one structure
-and size are processed together, as `U` *units*: all methods take and return tensors with a leading axis of that
-length, and products act on `K` columns at once, `[U, K, d_B, d_A]`.
+A block acts on matrices $M$ of shape `[d_B, d_A]`: a parameter as its `Layout` reads it (see `kfs.kfac.layout`). A
+structure holds a *stack* of blocks of one size. Its tensors have a leading axis `stack`, and products act on several
+columns at once, `[stack, columns, d_B, d_A]`.
 
 - `Kronecker` (in `kronecker`): $M \mapsto B M A^\top$.
-- `Eigenbasis` (in `eigenbasis`): $M \mapsto Q_B \left(\Lambda \odot Q_B^\top M Q_A\right) Q_A^\top$: what a damped
-  inverse, EKFAC and diagonals (in the trivial basis) have in common.
+- `Eigenbasis` (in `eigenbasis`): $M \mapsto Q_B \left(\Lambda \odot Q_B^\top M Q_A\right) Q_A^\top$. Damped inverses,
+  EKFAC and diagonals (in the trivial basis) have this form.
 - `Dense` (in `dense`): any matrix, $\mathrm{rvec}(M) \mapsto C\, \mathrm{rvec}(M)$.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
+from kfs.kfac.structures.factor import Factor
+from kfs.kfac.structures.stackable import Stackable
+from kfs.storage import UnfitError
 
-class Structure(ABC):
-    """Some blocks of one structure and size.
+
+class Structure(Stackable, ABC):
+    """A stack of blocks of one structure and size.
 
     Attributes:
-        units: How many.
         rows: `d_B`.
         columns: `d_A`.
         symmetric: Whether blocks equal their transposes.
     """
 
-    units: int
     rows: int
     columns: int
     symmetric: bool = True
 
     @property
     @abstractmethod
-    def key(self) -> tuple[Any, ...]:
-        """What blocks that are processed together have in common."""
-
-    @property
-    @abstractmethod
     def like(self) -> Tensor:
         """A tensor with the device and the dtype that products are computed in."""
 
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of all units."""
-
     @classmethod
     @abstractmethod
-    def stack(cls, parts: Sequence[Any]) -> Self:
-        """Put blocks with equal keys together."""
-
-    @abstractmethod
-    def __getitem__(self, units: slice) -> Self:
-        """Return some of the blocks."""
-
-    @abstractmethod
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Return the same blocks on a device, or in another precision."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """Return everything, for a file."""
+    def field_shapes(cls, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor without its stack axis, and the size of every factor, by field."""
 
     @classmethod
-    @abstractmethod
-    def from_state(cls, state: Any, units: int, rows: int, columns: int) -> Self:
-        """Undo `state`, for some blocks of a size."""
+    def from_state(cls, state: Any, count: int, rows: int, columns: int) -> Self:
+        """Undo `state`.
+
+        Args:
+            state: What a file has.
+            count: Number of blocks in the stack.
+            rows: `d_B`.
+            columns: `d_A`.
+
+        Raises:
+            UnfitError: If something has another shape than it should.
+        """
+        shapes = cls.field_shapes(rows, columns)
+        values: dict[str, Any] = {}
+        for f in fields(cls):
+            if f.name in {"rows", "columns"}:
+                values[f.name] = rows if f.name == "rows" else columns
+            elif f.type is Factor:
+                values[f.name] = Factor.from_state(state[f.name], count, *shapes[f.name])
+            elif f.type is Tensor:
+                expected = (count, *shapes[f.name])
+                if state[f.name].shape != expected:
+                    found = list(state[f.name].shape)
+                    raise UnfitError(f"{f.name} has shape {found} instead of {list(expected)}")
+                values[f.name] = state[f.name]
+            else:
+                values[f.name] = bool(state[f.name])
+        return cls(**values)
 
     @abstractmethod
     def multiply(self, M: Tensor) -> Tensor:
-        """Multiply `[U, K, d_B, d_A]`."""
+        """Multiply `[stack, columns, d_B, d_A]`."""
 
     @abstractmethod
     def transposed(self) -> "Structure":
@@ -84,34 +88,34 @@ class Structure(ABC):
 
     @abstractmethod
     def eigenbasis(self) -> "Structure":
-        """Return symmetric blocks in a form whose spectrum is at hand."""
+        """Return symmetric blocks in a form whose eigenvalues are known, or cheap to compute."""
 
     @abstractmethod
     def to_dense(self) -> Tensor:
-        """Return `[U, d_B * d_A, d_B * d_A]`; rows of `M` come one after the other."""
+        """Return `[stack, d_B * d_A, d_B * d_A]`. Matrices are flattened by rows."""
 
     @abstractmethod
     def diagonal(self) -> Tensor:
-        """Return the diagonals, `[U, d_B, d_A]`."""
+        """Return the diagonals, `[stack, d_B, d_A]`."""
 
     @abstractmethod
     def squared_norm(self) -> Tensor:
-        """Return the sums of squared entries, `[U]`."""
+        """Return the sums of squared entries, `[stack]`."""
 
     @abstractmethod
     def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Return signs and logarithms of determinants, `[U]` each."""
+        """Return signs and logarithms of determinants, `[stack]` each."""
 
     def trace(self) -> Tensor:
-        """Return the traces, `[U]`."""
+        """Return the traces, `[stack]`."""
         return self.diagonal().flatten(1).sum(1)
 
     def eigenvalues(self) -> Tensor:
-        """Return all eigenvalues, `[U, d_B * d_A]`, in any order."""
+        """Return all eigenvalues, `[stack, d_B * d_A]`, in any order."""
         return self.eigenbasis().eigenvalues()
 
     def power(self, exponent: float, damping: Tensor | None = None) -> "Structure":
-        """Raise blocks plus damping `[U]` times the identity to a power."""
+        """Raise blocks to a power, after adding damping `[stack]` times the identity."""
         return self.eigenbasis().power(exponent, damping)
 
     def inverse(self) -> "Structure":
@@ -120,11 +124,11 @@ class Structure(ABC):
 
     @abstractmethod
     def product(self, other: "Structure") -> "Structure | None":
-        """Multiply block by block; nothing if the result has no simple structure."""
+        """Multiply block by block. `None` if the result has none of these structures."""
 
     @abstractmethod
     def plus(self, other: "Structure") -> "Structure | None":
-        """Add block by block; nothing if the result has no simple structure."""
+        """Add block by block. `None` if the result has none of these structures."""
 
     @abstractmethod
     def shift(self, delta: float) -> "Structure":
