@@ -4,7 +4,7 @@
 """
 
 from kfs.kfac.alternatives import exact_blocks, exact_diagonal, optimal_kronecker, trace_scaled
-from kfs.kfac.blocks import Block
+from kfs.kfac.block import Block
 from kfs.kfac.comparison import Comparison, compare
 from kfs.kfac.ekfac import EKFAC
 from kfs.kfac.inspection import Inspection, inspect

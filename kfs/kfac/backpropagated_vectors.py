@@ -9,14 +9,19 @@ The curvature of each datum is $J_n^\top [\sum_c \blacktriangle_{n,c} \blacktria
 - `"forward-only"`: nothing at all; the gradient-based factor is then the identity.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from kfs.errors import ModelError
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
 from kfs.losses.counter import Draws
+
+Answer = TypeVar("Answer")
 
 
 def backpropagated_vectors(
@@ -57,6 +62,28 @@ def backpropagated_vectors(
         yield loss.gradient(f, y).unsqueeze(0)
     else:
         yield torch.zeros_like(f).unsqueeze(0)  # only to learn on which uses predictions depend
+
+
+def columns_at_once(settings: Settings, device: torch.device) -> int:
+    """Return how many vectors to send back together: what was asked for, or what keeps a GPU busy."""
+    if settings.fisher in {"empirical", "forward-only"} or (settings.fisher == "mc" and settings.mc_samples == 1):
+        return 1
+    return settings.columns_at_once or (8 if device.type == "cuda" else 1)
+
+
+def one_by_one_if_needed(settings: Settings, run: Callable[[Settings], Answer]) -> Answer:
+    """Compute something for several vectors together, or one by one if an operation does not work with `vmap`."""
+    try:
+        return run(settings)
+    except (RuntimeError, NotImplementedError) as error:
+        if "vmap" not in str(error):
+            raise
+        if settings.columns_at_once is not None:
+            raise ModelError(
+                "An operation's backward pass does not work for several vectors together (vmap).",
+                "Leave columns_at_once out, or set it to one.",
+            ) from error
+        return run(replace(settings, columns_at_once=1))
 
 
 if __name__ == "__main__":

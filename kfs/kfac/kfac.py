@@ -1,29 +1,25 @@
 """KFAC: the Kronecker-factored approximation of a curvature matrix, one block per parameter (with its bias)."""
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 
-from kfs.errors import DataError, KfsWarning, ModelError
-from kfs.kfac.blocks import Block, Pair
-from kfs.kfac.layout import Layout
-from kfs.kfac.scaffold import Result, kfac
+from kfs.errors import DataError, ModelError
+from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
+from kfs.kfac.block import Block
+from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shared_with, warn_of_wide
+from kfs.kfac.scaffold import kfac
 from kfs.kfac.settings import Fisher, Settings, Sharing, Uncovered
-from kfs.kfac.storage.checkpoint import Checkpoint, Journal, details
+from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress, details
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked, zero_block
-from kfs.kfac.structures.structure import Structure
-from kfs.kfac.sums.outer_products import Moment
-from kfs.kfac.uncovered import diagonal_of_uncovered
+from kfs.kfac.structures.stack import Stack, check_cover, stacked, unused_rows, zero_block
+from kfs.kfac.sums.block_sums import BlockSums
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
-
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -43,6 +39,15 @@ class LossScale:
     def reduction_factor(self, count: float) -> float:
         """Return `R`, given the count of all targets."""
         return self.scale if self.reduction == "sum" else self.scale / count
+
+    def check_same(self, other: "LossScale") -> None:
+        """Refuse another loss.
+
+        Raises:
+            ModelError: If it is another one.
+        """
+        if self != other:
+            raise ModelError(f"The losses differ: {self} and {other}.", "Use the same loss for all data.")
 
 
 class KFAC(BlockDiagonal):
@@ -129,25 +134,27 @@ class KFAC(BlockDiagonal):
         )
         self._check_names(risk)
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
-        blocks, result = _computed(risk, self.settings, checkpoint)
+        blocks, progress = _compute(risk, self.settings, checkpoint)
         covered = {name for block in blocks for name in block.layout.params}
         space = Space({n: p.shape for n, p in risk.params.items() if n in covered}, risk.dtype, risk.device)
         super().__init__(space, None)
-        self._loss = LossScale.of(risk)
-        self._count, self.num_data = result.count, result.num_data
+        self.loss = LossScale.of(risk)
+        self.count = progress.count
+        self.num_data = progress.num_data
         order = {name: place for place, name in enumerate(risk.params)}
-        self.blocks = {b.name: b for b in sorted(blocks, key=lambda b: (order[b.layout.weight], b.layout.rows))}
-        self._scale()
+        blocks.sort(key=lambda block: (order[block.layout.weight], block.layout.rows))
+        self.blocks = {block.layout.name: Block(block) for block in blocks}
+        self._update_scale()
         warn_of_wide(self.blocks.values(), self.settings, stacklevel=3)
-        self._complete(risk, checkpoint)
 
     @property
     def stacks(self) -> list[Stack]:
         """The blocks as Kronecker products, those of one size together in memory."""
         if self._stacks is None:
-            parts: list[tuple[Layout, Structure]] = [(b.layout, b.structure()) for b in self.blocks.values()]
-            unused = layouts_of_unused_rows([layout for layout, _ in parts], self.domain)
-            self._stacks = stacked([*parts, *((layout, zero_block(layout, self.domain)) for layout in unused)])
+            parts: list[Any] = [(block.layout, block.structure()) for block in self.blocks.values()]
+            unused = unused_rows([layout for layout, _ in parts], self.domain)
+            parts += [(layout, zero_block(layout, self.domain)) for layout in unused]
+            self._stacks = stacked(parts)
             self._share_memory()
         return self._stacks
 
@@ -160,10 +167,10 @@ class KFAC(BlockDiagonal):
         Returns:
             This object. It equals one that was computed from all data at once.
         """
-        self._check_loss(risk)
-        s = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
-        blocks, result = _computed(risk, s)
-        self._add({block.name: block for block in blocks}, result.num_data, result.count)
+        self.loss.check_same(LossScale.of(risk))
+        settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
+        blocks, progress = _compute(risk, settings)
+        self._add(blocks, progress.num_data, progress.count)
         return self
 
     def merge(self, other: "KFAC") -> Self:
@@ -175,62 +182,48 @@ class KFAC(BlockDiagonal):
         Returns:
             This object.
         """
-        if isinstance(other, type(self)) is not isinstance(self, type(other)):
-            raise ModelError(
-                f"A {type(other).__name__} cannot be merged with a {type(self).__name__}.", "Merge two of one kind."
-            )
-        self._check_settings(other)
-        self._add(other.blocks, other.num_data, other._count)
+        if not isinstance(other, KFAC):
+            raise ModelError(f"A {type(other).__name__} cannot be merged with a KFAC.", "Merge two of one kind.")
+        self.settings.check_same(other.settings)
+        self.loss.check_same(other.loss)
+        self._add([block.sums for block in other.blocks.values()], other.num_data, other.count)
         return self
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Move all factors to a device, or convert them, in place."""
         for block in self.blocks.values():
-            for pair in block.pairs.values():
-                for moment in (pair.input, pair.gradient):
-                    moment.total = moment.total.to(device=device, dtype=dtype)
+            for s in block.sums.sums:
+                s.total = s.total.to(device=device, dtype=dtype)
         self._move_space(device, dtype)
         self._stacks = None
         return self
 
-    def _add(self, blocks: Mapping[str, Block], num_data: int, count: float) -> None:
-        """Add raw sums of other data."""
-        if {n: b.layout for n, b in self.blocks.items()} != {n: b.layout for n, b in blocks.items()}:
+    def shared(self) -> "KFAC":
+        """Return an object with the same tensors, for another owner: what one replaces, the other keeps."""
+        K = KFAC.__new__(KFAC)
+        K.__dict__ |= self.__dict__
+        K.blocks = {name: replace(block, sums=block.sums.shared()) for name, block in self.blocks.items()}
+        K._stacks = None
+        return K
+
+    def _add(self, blocks: Iterable[BlockSums], num_data: int, count: float) -> None:
+        """Add sums of other data."""
+        others = {block.layout.name: block for block in blocks}
+        if {n: b.layout for n, b in self.blocks.items()} != {n: b.layout for n, b in others.items()}:
             raise ModelError(
-                f"The blocks differ: {list(self.blocks)} and {list(blocks)}.", "Use the same model and parameters."
+                f"The blocks differ: {list(self.blocks)} and {list(others)}.", "Use the same model and parameters."
             )
-        merged = {
-            name: {side: pair.merge(blocks[name].pairs[side]) for side, pair in block.pairs.items()}
-            for name, block in self.blocks.items()
-        }
-        for name, pairs in merged.items():
-            self.blocks[name].pairs = pairs
-            self.blocks[name].operations |= blocks[name].operations
-        self.num_data, self._count = self.num_data + num_data, self._count + count
-        self._scale()
-
-    def _complete(self, risk: EmpiricalRisk, checkpoint: Checkpoint | None = None) -> None:
-        """Do what remains to be done after the factors were computed: nothing here."""
-
-    def _check_loss(self, risk: EmpiricalRisk) -> None:
-        """Refuse data for another loss."""
-        theirs = LossScale.of(risk)
-        if theirs != self._loss:
-            raise ModelError(f"The losses differ: {self._loss} and {theirs}.", "Use the same loss for all data.")
-
-    def _check_settings(self, other: "KFAC") -> None:
-        """Refuse what was computed in another way."""
-        mine, theirs = (replace(k.settings, first_datum=0) for k in (self, other))
-        if mine != theirs:
-            raise ModelError(f"The settings differ: {mine} and {theirs}.", "Merge what was computed in the same way.")
-        if self._loss != other._loss:
-            raise ModelError(f"The losses differ: {self._loss} and {other._loss}.", "Use the same loss for all data.")
+        for name, block in self.blocks.items():
+            block.sums.merge(others[name])
+        self.num_data += num_data
+        self.count += count
+        self._update_scale()
 
     def _about(self) -> dict[str, Any]:
         """Return what people want to see in a file's header."""
         settings = self.settings.state()
         return super()._about() | {
-            "loss": f"{self._loss.name}, reduction={self._loss.reduction!r}",
+            "loss": f"{self.loss.name}, reduction={self.loss.reduction!r}",
             "fisher": settings["fisher"],
             "sharing": settings["sharing"],
             "num_data": self.num_data,
@@ -241,10 +234,10 @@ class KFAC(BlockDiagonal):
         """Return everything but the space, for a file."""
         return {
             "settings": self.settings.state(),
-            "loss": asdict(self._loss),
-            "count": self._count,
+            "loss": asdict(self.loss),
+            "count": self.count,
             "num_data": self.num_data,
-            "blocks": [block.state() for block in self.blocks.values()],
+            "blocks": [block.sums.state() for block in self.blocks.values()],
         }
 
     @classmethod
@@ -252,33 +245,35 @@ class KFAC(BlockDiagonal):
         """Undo `_state`."""
         K = cls.__new__(cls)
         BlockDiagonal.__init__(K, space, None)
-        K.settings, K._loss = Settings.from_state(state["settings"]), LossScale(**state["loss"])
-        K._count, K.num_data = float(state["count"]), int(state["num_data"])
-        blocks = list(map(Block.from_state, state["blocks"]))
+        K.settings = Settings.from_state(state["settings"])
+        K.loss = LossScale(**state["loss"])
+        K.count = float(state["count"])
+        K.num_data = int(state["num_data"])
+        blocks = list(map(BlockSums.from_state, state["blocks"]))
         layouts = [block.layout for block in blocks]
-        check_coverage([*layouts, *layouts_of_unused_rows(layouts, space)], space)
-        K.blocks = {block.name: block for block in blocks}
-        K._scale()
+        check_cover([*layouts, *unused_rows(layouts, space)], space)
+        K.blocks = {block.layout.name: Block(block) for block in blocks}
+        K._update_scale()
         return K
 
-    def _scale(self) -> None:
+    def _update_scale(self) -> None:
         """Tell blocks the reduction factor of all data seen."""
         for block in self.blocks.values():
-            block.reduction_factor = self._loss.reduction_factor(self._count)
+            block.reduction_factor = self.loss.reduction_factor(self.count)
         self._stacks = None
 
     def _share_memory(self) -> None:
-        """Let raw sums live where blocks of one size were put together, so that they are stored once."""
+        """Let sums live where blocks of one size were put together, so that they are stored once."""
         for stack in self.stacks:
             structure = stack.structure
-            for layout, part in stack.slices():
+            for layout, place in stack.slices():
                 block = self.blocks.get(layout.name)
-                if block is None or set(block.pairs) != {"A"} or not isinstance(structure, Kronecker):
+                if block is None or len(block.sums.roles) > 1 or not isinstance(structure, Kronecker):
                     continue
-                pair = block.pairs["A"]
-                for moment, factor in ((pair.input, structure.A), (pair.gradient, structure.B)):
-                    if factor.kind != "identity" and factor.values.dtype == moment.total.dtype:
-                        moment.total = factor.values[part].reshape(moment.total.shape)
+                role = block.sums.roles["A"]
+                for s, factor in ((role.input, structure.A), (role.gradient, structure.B)):
+                    if factor.kind != "identity" and factor.values.dtype == s.total.dtype:
+                        s.total = factor.values[place]
 
     def _check_names(self, risk: EmpiricalRisk) -> None:
         """Refuse weight sharing for parameters that do not exist."""
@@ -289,98 +284,37 @@ class KFAC(BlockDiagonal):
                 raise ModelError(f"sharing has unknown names {unknown}.", f"Choose from {sorted(known)}.")
 
 
-def without_vmap_if_needed(settings: Settings, run: Callable[[Settings], Answer]) -> Answer:
-    """Compute something for several vectors together, or one by one if an operation does not work with `vmap`."""
-    try:
-        return run(settings)
-    except (RuntimeError, NotImplementedError) as error:
-        if "vmap" not in str(error):
-            raise
-        if settings.columns_at_once is not None:
-            raise ModelError(
-                "An operation's backward pass does not work for several vectors together (vmap).",
-                "Leave columns_at_once out, or set it to one.",
-            ) from error
-        return run(replace(settings, columns_at_once=1))
-
-
-def _computed(
+def _compute(
     risk: EmpiricalRisk, settings: Settings, checkpoint: Checkpoint | None = None
-) -> tuple[list[Block], Result]:
-    """Compute blocks, check them, and deal with parameters that are not covered."""
+) -> tuple[list[BlockSums], Progress]:
+    """Compute the sums of all blocks, check them, and deal with parameters that are not covered."""
     journal = None if checkpoint is None else Journal(checkpoint, risk, settings, "factors")
-    result = without_vmap_if_needed(settings, lambda s: kfac(risk, s, journal))
-    bad = set(result.uncovered)
-    blocks = [block for block in result.blocks if not bad & set(block.layout.params)]
-    uncovered = result.uncovered | shared_with(bad, result.blocks)
+    sums, progress = one_by_one_if_needed(settings, lambda s: kfac(risk, s, journal))
+    found = list(sums.blocks.values())
+    bad = not_covered(risk.params, found, progress.unexplained, sums.conflicts)
+    blocks = [block for block in found if not bad.keys() & set(block.layout.params)]
+    uncovered = bad | shared_with(bad, found)
     if uncovered and settings.uncovered == "error":
         raise coverage_error(uncovered)
-    if blocks:
-        _check_finite(blocks)
+    _check_finite(blocks)
     if uncovered and settings.uncovered == "diagonal":
-        blocks += diagonal_blocks(risk, list(uncovered), settings)
+        diagonals = exact_diagonals(risk, uncovered, settings)
+        blocks += [BlockSums.of_diagonal(name, entries) for name, entries in diagonals.items()]
     if not blocks:
         raise coverage_error(uncovered)
-    return blocks, result
+    return blocks, progress
 
 
-def shared_with(bad: Iterable[str], blocks: Iterable[Block]) -> dict[str, str]:
-    """Return other parameters in blocks of those that are not covered, and that this is why they are not."""
-    bad = set(bad)
-    names = [n for block in blocks if bad & set(block.layout.params) for n in block.layout.params if n not in bad]
-    return dict.fromkeys(names, "it shares a block with one that is not covered")
-
-
-def listed(uncovered: Mapping[str, str]) -> str:
-    """Return some parameters that are not covered, and why, for a message."""
-    some = "; ".join(f"{name!r}: {why}" for name, why in list(uncovered.items())[:5])
-    return some + (f"; and {len(uncovered) - 5} more" if len(uncovered) > 5 else "")
-
-
-def warn_of_wide(blocks: Iterable[Block], settings: Settings, stacklevel: int) -> None:
-    """Warn about factors that keep their diagonal because they are wide."""
-    sizes = [(f"{b.name}.{side}", getattr(b, side).shape[-1]) for b in blocks for side, d in b.diagonal.items() if d]
-    wide = [f"{name} ({size})" for name, size in sizes if settings.is_diagonal(size)]
-    if wide:
-        text = f"Factors wider than max_dim={settings.max_dim} keep their diagonal only: {', '.join(wide)}."
-        warnings.warn(text, KfsWarning, stacklevel=stacklevel)
-
-
-def coverage_error(uncovered: Mapping[str, str]) -> ModelError:
-    """Return the error for parameters without rule."""
-    hint = ""
-    if any("parametrizations." in name for name in uncovered):
-        hint = " Weights with parametrizations are computed from others; parametrize.remove_parametrizations ends that."
-    return ModelError(
-        f"KFAC does not cover all parameters ({listed(uncovered)}).",
-        "Choose others with params=, or pass uncovered='skip' to leave these out, or uncovered='diagonal' for their "
-        f"exact diagonal.{hint} kfs.inspect(model, sample) shows what is covered.",
-    )
-
-
-def diagonal_blocks(risk: EmpiricalRisk, names: Iterable[str], settings: Settings) -> list[Block]:
-    """Return blocks with exact diagonals."""
-    blocks = []
-    for name, entries in diagonal_of_uncovered(risk, list(names), settings).items():
-        layout = Layout(name, (entries.numel(),), (0, entries.numel()), (0,), 1)
-        pair = Pair(Moment(entries.new_ones(1, 1), False), Moment(entries.flatten(), True), 1.0)
-        blocks.append(Block(layout, "exact", pairs={"A": pair}, operations={"any"}))
-    return blocks
-
-
-def _check_finite(blocks: list[Block]) -> None:
-    """Refuse NaN and infinity; the device is asked once."""
-    moments = [
-        (block.name, what, moment)
-        for block in blocks
-        for pair in block.pairs.values()
-        for what, moment in (("inputs", pair.input), ("gradients", pair.gradient))
-    ]
-    if torch.nn.utils.get_total_norm([moment.total for _, _, moment in moments]).isfinite():
+def _check_finite(blocks: list[BlockSums]) -> None:
+    """Refuse NaN and infinity; the device is asked once if all is well."""
+    totals = [s.total for block in blocks for s in block.sums]
+    if not totals or torch.nn.utils.get_total_norm(totals).isfinite():
         return
-    for name, what, moment in moments:  # or they are only so large that the norm overflows
-        if not moment.total.isfinite().all():
-            raise DataError(
-                f"The {what} of block {name!r} are not finite.",
-                "Look for NaN or infinity in the data, the parameters or the loss.",
-            )
+    for block in blocks:
+        for role in block.roles.values():
+            for what, s in (("inputs", role.input), ("gradients", role.gradient)):
+                if not s.total.isfinite().all():  # or numbers are only so large that the norm overflows
+                    raise DataError(
+                        f"The {what} of block {block.layout.name!r} are not finite.",
+                        "Look for NaN or infinity in the data, the parameters or the loss.",
+                    )

@@ -1,7 +1,7 @@
 """The settings of a KFAC approximation, checked once."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -86,6 +86,16 @@ class Settings:
         """Undo `state`."""
         dtype = state["factor_dtype"]
         return cls(**state | {"factor_dtype": None if dtype is None else getattr(torch, dtype)})
+
+    def check_same(self, other: "Settings") -> None:
+        """Refuse what was computed in another way; other data may have been used.
+
+        Raises:
+            ModelError: If a setting differs.
+        """
+        mine, theirs = (replace(settings, first_datum=0) for settings in (self, other))
+        if mine != theirs:
+            raise ModelError(f"The settings differ: {mine} and {theirs}.", "Merge what was computed in the same way.")
 
     def sharing_of(self, name: str) -> Sharing:
         """Return the weight sharing of a parameter: its own, that of its module, or `"expand"`."""

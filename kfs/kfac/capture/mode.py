@@ -1,98 +1,32 @@
 """Capture: seeing every operation of a forward pass that uses a tracked parameter, whoever calls it.
 
-A `TorchFunctionMode` recognises parameters, and views of them, by their storage. A rule for the operation (see
-`operations`) says what multiplies the parameter and how to read gradients; the operation's output passes through a
-tap, an identity with a zero-size second input. Differentiating the predictions with respect to this input sends
-vectors back to all taps: no weight gradient is computed, and a gradient is used where it arises and never stored.
+A `TorchFunctionMode` recognizes parameters, and views of them, among an operation's arguments. A rule for the operation
+(see `rules`) makes a plan: what multiplies the parameter, and how gradients are read. The session keeps it. A use of a
+known plan adds its inputs to their sums, and puts a tap on the operation's output (see `tap`).
 
 Where a parameter meets no data yet (an embedding of positions `0, ..., T - 1` without batch axis), the result is a
-*virtual parameter*: it is followed like a parameter until it is broadcast over the batch, where gradients are still
+*derived parameter*: it is followed like a parameter until it is broadcast over the batch, where gradients are still
 per datum.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
-from kfs.errors import ModelError
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
-from kfs.kfac.capture.parameters import Source, Sources, Virtual
-from kfs.kfac.capture.uses import Use, Uses
-from kfs.kfac.layout import Layout, Side
+from kfs.kfac.capture.parameters import Derived, Tracked
+from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Read, Rewrite, argument_at, with_argument
+from kfs.kfac.capture.session import Session
+from kfs.kfac.capture.tap import Tap
 from kfs.kfac.sums.batch_axis import BatchAxis
-from kfs.kfac.sums.inputs import Input
-
-# Reads the gradients of some columns, [columns, *shape of the output], as [columns, *leading axes, (groups,) features].
-Read = Callable[[Tensor], Tensor]
-
-
-# Takes the gradients of some columns, [columns, *shape of the output].
-Receiver = Callable[[Tensor], None]
-
-
-class Tap(torch.autograd.Function):
-    """The identity, with a backward pass that shows gradients to a receiver."""
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        z: Tensor,
-        handle: Tensor,  # noqa: ARG004 (gives the graph an edge)
-        capture: "Capture",
-        receive: Receiver,
-    ) -> Tensor:
-        ctx.capture, ctx.receive = capture, receive
-        # The same memory, but no view: operations in place may follow, and cost nothing extra in the backward pass.
-        # Nobody else uses z any more, and no operation that has a rule keeps its output for the backward pass.
-        return z.new_empty(0).set_(z.untyped_storage(), z.storage_offset(), z.shape, z.stride())
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        """Show the gradients; nothing needs to be computed for the second input."""
-        if ctx.capture.finished or ctx.receive is None:  # somebody differentiates what the model has kept, or again
-            return g, None, None, None
-        if ctx.capture.running:
-            raise ModelError(
-                "The model differentiates its own predictions (torch.autograd.grad in its forward pass).",
-                "Leave the parameters behind that derivative out with params=; KFAC is not defined for them here.",
-            )
-        if (
-            g.is_cuda
-        ):  # pragma: no cover (the thread's first operation may be a product, for which cuBLAS wants a context)
-            torch.cuda.set_device(g.device)
-        if ctx.capture.together:
-            Show.apply(g, ctx.receive)  # type: ignore[no-untyped-call]
-        else:
-            ctx.receive(g.unsqueeze(0))
-        if not ctx.capture.keep_graph:
-            ctx.receive = None  # it may hold activations
-        return g, None, None, None
-
-
-class Show(torch.autograd.Function):
-    """Passes gradients of columns that are sent back together, by `vmap`, to a receiver: `[columns, ...]`."""
-
-    @staticmethod
-    def forward(g: Tensor, receive: Receiver) -> Tensor:  # noqa: ARG004 (columns do not differ here, so that g is zero)
-        """Show nothing."""
-        return g.new_empty(0)  # pragma: no cover (whether this happens depends on PyTorch's backward formulas)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep nothing."""
-
-    @staticmethod
-    def vmap(_: Any, in_dims: Any, g: Tensor, receive: Receiver) -> tuple[Tensor, None]:
-        """Show all columns."""
-        receive(g.movedim(in_dims[0], 0))
-        return g.new_empty(0), None
-
+from kfs.kfac.sums.interface import Receiver, Sums, full_precision
 
 # Operations whose result does not depend on the values of their tensors, or only on those of the first one.
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like")
@@ -104,122 +38,193 @@ _FIRST_ONLY = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tens
 _PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_sparse", "layout")
 _METHODS = ("dim", "size", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
 _QUESTIONS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
+_UNKNOWN = object()
 
 
 class Capture(TorchFunctionMode):
     """Watches the forward pass of one batch.
 
     Args:
-        params: The tracked parameters, by name.
+        session: Has tracked parameters, rules and plans.
+        sums: What inputs and gradients are added to.
         num_data: Number of data in the batch.
-        uses: Takes note of uses.
-        rules: By operation, what to do if it uses a tracked tensor. A rule takes this object, the operation and its
-            arguments, and returns the result, or `NotImplemented`.
-        otherwise: What to do if there is no rule or it gave up: takes this object, the operation, `args` and `kwargs`.
         batch_axis: Where the batch axis is in activations, if not first.
 
     Attributes:
         batch: Where the batch axis is.
-        handle: The zero-size second input of all taps; nothing if there is no tap.
+        handle: The zero-size second input of all taps; `None` if there is no tap.
         running: Whether the forward pass is still running.
         finished: Whether gradients are of no interest any more.
         keep_graph: Whether further backward passes will follow.
         together: Whether a backward pass is for several columns, by `vmap`.
+        operations: How many operations were seen.
+        taps: How many taps there are.
         unexplained: `(parameter, operation)` of uses that no rule explains and that influence the predictions, or
             may do so. It is complete after a backward pass.
     """
 
-    def __init__(
-        self,
-        params: dict[str, Tensor],
-        num_data: int,
-        uses: Uses,
-        rules: Mapping[Any, Callable[..., Any]],
-        otherwise: Callable[..., Any],
-        batch_axis: int | None = None,
-    ) -> None:
+    def __init__(self, session: Session, sums: Sums, num_data: int, batch_axis: int | None = None) -> None:
         """Start without any tap."""
         super().__init__()
-        self.sources = Sources(params)
-        self.num_data, self.uses, self.batch = num_data, uses, BatchAxis(num_data, batch_axis)
-        self.rules, self.otherwise = rules, otherwise
+        session.begin()
+        self.session = session
+        self.tracker = session.tracker
+        self.sums = sums
+        self.batch = BatchAxis(num_data, batch_axis)
         self.handle: Tensor | None = None
-        self.keep_graph, self.together, self.running, self.finished = True, False, True, False
+        self.keep_graph = True
+        self.together = False
+        self.running = True
+        self.finished = False
+        self.operations = 0
+        self.taps = 0
         self.unexplained: set[tuple[str, str]] = set()
         self._marked: list[weakref.ref[Tensor]] = []
-        self._virtual: list[Virtual] = []
+        self._derived: list[Derived] = []
+
+    @property
+    def num_data(self) -> int:
+        """The number of data in the batch."""
+        return self.batch.num_data
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, by a rule if it has one and uses a tracked parameter."""
+        """Run an operation, by a plan if it uses a tracked parameter."""
         kwargs = kwargs or {}
         if func in _QUESTIONS:
             return func(*args, **kwargs)
-        inputs = tensors_of((*args, *kwargs.values()))
-        result = NotImplemented
+        self.operations += 1
+        inputs = tensors_of((*args, *kwargs.values()) if kwargs else args)
         if not torch.is_grad_enabled():  # what has no gradient is no use
             refuse_reentrant_checkpoint()
             result = func(*args, **kwargs)
-        elif any(map(is_functorch_wrapped_tensor, inputs)):
+        elif _are_functorch_transforms_active() and any(map(is_functorch_wrapped_tensor, inputs)):
             result = func(*args, **kwargs)
             plain = [t for t in inputs if not is_functorch_wrapped_tensor(t)]
-            found = [source for t in plain if (source := self.sources.find(t)) is not None]
-            self.unexplained.update((source.name, f"{func.__name__} inside of torch.func") for source in found)
-        elif any(self.sources.find(t) is not None for t in inputs):
-            rule = self.rules.get(func)
-            result = NotImplemented if rule is None else rule(self, func, *args, **kwargs)
-            if result is NotImplemented:
-                result = self.otherwise(self, func, args, kwargs)
+            found = [tracked for t in plain if (tracked := self.tracker.find(t)) is not None]
+            self.unexplained.update((tracked.name, f"{func.__name__} inside of torch.func") for tracked in found)
+        elif any([self.tracker.find(t) is not None for t in inputs]):  # noqa: C419 (a generator takes longer)
+            result = self._run(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
         self._mark(func, inputs, args, result)
         return result
 
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that uses a tracked parameter, by its plan."""
+        kind = self.session.device_type
+        narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key: Any = (func, narrow, self.batch.num_data, self.batch.axis, *map(self._token, args))
+        if kwargs:
+            key = (*key, *((name, self._token(value)) for name, value in kwargs.items()))
+        plans = self.session.plans
+        try:
+            planned = plans.get(key, _UNKNOWN)
+        except TypeError:  # an argument that cannot be hashed
+            planned, plans = _UNKNOWN, {}
+        if type(planned) is Outputs:
+            out = func(*args, **kwargs)
+            for plan in planned.plans:
+                out = self._tap_output(plan, args, kwargs, out)
+            return out
+        call = Call(func, self.batch, narrow)
+        if planned is _UNKNOWN:
+            planned = plans[key] = self._plan(call, args, kwargs)
+        if planned is None:
+            return self.session.fallback(self, func, args, kwargs)
+        if isinstance(planned, Rewrite):
+            return planned.body(self, *args, **kwargs)
+        if isinstance(planned, Copy):
+            return self._copied(planned, func(*args, **kwargs), key)
+        broadcasts = [step for step in planned if isinstance(step, Broadcast)]
+        for step in broadcasts:
+            tapped = self.tap_broadcast(step, argument_at(step.argument.place, args, kwargs), call)
+            args, kwargs = with_argument(step.argument.place, tapped, args, kwargs)
+        out = func(*args, **kwargs)
+        if broadcasts:
+            return out
+        if planned and planned[0].follows:
+            return self._follow(planned[0], call, args, kwargs, out, key)
+        settled = [s for plan in planned for s in self.session.settle(plan, call, out)]
+        plans[key] = Outputs(settled)
+        for plan in settled:
+            out = self._tap_output(plan, args, kwargs, out)
+        return out
+
+    def _plan(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Ask the rule for an operation."""
+        rule = self.session.rules.get(call.func)
+        if rule is None:
+            return None
+        described = [self._describe(part, (place,)) for place, part in enumerate(args)]
+        named = {name: self._describe(part, (name,)) for name, part in kwargs.items()}
+        return rule(call, *described, **named)
+
+    def use(self, plan: Plan, x: Any) -> Receiver:
+        """Add the inputs of a use, and return what takes gradients `[columns, *shape of the output]`.
+
+        Args:
+            plan: A plan that the session has settled.
+            x: What the plan prepared.
+        """
+        if not plan.fits:
+            return lambda _: self.sums.note_conflict(plan)
+        adder = self.sums.adders.get(plan)
+        if adder is None:
+            adder = self.sums.adders[plan] = self.sums.adder_of(plan)
+        receive = adder.add(x)
+        return receive if plan.read is None else _reading(plan.read, x, receive)
+
     def tap(self, z: Tensor, receive: Receiver) -> Tensor:
         """Return `z` such that gradients with respect to it are shown to a receiver."""
         if self.handle is None:
             self.handle = torch.empty(0, requires_grad=True)
-        result: Tensor = Tap.apply(z, self.handle, self, receive)  # type: ignore[no-untyped-call]
-        return result
+        self.taps += 1
+        tapped: Tensor = Tap.apply(z, self.handle, self, receive)  # type: ignore[no-untyped-call]
+        return tapped
 
-    def record(
-        self, out: Tensor, operation: str, layout: Layout, vectors: Input, read: Read, ones: bool, side: Side = "A"
-    ) -> Tensor:
-        """Take note of a use, and return its output with a tap.
+    def tap_broadcast(self, step: Broadcast, t: Tensor, call: Call) -> Tensor:
+        """Expand (a view of) a parameter to a shape with batch axis, and return it with a tap."""
+        z = t.expand(step.shape)
+        with full_precision(z.device.type):
+            receive = self._broadcast_receiver(step, t, z, call)
+        return self.tap(z, receive)
 
-        Args:
-            out: What the operation returned.
-            operation: What to call it.
-            layout: The block that the parameters belong to.
-            vectors: What multiplies the parameter.
-            read: Reads the output's gradients.
-            ones: Whether the bias was used.
-            side: On which side of the block inputs are.
-        """
-        return self.tap(out, self.uses.record(Use(self.batch, operation, layout, vectors, read, out, ones, side)))
+    def _broadcast_receiver(self, step: Broadcast, t: Tensor, z: Tensor, call: Call) -> Receiver:
+        """Take note of the use of a parameter that is broadcast, and return what takes its gradients."""
+        if step.plan is not None:
+            (plan,) = self._settled(step.plan, call, z)
+            return self.use(plan, None)
+        derived = self.tracker.get(t).derived
+        assert derived is not None  # noqa: S101 (there is no third kind)
+        read: Any = step.read
+        collect = derived.receiver() if step.aligned else derived.collector()
+        return lambda g: collect(read(g))
 
-    def record_virtual(self, out: Tensor, name: str, record: Callable[[bool], Receiver]) -> Tensor:
-        """Follow the output of an operation that has met no data yet; `record` is that of `Virtual`."""
+    def add_derived(self, out: Tensor, name: str, token: Any, record: Callable[[bool], Receiver]) -> Tensor:
+        """Follow the output of an operation that has met no data yet; `record` is that of `Derived`."""
         out = out.contiguous()
-        virtual = Virtual(record)
-        self._virtual.append(virtual)
-        self.sources.add(Source(name, out, virtual))
+        derived = Derived(record)
+        self._derived.append(derived)
+        self.tracker.add(Tracked(name, out, ("derived", token), derived))
         return out
 
-    def pass_virtual(self) -> None:
-        """After a backward pass: pass on what arrived at virtual parameters, the latest ones first."""
-        for virtual in reversed(self._virtual):
-            virtual.pass_on()
+    def pass_derived(self) -> None:
+        """After a backward pass: pass on what arrived at derived parameters, the latest ones first."""
+        with full_precision(self.session.device_type):
+            for derived in reversed(self._derived):
+                derived.pass_on()
 
     def is_data(self, t: Tensor) -> bool:
         """Whether a tensor depends on the data. One that comes from code that this mode does not see may do so."""
         marked: bool | None = getattr(t, "_kfs_data", None)
         if marked is not None:
             return marked
-        return t.grad_fn is not None and self.sources.find(t) is None
+        computed = t.requires_grad and not t.is_leaf
+        return computed and (not t._is_view() or self.tracker.find(t) is None)
 
     @contextmanager
     def with_batch_axis(self, axis: int | None) -> Iterator[None]:
-        """Know better where the batch axis is, in this context."""
+        """Override the batch axis in this context."""
         before = self.batch
         self.batch = before if axis is None else BatchAxis(self.num_data, axis)
         try:
@@ -260,19 +265,73 @@ class Capture(TorchFunctionMode):
                 del t._kfs_data  # type: ignore[attr-defined]
         self._marked.clear()
 
+    def _tap_output(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        """Add the inputs of a use, and return the operation's output with a tap."""
+        with full_precision(plan.device.type):
+            receive = self.use(plan, plan.prepared(args, kwargs))
+        return self.tap(out, receive)
+
+    def _follow(
+        self, plan: Plan, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, key: Any
+    ) -> Tensor:
+        """Follow the output of a use whose inputs do not depend on the data."""
+        if len(self.session.settle(plan, call, out, firmly=False)) > 1:  # the bias would need gradients of its own
+            return self.session.fallback(self, call.func, args, kwargs)
+        with full_precision(out.device.type):
+            x = plan.prepared(args, kwargs)
+
+        def record(with_batch: bool) -> Receiver:
+            (settled,) = self._settled(plan, call, out)
+            return self.use(settled, x if with_batch else x.expand(self.num_data, *x.shape))
+
+        return self.add_derived(out, plan.layout.weight, key, record)
+
+    def _settled(self, plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
+        """Settle a plan once; it may meet the data in many batches."""
+        settled = self.session.plans.get(plan)
+        if settled is None:
+            settled = self.session.plans[plan] = self.session.settle(plan, call, like)
+        return settled  # type: ignore[no-any-return]
+
+    def _copied(self, copy: Copy, result: Any, key: Any) -> Any:
+        """Take a copy of a whole parameter for it; a view needs nothing."""
+        if isinstance(result, Tensor) and self.tracker.find(result) is None:
+            self.tracker.add(Tracked(copy.name, result, ("copy", key)))
+        return result
+
+    def _token(self, part: Any) -> Any:
+        """Return what a plan depends on in an argument."""
+        if isinstance(part, Tensor):
+            tracked = self.tracker.find(part)
+            if tracked is None:
+                return part.shape, part.dtype, self.is_data(part)
+            return tracked.token, part.storage_offset(), part.shape, part.stride(), part.dtype
+        return tuple(map(self._token, part)) if isinstance(part, (tuple, list)) else part
+
+    def _describe(self, part: Any, place: tuple[int | str, ...]) -> Any:
+        """Return arguments with tensors replaced by descriptions."""
+        if isinstance(part, Tensor):
+            return Argument.of(place, part, self.tracker.find(part), self.is_data(part))
+        if type(part) in {tuple, list}:
+            return tuple(self._describe(inner, (*place, i)) for i, inner in enumerate(part))
+        return part
+
     def _set_mark(self, t: Tensor, data: bool) -> None:
         if getattr(t, "_kfs_data", None) is None:
             self._marked.append(weakref.ref(t))
         t._kfs_data = data  # type: ignore[attr-defined]
 
     def _mark(self, func: Any, inputs: list[Tensor], args: Any, result: Any) -> None:
-        """Mark results by whether they depend on data, and what data were written into."""
+        """Mark results by whether they depend on data, and what data were written into.
+
+        Most results need no mark: what was computed with a graph is taken for data.
+        """
         if func in _SHAPES_ONLY:
             data = False
         else:  # the second argument of `to` gives its type only
-            data = any(self.is_data(t) for t in (inputs[:1] if func in _FIRST_ONLY else inputs))
-        for t in tensors_of([result]):
-            if data or all(t is not before for before in inputs):
+            data = any([self.is_data(t) for t in (inputs[:1] if func in _FIRST_ONLY else inputs)])  # noqa: C419
+        for t in (result,) if isinstance(result, Tensor) else tensors_of([result]):
+            if self.is_data(t) is not data and (data or all(t is not before for before in inputs)):
                 self._set_mark(t, data)
         if not data or not is_in_place(func) or not args or not isinstance(args[0], Tensor):
             return
@@ -281,6 +340,14 @@ class Capture(TorchFunctionMode):
         base = args[0]._base
         if base is not None and not base.requires_grad:
             self._set_mark(base, True)  # data were written into a part of it
+
+
+class Outputs:
+    """Settled plans of an operation whose output is tapped."""
+
+    def __init__(self, plans: Iterable[Plan]) -> None:
+        """Store them."""
+        self.plans = tuple(plans)
 
 
 def is_in_place(func: Any) -> bool:
@@ -298,3 +365,8 @@ def tensors_of(parts: Iterable[Any]) -> list[Tensor]:
         elif isinstance(part, (tuple, list)):
             found += tensors_of(part)
     return found
+
+
+def _reading(read: Read, x: Any, receive: Receiver) -> Receiver:
+    """Return what reads gradients before it passes them on."""
+    return lambda g: receive(read(g, x))

@@ -1,42 +1,52 @@
-"""Recognising parameters: a tensor that lives in a parameter's memory belongs to it, whatever view of it it is."""
+"""Tracking parameters: a tensor that lives in a parameter's storage belongs to it, whatever view of it it is.
 
-from collections.abc import Callable
+Parameters are recognized by the identity of their storage and by their place in it, never by an address alone: memory
+that was freed is used again.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 @dataclass(eq=False)
-class Source:
-    """A tensor that is followed: a parameter, or a virtual one (see `capture`).
+class Tracked:
+    """A tensor that is tracked: a parameter, a copy of one, or a derived parameter.
 
     Attributes:
         name: The parameter's name.
-        tensor: The parameter, or the virtual one; kept, so that its memory stays its own.
-        virtual: How a virtual parameter's gradients are taken.
+        tensor: The parameter, or what stands for it; kept, so that its storage stays its own.
+        token: What identifies it in plans; the same for every batch.
+        derived: How gradients of a derived parameter are taken; `None` for a parameter.
     """
 
     name: str
     tensor: Tensor
-    virtual: "Virtual | None" = None
+    token: Any
+    derived: "Derived | None" = None
     start: int = field(init=False)
     stop: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Note where in memory it is."""
-        self.start = self.tensor.data_ptr()
-        reach = sum((n - 1) * stride for n, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True))
-        self.stop = self.start + (reach + 1) * self.tensor.element_size()
+        """Note which bytes of the storage it has."""
+        t = self.tensor
+        reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+        self.start = t.storage_offset() * t.element_size()
+        self.stop = self.start + (reach + 1) * t.element_size()
 
 
-class Virtual:
-    """How gradients of a virtual parameter are taken, which is decided by the operation that makes it meet the data.
+class Derived:
+    """How gradients of a *derived parameter* are taken: of what is computed from one parameter and constants alone.
+
+    The operation in which it meets the data decides.
 
     Args:
-        record: Takes note of the use, and returns what receives gradients. Its argument says whether the first axis
-            of the result turned out to be the batch axis (as for zeros of shape `[N, ...]`). If not, gradients are
-            `[columns, N, *shape]`.
+        record: Takes note of the use, and returns what takes gradients. Its argument says whether the first axis of
+            the derived parameter turned out to be the batch axis (as for zeros of shape `[N, ...]`). If not, gradients
+            are `[columns, N, *shape]`.
     """
 
     def __init__(self, record: Callable[[bool], Callable[[Tensor], None]]) -> None:
@@ -52,63 +62,79 @@ class Virtual:
         return self._arrived.append
 
     def receiver(self) -> Callable[[Tensor], None]:
-        """Return what receives gradients `[columns, *shape]`, if the first axis is the batch axis."""
+        """Return what takes gradients `[columns, *shape]`, if the first axis is the batch axis."""
         return self._record(True)
 
     def pass_on(self) -> None:
         """After a backward pass: pass on the sum of what was collected."""
         if self._receive is not None and self._arrived:
-            self._receive(torch.stack(self._arrived).sum(0))
+            total = self._arrived[0] if len(self._arrived) == 1 else torch.stack(self._arrived).sum(0)
+            self._receive(total)
             self._arrived.clear()
 
 
-@dataclass(frozen=True)
-class View:
-    """Some consecutive rows of a parameter, perhaps transposed."""
+class Tracker:
+    """All tensors that are tracked, by the storage that they live in.
 
-    source: Source
-    rows: tuple[int, int]
-    transposed: bool
+    Args:
+        params: The parameters, by name.
+    """
 
-
-class Sources:
-    """All tensors that are followed, by the memory that they live in."""
-
-    def __init__(self, params: dict[str, Tensor]) -> None:
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
         """Start with parameters."""
-        self._by_storage: dict[int, list[Source]] = {}
-        for name, p in params.items():
-            self.add(Source(name, p))
+        self.params = dict(params)
+        self._by_storage: dict[int, list[Tracked]] = {}
+        self._added: list[int] = []
+        self._register()
 
-    def add(self, source: Source) -> None:
-        """Follow another tensor."""
-        if source.tensor.numel():
-            self._by_storage.setdefault(source.tensor.untyped_storage().data_ptr(), []).append(source)
+    def begin(self) -> bool:
+        """Forget what only the last batch had; return whether parameters have other storages than before."""
+        for storage in self._added:
+            inside = self._by_storage[storage]
+            self._by_storage[storage] = [tracked for tracked in inside if tracked.token is tracked.name]
+            if not self._by_storage[storage]:
+                del self._by_storage[storage]
+        self._added.clear()
+        now = [(_storage(p), p.storage_offset(), p.shape, p.dtype) for p in self.params.values()]
+        if now == self._places:
+            return False
+        self._register()
+        return True
 
-    def find(self, t: Tensor) -> Source | None:
-        """Return what a tensor is a view of; nothing for a tensor that was detached from a trainable parameter."""
-        if t.layout != torch.strided:
+    def add(self, tracked: Tracked) -> None:
+        """Track another tensor, for this batch."""
+        storage = _storage(tracked.tensor)
+        self._by_storage.setdefault(storage, []).append(tracked)
+        self._added.append(storage)
+
+    def find(self, t: Tensor) -> Tracked | None:
+        """Return what a tensor is a view of; `None` also if it was detached from a trainable parameter."""
+        if t.layout is not torch.strided:
             return None
-        inside = self._by_storage.get(t.untyped_storage().data_ptr(), ())
-        for source in inside:
-            if source.start <= t.data_ptr() < source.stop and (t.requires_grad or not source.tensor.requires_grad):
-                return source
+        inside = self._by_storage.get(t.untyped_storage()._cdata)
+        if inside is None:
+            return None
+        at = t.storage_offset() * t.element_size()
+        for tracked in inside:
+            if tracked.start <= at < tracked.stop and (t.requires_grad or not tracked.tensor.requires_grad):
+                return tracked
         return None
 
-    def get(self, t: Tensor) -> Source:
-        """Return what a tensor is a view of; it must be followed."""
-        source = self.find(t)
-        assert source is not None  # noqa: S101 (whoever asks has found it before)
-        return source
+    def get(self, t: Tensor) -> Tracked:
+        """Return what a tensor is a view of; it must be tracked."""
+        tracked = self.find(t)
+        assert tracked is not None  # noqa: S101 (whoever asks has found it before)
+        return tracked
 
-    def view(self, t: Tensor | None) -> View | None:
-        """Return which rows of a parameter a tensor is, or nothing if it is not such a simple view of a parameter."""
-        source = None if t is None else self.find(t)
-        if t is None or source is None or source.virtual is not None or t.dtype != source.tensor.dtype:
-            return None
-        for transposed in (False, True):
-            p, q = source.tensor, t.T if transposed and t.ndim == 2 else t
-            if q.ndim == p.ndim > 0 and q.shape[1:] == p.shape[1:] and q.stride() == p.stride():
-                first = (q.storage_offset() - p.storage_offset()) // max(p.stride(0), 1)
-                return View(source, (first, first + len(q)), transposed)
-        return None
+    def _register(self) -> None:
+        """Note where parameters are."""
+        self._by_storage.clear()
+        self._places = [(_storage(p), p.storage_offset(), p.shape, p.dtype) for p in self.params.values()]
+        for name, p in self.params.items():
+            if p.numel():
+                self._by_storage.setdefault(_storage(p), []).append(Tracked(name, p, name))
+
+
+def _storage(t: Tensor) -> int:
+    """Return the identity of a tensor's storage."""
+    return t.untyped_storage()._cdata

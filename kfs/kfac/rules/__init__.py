@@ -1,14 +1,16 @@
-"""Rules: what multiplies an operation's parameters, and how its gradients are read. One file per kind of operation."""
+"""Rules: what multiplies an operation's parameters, and how its gradients are read. One file per kind of operation.
 
-from kfs.kfac.rules import (
-    attention,
-    convolution,
-    elementwise,
-    embedding,
-    linear,
-    normalization,
-    recurrent,
-)
+A rule is a pure function that returns a plan; see `kfs.kfac.capture.plan`.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from kfs.kfac.capture.session import Session
+from kfs.kfac.layout import Layout
+from kfs.kfac.rules import attention, convolution, elementwise, embedding, linear, normalization, recurrent
+from kfs.kfac.rules.fallback import without_rule
 
 RULES = {
     **linear.RULES,
@@ -20,4 +22,15 @@ RULES = {
     **recurrent.RULES,
 }
 
-__all__ = ["RULES"]
+
+def new_session(
+    params: Mapping[str, Tensor],
+    joint_bias: bool = True,
+    mixing: bool = False,
+    layouts: Iterable[Layout] = (),
+) -> Session:
+    """Start a session with all rules; arguments are those of `Session`."""
+    return Session(params, RULES, without_rule, joint_bias, mixing, layouts)
+
+
+__all__ = ["RULES", "new_session"]

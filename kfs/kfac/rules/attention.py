@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.kfac.capture.mode import Capture
-from kfs.kfac.rules.elementwise import is_followable, meet_batch
+from kfs.kfac.capture.plan import Argument, Call, Planned, Rewrite
+from kfs.kfac.rules.elementwise import joined, meet_batch
 
 _BODY = FunctionType(
     F.multi_head_attention_forward.__code__,
@@ -22,29 +23,32 @@ _BODY = FunctionType(
 )
 
 
-def multi_head_attention(capture: Capture, func: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+def multi_head_attention(call: Call, *args: Any, **named: Any) -> Planned:
     """Attend."""
+    return Rewrite(_attend)
+
+
+def _attend(capture: Capture, query: Tensor, *args: Any, **kwargs: Any) -> Any:
     with capture.with_batch_axis(1 if query.ndim == 3 else None), capture:
         return _BODY(query, *args, **kwargs)
 
 
 def scaled_dot_product(
-    capture: Capture,
-    func: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any = None,
+    call: Call,
+    query: Argument,
+    key: Argument,
+    value: Argument,
+    attn_mask: Argument | None = None,
     *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Attend with a learned bias, such as T5's, that is the same for all data."""
-    learned = [t for t in (query, key, value) if capture.sources.find(t) is not None]
-    if learned or not is_followable(capture, attn_mask):
-        return NotImplemented
+    **named: Any,
+) -> Planned:
+    """Attend with a learned bias, such as T5's, that is the same for all data; or with learned queries."""
+    learned = any(t.tracked for t in (query, key, value))
+    if learned or attn_mask is None or not attn_mask.by_rows:
+        return joined(call, query, key, value, *(() if attn_mask is None else (attn_mask,)))
     shape = torch.broadcast_shapes(attn_mask.shape, (*query.shape[:-1], key.shape[-2]))
-    tapped = meet_batch(capture, attn_mask, shape, "attention bias")
-    return NotImplemented if tapped is None else func(query, key, value, tapped, *args, **kwargs)
+    step = meet_batch(call, attn_mask, tuple(shape), "attention bias")
+    return None if step is None else (step,)
 
 
 RULES = {

@@ -10,80 +10,110 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.kfac.capture.mode import Capture, Read
+from kfs.kfac.capture.plan import Argument, Call, Planned
 from kfs.kfac.layout import Layout
-from kfs.kfac.rules.linear import record_bias, record_with_bias
+from kfs.kfac.rules.linear import bias_plan, weight_and_bias
 from kfs.kfac.sums.patches import Patches
 
 
 def convolution(
-    capture: Capture,
-    func: Any,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    call: Call,
+    input: Argument,
+    weight: Argument,
+    bias: Argument | None = None,
     stride: Any = 1,
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Any:
+) -> Planned:
     """Convolve."""
-    dims, view = weight.ndim - 2, capture.sources.view(weight)
-    if input.ndim != dims + 2 or not capture.is_data(input):
-        return NotImplemented
-    if capture.sources.find(weight) is None:
-        out = func(input, weight, bias, stride, padding, dilation, groups)
-        return record_bias(capture, out, bias, _channels_last(groups), groups)
-    if view is None or weight.shape != view.source.tensor.shape:
-        return NotImplemented
-    kernel, step, spread = tuple(weight.shape[2:]), _each(stride, dims), _each(dilation, dims)
+    dims = weight.ndim - 2
+    kernel, spread = weight.shape[2:], _each(dilation, dims)
     if padding == "same":
         totals = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
         around = tuple((total // 2, total - total // 2) for total in totals)
     else:
         around = tuple((p, p) for p in _each(0 if padding == "valid" else padding, dims))
-    out = func(input, weight, bias, stride, padding, dilation, groups)
-    patches = Patches(input, kernel, step, around, spread, groups)
-    layout = Layout(view.source.name, tuple(weight.shape), view.rows, tuple(range(weight.ndim)), 1, groups)
-    return record_with_bias(capture, out, func.__name__, layout, patches, _channels_last(groups), bias)
+    if input.ndim != dims + 2:  # a single image without batch axis
+        return None
+    patches = Patches(input.shape, kernel, _each(stride, dims), around, spread, groups)
+    order = tuple(range(weight.ndim))
+    return _plan(call, input, weight, bias, patches, weight.shape, order, split=1, out=weight.shape[0])
 
 
 def transposed_convolution(
-    capture: Capture,
-    func: Any,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    call: Call,
+    input: Argument,
+    weight: Argument,
+    bias: Argument | None = None,
     stride: Any = 1,
     padding: Any = 0,
     output_padding: Any = 0,
     groups: int = 1,
     dilation: Any = 1,
-) -> Any:
+) -> Planned:
     """Convolve the other way round."""
-    dims, view = weight.ndim - 2, capture.sources.view(weight)
-    if input.ndim != dims + 2 or not capture.is_data(input):
-        return NotImplemented
-    if capture.sources.find(weight) is None:
-        out = func(input, weight, bias, stride, padding, output_padding, groups, dilation)
-        return record_bias(capture, out, bias, _channels_last(groups), groups)
-    if view is None or weight.shape != view.source.tensor.shape:
-        return NotImplemented
-    kernel, step, spread = tuple(weight.shape[2:]), _each(stride, dims), _each(dilation, dims)
-    sparse = input.new_zeros(*input.shape[:2], *((n - 1) * s + 1 for n, s in zip(input.shape[2:], step, strict=True)))
-    pixels: tuple[Any, ...] = (..., *(slice(None, None, s) for s in step))
-    sparse[pixels] = input.detach()
-    # The kernel is mirrored; mirroring the image instead changes the order of positions only.
-    sparse = sparse.flip(*range(2, dims + 2))
+    dims = weight.ndim - 2
+    if input.ndim != dims + 2:
+        return None
+    kernel, step, spread = weight.shape[2:], _each(stride, dims), _each(dilation, dims)
+    spatial = tuple((n - 1) * s + 1 for n, s in zip(input.shape[2:], step, strict=True))
     around = tuple(
         (d * (k - 1) - p + more, d * (k - 1) - p)
         for k, d, p, more in zip(kernel, spread, _each(padding, dims), _each(output_padding, dims), strict=True)
     )
-    out = func(input, weight, bias, stride, padding, output_padding, groups, dilation)
-    patches = Patches(sparse, kernel, (1,) * dims, around, spread, groups, mirrored=True)
+
+    def prepare(x: Tensor) -> Tensor:
+        sparse = x.new_zeros(*x.shape[:2], *spatial)
+        pixels: tuple[Any, ...] = (..., *(slice(None, None, s) for s in step))
+        sparse[pixels] = x
+        # The kernel is mirrored; mirroring the image instead changes the order of positions only.
+        return sparse.flip(*range(2, dims + 2))
+
+    patches = Patches((*input.shape[:2], *spatial), kernel, (1,) * dims, around, spread, groups, mirrored=True)
     shape = (groups, weight.shape[0] // groups, *weight.shape[1:])
-    layout = Layout(view.source.name, shape, (0, groups), (0, 2, 1, *range(3, len(shape))), 2, groups)
-    return record_with_bias(capture, out, func.__name__, layout, patches, _channels_last(groups), bias)
+    order = (0, 2, 1, *range(3, len(shape)))
+    out = weight.shape[1] * groups
+    return _plan(call, input, weight, bias, patches, shape, order, split=2, out=out, prepare=prepare)
+
+
+def _plan(
+    call: Call,
+    x: Argument,
+    weight: Argument,
+    bias: Argument | None,
+    patches: Patches,
+    shape: tuple[int, ...],
+    order: tuple[int, ...],
+    split: int,
+    out: int,
+    prepare: Any = None,
+) -> Planned:
+    """Plan a linear map of patches.
+
+    Args:
+        call: The call.
+        x: The image.
+        weight: The kernel.
+        bias: The bias.
+        patches: How patches are cut out.
+        shape: That of the kernel, or one that it is reshaped to.
+        order: As in `Layout`.
+        split: As in `Layout`.
+        out: Number of output channels.
+        prepare: As in `Plan`.
+    """
+    if not x.data:
+        return None
+    leading = (x.shape[0], prod(patches.out))
+    if not weight.tracked:
+        alone = bias_plan(bias, out, leading, _channels_last)
+        return None if alone is None else (alone,)
+    view = weight.view
+    if view is None or weight.shape != view.shape:
+        return None
+    layout = Layout(view.name, shape, (0, shape[0]), order, split, patches.groups)
+    return weight_and_bias(call.name, layout, patches, (x,), bias, leading, prepare, _channels_last)
 
 
 def _each(setting: Any, dims: int) -> tuple[int, ...]:
@@ -92,14 +122,9 @@ def _each(setting: Any, dims: int) -> tuple[int, ...]:
     return values * dims if len(values) == 1 else values
 
 
-def _channels_last(groups: int) -> Read:
-    """Read gradients `[columns, N, C, *spatial]` as `[columns, N, P, C]` (or `[columns, N, P, G, C]`)."""
-
-    def read(g: Tensor) -> Tensor:
-        g = g.reshape(*g.shape[:2], groups, g.shape[2] // groups, prod(g.shape[3:])).movedim(4, 2)
-        return g if groups > 1 else g.squeeze(3)
-
-    return read
+def _channels_last(g: Tensor, _: Any) -> Tensor:
+    """Read gradients `[columns, N, C, *spatial]` as `[columns, N, positions, C]`."""
+    return g.flatten(3).transpose(2, 3)
 
 
 RULES = {

@@ -11,202 +11,212 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
 
-from kfs.kfac.capture.mode import Capture, Read, Receiver
-from kfs.kfac.capture.parameters import View
-from kfs.kfac.capture.uses import Use
+from kfs.kfac.capture.plan import Argument, Call, Plan, Planned, Read
 from kfs.kfac.layout import Layout
-from kfs.kfac.sums.inputs import Rows, Vectors
+from kfs.kfac.sums.inputs import Inputs, Rows, Vectors
 
 
-def linear(capture: Capture, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def linear(call: Call, input: Argument, weight: Argument, bias: Argument | None = None) -> Planned:
     """Multiply with `weight` `[out, in]`."""
-    return _multiply(capture, "linear", lambda x: func(x, weight, bias), input, weight, bias)
+    return multiply(call, "linear", input, weight, bias)
 
 
-def addmm(capture: Capture, func: Any, *args: Tensor, beta: float = 1, alpha: float = 1, **kwargs: Tensor) -> Any:
+def addmm(call: Call, *args: Argument, beta: float = 1, alpha: float = 1, **named: Argument) -> Planned:
     """Compute `bias + x @ weight`, as Hugging Face's `Conv1D` does."""
-    bias, x, weight = (*args, *kwargs.values())
+    bias, x, weight = in_order(args, named, "input", "mat1", "mat2")
     if beta != 1 or alpha != 1:
-        return NotImplemented
-    return _multiply(capture, "addmm", lambda t: func(bias, t, weight), x, weight.T, bias)
+        return None
+    return multiply(call, "addmm", x, weight, bias, flip=True)
 
 
-def matmul(capture: Capture, func: Any, *args: Tensor, **kwargs: Tensor) -> Any:
+def matmul(call: Call, *args: Argument, **named: Argument) -> Planned:
     """Compute `a @ b`, where one of them is a parameter with two axes."""
-    a, b = (*args, *kwargs.values())
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or min(a.ndim, b.ndim) < 2:
-        return NotImplemented
-    if b.ndim == 2 and capture.sources.find(b) is not None:
-        return _multiply(capture, "matmul", lambda x: func(x, b), a, b.T, None)
-    if a.ndim == 2:
-        if not capture.is_data(b):
-            return NotImplemented
-        x = capture.as_data(b.transpose(-1, -2))
-        return _multiply(capture, "matmul", lambda x: func(a, x.transpose(-1, -2)), x, a, None, _transposed)
-    return NotImplemented
+    a, b = in_order(args, named, "input", "other", "mat2")
+    if not isinstance(a, Argument) or not isinstance(b, Argument) or min(a.ndim, b.ndim) < 2:
+        return None
+    if b.ndim == 2 and b.tracked:
+        return multiply(call, "matmul", a, b, flip=True)
+    if a.ndim == 2 and b.data:
+        leading = (*b.shape[:-2], b.shape[-1])
+        return multiply(call, "matmul", b, a, leading=leading, prepare=_transposed, read=_transposed)
+    return None
 
 
-def rmatmul(capture: Capture, func: Any, b: Tensor, a: Tensor) -> Any:
+def rmatmul(call: Call, b: Argument, a: Argument) -> Planned:
     """Compute `a @ b`."""
-    return matmul(capture, lambda x, y: func(y, x), a, b)
+    return matmul(call, a, b)
 
 
-def einsum(capture: Capture, func: Any, equation: Any, *operands: Any) -> Any:
+def einsum(call: Call, equation: Any, *operands: Any) -> Planned:
     """Contract a parameter with a tensor over some of the parameter's axes; all its other axes are in the result."""
     operands = operands[0] if len(operands) == 1 and type(operands[0]) in {tuple, list} else operands
     if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation or "." in equation:
-        return NotImplemented
+        return None
     sides, result = equation.replace(" ", "").split("->")
     letters = sides.split(",")
-    which = [i for i, t in enumerate(operands) if capture.sources.find(t) is not None]
+    which = [i for i, operand in enumerate(operands) if operand.tracked]
     if len(which) != 1:
-        return NotImplemented
+        return None
     w, x = letters[which[0]], letters[1 - which[0]]
     weight, vectors = operands[which[0]], operands[1 - which[0]]
     into, out = [c for c in w if c in x], [c for c in w if c not in x]
     rest = [c for c in x if c not in into]
-    simple = len(set(w)) == len(w) and len(set(x)) == len(x) and len(set(result)) == len(result)
-    if (
-        not simple
-        or not into
-        or not out
-        or set(result) != {*rest, *out}
-        or list(w) not in ([*into, *out], [*out, *into])
-    ):
-        return NotImplemented
-    view = capture.sources.view(weight)
-    if view is None or view.transposed or not capture.is_data(vectors):
-        return NotImplemented
-    order = tuple(w.index(c) for c in (*out, *into))
-    layout, side = capture.uses.place(
-        Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, order, len(out))
-    )
+    simple = all(len(set(part)) == len(part) for part in (w, x, result))
+    contracts = into and out and set(result) == {*rest, *out}
+    if not simple or not contracts or list(w) not in ([*into, *out], [*out, *into]):
+        return None
+    view = weight.view
+    if view is None or view.transposed or not vectors.data:
+        return None
 
     def features_last(t: Tensor, axes: str, features: list[str], first: int) -> Tensor:
         permuted = t.permute(*range(first), *(first + axes.index(c) for c in (*rest, *features)))
         return permuted.flatten(first + len(rest))
 
-    return capture.record(
-        func(equation, *operands),
+    order = tuple(w.index(c) for c in (*out, *into))
+    layout = Layout(view.name, view.shape, view.rows, order, len(out))
+    plan = Plan(
         "einsum",
         layout,
-        Vectors(features_last(vectors, x, into, 0)),
-        lambda g: features_last(g, result, out, 1),
-        ones=False,
-        side=side,
+        Vectors(layout.column_size),
+        (vectors,),
+        prepare=lambda t: features_last(t, x, into, 0),
+        read=lambda g, _: features_last(g, result, out, 1),
     )
+    return (plan,)
 
 
 def bilinear(
-    capture: Capture, func: Any, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> Any:
+    call: Call, input1: Argument, input2: Argument, weight: Argument, bias: Argument | None = None
+) -> Planned:
     """Compute `x^T W y + bias` for every matrix `W` of `weight`: linear in the outer products of the inputs."""
-    view = capture.sources.view(weight)
-    if view is None or not capture.is_data(input1) or not capture.is_data(input2):
-        return NotImplemented
-    x = (input1.detach().unsqueeze(-1) * input2.detach().unsqueeze(-2)).flatten(-2)
-    layout = Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, (0, 1, 2), 1)
-    return record_with_bias(
-        capture, func(input1, input2, weight, bias), "bilinear", layout, Vectors(x), lambda g: g, bias
-    )
-
-
-def record_with_bias(
-    capture: Capture, out: Tensor, operation: str, layout: Layout, vectors: Any, read: Read, bias: Tensor | None
-) -> Any:
-    """Take note of a use of weight and bias, in one block or in two. The bias lies along the output features."""
-    tracked = bias is not None and capture.sources.find(bias) is not None
-    if tracked and (capture.sources.view(bias) is None or bias.shape != (layout.row_size * layout.groups,)):  # type: ignore[union-attr]
-        return NotImplemented
-    name = _name_of(capture, bias, layout)
-    layout, side = capture.uses.place(layout, name)
-    joint = name is not None and layout.bias == name and side == "A"
-    out = capture.record(out, operation, layout, vectors, read, joint, side)
-    return record_bias(capture, out, bias, read, layout.groups) if tracked and not joint else out
-
-
-def _name_of(capture: Capture, bias: Tensor | None, layout: Layout) -> str | None:
-    """Return the name of a bias that may join its weight: all of it, or the part that belongs to the weight's rows."""
-    view = capture.sources.view(bias)
-    if view is None or bias is None or bias.shape != (layout.row_size * layout.groups,):
+    view = weight.view
+    if view is None or not input1.data or not input2.data:
         return None
-    whole = view.rows == (0, len(view.source.tensor))
-    fits = whole if layout.rows == (0, layout.shape[0]) else view.rows == layout.rows
-    return view.source.name if fits else None
+    layout = Layout(view.name, view.shape, view.rows, (0, 1, 2), 1)
+
+    def prepare(x: Tensor, y: Tensor) -> Tensor:
+        return (x.unsqueeze(-1) * y.unsqueeze(-2)).flatten(-2)
+
+    vectors = Vectors(layout.column_size)
+    return weight_and_bias("bilinear", layout, vectors, (input1, input2), bias, input1.shape[:-1], prepare)
 
 
-def record_bias(capture: Capture, out: Tensor, bias: Tensor | None, read: Read, groups: int = 1) -> Any:
-    """Take note of a use of a bias alone."""
-    view = capture.sources.view(bias)
-
-    def features_last(g: Tensor) -> Tensor:
-        return read(g).flatten(-2) if groups > 1 else read(g)
-
-    shape = features_last(torch.empty(1, *out.shape, device="meta")).shape
-    if view is None or view.source.tensor.ndim != 1 or bias is None or len(bias) != shape[-1]:
-        return NotImplemented
-
-    return record_vector(capture, out, "bias", view, features_last, shape[1:-1])
-
-
-def record_vector(
-    capture: Capture, out: Tensor, operation: str, view: View, read: Read, leading: tuple[int, ...]
-) -> Tensor:
-    """Take note of a use of a vector that is added to, or scales, the output's features.
+def multiply(
+    call: Call,
+    operation: str,
+    x: Argument,
+    weight: Argument,
+    bias: Argument | None = None,
+    *,
+    flip: bool = False,
+    leading: tuple[int, ...] | None = None,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+    read: Read | None = None,
+) -> Planned:
+    """Plan a product of vectors `x` `[*leading, in]` with a weight `[out, in]`.
 
     Args:
-        capture: The forward pass.
-        out: What the operation returned.
+        call: The call.
         operation: What to call it.
-        view: The vector.
-        read: Turns the output's gradients into those of the vector, one for each position.
-        leading: The axes of positions in what `read` returns.
+        x: The vectors, or what `prepare` makes them from.
+        weight: The weight.
+        bias: What is added to the product.
+        flip: Whether the weight is `[in, out]`.
+        leading: Leading axes of the vectors, if they are not those of `x`.
+        prepare: As in `Plan`.
+        read: As in `Plan`.
     """
-    layout = Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, (0,), 1)
-    return capture.record(out, operation, layout, Rows(None, 1, leading, out), read, ones=False)
+    leading = x.shape[:-1] if leading is None else leading
+    if weight.ndim != 2:
+        return None
+    if not weight.tracked:
+        features = weight.shape[1 if flip else 0]
+        alone = bias_plan(bias, features, leading, read) if x.data else None
+        return None if alone is None else (alone,)
+    view = weight.view
+    if view is None or x.tracked:
+        return None
+    order = (1, 0) if view.transposed != flip else (0, 1)
+    layout = Layout(view.name, view.shape, view.rows, order, 1)
+    if call.narrow is not None and x.dtype != torch.float64:
+        prepare = _narrowed(call.narrow, prepare)  # as autocast multiplies
+    vectors = Vectors(layout.column_size)
+    return weight_and_bias(operation, layout, vectors, (x,), bias, leading, prepare, read, follows=not x.data)
 
 
-def _multiply(
-    capture: Capture,
+def weight_and_bias(
     operation: str,
-    call: Callable[[Tensor], Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    read: Read = lambda g: g,
-) -> Any:
-    """Take note of `call(x)`, which multiplies vectors `x` `[..., in]` with `weight` `[out, in]`."""
-    view = capture.sources.view(weight)
-    if capture.sources.find(weight) is None and capture.is_data(x):
-        return record_bias(capture, call(x), bias, read)
-    if view is None or weight.ndim != 2 or capture.sources.find(x) is not None:
-        return NotImplemented
-    order = (1, 0) if view.transposed else (0, 1)
-    layout = Layout(view.source.name, tuple(view.source.tensor.shape), view.rows, order, 1)
-    if capture.is_data(x):
-        return record_with_bias(capture, call(x), operation, layout, Vectors(_as_used(x)), read, bias)
-    name = _name_of(capture, bias, layout)
-    where, side = capture.uses.place(layout, name)
-    if bias is not None and capture.sources.find(bias) is not None and (name is None or where.bias != name):
-        return NotImplemented
-    out = call(x)
-
-    def record(with_batch: bool) -> Receiver:
-        vectors = Vectors(x if with_batch else x.expand(capture.num_data, *x.shape))
-        use = Use(capture.batch, operation, where, vectors, read, out, name is not None, side)
-        return capture.uses.record(use)
-
-    return capture.record_virtual(out, layout.weight, record)
+    layout: Layout,
+    inputs: Inputs,
+    arguments: tuple[Argument, ...],
+    bias: Argument | None,
+    leading: tuple[int, ...],
+    prepare: Callable[..., Any] | None = None,
+    read: Read | None = None,
+    follows: bool = False,
+) -> Planned:
+    """Plan a use of a weight and of a bias along the output features. Whether they share a block is decided later."""
+    features = layout.row_size * layout.groups
+    alone = bias_plan(bias, features, leading, read)
+    joins = False
+    if bias is not None and bias.tracked:
+        view = bias.view
+        if view is None or alone is None:
+            return None
+        # A part of a bias may join only the same part of a weight.
+        whole = layout.rows == (0, layout.shape[0])
+        joins = view.is_whole if whole else view.rows == layout.rows
+    return (Plan(operation, layout, inputs, arguments, prepare, read, alone, joins, follows),)
 
 
-def _transposed(g: Tensor) -> Tensor:
-    return g.transpose(-1, -2)
+def bias_plan(bias: Argument | None, features: int, leading: tuple[int, ...], read: Read | None) -> Plan | None:
+    """Plan the use of a bias alone; `None` if there is none that is tracked, or if it is not a vector of features."""
+    if bias is None or bias.view is None or len(bias.view.shape) != 1 or bias.shape != (features,):
+        return None
+    return vector_plan("bias", bias, leading, (), read)
 
 
-def _as_used(x: Tensor) -> Tensor:
-    """Return an input in the precision in which `autocast` multiplies it."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x
+def vector_plan(
+    operation: str,
+    vector: Argument,
+    leading: tuple[int, ...],
+    arguments: tuple[Argument, ...],
+    read: Read | None,
+    prepare: Callable[..., Any] | None = None,
+    mixes: bool = False,
+) -> Plan:
+    """Plan a use of a vector that is added to, or scales, the output's features.
+
+    Args:
+        operation: What to call it.
+        vector: The vector.
+        leading: The axes of positions in what `read` returns.
+        arguments: As in `Plan`.
+        read: Turns the output's gradients into those of the vector, one for each position.
+        prepare: As in `Plan`.
+        mixes: As in `Plan`.
+    """
+    view = vector.view
+    assert view is not None  # noqa: S101 (who calls this has made sure)
+    layout = Layout(view.name, view.shape, view.rows, (0,), 1)
+    rows = Rows(None, 1, leading, vector.dtype, vector.device)
+    return Plan(operation, layout, rows, arguments, prepare, read, mixes=mixes)
+
+
+def in_order(args: tuple[Any, ...], named: dict[str, Any], *names: str) -> tuple[Any, ...]:
+    """Return positional arguments, then named ones in the order of their names."""
+    return (*args, *(named[name] for name in names if name in named))
+
+
+def _narrowed(
+    dtype: torch.dtype, prepare: Callable[[Tensor], Tensor] | None
+) -> Callable[[Tensor], Tensor]:
+    return (lambda x: x.to(dtype)) if prepare is None else (lambda x: prepare(x).to(dtype))
+
+
+def _transposed(t: Tensor, _: Any = None) -> Tensor:
+    return t.transpose(-1, -2)
 
 
 RULES = {

@@ -1,4 +1,4 @@
-"""Scale and shift of normalisations, and the slope of PReLU: vectors that multiply features, or are added to them."""
+"""Scale and shift of normalizations, and the slope of PReLU: vectors that multiply features, or are added to them."""
 
 from collections.abc import Callable
 from math import prod
@@ -8,182 +8,157 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.errors import ModelError
-from kfs.kfac.capture.mode import Capture, Read
-from kfs.kfac.rules.elementwise import record_entries
-from kfs.kfac.rules.linear import record_vector
+from kfs.kfac.capture.plan import Argument, Call, Plan, Planned
+from kfs.kfac.rules.elementwise import entries_plan
+from kfs.kfac.rules.linear import vector_plan
 
 
 def layer_norm(
-    capture: Capture,
-    func: Any,
-    input: Tensor,
+    call: Call,
+    input: Argument,
     normalized_shape: Any,
-    weight: Any = None,
-    bias: Any = None,
+    weight: Argument | None = None,
+    bias: Argument | None = None,
     eps: float = 1e-5,
     *_: Any,
-) -> Any:
-    """Normalise over the last axes, then scale and shift."""
-    out = func(input, normalized_shape, weight, bias, eps)
-    x = input.detach()
-    return _scaled(
-        capture, "layer_norm", input, out, weight, bias, lambda: F.layer_norm(x, normalized_shape, eps=eps), False
-    )
+) -> Planned:
+    """Normalize over the last axes, then scale and shift."""
+    return _scaled("layer_norm", input, weight, bias, lambda x: F.layer_norm(x, normalized_shape, eps=eps))
 
 
 def rms_norm(
-    capture: Capture,
-    func: Any,
-    input: Tensor,
+    call: Call,
+    input: Argument,
     normalized_shape: Any,
-    weight: Any = None,
+    weight: Argument | None = None,
     eps: float | None = None,
-) -> Any:
+) -> Planned:
     """Divide by the root mean square over the last axes, then scale."""
-    out = func(input, normalized_shape, weight, eps)
-    x = input.detach()
-    return _scaled(
-        capture, "rms_norm", input, out, weight, None, lambda: F.rms_norm(x, normalized_shape, eps=eps), False
-    )
+    return _scaled("rms_norm", input, weight, None, lambda x: F.rms_norm(x, normalized_shape, eps=eps))
 
 
 def group_norm(
-    capture: Capture,
-    func: Any,
-    input: Tensor,
+    call: Call,
+    input: Argument,
     num_groups: int,
-    weight: Any = None,
-    bias: Any = None,
+    weight: Argument | None = None,
+    bias: Argument | None = None,
     eps: float = 1e-5,
     *_: Any,
-) -> Any:
-    """Normalise groups of channels, then scale and shift channels."""
-    out = func(input, num_groups, weight, bias, eps)
-    x = input.detach()
-    return _scaled(capture, "group_norm", input, out, weight, bias, lambda: F.group_norm(x, num_groups, eps=eps), True)
+) -> Planned:
+    """Normalize groups of channels, then scale and shift channels."""
+    return _scaled("group_norm", input, weight, bias, lambda x: F.group_norm(x, num_groups, eps=eps), "channels")
 
 
 def batch_norm(
-    capture: Capture,
-    func: Any,
-    input: Tensor,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
+    call: Call,
+    input: Argument,
+    running_mean: Argument | None,
+    running_var: Argument | None,
+    weight: Argument | None = None,
+    bias: Argument | None = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Any:
-    """Normalise by running statistics (by those of the batch in training), then scale and shift channels."""
-    if training and not capture.uses.mixing:
-        raise ModelError(
-            "F.batch_norm is called with training=True: the prediction for one datum depends on the rest of its batch.",
-            "Call model.eval() first, or pass training=False.",
-        )
-    out = func(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    x = input.detach()
-    mean, variance = (None, None) if training else (running_mean, running_var)
-    return _scaled(
-        capture,
-        "batch_norm",
-        input,
-        out,
-        weight,
-        bias,
-        lambda: F.batch_norm(x, mean, variance, training=training, eps=eps),
-        True,
-    )
+) -> Planned:
+    """Normalize by running statistics (by those of the batch in training), then scale and shift channels."""
+    statistics = () if training else (running_mean, running_var)
+
+    def normalized(x: Tensor, *known: Tensor) -> Tensor:
+        return F.batch_norm(x, *(known or (None, None)), training=training, eps=eps)
+
+    return _scaled("batch_norm", input, weight, bias, normalized, "channels", statistics, mixes=training)
 
 
 def instance_norm(
-    capture: Capture,
-    func: Any,
-    input: Tensor,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
+    call: Call,
+    input: Argument,
+    running_mean: Argument | None = None,
+    running_var: Argument | None = None,
+    weight: Argument | None = None,
+    bias: Argument | None = None,
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> Any:
-    """Normalise every channel of every datum, then scale and shift channels."""
-    out = func(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-    x = input.detach()
+) -> Planned:
+    """Normalize every channel of every datum, then scale and shift channels."""
+    statistics = () if running_mean is None else (running_mean, running_var)
 
-    def normalized() -> Tensor:
-        return F.instance_norm(x, running_mean, running_var, use_input_stats=use_input_stats, momentum=0.0, eps=eps)
+    def normalized(x: Tensor, *known: Tensor) -> Tensor:
+        # A momentum of zero leaves running statistics as they are.
+        return F.instance_norm(
+            x, *(known or (None, None)), use_input_stats=use_input_stats, momentum=0.0, eps=eps
+        )
 
-    return _scaled(capture, "instance_norm", input, out, weight, bias, normalized, True)
+    return _scaled("instance_norm", input, weight, bias, normalized, "channels", statistics)
 
 
-def prelu(capture: Capture, func: Any, input: Tensor, weight: Tensor) -> Any:
+def prelu(call: Call, input: Argument, weight: Argument) -> Planned:
     """Multiply negative numbers with a slope, per channel or altogether."""
-    x = input.detach()
-    out = func(input, weight)
-    channels = weight.numel() > 1
-
-    def negative() -> Tensor:
-        return x.clamp(max=0)
-
-    return _scaled(capture, "prelu", input, out, weight, None, negative, channels, single=not channels)
+    along = "channels" if prod(weight.shape) > 1 else "nothing"
+    return _scaled("prelu", input, weight, None, lambda x: x.clamp(max=0), along)
 
 
 def _scaled(
-    capture: Capture,
     operation: str,
-    x: Tensor,
-    out: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    normalized: Callable[[], Tensor],
-    channels: bool,
-    single: bool = False,
-) -> Any:
-    """Take note of a scale and a shift.
+    x: Argument,
+    weight: Argument | None,
+    bias: Argument | None,
+    normalized: Callable[..., Tensor],
+    along: str = "last axes",
+    statistics: tuple[Argument | None, ...] = (),
+    mixes: bool = False,
+) -> Planned:
+    """Plan the uses of a scale and a shift.
 
     Args:
-        capture: The forward pass.
         operation: What to call it.
-        x: What it was applied to.
-        out: What the operation returned.
+        x: What it is applied to.
         weight: The scale, if there is one.
         bias: The shift, if there is one.
-        normalized: Returns what the scale multiplied; evaluated when gradients arrive.
-        channels: Whether both lie along the second axis, instead of the last ones.
-        single: Whether the scale is one number for everything.
+        normalized: Returns what the scale multiplies; evaluated when gradients arrive.
+        along: Where both lie: along the `"last axes"`, along `"channels"` (the second axis), or along `"nothing"` if
+            the scale is one number for everything.
+        statistics: What `normalized` takes beside `x`.
+        mixes: As in `Plan`.
     """
+    if not x.data:
+        return None
+    leading = x.shape[:-1]
+    if along == "nothing":
+        leading = x.shape
+    elif along == "channels":
+        leading = (x.shape[0], prod(x.shape[2:])) if x.ndim > 2 else x.shape[:1]
 
-    def features_last(g: Tensor) -> Tensor:
-        if single:
+    def features_last(g: Tensor, _: Any) -> Tensor:
+        if along == "nothing":
             return g.unsqueeze(-1)
-        return g.flatten(3).movedim(2, -1) if channels and g.ndim > 3 else g
+        return g.flatten(3).movedim(2, -1) if along == "channels" and g.ndim > 3 else g
 
-    def times_normalized(g: Tensor) -> Tensor:
-        return normalized().mul_(g[0]).unsqueeze(0) if len(g) == 1 else g * normalized()
+    def times_normalized(g: Tensor, arguments: tuple[Tensor, ...]) -> Tensor:
+        factor = normalized(*arguments)
+        return features_last(factor.mul_(g[0]).unsqueeze(0) if len(g) == 1 else g * factor, None)
 
-    if not capture.is_data(x):
-        return NotImplemented
-    reads: list[tuple[Tensor | None, Read]] = [
-        (weight, lambda g: features_last(times_normalized(g))),
-        (bias, features_last),
-    ]
-    leading = tuple(out.shape) if single else tuple(out.shape[:-1])
-    if channels:
-        leading = (len(out), prod(out.shape[2:])) if out.ndim > 2 else (len(out),)
-    for parameter, read in reads:
-        if parameter is None or capture.sources.find(parameter) is None:
+    known = tuple(t for t in statistics if t is not None)
+    plans: list[Plan] = []
+    for parameter, read in ((weight, times_normalized), (bias, features_last)):
+        if parameter is None or not parameter.tracked:
             continue
-        view = capture.sources.view(parameter)
-        if view is None or (parameter.ndim > 1 and parameter.shape != view.source.tensor.shape):
-            return NotImplemented
+        arguments, prepare = ((x, *known), _detached) if parameter is weight else ((), None)
+        view = parameter.view
+        if view is None or (parameter.ndim > 1 and parameter.shape != view.shape):
+            return None
         if parameter.ndim > 1:
-            out = record_entries(capture, out, operation, view.source, parameter.ndim, read)
+            positions = x.shape[: x.ndim - parameter.ndim]
+            plan = entries_plan(operation, parameter, positions, arguments, read, prepare, mixes)
         else:
-            out = record_vector(capture, out, operation, view, read, leading)
-    return out
+            plan = vector_plan(operation, parameter, leading, arguments, read, prepare, mixes)
+        plans.append(plan)
+    return tuple(plans) or None
+
+
+def _detached(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.detach() for t in tensors)
 
 
 RULES = {

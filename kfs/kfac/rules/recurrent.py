@@ -14,43 +14,43 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.errors import ModelError
 from kfs.kfac.capture.mode import Capture
+from kfs.kfac.capture.plan import Argument, Call, Planned, Rewrite
 
 State = tuple[Tensor, ...]
 Step = Callable[[Tensor, Tensor, State], State]
 
 
-def lstm(capture: Capture, func: Any, x: Tensor, *args: Any) -> Any:
-    """Run an LSTM: returns outputs, last hidden and last cell states."""
-    return _network(capture, x, args, _lstm_step, states=2)
+def _sequence(step: Step, states: int) -> Callable[..., Planned]:
+    """Return the rule for a recurrent network over all times.
+
+    It returns outputs and last states: hidden ones, and those of the cells of an LSTM.
+    """
+
+    def rule(call: Call, x: Any, *args: Any) -> Planned:
+        if isinstance(args[0], Argument) and not args[0].dtype.is_floating_point:
+            return None  # a packed sequence, with the number of sequences at every time
+        training, dropout = args[5], args[4]
+        if training and dropout:
+            raise ModelError(
+                "A recurrent network drops out, so its prediction depends on chance.", "Call model.eval() first."
+            )
+        return Rewrite(lambda capture, x, *args: _network(capture, x, args, step, states))
+
+    return rule
 
 
-def gru(capture: Capture, func: Any, x: Tensor, *args: Any) -> Any:
-    """Run a GRU: returns outputs and last hidden states."""
-    return _network(capture, x, args, _gru_step, states=1)
-
-
-def rnn_tanh(capture: Capture, func: Any, x: Tensor, *args: Any) -> Any:
-    """Run a plain recurrent network with tanh."""
-    return _network(capture, x, args, _tanh_step, states=1)
-
-
-def rnn_relu(capture: Capture, func: Any, x: Tensor, *args: Any) -> Any:
-    """Run a plain recurrent network with ReLU."""
-    return _network(capture, x, args, _relu_step, states=1)
-
-
-def _cell(step: Step, states: int) -> Callable[..., Any]:
+def _cell(step: Step, states: int) -> Callable[..., Planned]:
     """Return the rule for one time of a recurrent network."""
 
-    def cell(
-        capture: Capture, func: Any, x: Tensor, h: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+    def body(
+        capture: Capture, x: Tensor, h: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
     ) -> Any:
         state = _with_batch(capture, h if states == 2 else (h,))
         with capture:
             state = step(F.linear(x, w_ih, b_ih), *_recur(state, w_hh, b_hh))
         return state if states == 2 else state[0]
 
-    return cell
+    return lambda call, *args, **named: Rewrite(body)
 
 
 def _with_batch(capture: Capture, state: Iterable[Tensor]) -> State:
@@ -86,13 +86,7 @@ def _relu_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
 
 def _network(capture: Capture, x: Tensor, args: tuple[Any, ...], step: Step, states: int) -> Any:
     """Run all layers and directions."""
-    if isinstance(args[0], Tensor) and not args[0].is_floating_point():
-        return NotImplemented  # a packed sequence, with the number of sequences at every time
-    hx, weights, has_bias, layers, dropout, training, both, batch_first = args
-    if training and dropout:
-        raise ModelError(
-            "A recurrent network drops out, so its prediction depends on chance.", "Call model.eval() first."
-        )
+    hx, weights, has_bias, layers, _, _, both, batch_first = args
     initial = _with_batch(capture, hx if states == 2 else (hx,))
     directions, per = 2 if both else 1, 4 if has_bias else 2
     projected = states == 2 and initial[0].shape[-1] != initial[1].shape[-1]
@@ -133,10 +127,10 @@ def _layer(
 
 
 RULES = {
-    torch.lstm: lstm,
-    torch.gru: gru,
-    torch.rnn_tanh: rnn_tanh,
-    torch.rnn_relu: rnn_relu,
+    torch.lstm: _sequence(_lstm_step, 2),
+    torch.gru: _sequence(_gru_step, 1),
+    torch.rnn_tanh: _sequence(_tanh_step, 1),
+    torch.rnn_relu: _sequence(_relu_step, 1),
     torch.lstm_cell: _cell(_lstm_step, 2),
     torch.gru_cell: _cell(_gru_step, 1),
     torch.rnn_tanh_cell: _cell(_tanh_step, 1),

@@ -20,8 +20,8 @@ from torch import Tensor
 from kfs import storage
 from kfs.data import Batch, mapped, tensors_in
 from kfs.errors import StorageError
-from kfs.kfac.capture.uses import Uses
 from kfs.kfac.settings import Settings
+from kfs.kfac.sums.interface import Sums
 from kfs.losses import Loss
 from kfs.risk import EmpiricalRisk
 
@@ -68,9 +68,12 @@ class Progress:
     count: float = 0.0
     unexplained: set[tuple[str, str]] = field(default_factory=set)
 
-    def add(self, num_data: int, count: float) -> None:
+    def add(self, num_data: int, count: float, unexplained: set[tuple[str, str]]) -> None:
         """Count a batch."""
-        self.batches, self.num_data, self.count = self.batches + 1, self.num_data + num_data, self.count + count
+        self.batches += 1
+        self.num_data += num_data
+        self.count += count
+        self.unexplained |= unexplained
 
 
 class Journal:
@@ -113,7 +116,7 @@ class Journal:
         self._seen, self._done, self._expected = 0, 0, ""
         self._saved, self._time = -1, time.monotonic()
 
-    def resume(self, uses: Uses) -> Progress:
+    def resume(self, sums: Sums) -> Progress:
         """Restore what the file has, if there is one."""
         self._start()
         if not self.path.exists():
@@ -127,7 +130,7 @@ class Journal:
                 progress = Progress(int(found["batches"]), int(found["num_data"]), float(found["count"]), unexplained)
                 self._done, self._expected = progress.batches, str(found["digest"])
                 self._saved = progress.batches
-                uses.restore(state["uses"])
+                sums.restore(state["uses"])
         if differs:
             raise StorageError(
                 f"The checkpoint {self.path} belongs to another computation: {', '.join(differs)} differ.",
@@ -151,22 +154,22 @@ class Journal:
             "Pass the same data in the same order, delete the checkpoint, or choose another path.",
         )
 
-    def note(self, progress: Progress, uses: Uses) -> None:
+    def note(self, progress: Progress, sums: Sums) -> None:
         """Write, if it is time to."""
         batches, minutes = self.checkpoint.batches, self.checkpoint.minutes
         minutes = 5.0 if batches is None and minutes is None else minutes
         late = minutes is not None and time.monotonic() - self._time >= 60 * minutes
         if late or (batches is not None and progress.batches % batches == 0):
-            self._write(progress, uses)
+            self._write(progress, sums)
 
-    def close(self, progress: Progress, uses: Uses) -> None:
+    def close(self, progress: Progress, sums: Sums) -> None:
         """Write the last time; refuse data that are fewer than before."""
         if self._seen < self._done:
             raise self._other_data()
         if progress.batches != self._saved:
-            self._write(progress, uses)
+            self._write(progress, sums)
 
-    def _write(self, progress: Progress, uses: Uses) -> None:
+    def _write(self, progress: Progress, sums: Sums) -> None:
         found = {
             "batches": progress.batches,
             "num_data": progress.num_data,
@@ -175,7 +178,7 @@ class Journal:
             "digest": self._hash.hexdigest(),
         }
         about = {"kind": "checkpoint", "belongs_to": self.belongs_to, "batches": progress.batches}
-        storage.write(self.path, about, {"progress": found, "uses": uses.state()})
+        storage.write(self.path, about, {"progress": found, "uses": sums.state()})
         self._saved, self._time = progress.batches, time.monotonic()
 
 

@@ -1,4 +1,9 @@
-"""Where the batch axis is in activations, and how to bring them into the form `[batch, shared, features]`."""
+"""Where the batch axis is in activations, and how to bring them into the form `[batch, shared, features]`.
+
+This is the axis convention of the whole engine: activations arrive with any leading axes, `[*leading, features]`, and
+gradients with one more axis for columns, `[columns, *leading, features]`. Where it matters which datum a vector
+belongs to, the leading axes are brought into the form `[batch, shared]`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,12 +26,17 @@ class BatchAxis:
     num_data: int
     axis: int | None = None
 
-    def canonical(self, t: Tensor, leading: int) -> Tensor:
-        """Bring a tensor with some leading axes into the form `[N, S, ...]`.
+    def canonical(self, t: Tensor, trailing: int = 1) -> Tensor:
+        """Bring a tensor `[*leading, *trailing]` into the form `[batch, shared, *trailing]`.
+
+        Args:
+            t: The tensor.
+            trailing: How many axes are not leading ones: one for features.
 
         Raises:
-            DataError: If the batch axis is not found among the leading ones.
+            DataError: If the batch axis is not found among the leading axes.
         """
+        leading = t.ndim - trailing
         shape = t.shape[:leading]
         if self.axis == 1 and leading == 1 and shape[0] % self.num_data == 0:  # sequence and batch share an axis
             return t.reshape(-1, self.num_data, *t.shape[1:]).transpose(0, 1)

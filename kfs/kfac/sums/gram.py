@@ -11,61 +11,64 @@ from torch import Tensor
 # Up to which number of columns one product is faster than strips, and how wide strips are: `benchmarks/gram.py`
 # measures it.
 _STRIPS = {"cpu": (128, 96), "cuda": (512, 256), "cuda, tensor cores": (1536, 768)}
-_LAUNCH = 3e9  # multiplications of a product that is too small to cut: starting another operation takes some 35 us
+# Products with fewer multiplications are not cut: starting another operation takes some 35 us on an accelerator.
+_LAUNCH = 3e9
 _HALF = {torch.float16, torch.bfloat16}
 
 
-def add_gram(total: Tensor, x: Tensor) -> bool:
-    """Add the sum of outer products of vectors to a total, at least to its upper triangle.
+def add_gram(total: Tensor, x: Tensor) -> None:
+    """Add the sum of outer products of vectors to the upper triangle of a total.
+
+    What is below the diagonal is complete only after `mirror`.
 
     Args:
-        total: `[D, D]`, or `[G, D, D]` for groups of features, changed in place. What is below the diagonal of `[D,
-            D]` is not complete before `mirror`.
-        x: `[N, P, D]` (or `[N, P, G, D]`), with any strides.
-
-    Returns:
-        Whether `mirror` is needed.
+        total: `[D, D]`, changed in place.
+        x: `[..., D]`, with any strides.
     """
-    if x.ndim == 4:
-        x = x.flatten(0, 1).movedim(1, 0).to(total.dtype)
-        total.baddbmm_(x.transpose(1, 2), x)
-        return False
-    num_data, positions, size = x.shape
-    features_first = x.stride(1) == 1 and x.stride(2) != 1
-    if features_first and num_data > 1 and positions >= 4 * size and x.dtype == total.dtype:
-        total += torch.bmm(x.transpose(1, 2), x).sum(0)  # no copy, and small results
-        return False
-    if features_first:
-        x = x.permute(2, 0, 1).reshape(size, num_data * positions).T  # copies along contiguous memory
-    else:
-        x = x.reshape(num_data * positions, size)
-    strips = _strips(size, x)
+    if x.ndim > 2:
+        features_first = x.ndim == 3 and x.stride(1) == 1 and x.stride(2) != 1
+        # Images lie in memory channel by channel. Products image by image need no copy, and results are small.
+        if features_first and len(x) > 1 and x.shape[1] >= 4 * x.shape[2] and x.dtype == total.dtype:
+            total += torch.bmm(x.transpose(1, 2), x).sum(0)
+            return
+        if features_first:  # copy along contiguous memory
+            x = x.permute(2, 0, 1).reshape(x.shape[2], -1).T
+        else:
+            x = x.reshape(-1, x.shape[-1])
+    strips = _strips(x.shape[1], x)
+    if len(strips) == 1:
+        _add_product(total, x.T, x)
+        return
     for start, stop in strips:
         _add_product(total[start:stop, start:], x[:, start:stop].T, x[:, start:])
-    return len(strips) > 1
 
 
-def add_squares(total: Tensor, x: Tensor) -> None:
-    """Add the sum of squared vectors `[N, P, D]` (or `[N, P, G, D]`) to a total `[D]` (or `[G, D]`)."""
-    total += x.to(total.dtype).square().sum((0, 1))
+def add_grouped_gram(total: Tensor, x: Tensor) -> None:
+    """Add outer products within groups of features: `x` is `[..., G * D]`, the total `[G, D, D]`."""
+    groups, size = total.shape[:2]
+    x = x.reshape(-1, groups, size).movedim(1, 0).to(total.dtype)
+    total.baddbmm_(x.transpose(1, 2), x)
 
 
 def mirror(total: Tensor) -> None:
-    """Fill in what is below the diagonal of `[D, D]`, in place, after all products have been added."""
+    """Fill in what is below the diagonal of `[..., D, D]`, in place, after all products have been added."""
     if total.device.type != "cpu":  # pragma: no cover (few large operations are faster there; tested on a GPU)
         total.triu_()
-        total += total.triu(1).T
+        total += total.triu(1).mT
         return
-    for start, stop in _strips(len(total), total):
-        total[stop:, start:stop] = total[start:stop, stop:].T
+    for start, stop in _strips(total.shape[-1], total):
+        total[..., stop:, start:stop] = total[..., start:stop, stop:].mT
 
 
 def _strips(size: int, x: Tensor) -> list[tuple[int, int]]:
-    """Return first and one behind the last row of every strip; a single one if that is faster."""
+    """Return the half-open range of rows of every strip; a single one if that is faster."""
     kind = x.device.type
+    if kind == "cpu" and size <= _STRIPS["cpu"][0]:
+        return [(0, size)]
     if kind != "cpu" and x.shape[0] * size**2 < _LAUNCH:
         return [(0, size)]  # pragma: no cover (tested on a GPU)
-    if kind == "cuda" and (x.dtype in _HALF or (x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32)):
+    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    if kind == "cuda" and (x.dtype in _HALF or tf32):
         kind = "cuda, tensor cores"  # pragma: no cover (tested on a GPU)
     most, width = _STRIPS.get(kind, (size, size))
     width = size if size <= most else width

@@ -1,80 +1,93 @@
 """The input side of a parametric operation: what it multiplies its parameter with, one vector per shared position.
 
-Axes are canonical: `[batch, shared, features]`. An input knows how to add its vectors' outer products to a moment
-(weight sharing `expand`), how to sum them over the shared positions of each datum (`reduce`), and how to combine them
-with gradients to those of the parameter, datum by datum (eigenvalue correction).
+An `Inputs` knows how to read vectors off an activation `x`: how to add their outer products to a sum (weight sharing
+`expand`), how to sum them over the shared positions of each datum (`reduce`), and how to combine them with gradients
+to those of the parameter, datum by datum (eigenvalue correction). It belongs to a plan and has no data of its own.
+Axes are those of `batch_axis`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 
 import torch
 from torch import Tensor
 
-from kfs.kfac.sums.outer_products import Moment
+from kfs.kfac.sums.batch_axis import BatchAxis
+from kfs.kfac.sums.outer_products import OuterProductSum
 
-# Brings a tensor with any leading axes into the form [N, S, ...], given how many of its axes lead.
-Canonical = Callable[[Tensor, int], Tensor]
 # Per-datum gradients of a parameter are formed for so many data at a time that they fill about this many bytes.
 _GRADIENT_BYTES = {False: 2**24, True: 2**28}  # on a CPU, on an accelerator
 
 
-class Input(ABC):
+class Inputs(ABC):
     """What every kind of input offers.
 
     Attributes:
         size: Number of features (of one group).
         groups: Number of groups of features.
         sparse: Whether outer products have nothing off the diagonal, so that only the diagonal is kept.
-        positions: Number of vectors.
     """
 
     size: int
     groups: int = 1
     sparse: bool = False
-    positions: float
 
     @abstractmethod
-    def add_to(self, moment: Moment, ones: bool) -> None:
-        """Add all vectors' outer products to a moment, with a bias coordinate of one if asked for."""
+    def count(self, x: Tensor) -> float:
+        """Return the number of vectors."""
 
     @abstractmethod
-    def sums(self, canonical: Canonical) -> tuple[Tensor, Tensor]:
-        """Return each datum's sum of vectors, `[N, D]` (or `[N, G, D]`), and its number of positions, `[N]`."""
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> None:
+        """Add the outer products of all vectors to a sum, with a bias coordinate of one if asked for."""
 
     @abstractmethod
-    def gradients(self, g: Tensor, canonical: Canonical, ones: bool) -> Iterator[Tensor]:
+    def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
+        """Return each datum's sum of vectors, `[batch, groups, features]`, and its number of positions, `[batch]`."""
+
+    @abstractmethod
+    def gradients(self, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool) -> Iterator[Tensor]:
         """Yield each datum's sum of outer products of gradients and vectors, a few data at a time.
 
         Args:
-            g: Gradients of one column, `[*leading, d_B]` (or `[*leading, G, d_B]`).
-            canonical: Finds the batch axis.
+            x: The activation.
+            g: Gradients of one column, `[*leading, groups * d_B]`.
+            batch: Finds the batch axis.
             ones: Whether vectors have a bias coordinate of one.
 
         Yields:
-            The parameter's gradients as matrices, `[n, G, d_B, d_A]`.
+            The parameter's gradients as matrices, `[some data, groups, d_B, d_A]`.
         """
 
     def add_squares(
-        self, total: Tensor, g: Tensor, canonical: Canonical, ones: bool, Q_A: Tensor | None, Q_B: Tensor | None
+        self,
+        total: Tensor,
+        x: Tensor,
+        g: Tensor,
+        batch: BatchAxis,
+        ones: bool,
+        Q_A: Tensor | None,
+        Q_B: Tensor | None,
+        cache: dict[str, Tensor],
     ) -> None:
-        """Add squared per-datum gradients, seen in other bases, to a total `[G, d_B, d_A]`.
+        """Add squared per-datum gradients, seen in other bases, to a total `[groups, d_B, d_A]`.
 
         Args:
             total: Changed in place.
+            x: As in `gradients`.
             g: As in `gradients`.
-            canonical: As in `gradients`.
+            batch: As in `gradients`.
             ones: As in `gradients`.
-            Q_A: Basis of the input side, the columns of `[G, d_A, d_A]`; nothing for the standard basis.
-            Q_B: Basis of the gradient side, `[G, d_B, d_B]`.
+            Q_A: Basis of the input side, the columns of `[groups, d_A, d_A]`; `None` for the standard basis.
+            Q_B: Basis of the gradient side, `[groups, d_B, d_B]`; `None` for the standard basis.
+            cache: Empty for the first column of a use; keeps what is the same for all of them.
         """
-        for gradients in self.gradients(g, canonical, ones):
+        for gradients in self.gradients(x, g, batch, ones):
             add_rotated_squares(total, gradients, Q_A, Q_B)
 
 
 def add_rotated_squares(total: Tensor, gradients: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
-    """Add squares of gradients `[n, G, d_B, d_A]`, seen in other bases, to a total `[G, d_B, d_A]`."""
+    """Add squares of gradients `[n, groups, d_B, d_A]`, seen in other bases, to a total `[groups, d_B, d_A]`."""
     gradients = gradients.to(total.dtype)
     if gradients.shape[3] < total.shape[2]:  # a bias that was not used
         gradients = torch.nn.functional.pad(gradients, (0, 1))
@@ -98,29 +111,70 @@ def at_a_time(like: Tensor, numbers: int) -> int:
     return max(1, _GRADIENT_BYTES[like.device.type != "cpu"] // (4 * numbers))
 
 
-class Vectors(Input):
-    """Vectors that are there: `x` of shape `[..., features]`."""
+class Vectors(Inputs):
+    """Vectors that are there: `x` of shape `[*leading, features]`."""
 
-    def __init__(self, x: Tensor) -> None:
-        """Store the vectors, detached."""
-        self.x = x.detach()
-        self.size, self.positions = x.shape[-1], x[..., 0].numel()
-        self._rotated: Tensor | None = None
+    def __init__(self, size: int) -> None:
+        """Remember the number of features."""
+        self.size = size
 
-    def add_to(self, moment: Moment, ones: bool) -> None:
-        """Add their covariance."""
-        x = self.x
-        moment.add(x if x.ndim == 3 else x.reshape(1, -1, self.size), ones)
+    def count(self, x: Tensor) -> float:
+        """Return the number of rows."""
+        return x.numel() // max(self.size, 1)
 
-    def sums(self, canonical: Canonical) -> tuple[Tensor, Tensor]:
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> None:
+        """Add them as they are."""
+        total.add(x, ones)
+
+    def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
         """Sum over positions."""
-        x = canonical(self.x, self.x.ndim - 1)
+        x = batch.canonical(x)
         sums = x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
-        return sums, sums.new_full((len(x),), x.shape[1])
+        return sums.unsqueeze(1), sums.new_full((len(x),), x.shape[1])
 
-    def gradients(self, g: Tensor, canonical: Canonical, ones: bool) -> Iterator[Tensor]:
+    def gradients(self, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool) -> Iterator[Tensor]:
         """Multiply datum by datum."""
-        x, g = self.both(g, canonical)
+        return self._products(*self.both(x, g, batch), ones)
+
+    def add_squares(
+        self,
+        total: Tensor,
+        x: Tensor,
+        g: Tensor,
+        batch: BatchAxis,
+        ones: bool,
+        Q_A: Tensor | None,
+        Q_B: Tensor | None,
+        cache: dict[str, Tensor],
+    ) -> None:
+        """Rotate vectors before they are multiplied, on each side where that is cheaper than rotating the product."""
+        x, g = (t.to(total.dtype) for t in self.both(x, g, batch))
+        if Q_B is not None and x.shape[1] <= x.shape[2]:
+            g, Q_B = g @ Q_B[0], None
+        if Q_A is not None and x.shape[1] <= g.shape[2]:
+            if "rotated" not in cache:
+                main = x.flatten(0, 1) @ Q_A[0, : x.shape[2]]
+                main = main + Q_A[0, -1] if ones else main  # the last row of the basis belongs to the bias
+                cache["rotated"] = main.unflatten(0, x.shape[:2])
+            x, Q_A, ones = cache["rotated"], None, False
+        if x.shape[1] == 1 and Q_A is None and Q_B is None:  # squares of an outer product are an outer product
+            squares, weights = x.squeeze(1).square(), g.squeeze(1).square()
+            total[0, :, : squares.shape[1]].addmm_(weights.T, squares)
+            if ones:
+                total[0, :, -1] += weights.sum(0)
+            return
+        for gradients in self._products(x, g, ones):
+            add_rotated_squares(total, gradients, Q_A, Q_B)
+
+    def both(self, x: Tensor, g: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
+        """Return vectors and gradients as `[batch, shared, features]`, in one precision."""
+        x, g = batch.canonical(x), batch.canonical(g)
+        dtype = torch.promote_types(x.dtype, g.dtype)
+        return x.to(dtype), g.to(dtype)
+
+    @staticmethod
+    def _products(x: Tensor, g: Tensor, ones: bool) -> Iterator[Tensor]:
+        """Multiply `[batch, shared, features]`, a few data at a time."""
         step = at_a_time(x, x.shape[2] * g.shape[2])
         for some_x, some_g in zip(x.split(step), g.split(step), strict=True):
             gradients = some_g.transpose(1, 2) @ some_x
@@ -128,64 +182,52 @@ class Vectors(Input):
                 gradients = torch.cat([gradients, some_g.sum(1).unsqueeze(2)], 2)
             yield gradients.unsqueeze(1)
 
-    def add_squares(
-        self, total: Tensor, g: Tensor, canonical: Canonical, ones: bool, Q_A: Tensor | None, Q_B: Tensor | None
-    ) -> None:
-        """Rotate vectors before they are multiplied, on each side where that is cheaper than rotating the product."""
-        x, g = (t.to(total.dtype) for t in self.both(g, canonical))
-        if Q_B is not None and x.shape[1] <= x.shape[2]:
-            g, Q_B = g @ Q_B[0], None
-        if Q_A is not None and x.shape[1] <= g.shape[2]:
-            x, Q_A, ones = self._rotated_by(x, Q_A[0], ones), None, False
-        if x.shape[1] == 1 and Q_A is None and Q_B is None:  # squares of an outer product are an outer product
-            squares, weights = x.squeeze(1).square(), g.squeeze(1).square()
-            total[0, :, : squares.shape[1]].addmm_(weights.T, squares)
-            if ones:
-                total[0, :, -1] += weights.sum(0)
-            return
-        for gradients in Vectors(x).gradients(g, lambda t, _: t, ones):
-            add_rotated_squares(total, gradients, Q_A, Q_B)
 
-    def _rotated_by(self, x: Tensor, Q: Tensor, ones: bool) -> Tensor:
-        """Return the vectors in another basis, computed for the first column only; a last row of it is the bias'."""
-        if self._rotated is None:
-            main = x.flatten(0, 1) @ Q[: x.shape[2]]
-            self._rotated = (main + Q[-1] if ones else main).unflatten(0, x.shape[:2])
-        return self._rotated
+class OneHot(Inputs):
+    """Indices `[*leading]` that stand for unit vectors.
 
-    def both(self, g: Tensor, canonical: Canonical) -> tuple[Tensor, Tensor]:
-        """Return vectors and gradients as `[N, S, features]`."""
-        x = canonical(self.x, self.x.ndim - 1)
-        g = canonical(g, g.ndim - 1)
-        dtype = torch.promote_types(x.dtype, g.dtype)
-        return x.to(dtype), g.to(dtype)
-
-
-class OneHot(Input):
-    """Indices `[...]` that stand for unit vectors; some positions may not count, and have the zero vector."""
+    Args:
+        size: How many different indices there are.
+        dtype: The parameter's dtype; sums are in float32 or better.
+        padding: Positions with this index do not count: they have the zero vector.
+    """
 
     sparse = True
 
-    def __init__(self, index: Tensor, size: int, counts: Tensor | None, dtype: torch.dtype) -> None:
-        """Store indices and which of them count (a boolean tensor shaped like them)."""
-        self.index, self.size, self.dtype = index, size, dtype
-        self.counts = torch.ones_like(index, dtype=torch.bool) if counts is None else counts
-        self.positions = index.numel() if counts is None else float(counts.sum())
+    def __init__(self, size: int, dtype: torch.dtype, padding: int | None = None) -> None:
+        """Remember all of them."""
+        self.size = size
+        self.padding = padding
+        self.dtype = torch.promote_types(dtype, torch.float32)
 
-    def add_to(self, moment: Moment, ones: bool) -> None:
+    def counted(self, index: Tensor) -> Tensor:
+        """Return which positions count, as a boolean tensor."""
+        if self.padding is None:
+            return torch.ones_like(index, dtype=torch.bool)
+        return index != self.padding
+
+    def masked(self, g: Tensor, index: Tensor) -> Tensor:
+        """Return gradients `[columns, *leading, features]` with zeros at positions that do not count."""
+        return g if self.padding is None else g * self.counted(index).unsqueeze(-1)
+
+    def count(self, x: Tensor) -> float:
+        """Return the number of positions that count."""
+        return x.numel() if self.padding is None else float(self.counted(x).sum())
+
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> None:
         """Count every index."""
-        moment.entries.index_add_(0, self.index.flatten(), self.counts.flatten().to(moment.total.dtype))
+        total.entries[0].index_add_(0, x.flatten(), self.counted(x).flatten().to(total.total.dtype))
 
-    def sums(self, canonical: Canonical) -> tuple[Tensor, Tensor]:
+    def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
         """Count every index, datum by datum."""
-        index, counts = (canonical(t.unsqueeze(-1), t.ndim).squeeze(-1) for t in (self.index, self.counts))
-        counts = counts.to(self.dtype)
+        index = batch.canonical(x, trailing=0)
+        counts = self.counted(index).to(self.dtype)
         sums = torch.zeros(len(index), self.size, dtype=self.dtype, device=index.device)
-        return sums.scatter_add(1, index, counts), counts.sum(1)
+        return sums.scatter_add(1, index, counts).unsqueeze(1), counts.sum(1)
 
-    def gradients(self, g: Tensor, canonical: Canonical, ones: bool) -> Iterator[Tensor]:
+    def gradients(self, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool) -> Iterator[Tensor]:
         """Add gradients to the columns of their tokens."""
-        index, g = self._both(g, canonical)
+        index, g = self._both(x, g, batch)
         step = at_a_time(g, self.size * g.shape[2])
         for some_index, some_g in zip(index.split(step), g.split(step), strict=True):
             full = some_g.new_zeros(len(some_g), self.size, g.shape[2])
@@ -193,10 +235,18 @@ class OneHot(Input):
             yield full.transpose(1, 2).unsqueeze(1)
 
     def add_squares(
-        self, total: Tensor, g: Tensor, canonical: Canonical, ones: bool, Q_A: Tensor | None, Q_B: Tensor | None
+        self,
+        total: Tensor,
+        x: Tensor,
+        g: Tensor,
+        batch: BatchAxis,
+        ones: bool,
+        Q_A: Tensor | None,
+        Q_B: Tensor | None,
+        cache: dict[str, Tensor],
     ) -> None:
-        """Sum over equal tokens of a datum, and look at tokens that occur only; their factor is diagonal."""
-        index, g = self._both(g, canonical)
+        """Sum over equal tokens of a datum, and look only at tokens that occur; their factor is diagonal."""
+        index, g = self._both(x, g, batch)
         pairs = index + self.size * torch.arange(len(index), device=index.device).unsqueeze(1)
         pairs, places = torch.unique(pairs, return_inverse=True)
         sums = g.new_zeros(len(pairs), g.shape[2], dtype=total.dtype)
@@ -204,53 +254,66 @@ class OneHot(Input):
         sums = sums if Q_B is None else sums @ Q_B[0]
         total[0].index_add_(1, pairs % self.size, sums.square().T)
 
-    def _both(self, g: Tensor, canonical: Canonical) -> tuple[Tensor, Tensor]:
-        """Return indices `[N, S]` and gradients `[N, S, d_B]`; those at positions that do not count are zero."""
-        g = canonical(g, g.ndim - 1)
-        index, counts = (canonical(t.unsqueeze(-1), t.ndim).squeeze(-1) for t in (self.index, self.counts))
-        return index, g * counts.unsqueeze(2)
+    def _both(self, x: Tensor, g: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
+        """Return indices `[batch, shared]` and gradients `[batch, shared, d_B]`, zero where they do not count."""
+        index = batch.canonical(x, trailing=0)
+        return index, self.masked(batch.canonical(g), index)
 
 
-class Rows(Input):
+class Rows(Inputs):
     """Every use touches the same rows of a parameter once: unit vectors in order, at `leading` places.
 
+    It does not look at any activation. Gradients are `[columns, *leading, rows, features]`; the axis of rows may be
+    missing if there is only one.
+
     Args:
-        rows: Which rows, `[r]`; nothing if there is only one. Then the input is the number one.
+        rows: Which rows, `[r]`; `None` if the parameter has only one. Then the input is the number one.
         size: How many rows the parameter has.
         leading: The axes over which the parameter was broadcast.
-        like: Has the device, and the dtype from which that of the sums follows.
+        dtype: The parameter's dtype; sums are in float32 or better.
+        device: The parameter's device.
     """
 
-    def __init__(self, rows: Tensor | None, size: int, leading: tuple[int, ...], like: Tensor) -> None:
+    def __init__(
+        self,
+        rows: Tensor | None,
+        size: int,
+        leading: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         """Count the places."""
-        self.rows, self.size, self.leading = rows, size, leading
-        self.dtype, self.device = torch.promote_types(like.dtype, torch.float32), like.device
+        self.rows = rows
+        self.size = size
+        self.leading = leading
         self.sparse = size > 1
+        self.zero = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.places = prod(leading)
-        self.positions = self.places * (1 if rows is None else len(rows))
 
-    def add_to(self, moment: Moment, ones: bool) -> None:
+    def count(self, x: Tensor) -> float:
+        """Return the number of places, times that of rows."""
+        return self.places * (1 if self.rows is None else len(self.rows))
+
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> None:
         """Count the places."""
         if self.rows is None:
-            moment.total += self.places
+            total.total += self.places
         else:
-            moment.entries[self.rows] += self.places
+            total.entries[0, self.rows] += self.places
 
-    def sums(self, canonical: Canonical) -> tuple[Tensor, Tensor]:
+    def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
         """Count the places of each datum."""
-        like = torch.empty((), dtype=self.dtype, device=self.device)
-        places = canonical(like.expand(*self.leading, 1), len(self.leading)).shape[1]
+        places = batch.canonical(self.zero.expand(*self.leading, 1)).shape[1]
         num_data = self.places // places
         if self.rows is None:
-            return like.new_full((num_data, 1), places), like.new_full((num_data,), places)
-        sums = like.new_zeros(self.size).index_fill(0, self.rows, places)
-        return sums.expand(num_data, -1), like.new_full((num_data,), places * len(self.rows))
+            return self.zero.new_full((num_data, 1, 1), places), self.zero.new_full((num_data,), places)
+        sums = self.zero.new_zeros(self.size).index_fill(0, self.rows, places)
+        return sums.expand(num_data, 1, -1), self.zero.new_full((num_data,), places * len(self.rows))
 
-    def gradients(self, g: Tensor, canonical: Canonical, ones: bool) -> Iterator[Tensor]:
+    def gradients(self, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool) -> Iterator[Tensor]:
         """Sum over the places of each datum."""
-        leading = len(self.leading)
-        g = g if g.ndim == leading + 2 else g.unsqueeze(-2)  # [*leading, rows, d_B]
-        sums = canonical(g, leading).sum(1, dtype=self.dtype)
+        g = g if g.ndim == len(self.leading) + 2 else g.unsqueeze(-2)
+        sums = batch.canonical(g, trailing=2).sum(1, dtype=self.zero.dtype)
         if self.rows is not None:
             sums = sums.new_zeros(len(sums), self.size, sums.shape[2]).index_add_(1, self.rows, sums)
         yield sums.transpose(1, 2).unsqueeze(1)

@@ -1,44 +1,64 @@
-"""Running sums of outer products of one side of a block: dense, or only their diagonal."""
+"""A running sum of outer products of vectors: one side of a block, dense or only its diagonal."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfs.kfac.sums.gram import add_gram, add_squares, mirror
+from kfs.kfac.sums.gram import add_gram, add_grouped_gram, mirror
 from kfs.storage import UnfitError
 
 
-@dataclass
-class Moment:
-    """A sum of outer products of vectors.
+class OuterProductSum:
+    """A sum of outer products of vectors, before any scaling.
 
-    Attributes:
-        total: `[D, D]`, or only the diagonal `[D]`; with groups of features `[G, D, D]` or `[G, D]`. Of dense totals
-            the upper triangle counts.
-        diagonal: Which of the two.
-        bias: Whether the last of the `D` coordinates stands for a bias: it is one (or zero) in every vector.
+    Vectors are `[..., G * D]`: any leading axes, and `D` features in each of `G` groups. If the sum has a bias, its
+    last coordinate stands for one: it is one or zero in every vector, and not part of `D`.
+
+    Args:
+        total: `[G, D, D]`, or only the diagonals `[G, D]`; with one more coordinate for a bias. Of dense totals the
+            upper triangle counts until `complete`. It is changed in place.
+        diagonal: Whether only diagonals are kept.
+        bias: Whether the last coordinate stands for a bias.
     """
 
-    total: Tensor
-    diagonal: bool
-    bias: bool = False
-    _whole: bool = False  # the bias coordinate was added with the others
-    _ones: float = 0.0  # sum over the bias coordinate that the total's last entry lacks
-    _upper: bool = False  # only the upper triangle is complete
+    def __init__(self, total: Tensor, diagonal: bool, bias: bool = False) -> None:
+        """Prepare the parts of the total that are written to."""
+        self.diagonal = diagonal
+        self.bias = bias
+        self.ones = 0.0  # how many vectors had a bias coordinate of one, as far as the total does not know yet
+        self.total = total
 
     @classmethod
     def zeros(
-        cls, size: int, groups: int, diagonal: bool, bias: bool, dtype: torch.dtype, device: torch.device | str
-    ) -> "Moment":
-        """Start a sum for vectors of some size (without the bias coordinate) and dtype, in float32 or better."""
+        cls,
+        size: int,
+        groups: int,
+        diagonal: bool,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "OuterProductSum":
+        """Start a sum for vectors of some size (without the bias) and dtype, in float32 or better."""
         size += bias
         width = -(-size // 16) * 16  # rows that start at multiples of 64 bytes are faster to write
-        shape = [width] if diagonal else [size, width]
+        shape = [groups, width] if diagonal else [groups, size, width]
         dtype = torch.promote_types(dtype, torch.float32)
-        total = torch.zeros([groups, *shape] if groups > 1 else shape, dtype=dtype, device=device)
-        return cls(total[..., :size], diagonal, bias)
+        return cls(torch.zeros(shape, dtype=dtype, device=device)[..., :size], diagonal, bias)
+
+    @property
+    def total(self) -> Tensor:
+        """The sum. Assigning another tensor moves or converts it."""
+        return self._total
+
+    @total.setter
+    def total(self, total: Tensor) -> None:
+        self._total = total
+        matrix = total[0] if len(total) == 1 and not self.diagonal else total
+        self.inner = matrix
+        if self.bias:
+            self.inner = total[..., :-1] if self.diagonal else matrix[..., :-1, :-1]
+            self._last_column = matrix[..., :-1, -1]
 
     @property
     def size(self) -> int:
@@ -47,96 +67,101 @@ class Moment:
 
     @property
     def entries(self) -> Tensor:
-        """The total's diagonal, to write to."""
-        return self.total if self.diagonal else self.total.diagonal()
-
-    @property
-    def inner(self) -> Tensor:
-        """The part of the total without the bias."""
-        if not self.bias:
-            return self.total
-        return self.total[..., :-1] if self.diagonal else self.total[..., :-1, :-1]
+        """The diagonals, to write to: `[G, D]`."""
+        return self.total if self.diagonal else self.total.diagonal(dim1=-2, dim2=-1)
 
     def add(self, x: Tensor, ones: bool = False) -> None:
-        """Add vectors `[N, P, D]` (or `[N, P, G, D]`), whose bias coordinate, if there is one, is one or zero."""
-        self.add_inner(x)
+        """Add vectors. Their bias coordinate, if there is one, is one if `ones`, otherwise zero."""
+        if self.diagonal:
+            squares = x.to(self.total.dtype).square()
+            self.inner += squares.reshape(-1, *self.inner.shape).sum(0)
+        elif len(self.total) > 1:
+            add_grouped_gram(self.inner, x)
+        else:
+            add_gram(self.inner, x)
         if ones:
-            self.add_ones(x.sum((0, 1), dtype=self.total.dtype), x.shape[0] * x.shape[1])
+            rows = tuple(range(x.ndim - 1))
+            self.add_ones(x.sum(rows, dtype=self.total.dtype), x.numel() // x.shape[-1])
 
-    def add_inner(self, x: Tensor) -> None:
-        """Add vectors without their bias coordinate."""
-        if self.diagonal:
-            add_squares(self.inner, x)
-        else:
-            self._upper |= add_gram(self.inner, x)
+    def add_ones(self, x: Tensor, count: float) -> None:
+        """Add what vectors have with their bias coordinate of one.
 
-    def add_ones(self, sums: Tensor, count: float) -> None:
-        """Add what vectors have with their bias coordinate of one: their sum, and their number."""
-        if self.diagonal:
-            self.total[..., -1] += count
-        else:
-            self.total[..., :-1, -1] += sums
-            self._ones += count
+        Args:
+            x: The sum of all vectors, `[G * D]`.
+            count: Their number.
+        """
+        self.ones += count
+        if not self.diagonal:
+            self._last_column += x.view(self._last_column.shape)
 
     def add_whole(self, x: Tensor) -> None:
-        """Add vectors `[N, P, D]` (or `[N, P, G, D]`) that have all coordinates, the bias coordinate included."""
+        """Add vectors that have all coordinates, the bias included: `[rows, G, D]`."""
         if self.diagonal:
-            add_squares(self.total, x)
+            self.total += x.to(self.total.dtype).square().sum(0)
+        elif len(self.total) > 1:
+            add_grouped_gram(self.total, x)
         else:
-            self._upper |= add_gram(self.total, x)
-        self._whole = True
+            add_gram(self.total[0], x.squeeze(1))
 
-    def finish(self, dtype: torch.dtype | None = None) -> None:
-        """Fill in what is below the diagonal, and convert to another precision if asked for."""
+    def complete(self, dtype: torch.dtype | None = None) -> None:
+        """Fill in what is below the diagonal; convert to another precision if asked for."""
+        if self.ones:
+            corner = self.total[..., -1] if self.diagonal else self.total[..., -1, -1]
+            corner += self.ones
+            self.ones = 0.0
         if not self.diagonal:
-            if self._upper:
-                mirror(self.total if self._whole else self.inner)
-            if self.bias and not self._whole:
-                self.total[..., -1, :-1] = self.total[..., :-1, -1]
-                self.total[..., -1, -1] += self._ones
-        self._whole, self._upper, self._ones = False, False, 0.0
-        self.total = self.total.to(dtype or self.total.dtype)
+            mirror(self.total)
+            if self.bias:
+                self.total[..., -1, :-1] = self._last_column
+        if dtype is not None and dtype != self.total.dtype:
+            self.total = self.total.to(dtype)
 
-    def near(self, device: torch.device) -> "Moment":
-        """Return a moment on a device to add vectors to: this one, or a new one that `absorb` takes."""
+    def on(self, device: torch.device) -> "OuterProductSum":
+        """Return a sum on a device to add vectors to: this one, or a new one to `merge_in` afterwards."""
         if self.total.device == device:
             return self
-        groups = len(self.total) if self.total.ndim > (1 if self.diagonal else 2) else 1
-        return Moment.zeros(self.size - self.bias, groups, self.diagonal, self.bias, self.total.dtype, device)
+        size, groups = self.size - self.bias, len(self.total)
+        return OuterProductSum.zeros(size, groups, self.diagonal, self.bias, self.total.dtype, device)
 
-    def absorb(self, other: "Moment") -> None:
-        """Add what `near` returned, after vectors were added to it."""
+    def merge_in(self, other: "OuterProductSum") -> None:
+        """Add what `on` returned, after vectors were added to it."""
         if other is not self:
             self.total += other.total.to(self.total.device)
-            self._whole, self._upper = self._whole | other._whole, self._upper | other._upper
-            self._ones += other._ones
+            self.ones += other.ones
 
-    def state(self) -> dict[str, Any]:
-        """Return everything, also of a sum that is not finished, for a file."""
-        return {
-            "total": self.total,
-            "diagonal": self.diagonal,
-            "bias": self.bias,
-            "whole": self._whole,
-            "upper": self._upper,
-            "ones": self._ones,
-        }
-
-    @classmethod
-    def from_state(cls, state: Any, size: int, groups: int) -> "Moment":
-        """Undo `state`, for vectors of a size (without the bias coordinate)."""
-        total, diagonal, bias = state["total"], bool(state["diagonal"]), bool(state["bias"])
-        moment = cls.zeros(size, groups, diagonal, bias, total.dtype, total.device)
-        if moment.total.shape != total.shape or not total.is_floating_point():
-            raise UnfitError(f"a factor has shape {list(total.shape)} instead of {list(moment.total.shape)}")
-        moment.total.copy_(total)  # rows start where they did before: results are the same to the last bit
-        if total.dtype != moment.total.dtype:
-            moment.total = total
-        moment._whole, moment._upper, moment._ones = bool(state["whole"]), bool(state["upper"]), float(state["ones"])
-        return moment
-
-    def merge(self, other: "Moment") -> "Moment":
-        """Return the sum of two finished moments of the same vectors."""
+    def plus(self, other: "OuterProductSum") -> "OuterProductSum":
+        """Return the sum of two complete sums of the same vectors, added in float32 or better."""
         dtype = torch.promote_types(self.total.dtype, torch.float32)
         total = self.total.to(dtype) + other.total.to(self.total.device, dtype)
-        return Moment(total.to(self.total.dtype), self.diagonal, self.bias)
+        return OuterProductSum(total.to(self.total.dtype), self.diagonal, self.bias)
+
+    def densified(self) -> "OuterProductSum":
+        """Return the same sum with zeros off the diagonal, if only the diagonal is kept."""
+        if not self.diagonal:
+            return self
+        return OuterProductSum(torch.diag_embed(self.total), False, self.bias)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, also of a sum that is not complete, for a file."""
+        return {"total": self.total, "diagonal": self.diagonal, "bias": self.bias, "ones": self.ones}
+
+    @classmethod
+    def from_state(cls, state: Any, size: int, groups: int) -> "OuterProductSum":
+        """Undo `state`, for vectors of a size (without the bias).
+
+        Older files have no axis of length one for a single group.
+        """
+        total, diagonal, bias = state["total"], bool(state["diagonal"]), bool(state["bias"])
+        result = cls.zeros(size, groups, diagonal, bias, total.dtype, total.device)
+        shape = result.total.shape
+        if total.shape not in {shape, shape[1:]} or total.numel() != shape.numel():
+            raise UnfitError(f"a factor has shape {list(total.shape)} instead of {list(shape)}")
+        if not total.is_floating_point():
+            raise UnfitError(f"a factor has dtype {total.dtype}")
+        if total.dtype == result.total.dtype:
+            # Rows start where they did before, so that results are the same to the last bit.
+            result.total.copy_(total.reshape(shape))
+        else:
+            result.total = total.reshape(shape)
+        result.ones = float(state["ones"])
+        return result

@@ -17,19 +17,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.kfac.sums.inputs import Canonical, Input, Vectors, at_a_time
-from kfs.kfac.sums.outer_products import Moment
+from kfs.kfac.sums.batch_axis import BatchAxis
+from kfs.kfac.sums.inputs import Inputs, Vectors, at_a_time
+from kfs.kfac.sums.outer_products import OuterProductSum
 
 # Patches are written down for so many data at a time that they fill about this many bytes.
 _PATCH_BYTES = {False: 2**26, True: 2**28}  # on a CPU, on an accelerator
 Range = tuple[int, int]
 
 
-class Patches(Input):
-    """Patches of an image.
+class Patches(Inputs):
+    """Patches of images `x` of shape `[images, channels, *spatial]`.
 
     Args:
-        x: `[N, C, *spatial]`.
+        shape: The shape of the images.
         kernel: Kernel size per spatial axis.
         stride: Per spatial axis.
         padding: Zeros before and after, per spatial axis (a negative number crops).
@@ -40,7 +41,7 @@ class Patches(Input):
 
     def __init__(
         self,
-        x: Tensor,
+        shape: tuple[int, ...],
         kernel: tuple[int, ...],
         stride: tuple[int, ...],
         padding: tuple[Range, ...],
@@ -48,67 +49,90 @@ class Patches(Input):
         groups: int,
         mirrored: bool = False,
     ) -> None:
-        """Crop where padding is negative, and count output positions."""
-        for axis, (before, after) in enumerate(padding, start=2):
-            x = x.narrow(axis, max(-before, 0), x.shape[axis] - max(-before, 0) - max(-after, 0))
-        self.x = x.detach()
-        self.kernel, self.stride, self.dilation, self.groups = kernel, stride, dilation, groups
+        """Count output positions."""
+        self.kernel = kernel
+        self.stride = stride
+        self.dilation = dilation
+        self.groups = groups
         self.mirrored = mirrored
+        self.crop = tuple((max(-before, 0), max(-after, 0)) for before, after in padding)
         self.padding = tuple((max(before, 0), max(after, 0)) for before, after in padding)
-        self.spatial = tuple(x.shape[2:])
+        self.spatial = tuple(n - sum(off) for n, off in zip(shape[2:], self.crop, strict=True))
         self.out = tuple(
             (n + sum(pad) - d * (k - 1) - 1) // s + 1
             for n, pad, k, s, d in zip(self.spatial, self.padding, kernel, stride, dilation, strict=True)
         )
-        self.channels = x.shape[1] // groups
-        self.size, self.positions = self.channels * prod(kernel), len(x) * prod(self.out)
+        self.channels = shape[1] // groups
+        self.size = self.channels * prod(kernel)
 
-    def add_to(self, moment: Moment, ones: bool) -> None:
+    def count(self, x: Tensor) -> float:
+        """Return the number of output positions."""
+        return len(x) * prod(self.out)
+
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> None:
         """Add the patch covariance."""
-        if self._shifts_pay() and not moment.diagonal:
-            self._add_by_shifts(moment.inner)
+        x = self._cropped(x)
+        if self._shifts_pay(x) and not total.diagonal:
+            self._add_by_shifts(total.inner, x)
         else:
-            limit = _PATCH_BYTES[self.x.device.type != "cpu"]
-            each = max(1, limit // (self.x.element_size() * prod(self.out) * self.size * self.groups))
-            for x in self.x.split(each):
-                moment.add_inner(self._vectors(x))
+            limit = _PATCH_BYTES[x.device.type != "cpu"]
+            each = max(1, limit // (x.element_size() * prod(self.out) * self.size * self.groups))
+            for some_x in x.split(each):
+                total.add(self._vectors(some_x))
         if ones:
-            moment.add_ones(self._sums().sum(0), self.positions)
+            total.add_ones(self._sums(x).sum(0), self.count(x))
 
-    def sums(self, canonical: Canonical) -> tuple[Tensor, Tensor]:
+    def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
         """Sum every datum's patches."""
-        sums = canonical(self._sums(), 1)  # a datum may have several images
-        return sums.sum(1), sums.new_full((len(sums),), sums.shape[1] * prod(self.out))
+        sums = batch.canonical(self._sums(self._cropped(x)))  # a datum may have several images
+        positions = sums.shape[1] * prod(self.out)
+        return sums.sum(1).unflatten(1, (self.groups, -1)), sums.new_full((len(sums),), positions)
 
-    def gradients(self, g: Tensor, canonical: Canonical, ones: bool) -> Iterator[Tensor]:
+    def gradients(self, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool) -> Iterator[Tensor]:
         """Multiply image by image; patches are written down for a few images at a time."""
-        several = self._images(canonical) > 1
-        for patches, some_g in self._with_gradients(g, all_at_once=several):  # [n, P, G, d_A], [n, P, G, d_B]
+        several = self._images(x, batch) > 1
+        for patches, some_g in self._with_gradients(x, g, all_at_once=several):
+            patches, some_g = (t.unflatten(2, (self.groups, -1)) for t in (patches, some_g))  # noqa: PLW2901
             gradients = some_g.permute(0, 2, 3, 1) @ patches.transpose(1, 2)
             if ones:
                 gradients = torch.cat([gradients, some_g.sum(1).unsqueeze(3)], 3)
-            yield canonical(gradients, 1).sum(1) if several else gradients
+            yield batch.canonical(gradients, trailing=3).sum(1) if several else gradients
 
     def add_squares(
-        self, total: Tensor, g: Tensor, canonical: Canonical, ones: bool, Q_A: Tensor | None, Q_B: Tensor | None
+        self,
+        total: Tensor,
+        x: Tensor,
+        g: Tensor,
+        batch: BatchAxis,
+        ones: bool,
+        Q_A: Tensor | None,
+        Q_B: Tensor | None,
+        cache: dict[str, Tensor],
     ) -> None:
         """Treat patches of a few images at a time like any other vectors; rotating them is a convolution."""
-        if self.groups > 1 or self._images(canonical) > 1:
-            super().add_squares(total, g, canonical, ones, Q_A, Q_B)
+        if self.groups > 1 or self._images(x, batch) > 1:
+            super().add_squares(total, x, g, batch, ones, Q_A, Q_B, cache)
             return
+        vectors = Vectors(self.size)
         if Q_A is not None and prod(self.out) <= g.shape[-1]:
             g = g.flip(1) if self.mirrored else g
             step = at_a_time(g, prod(self.out) * Q_A.shape[2])
-            for x, some_g in zip(self.x.split(step), g.split(step), strict=True):
-                rotated = Vectors(self._rotated(x.to(total.dtype), Q_A[0], ones))
-                rotated.add_squares(total, some_g, lambda t, _: t, False, None, Q_B)
+            for some_x, some_g in zip(self._cropped(x).split(step), g.split(step), strict=True):
+                rotated = self._rotated(some_x.to(total.dtype), Q_A[0], ones)
+                vectors.add_squares(total, rotated, some_g, BatchAxis(len(some_x)), False, None, Q_B, {})
             return
-        for patches, some_g in self._with_gradients(g):
-            vectors = Vectors(patches.squeeze(2))
-            vectors.add_squares(total, some_g.squeeze(2), lambda t, _: t, ones, Q_A, Q_B)
+        for patches, some_g in self._with_gradients(x, g):
+            vectors.add_squares(total, patches, some_g, BatchAxis(len(patches)), ones, Q_A, Q_B, {})
+
+    def _cropped(self, x: Tensor) -> Tensor:
+        """Leave pixels out where padding is negative."""
+        for axis, (before, after) in enumerate(self.crop, start=2):
+            if before or after:
+                x = x.narrow(axis, before, x.shape[axis] - before - after)
+        return x
 
     def _rotated(self, x: Tensor, Q: Tensor, ones: bool) -> Tensor:
-        """Return patches in another basis, `[n, P, d_A]`; a last row of it is the bias'."""
+        """Return patches in another basis, `[images, positions, d_A]`; the last row of `Q` belongs to the bias."""
         flat = [side for pad in reversed(self.padding) for side in pad]
         weight = Q[: self.size].T.reshape(-1, self.channels, *self.kernel)
         convolution = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(self.kernel)]
@@ -116,22 +140,22 @@ class Patches(Input):
         rotated: Tensor = convolution(F.pad(x, flat), weight, bias, self.stride, 0, self.dilation)
         return rotated.flatten(2).transpose(1, 2)
 
-    def _images(self, canonical: Canonical) -> int:
+    def _images(self, x: Tensor, batch: BatchAxis) -> int:
         """Return how many images a datum has."""
-        return len(canonical(self.x.new_empty(len(self.x), 1), 1)[0])
+        return batch.canonical(x.new_empty(len(x), 1)).shape[1]
 
-    def _with_gradients(self, g: Tensor, all_at_once: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-        """Write patches down, `[n, P, G, d_A]`, a few at a time, with the gradients that belong to them."""
-        g = (g if self.groups > 1 else g.unsqueeze(2)).to(torch.promote_types(g.dtype, self.x.dtype))
+    def _with_gradients(self, x: Tensor, g: Tensor, all_at_once: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """Write patches down, a few images at a time, with their gradients: `[images, positions, features]` each."""
+        g = g.to(torch.promote_types(g.dtype, x.dtype))
         g = g.flip(1) if self.mirrored else g
         step = len(g) if all_at_once else at_a_time(g, self.size * prod(self.out) * self.groups)
-        for some_x, some_g in zip(self.x.split(step), g.split(step), strict=True):
+        for some_x, some_g in zip(self._cropped(x).split(step), g.split(step), strict=True):
             patches = self._vectors(some_x.to(g.dtype))
-            yield patches.reshape(len(some_x), prod(self.out), self.groups, self.size), some_g
+            yield patches.unflatten(1, (len(some_x), -1)).squeeze(0), some_g
 
-    def _sums(self) -> Tensor:
-        """Sum patches over positions, `[N, C * kernel]` (or `[N, G, C * kernel]`): one axis after the other."""
-        sums = self.x.to(torch.promote_types(self.x.dtype, torch.float32))
+    def _sums(self, x: Tensor) -> Tensor:
+        """Sum patches over positions, `[images, groups * features]`: one axis after the other."""
+        sums = x.to(torch.promote_types(x.dtype, torch.float32))
         for axis in range(len(self.kernel)):
             dim = 2 + axis  # axes before it are kernel axes already
             parts = []
@@ -145,11 +169,10 @@ class Patches(Input):
                     outside = [sums.narrow(dim, low, high - low).sum(dim) for low, high in self._outside(axis, i)]
                     parts.append(sum((-part for part in outside), total))
             sums = torch.stack(parts, dim)
-        sums = sums.flatten(1)
-        return sums.unflatten(1, (self.groups, -1)) if self.groups > 1 else sums
+        return sums.flatten(1)
 
     def _window(self, axis: int, i: int) -> Range:
-        """Return the first pixel that offset `i` of an axis' kernel touches, and one behind the last."""
+        """Return the half-open range of pixels that offset `i` of an axis' kernel touches."""
         step, offset = self.stride[axis], i * self.dilation[axis] - self.padding[axis][0]
         first = max(0, -(offset // step))  # outputs before this one touch padding
         last = min(self.out[axis] - 1, (self.spatial[axis] - 1 - offset) // step)
@@ -163,7 +186,7 @@ class Patches(Input):
         return [(low, high) for low, high in ((0, start), (stop, self.spatial[axis])) if high > low]
 
     def _vectors(self, x: Tensor) -> Tensor:
-        """Write patches down, `[1, P, D]` (or `[1, P, G, D]`), with positions next to each other in memory."""
+        """Write patches down, `[1, positions, groups * features]`, with positions next to each other in memory."""
         flat = [side for pad in reversed(self.padding) for side in pad]
         x = F.pad(x, flat).transpose(0, 1)
         patches = x.new_empty(x.shape[0], prod(self.kernel), x.shape[1], *self.out)
@@ -173,12 +196,11 @@ class Patches(Input):
                 for i, d, n, s in zip(offset, self.dilation, self.out, self.stride, strict=True)
             ]
             patches[:, place] = x[(slice(None), slice(None), *window)]
-        patches = patches.reshape(self.groups, self.size, -1).permute(2, 0, 1).unsqueeze(0)
-        return patches if self.groups > 1 else patches.squeeze(2)
+        return patches.reshape(self.groups * self.size, -1).T.unsqueeze(0)
 
-    def _shifts_pay(self) -> bool:
+    def _shifts_pay(self, x: Tensor) -> bool:
         """Whether autocorrelations need fewer operations than patches do; an accelerator prefers few large ones."""
-        if self.groups > 1 or any(s != 1 for s in self.stride) or self.x.device.type != "cpu":
+        if self.groups > 1 or any(s != 1 for s in self.stride) or x.device.type != "cpu":
             return False
         gaps = [0, *(d * (k - 1) for k, d in zip(self.kernel[1:], self.dilation[1:], strict=True))]
         frame = prod(n + gap for n, gap in zip(self.spatial, gaps, strict=True))
@@ -186,16 +208,16 @@ class Patches(Input):
         blocks = prod(self.kernel) * (prod(self.kernel) + 1) / 2
         return shifts * frame < 0.9 * blocks * prod(self.out)
 
-    def _add_by_shifts(self, total: Tensor) -> None:
+    def _add_by_shifts(self, total: Tensor, x: Tensor) -> None:
         """Add the patch covariance `[C * kernel, C * kernel]` from autocorrelations and border strips."""
         # The first axis needs no gap: what is shifted beyond its end is cut off, if it is the slowest one.
         first, *others = self.spatial
         gaps = [d * (k - 1) for k, d in zip(self.kernel[1:], self.dilation[1:], strict=True)]
         widths = [n + gap for n, gap in zip(others, gaps, strict=True)]
-        frame = self.x.new_zeros(self.channels, first, len(self.x), *widths, dtype=total.dtype)
+        frame = x.new_zeros(self.channels, first, len(x), *widths, dtype=total.dtype)
         inside: tuple[Any, ...] = (..., *(slice(n) for n in others))
         image = frame[inside].movedim(1, 2)  # [C, N, *spatial]
-        image.copy_(self.x.transpose(0, 1))
+        image.copy_(x.transpose(0, 1))
         flat, strides = frame.flatten(1), image.stride()[2:]
 
         @cache

@@ -7,7 +7,7 @@ keeps a sum.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kfs.errors import ModelError
-from kfs.kfac.capture.uses import Use, Uses, full_precision
-from kfs.kfac.layout import Key, Layout, Side
+from kfs.kfac.layout import Key, Layout
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.batch_axis import BatchAxis
-from kfs.kfac.sums.inputs import Input, add_rotated_squares
+from kfs.kfac.sums.inputs import Inputs, add_rotated_squares
+from kfs.kfac.sums.interface import Adder, Ignore, Planned, Receiver, Sums, full_precision
 
 
 class Statistic(ABC):
@@ -33,11 +33,13 @@ class Statistic(ABC):
 
     @abstractmethod
     def add(self, gradients: Tensor) -> None:
-        """Add gradients, `[n, G, d_B, d_A]`."""
+        """Add gradients, `[n, groups, d_B, d_A]`."""
 
-    def add_use(self, vectors: Input, g: Tensor, batch: BatchAxis, ones: bool) -> None:
-        """Add the gradients of a parameter's only use, given its inputs and what came back to it."""
-        for gradients in vectors.gradients(g, batch.canonical, ones):
+    def add_use(
+        self, inputs: Inputs, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool, cache: dict[str, Tensor]
+    ) -> None:
+        """Add the gradients of a parameter's only use, for one column; arguments are those of `Inputs.add_squares`."""
+        for gradients in inputs.gradients(x, g, batch, ones):
             self.add(gradients)
 
 
@@ -45,27 +47,31 @@ class Squares(Statistic):
     """Sums of squared gradients, seen in other bases.
 
     Args:
-        total: `[G, d_B, d_A]`, changed in place.
-        Q_A: Basis of the input side, the columns of `[G, d_A, d_A]`; nothing for the standard basis.
-        Q_B: Basis of the gradient side, `[G, d_B, d_B]`.
+        total: `[groups, d_B, d_A]`, changed in place.
+        Q_A: Basis of the input side, the columns of `[groups, d_A, d_A]`; `None` for the standard basis.
+        Q_B: Basis of the gradient side, `[groups, d_B, d_B]`; `None` for the standard basis.
     """
 
     def __init__(self, total: Tensor, Q_A: Tensor | None = None, Q_B: Tensor | None = None) -> None:
         """Start with what the total has."""
-        self.total, self.Q_A, self.Q_B = total, Q_A, Q_B
+        self.total = total
+        self.Q_A = Q_A
+        self.Q_B = Q_B
 
     def add(self, gradients: Tensor) -> None:
         """Rotate and square."""
-        with self._near(gradients.device) as (total, Q_A, Q_B):
+        with self._on(gradients.device) as (total, Q_A, Q_B):
             add_rotated_squares(total, gradients, Q_A, Q_B)
 
-    def add_use(self, vectors: Input, g: Tensor, batch: BatchAxis, ones: bool) -> None:
+    def add_use(
+        self, inputs: Inputs, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool, cache: dict[str, Tensor]
+    ) -> None:
         """Rotate and square in the way that is cheapest for this kind of inputs."""
-        with self._near(g.device) as (total, Q_A, Q_B):
-            vectors.add_squares(total, g, batch.canonical, ones, Q_A, Q_B)
+        with self._on(g.device) as (total, Q_A, Q_B):
+            inputs.add_squares(total, x, g, batch, ones, Q_A, Q_B, cache)
 
     @contextmanager
-    def _near(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
+    def _on(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
         """Return total and bases on the device of the gradients, if they live on another one."""
         if self.total.device == device:  # pragma: no branch
             yield self.total, self.Q_A, self.Q_B
@@ -76,7 +82,7 @@ class Squares(Statistic):
         self.total += total.to(self.total.device)  # pragma: no cover
 
 
-class PerDatum(Uses):
+class PerDatumSums(Sums):
     """Shows the per-datum gradients of blocks to statistics, in a second pass over the data.
 
     Args:
@@ -85,14 +91,42 @@ class PerDatum(Uses):
         statistics: By block.
     """
 
-    def __init__(self, settings: Settings, layouts: dict[Key, Layout], statistics: dict[Key, Statistic]) -> None:
+    def __init__(
+        self, settings: Settings, layouts: Mapping[Key, Layout], statistics: Mapping[Key, Statistic]
+    ) -> None:
         """Know all blocks from the start."""
-        super().__init__(settings)
-        self._layouts, self._statistics = layouts, statistics
+        super().__init__()
+        self.settings = settings
+        self._layouts = layouts
+        self._statistics = statistics
         self._times_used: dict[Key, int] = {}
-        self._sums_of_uses: dict[Key, Tensor] = {}
+        self._several_uses: dict[Key, Tensor] = {}
         self._seen: set[Key] = set()
         self._unknown: set[str] = set()
+
+    def adder_of(self, plan: Planned) -> Adder:
+        """Return what shows the gradients of a plan's uses to the block's statistic."""
+        key = plan.layout.key
+        self._seen.add(key)
+        if key not in self._statistics or self._layouts[key] != plan.layout:
+            self._unknown.add(plan.layout.name)
+            return Ignore()
+        return _Show(plan, self._statistics[key], self._times_used, self._several_uses)
+
+    def note_conflict(self, plan: Planned) -> None:
+        """Take note of a use that does not fit together with other uses of its parameter."""
+        self._unknown.add(plan.layout.name)
+
+    def finish_backward(self) -> None:
+        """Show the gradients of parameters with several uses."""
+        for key, gradients in self._several_uses.items():
+            with full_precision(gradients.device.type):
+                self._statistics[key].add(gradients)
+        self._several_uses.clear()
+
+    def finish_batch(self) -> None:
+        """Forget the batch."""
+        self._times_used.clear()
 
     def check_complete(self, resumed: bool) -> None:
         """Refuse a pass that has seen other blocks than the first one; one that was resumed need not see any.
@@ -100,50 +134,14 @@ class PerDatum(Uses):
         Raises:
             ModelError: If a block is new, or was not used.
         """
-        missing = [] if resumed else [self._layouts[key].name for key in self._statistics if key not in self._seen]
+        unused = [self._layouts[key].name for key in self._statistics if key not in self._seen]
+        missing = [] if resumed else unused
         new = sorted(self._unknown) if self.settings.uncovered == "error" else []
         if missing or new:
             raise ModelError(
                 f"The blocks differ from those of the factors: {missing} are not used, and {new} are new.",
                 "Use the same model and parameters, and data that use all of them.",
             )
-
-    def place(self, layout: Layout, bias: str | None = None) -> tuple[Layout, Side]:
-        """Return the layout of a weight's block, as it was decided in the first pass."""
-        there = self._layouts.get(layout.key)
-        if there is None:
-            return layout, "A"
-        turned = there.order == layout.order[layout.split :] + layout.order[: layout.split]
-        return there, "B" if there.order != layout.order and turned else "A"
-
-    def record(self, use: Use) -> Callable[[Tensor], None]:
-        """Take note of a use, and return what receives its gradients, `[columns, ...]`."""
-        layout, vectors, batch, ones, side = use.layout, use.vectors, use.batch, use.ones, use.side
-        key = layout.key
-        statistic = self._statistics.get(key)
-        self._seen.add(key)
-        if statistic is None or self._layouts[key] != layout:
-            self._unknown.add(layout.name)
-            return _nothing
-        self._times_used[key] = self._times_used.get(key, 0) + 1
-
-        def receive(g: Tensor) -> None:
-            with full_precision(use.like.device):
-                columns = use.read(g.detach())
-                if self._times_used[key] == 1 and side == "A":
-                    for column in columns:
-                        statistic.add_use(vectors, column, batch, ones)
-                else:
-                    self._collect_uses(key, columns, vectors, batch, ones, side)
-
-        return receive
-
-    def finish_backward(self) -> None:
-        """Show the gradients of parameters with several uses."""
-        for key, gradients in self._sums_of_uses.items():
-            with full_precision(gradients.device):
-                self._statistics[key].add(gradients)
-        self._sums_of_uses.clear()
 
     def state(self) -> dict[str, Any]:
         """Return all sums, between two batches, for a file."""
@@ -154,24 +152,44 @@ class PerDatum(Uses):
         for statistic, total in zip(self._statistics.values(), state["totals"], strict=True):
             statistic.total.copy_(total)
 
-    def finish_batch(self) -> None:
-        """Forget the batch."""
-        self._times_used.clear()
 
-    def _collect_uses(
-        self, key: Key, columns: Tensor, vectors: Input, batch: BatchAxis, ones: bool, side: Side
+class _Show(Adder):
+    """Shows gradients at once if a parameter is used once in a batch; otherwise collects those of all its uses."""
+
+    def __init__(
+        self,
+        plan: Planned,
+        statistic: Statistic,
+        times_used: dict[Key, int],
+        several_uses: dict[Key, Tensor],
     ) -> None:
-        """Add one use's gradients, `[columns * N, G, d_B, d_A]`."""
-        layout = self._layouts[key]
-        parts = [torch.cat(list(vectors.gradients(column, batch.canonical, ones))) for column in columns]
+        self.plan = plan
+        self.statistic = statistic
+        self.times_used = times_used
+        self.several_uses = several_uses
+        self.key = plan.layout.key
+
+    def add(self, x: Tensor | None) -> Receiver:
+        plan, cache = self.plan, dict[str, Tensor]()
+        self.times_used[self.key] = self.times_used.get(self.key, 0) + 1
+
+        def receive(g: Tensor) -> None:
+            if self.times_used[self.key] == 1 and plan.side == "A":
+                for column in g:
+                    self.statistic.add_use(plan.inputs, x, column, plan.batch, plan.ones, cache)  # type: ignore[arg-type]
+            else:
+                self._collect(x, g)
+
+        return receive
+
+    def _collect(self, x: Tensor | None, g: Tensor) -> None:
+        """Add one use's gradients, `[columns * batch, groups, d_B, d_A]`."""
+        plan, layout = self.plan, self.plan.layout
+        parts = [torch.cat(list(plan.inputs.gradients(x, column, plan.batch, plan.ones))) for column in g]  # type: ignore[arg-type]
         gradients = torch.cat(parts)
-        if side == "B":
+        if plan.side == "B":
             gradients = gradients.transpose(2, 3)
         if gradients.shape[3] < layout.column_size + (layout.bias is not None):
             gradients = torch.nn.functional.pad(gradients, (0, 1))
-        before = self._sums_of_uses.get(key)
-        self._sums_of_uses[key] = gradients if before is None else before + gradients
-
-
-def _nothing(_: Tensor) -> None:
-    """Ignore gradients."""
+        before = self.several_uses.get(self.key)
+        self.several_uses[self.key] = gradients if before is None else before + gradients

@@ -1,0 +1,282 @@
+"""What rules see and what they return: arguments, and plans for them.
+
+A rule is a pure function from a `Call` and descriptions of its arguments to a plan: it looks at shapes, strides and
+names, never at values, and runs nothing. It returns
+
+- some `Plan`s and `Broadcast`s, one for each use of a parameter,
+- a `Rewrite`, for an operation that consists of others,
+- a `Copy`, for an operation whose result stands for the parameter,
+- or `None` if it does not know what to do. Then the use is followed, or reported as not covered.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfs.kfac.capture.parameters import Tracked
+from kfs.kfac.layout import Layout, Side
+from kfs.kfac.sums.batch_axis import BatchAxis
+from kfs.kfac.sums.inputs import Inputs
+
+# Where an argument is: its position, its keyword, or a position followed by one within a list.
+Place = tuple[int | str, ...]
+# Reads gradients `[columns, *shape of the output]` as `[columns, *leading, features]`, given what the plan prepared.
+Read = Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operation.
+
+    Attributes:
+        func: The operation.
+        batch: Number of data, and where the batch axis is.
+        narrow: The precision in which `autocast` multiplies, if it is on.
+    """
+
+    func: Any
+    batch: BatchAxis
+    narrow: torch.dtype | None = None
+
+    @property
+    def name(self) -> str:
+        """What the user calls the operation."""
+        return str(getattr(self.func, "__name__", self.func))
+
+    @property
+    def num_data(self) -> int:
+        """The number of data in the batch."""
+        return self.batch.num_data
+
+
+@dataclass(frozen=True)
+class View:
+    """Some consecutive rows of a parameter, perhaps transposed.
+
+    Attributes:
+        name: The parameter's name.
+        shape: The parameter's shape.
+        rows: Half-open range of rows.
+        transposed: Whether the view is transposed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int]
+    transposed: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all rows."""
+        return self.rows == (0, self.shape[0])
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor among the arguments of an operation, as rules see it.
+
+    Attributes:
+        place: Where it is among the arguments.
+        shape: Its shape.
+        stride: Its strides.
+        offset: Its place in its storage, relative to that of the parameter that it is a view of.
+        dtype: Its dtype.
+        device: Its device.
+        data: Whether it depends on the data.
+        name: The parameter that it is a view of; `None` if it is not.
+        source: Shape, strides and dtype of that parameter.
+        derived: Whether it is a view of a derived parameter.
+    """
+
+    place: Place
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    data: bool
+    name: str | None = None
+    offset: int = 0
+    source: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None
+    derived: bool = False
+
+    @classmethod
+    def of(cls, place: Place, t: Tensor, tracked: Tracked | None, data: bool) -> "Argument":
+        """Describe a tensor."""
+        described = (place, tuple(t.shape), t.stride(), t.dtype, t.device, data)
+        if tracked is None:
+            return cls(*described)
+        p = tracked.tensor
+        offset = t.storage_offset() - p.storage_offset()
+        source = (tuple(p.shape), p.stride(), p.dtype)
+        return cls(*described, tracked.name, offset, source, tracked.derived is not None)
+
+    @property
+    def ndim(self) -> int:
+        """Its number of axes."""
+        return len(self.shape)
+
+    @property
+    def tracked(self) -> bool:
+        """Whether it is a view of a tracked parameter."""
+        return self.name is not None
+
+    @property
+    def view(self) -> View | None:
+        """Which rows of a parameter it is; `None` if it is not such a simple view of a parameter."""
+        if self.name is None or self.source is None or self.derived:
+            return None
+        shape, stride, dtype = self.source
+        if self.dtype != dtype:
+            return None
+        candidates = [(self.shape, self.stride, False)]
+        if self.ndim == 2:
+            candidates.append((self.shape[::-1], self.stride[::-1], True))
+        for mine, strides, transposed in candidates:
+            if len(mine) == len(shape) > 0 and mine[1:] == shape[1:] and strides == stride:
+                first = self.offset // max(stride[0], 1)
+                return View(self.name, shape, (first, first + mine[0]), transposed)
+        return None
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the parameter that it is a view of is laid out by rows, without gaps."""
+        if self.source is None:
+            return False
+        shape, stride, _ = self.source
+        expected = 1
+        for n, step in zip(reversed(shape), reversed(stride), strict=True):
+            if n != 1 and step != expected:
+                return False
+            expected *= n
+        return True
+
+    def entries(self, axes: tuple[int, ...]) -> Tensor | None:
+        """Return which entries of the parameter it has along some axes; `None` for all of them in order."""
+        assert self.source is not None  # noqa: S101 (only tracked arguments are asked)
+        size = prod(self.source[0])
+        shape = [self.shape[axis] for axis in axes]
+        stride = [self.stride[axis] for axis in axes]
+        in_order = self.offset == 0 and prod(shape) == size
+        expected = 1
+        for n, step in zip(reversed(shape), reversed(stride), strict=True):
+            in_order = in_order and (n == 1 or step == expected)
+            expected *= n
+        return None if in_order else torch.arange(size).as_strided(shape, stride, self.offset).flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What is known about a use of a parameter before it runs (again).
+
+    Attributes:
+        operation: What the user calls the operation.
+        layout: How the parameter becomes a matrix.
+        inputs: How the vectors that multiply it are read.
+        arguments: What `prepare` takes.
+        prepare: Turns arguments into what `inputs` reads. By default, the first argument as it is.
+        read: Reads the output's gradients. By default they are as they should be.
+        bias: The use of a bias by the same operation. It joins the block of the weight if `joins`.
+        joins: Whether `bias` may join: it is all of a parameter, or the part that belongs to the weight's rows.
+        follows: Whether the inputs do not depend on the data: the output is then followed as a derived parameter.
+        mixes: Whether the operation lets data of a batch influence each other.
+
+        side: On which side of the block inputs are.
+        ones: Whether the bias of the block is used.
+        fits: Whether the use fits together with the other uses of its parameter.
+        batch: Where the batch axis is.
+        narrow: The precision in which `autocast` multiplies, if it is on.
+        dtype: That of the operation's output.
+        device: That of the operation's output.
+    """
+
+    operation: str
+    layout: Layout
+    inputs: Inputs
+    arguments: tuple[Argument, ...] = ()
+    prepare: Callable[..., Tensor] | None = None
+    read: Read | None = None
+    bias: "Plan | None" = None
+    joins: bool = False
+    follows: bool = False
+    mixes: bool = False
+    # What the session decides.
+    side: Side = "A"
+    ones: bool = False
+    fits: bool = True
+    batch: BatchAxis = BatchAxis(1)
+    narrow: torch.dtype | None = None
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+
+    def prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what `inputs` reads; `None` if it reads nothing."""
+        tensors = [argument_at(argument.place, args, kwargs) for argument in self.arguments]
+        if self.prepare is not None:
+            return self.prepare(*tensors)
+        return tensors[0] if tensors else None
+
+
+@dataclass(frozen=True, eq=False)
+class Broadcast:
+    """A parameter that is expanded to a shape with batch axis, and tapped there, before the operation runs.
+
+    Attributes:
+        argument: The parameter, or a view of it.
+        shape: What it is expanded to.
+        plan: The use of a parameter; `None` for a derived one.
+        read: For a derived parameter: reads gradients as `[columns, N, *its shape]`.
+        aligned: For a derived parameter: its first axis has turned out to be the batch axis, and `read` returns
+            `[columns, *its shape]`.
+    """
+
+    argument: Argument
+    shape: tuple[int, ...]
+    plan: Plan | None
+    read: Callable[[Tensor], Tensor] | None = None
+    aligned: bool = False
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """An operation as others that have rules: `body(capture, *args, **kwargs)` runs them inside of the capture."""
+
+    body: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """An operation whose result has all of a parameter's entries at the same places, and stands for it.
+
+    Attributes:
+        name: The parameter's name.
+    """
+
+    name: str
+
+
+Planned = tuple[Plan | Broadcast, ...] | Rewrite | Copy | None
+
+
+def argument_at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the argument at a place."""
+    first = place[0]
+    found = kwargs[first] if isinstance(first, str) else args[first]
+    return found if len(place) == 1 else found[place[1]]
+
+
+def with_argument(
+    place: Place, value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return all arguments with another one at a place."""
+    first = place[0]
+    if len(place) > 1:
+        inner = list(argument_at(place[:1], args, kwargs))
+        inner[place[1]] = value  # type: ignore[call-overload]
+        value = inner  # type: ignore[assignment]
+    if isinstance(first, str):
+        return args, kwargs | {first: value}
+    return (*args[:first], value, *args[first + 1 :]), kwargs

@@ -1,0 +1,147 @@
+"""The sums of one block, before any scaling: of inputs and of gradients, for each role of its parameter."""
+
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfs.kfac.layout import Layout, Side
+from kfs.kfac.sums.outer_products import OuterProductSum
+from kfs.storage import UnfitError
+
+
+@dataclass
+class RoleSums:
+    """Sums of one role of a parameter: inputs, gradients, and over how many positions (or data) they were taken."""
+
+    input: OuterProductSum
+    gradient: OuterProductSum
+    terms: float = 0.0
+
+    def plus(self, other: "RoleSums") -> "RoleSums":
+        """Return the sums over both."""
+        input_sum, gradient_sum = self.input.plus(other.input), self.gradient.plus(other.gradient)
+        return RoleSums(input_sum, gradient_sum, self.terms + other.terms)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a file."""
+        return {"input": self.input.state(), "gradient": self.gradient.state(), "terms": self.terms}
+
+
+@dataclass
+class BlockSums:
+    """All sums of one block.
+
+    Attributes:
+        layout: How the parameter becomes a matrix.
+        sharing: `"expand"` or `"reduce"`; `"exact"` for the diagonal of a parameter that no rule covers.
+        forward_only: Whether gradients are left out: `B` is the identity.
+        roles: By the side that inputs are on: `"A"`, and also `"B"` for a parameter that is used in a second role,
+            such as an embedding whose transpose computes the logits.
+        operations: What used the parameter.
+    """
+
+    layout: Layout
+    sharing: str
+    forward_only: bool = False
+    roles: dict[Side, RoleSums] = field(default_factory=dict)
+    operations: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of_diagonal(cls, name: str, entries: Tensor) -> "BlockSums":
+        """Make the block of a parameter of which only the curvature's diagonal is known."""
+        size = entries.numel()
+        one = OuterProductSum(entries.new_ones(1, 1, 1), diagonal=False)
+        role = RoleSums(one, OuterProductSum(entries.reshape(1, size), diagonal=True), 1.0)
+        return cls(Layout(name, (size,), (0, size), (0,), 1), "exact", roles={"A": role}, operations={"any"})
+
+    @property
+    def sums(self) -> list[OuterProductSum]:
+        """All of them."""
+        return [s for role in self.roles.values() for s in (role.input, role.gradient)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all sums."""
+        return sum(s.total.numel() * s.total.element_size() for s in self.sums)
+
+    @property
+    def terms(self) -> float:
+        """Over how many positions (or data) gradients were summed."""
+        return sum(role.terms for role in self.roles.values())
+
+    def on_side(self, side: Side) -> list[OuterProductSum]:
+        """Return the sums on one side of the block: inputs of one role, gradients of the other."""
+        return [role.input if place == side else role.gradient for place, role in self.roles.items()]
+
+    def is_diagonal(self, side: Side) -> bool:
+        """Whether one side is stored by its diagonal."""
+        return all(s.diagonal for s in self.on_side(side))
+
+    def complete(self, dtype: torch.dtype | None = None) -> None:
+        """Complete all sums, and convert them to another precision if asked for."""
+        for s in self.sums:
+            s.complete(dtype)
+
+    def shared(self) -> "BlockSums":
+        """Return a block with the same tensors, for another owner: what one replaces, the other keeps."""
+        roles = {side: RoleSums(copy(r.input), copy(r.gradient), r.terms) for side, r in self.roles.items()}
+        return replace(self, roles=roles, operations=set(self.operations))
+
+    def merge(self, other: "BlockSums") -> None:
+        """Add sums of other data, in place; one may have a role that the other does not have."""
+        both = {side: role.plus(other.roles[side]) for side, role in self.roles.items() if side in other.roles}
+        self.roles = other.roles | self.roles | both
+        self.operations |= other.operations
+
+    def side_total(self, side: Side) -> Tensor:
+        """Combine the sums on one side, over both roles that a parameter may have: `[G, d, d]` or `[G, d]`.
+
+        Inputs and gradients have different units, so one role's are rescaled, such that both roles have the same
+        ratio of the traces of their two sides. The result scales with the gradients as the curvature does.
+        """
+        if len(self.roles) == 1:
+            return self.on_side(side)[0].total
+        first, second = self.roles["A"], self.roles["B"]
+        inputs = _trace(first.input) * _trace(second.input)
+        gradients = _trace(first.gradient) * _trace(second.gradient)
+        ratio = inputs / gradients if gradients > 0 else 1.0
+        one, other = (first.input, second.gradient) if side == "A" else (first.gradient, second.input)
+        if one.diagonal != other.diagonal:
+            one, other = one.densified(), other.densified()
+        return one.total + (ratio**0.5 if side == "A" else ratio**-0.5) * other.total
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, also of sums that are not complete, for a file."""
+        return {
+            "layout": asdict(self.layout),
+            "sharing": self.sharing,
+            "forward_only": self.forward_only,
+            "operations": sorted(self.operations),
+            "pairs": {side: role.state() for side, role in self.roles.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Any) -> "BlockSums":
+        """Undo `state`."""
+        layout = Layout.from_state(state["layout"])
+        block = cls(layout, str(state["sharing"]), bool(state["forward_only"]), operations=set(state["operations"]))
+        rows, columns = layout.row_size, layout.column_size
+        sizes: dict[Side, tuple[int, int]] = {"A": (columns, rows), "B": (rows, columns)}
+        for side, (input_size, gradient_size) in sizes.items():
+            if side in state["pairs"]:
+                pair = state["pairs"][side]
+                block.roles[side] = RoleSums(
+                    OuterProductSum.from_state(pair["input"], input_size, layout.groups),
+                    OuterProductSum.from_state(pair["gradient"], gradient_size, layout.groups),
+                    float(pair["terms"]),
+                )
+        if not block.roles or set(state["pairs"]) - set(sizes):
+            raise UnfitError(f"the block {layout.name!r} has no factors")
+        return block
+
+
+def _trace(s: OuterProductSum) -> float:
+    return float(s.entries.sum())

@@ -1,0 +1,203 @@
+"""Sums for Kronecker factors: where the inputs and gradients of every use go.
+
+With `expand`, inputs are added in the forward pass, and gradients where they arise. With `reduce`, the sums over shared
+positions of all uses of a parameter are collected for one batch, and added when they are complete.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfs.kfac.layout import Key, Layout, Side
+from kfs.kfac.settings import Settings
+from kfs.kfac.sums.block_sums import BlockSums, RoleSums
+from kfs.kfac.sums.interface import Adder, Ignore, Planned, Receiver, Sums, full_precision, ignore
+from kfs.kfac.sums.outer_products import OuterProductSum
+
+
+class FactorSums(Sums):
+    """Sums of outer products of inputs and gradients, for all blocks.
+
+    Args:
+        settings: What was asked for.
+        dry: Whether to take note of blocks only, and to compute nothing.
+
+    Attributes:
+        blocks: By what identifies a block.
+        conflicts: `(parameter, operation)` of uses that do not fit together with other uses of the parameter.
+    """
+
+    def __init__(self, settings: Settings, dry: bool = False) -> None:
+        """Start without blocks."""
+        super().__init__()
+        self.settings = settings
+        self.dry = dry
+        self.blocks: dict[Key, BlockSums] = {}
+        self.conflicts: set[tuple[str, str]] = set()
+        self._collected: dict[tuple[Key, Side], _PerDatumSums] = {}
+
+    def adder_of(self, plan: Planned) -> Adder:
+        """Return what adds the uses of a plan; the first use of a block decides how it is stored."""
+        layout = plan.layout
+        if layout.key not in self.blocks:
+            forward_only = self.settings.fisher == "forward-only"
+            sharing = self.settings.sharing_of(layout.weight)
+            self.blocks[layout.key] = BlockSums(layout, sharing, forward_only)
+        block = self.blocks[layout.key]
+        block.operations.add(plan.operation)
+        if plan.side not in block.roles:
+            block.roles[plan.side] = self._new_role(block, plan)
+        role = block.roles[plan.side]
+        wide = self.settings.is_diagonal(role.input.size)
+        if role.input.diagonal and not plan.inputs.sparse and not wide:
+            # Unit vectors came first, and made the factor diagonal.
+            self.conflicts.add((layout.weight, plan.operation))
+        if self.dry:
+            return Ignore()
+        if block.sharing == "expand":
+            return _Expand(plan, role, block.forward_only)
+        return _Reduce(plan, role, block.forward_only, self._collected)
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The blocks that are known already, from a file."""
+        return [block.layout for block in self.blocks.values()]
+
+    def note_conflict(self, plan: Planned) -> None:
+        """Take note of a use that does not fit together with other uses of its parameter."""
+        self.conflicts.add((plan.layout.weight, plan.operation))
+
+    def finish_forward(self) -> None:
+        """Add each datum's sum of inputs."""
+        for collected in self._collected.values():
+            with full_precision(collected.inputs.device.type):
+                total = collected.role.input.on(collected.inputs.device)
+                total.add_whole(collected.inputs)
+                collected.role.input.merge_in(total)
+            collected.role.terms += len(collected.inputs)
+
+    def finish_backward(self) -> None:
+        """Add each datum's average of gradients, for every column."""
+        for collected in self._collected.values():
+            if collected.gradients is None:
+                continue
+            with full_precision(collected.counts.device.type):
+                averages = collected.gradients / collected.counts.clamp(min=1).unsqueeze(-1)
+                total = collected.role.gradient.on(averages.device)
+                total.add(averages.flatten(0, 1))
+                collected.role.gradient.merge_in(total)
+            collected.gradients = None
+
+    def finish_batch(self) -> None:
+        """Forget the batch."""
+        self._collected.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Return all sums, between two batches, for a file."""
+        blocks = [block.state() for block in self.blocks.values()]
+        return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
+
+    def restore(self, state: Any) -> None:
+        """Undo `state`."""
+        self.conflicts = {(str(name), str(operation)) for name, operation in state["conflicts"]}
+        blocks = map(BlockSums.from_state, state["blocks"])
+        self.blocks = {block.layout.key: block for block in blocks}
+
+    def _new_role(self, block: BlockSums, plan: Planned) -> RoleSums:
+        """Return zeros for the first use of a parameter in a role."""
+        layout, s = block.layout, self.settings
+        rows, columns = layout.row_size, layout.column_size
+        input_size, gradient_size = (columns, rows) if plan.side == "A" else (rows, columns)
+        bias = layout.bias is not None and plan.side == "A"
+        dtype = s.factor_dtype or plan.dtype
+        device = "meta" if self.dry else s.factor_device or plan.device
+        sparse = plan.inputs.sparse or s.is_diagonal(input_size + bias)
+        narrow = block.forward_only or s.is_diagonal(gradient_size)
+        return RoleSums(
+            OuterProductSum.zeros(input_size, layout.groups, sparse, bias, dtype, device),
+            OuterProductSum.zeros(gradient_size, layout.groups, narrow, False, dtype, device),
+        )
+
+
+class _Expand(Adder):
+    """Treats shared positions like further data."""
+
+    def __init__(self, plan: Planned, role: RoleSums, forward_only: bool) -> None:
+        self.inputs = plan.inputs
+        self.ones = plan.ones
+        self.narrow = plan.narrow
+        self.device = plan.device
+        self.role = role
+        self.forward_only = forward_only
+
+    def add(self, x: Tensor | None) -> Receiver:
+        role = self.role
+        total = role.input.on(self.device)
+        self.inputs.add_to(total, x, self.ones)  # type: ignore[arg-type]
+        role.input.merge_in(total)
+        role.terms += self.inputs.count(x)  # type: ignore[arg-type]
+        return ignore if self.forward_only else self.add_gradients
+
+    def add_gradients(self, g: Tensor) -> None:
+        if self.narrow is not None and g.dtype == torch.float32:
+            g = g.to(self.narrow)  # as autocast multiplies
+        total = self.role.gradient.on(self.device)
+        total.add(g.flatten(0, -3) if g.ndim > 3 else g)
+        self.role.gradient.merge_in(total)
+
+
+@dataclass
+class _PerDatumSums:
+    """Sums over the shared positions of all uses of a parameter in one batch, in one role.
+
+    Attributes:
+        role: Where they go.
+        inputs: `[batch, groups, d]`.
+        counts: Number of positions, `[batch]`.
+        gradients: `[columns, batch, groups * d]`, once there are some.
+    """
+
+    role: RoleSums
+    inputs: Tensor
+    counts: Tensor
+    gradients: Tensor | None = None
+
+
+class _Reduce(Adder):
+    """Sums over shared positions first."""
+
+    def __init__(
+        self,
+        plan: Planned,
+        role: RoleSums,
+        forward_only: bool,
+        collected: dict[tuple[Key, Side], _PerDatumSums],
+    ) -> None:
+        self.plan = plan
+        self.role = role
+        self.forward_only = forward_only
+        self.collected = collected
+        self.key = (plan.layout.key, plan.side)
+
+    def add(self, x: Tensor | None) -> Receiver:
+        inputs, counts = self.plan.inputs.sums(x, self.plan.batch)  # type: ignore[arg-type]
+        if self.role.input.bias:
+            last = counts if self.plan.ones else torch.zeros_like(counts)
+            last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)
+            inputs = torch.cat([inputs, last], dim=2)
+        before = self.collected.get(self.key)
+        if before is None:
+            self.collected[self.key] = _PerDatumSums(self.role, inputs, counts)
+        else:
+            before.inputs = before.inputs + inputs
+            before.counts = before.counts + counts
+        return ignore if self.forward_only else self.add_gradients
+
+    def add_gradients(self, g: Tensor) -> None:
+        dtype = torch.promote_types(g.dtype, torch.float32)
+        columns = [self.plan.batch.canonical(column).sum(1, dtype=dtype) for column in g]
+        collected = self.collected[self.key]
+        sums = torch.stack(columns)
+        collected.gradients = sums if collected.gradients is None else collected.gradients + sums

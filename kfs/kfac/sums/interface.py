@@ -1,0 +1,133 @@
+"""What all sums over uses offer: `FactorSums` for Kronecker factors, `PerDatumSums` for statistics of gradients."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kfs.kfac.layout import Layout, Side
+from kfs.kfac.sums.batch_axis import BatchAxis
+from kfs.kfac.sums.inputs import Inputs
+
+# Takes the gradients of some columns, [columns, *leading, features].
+Receiver = Callable[[Tensor], None]
+
+
+class Planned(Protocol):
+    """What sums need to know of a plan.
+
+    Attributes:
+        operation: What the user calls the operation.
+        layout: The block that the parameters belong to.
+        side: On which side of the block inputs are.
+        inputs: How inputs are read.
+        ones: Whether the bias of the block was used.
+        batch: Where the batch axis is.
+        narrow: The precision in which `autocast` multiplies, if it is on.
+        dtype: That of the operation's output.
+        device: That of the operation's output.
+    """
+
+    @property
+    def operation(self) -> str: ...  # noqa: D102
+    @property
+    def layout(self) -> Layout: ...  # noqa: D102
+    @property
+    def side(self) -> Side: ...  # noqa: D102
+    @property
+    def inputs(self) -> Inputs: ...  # noqa: D102
+    @property
+    def ones(self) -> bool: ...  # noqa: D102
+    @property
+    def batch(self) -> BatchAxis: ...  # noqa: D102
+    @property
+    def narrow(self) -> torch.dtype | None: ...  # noqa: D102
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+    @property
+    def device(self) -> torch.device: ...  # noqa: D102
+
+
+class Adder(ABC):
+    """Adds the uses of one plan to sums."""
+
+    @abstractmethod
+    def add(self, x: Tensor | None) -> Receiver:
+        """Add the inputs of a use, and return what takes its gradients."""
+
+
+class Ignore(Adder):
+    """Adds nothing."""
+
+    def add(self, x: Tensor | None) -> Receiver:
+        """Return what ignores gradients."""
+        return ignore
+
+
+def ignore(g: Tensor) -> None:
+    """Take gradients, and do nothing."""
+
+
+class Sums(ABC):
+    """Sums over the uses of tracked parameters.
+
+    Attributes:
+        adders: What adds the uses of each plan that is known.
+    """
+
+    def __init__(self) -> None:
+        """Start without plans."""
+        self.adders: dict[Any, Adder] = {}
+
+    @abstractmethod
+    def adder_of(self, plan: Planned) -> Adder:
+        """Return what adds the uses of a plan; called once for every plan."""
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """The blocks that are known already."""
+        return []
+
+    def note_conflict(self, plan: Planned) -> None:
+        """Take note of a use that does not fit together with other uses of its parameter."""
+
+    def finish_forward(self) -> None:
+        """Add what had to wait for the end of a batch's forward pass."""
+
+    def finish_backward(self) -> None:
+        """Add what had to wait for the end of a backward pass."""
+
+    def finish_batch(self) -> None:
+        """Forget the batch."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return all sums, between two batches, for a file."""
+
+    @abstractmethod
+    def restore(self, state: Any) -> None:
+        """Undo `state`."""
+
+
+class full_precision:  # noqa: N801 (used like a function; a generator would take several times as long)
+    """Compute without graph, and in the precision that sums are stored in, whatever `autocast` says."""
+
+    def __init__(self, kind: str) -> None:
+        """Remember the kind of device."""
+        self.kind = kind
+
+    def __enter__(self) -> None:
+        """Switch both off."""
+        self.autocast = torch.is_autocast_enabled(self.kind)
+        self.grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        if self.autocast:
+            torch.set_autocast_enabled(self.kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        """Leave both as they were."""
+        torch._C._set_grad_enabled(self.grad)
+        if self.autocast:
+            torch.set_autocast_enabled(self.kind, True)
