@@ -164,7 +164,7 @@ def without_weight_gradients(model: nn.Module, data: Data, count: int) -> None:
     model.requires_grad_(True)
 
 
-def kfs_factors(model: nn.Module, data: Data, count: int, kind: type[KFAC] = KFAC, fisher: Any = "mc") -> KFAC:
+def kfs_factors(model: nn.Module, data: Data, count: int, kind: Any = KFAC, fisher: Any = "mc") -> Any:
     """Compute our factors from some batches."""
     return kind(EmpiricalRisk(model, CrossEntropyLoss(), data[:count]), fisher=fisher)
 

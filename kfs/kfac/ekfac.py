@@ -35,6 +35,7 @@ from kfs.kfac.layout import Key
 from kfs.kfac.scaffold import sweep
 from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress
+from kfs.kfac.storage.files import loadable
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.stack import Stack, check_coverage
@@ -44,6 +45,7 @@ from kfs.risk import EmpiricalRisk
 from kfs.storage import UnfitError
 
 
+@loadable
 class EKFAC(BlockDiagonal):
     """KFAC with corrected eigenvalues. It takes the arguments of `KFAC`, except that there is no `"forward-only"`.
 

@@ -14,6 +14,7 @@ from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shar
 from kfs.kfac.scaffold import kfac
 from kfs.kfac.settings import Fisher, Settings, Sharing, Uncovered
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress, details
+from kfs.kfac.storage.files import loadable
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked, zero_block
@@ -50,6 +51,7 @@ class LossScale:
             raise ModelError(f"The losses differ: {self} and {other}.", "Use the same loss for all data.")
 
 
+@loadable
 class KFAC(BlockDiagonal):
     """Kronecker factors of every parametric operation of a model.
 

@@ -13,10 +13,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
-from kfs.errors import StorageError
+from kfs import storage
+from kfs.basics.reduction_factors import reduction_factor
+from kfs.errors import ModelError, StorageError
 from kfs.kfac import EKFAC, KFAC, Checkpoint, load
+from kfs.operators import GGN, Fisher
 from kfs.risk import EmpiricalRisk
+from tests.kfac.definition import definition
+from tests.kfac.models import Function
+from tests.operators.contract import close
 
 NUM_BATCHES = 12
 forks = pytest.mark.skipif(
@@ -33,7 +40,8 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(0)
         for place in range(self.number):
-            X, y = (torch.randn(2 + place % 3, size, generator=generator) for size in (130, 2))
+            sizes = (2 + place % 3, 130), (2 + place % 3, 2)
+            X, y = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
             self.before(place)
             yield X + self.shift, y
 
@@ -45,11 +53,11 @@ def model() -> nn.Module:
     return nn.Sequential(
         nn.Linear(130, 6), nn.Tanh(), shared, nn.Tanh(), shared, nn.BatchNorm1d(6), nn.Unflatten(1, (2, 3)),
         nn.Conv1d(2, 2, 2), nn.Flatten(), nn.Linear(4, 2),
-    ).eval()  # fmt: skip
+    ).double().eval()  # fmt: skip
 
 
-def compute(make: Any, path: Path | None, data: Any, **settings: Any) -> KFAC:
-    risk = EmpiricalRisk(model(), nn.MSELoss(), data)
+def compute(make: Any, path: Path | None, data: Any, net: nn.Module | None = None, **settings: Any) -> KFAC | EKFAC:
+    risk = EmpiricalRisk(model() if net is None else net, nn.MSELoss(), data)
     checkpoint = None if path is None else Checkpoint(path, batches=settings.pop("every", 1))
     K = make(risk, checkpoint=checkpoint, **settings)
     assert isinstance(K, (KFAC, EKFAC))
@@ -86,6 +94,31 @@ def kill_me() -> None:
 
 
 CASES = [(KFAC, {"sharing": "expand"}), (KFAC, {"sharing": "reduce", "fisher": "mc"}), (EKFAC, {"fisher": "mc"})]
+POSITIONS = {"0": 1, "2": 2, "7": 2, "9": 1}  # of every layer: the third one is called twice, the kernel fits in twice
+
+
+def check_against_exact_curvature(K: KFAC | EKFAC, sharing: str = "expand", fisher: str = "type-2") -> None:
+    """Compare an object, however often it was interrupted, with loops over the data and with exact operators."""
+    net, loss = model(), nn.MSELoss()
+    X, y = (torch.cat(parts) for parts in zip(*Batches(), strict=True))
+    risk = EmpiricalRisk(net, loss, (X, y))
+    exact = GGN(risk) if fisher == "type-2" else Fisher(risk, "type-1")
+    if isinstance(K, EKFAC):
+        close(K.trace(), exact.diagonal().sum())
+        vectors = KFAC(risk, fisher, sharing).eigh()[1]  # type: ignore[arg-type]
+    R = reduction_factor(loss, y)
+    for name, positions in POSITIONS.items():
+        if isinstance(K, EKFAC) and name != "0":  # which is large
+            params = [f"{name}.weight", f"{name}.bias"]
+            C, Q = exact.submatrix(params).to_dense(), vectors.submatrix(params).to_dense()
+            close(K.submatrix(params).to_dense(), Q @ (Q.T @ C @ Q).diagonal().diag() @ Q.T)
+        A, B = definition(net, loss, X, y, net.get_submodule(name), sharing, R)
+        close(K.blocks[name].A, A[0])
+        if sharing == "reduce":  # a bias' gradient is the sum over positions, so that this is the exact block of a bias
+            bias = exact.submatrix(f"{name}.bias").to_dense()
+            close(K.blocks[name].B, bias / (R * len(X) * positions**2))
+        elif fisher == "type-2":
+            close(K.blocks[name].B, B[0])
 
 
 @forks
@@ -107,6 +140,7 @@ def test_killed_after_every_batch(make: Any, settings: Any, tmp_path: Path) -> N
     K = compute(make, path, Batches(), **settings)
     assert torch.equal(K.to_dense(), expected.to_dense())
     assert K.num_data == expected.num_data
+    check_against_exact_curvature(K, **settings)
     for mine, theirs in zip(K.blocks.values(), expected.blocks.values(), strict=True):
         assert torch.equal(mine.A, theirs.A)
         assert torch.equal(mine.B, theirs.B)
@@ -130,7 +164,10 @@ def test_killed_at_random_moments(make: Any, settings: Any, tmp_path: Path) -> N
         deaths += finished(process) == -signal.SIGKILL
     assert deaths >= 5
     assert finished(in_child(work)) == 0
-    assert torch.equal(load(tmp_path / "result").to_dense(), expected.to_dense())
+    K = load(tmp_path / "result")
+    assert isinstance(K, KFAC)
+    assert torch.equal(K.to_dense(), expected.to_dense())
+    check_against_exact_curvature(K, **settings)
 
 
 @forks
@@ -138,8 +175,7 @@ def test_killed_at_random_moments(make: Any, settings: Any, tmp_path: Path) -> N
 def test_killed_while_writing(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = compute(KFAC, None, Batches())
     path = tmp_path / "c"
-    where = {"save_file": "kfs.storage.save_file", "fsync": "os.fsync", "replace": "os.replace"}
-    target = where[moment.removeprefix("after ")]
+    target = moment.removeprefix("after ")
     original = os.replace
 
     def die(*args: Any) -> None:
@@ -153,21 +189,24 @@ def test_killed_while_writing(moment: str, tmp_path: Path, monkeypatch: pytest.M
             save_file(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(target, die)
+        patch.setattr(storage if target == "save_file" else os, target, die)
         assert finished(in_child(lambda: compute(KFAC, path, Batches()))) == -signal.SIGKILL
     assert path.exists()
-    assert torch.equal(compute(KFAC, path, Batches()).to_dense(), expected.to_dense())
+    K = compute(KFAC, path, Batches())
+    assert torch.equal(K.to_dense(), expected.to_dense())
+    check_against_exact_curvature(K)
 
 
-def test_a_finished_computation_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_computation_is_not_repeated(tmp_path: Path) -> None:
     first = compute(EKFAC, tmp_path / "c", Batches(), every=5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "c.eigenvalues"]
 
     def never(*_: Any) -> None:
         pytest.fail("a batch was computed again")
 
-    monkeypatch.setattr("kfs.kfac.scaffold.forward", never)
-    assert torch.equal(compute(EKFAC, tmp_path / "c", Batches()).to_dense(), first.to_dense())
+    net = model()
+    net.register_forward_pre_hook(never)
+    assert torch.equal(compute(EKFAC, tmp_path / "c", Batches(), net).to_dense(), first.to_dense())
 
 
 def test_what_belongs_to_something_else_is_refused(tmp_path: Path) -> None:
@@ -201,7 +240,7 @@ def test_whatever_changes_the_result_is_noticed(tmp_path: Path) -> None:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(3, 4), activation, nn.Linear(4, 2))
 
-    def run(model: nn.Module, loss: nn.Module, data: Any = (X, y), **settings: Any) -> KFAC:
+    def run(model: nn.Module, loss: nn.Module, data: Any = (X, y), **settings: Any) -> KFAC | EKFAC:
         return KFAC(
             EmpiricalRisk(model, loss, data, params=["2.weight", "2.bias"]), checkpoint=tmp_path / "c", **settings
         )
@@ -252,23 +291,97 @@ def test_more_data_continue_where_it_ended(tmp_path: Path) -> None:
     assert torch.equal(longer.to_dense(), compute(KFAC, None, Batches()).to_dense())
 
 
-def test_how_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[Any] = []
-    monkeypatch.setattr("kfs.storage.write", lambda *_: written.append(time.monotonic()))
-    risk = EmpiricalRisk(model(), nn.MSELoss(), Batches())
-    for checkpoint, times in (
-        (str(tmp_path / "c"), 1),  # five minutes do not pass, and the end counts
-        (Checkpoint(tmp_path / "c", minutes=1e-9), NUM_BATCHES),
-        (Checkpoint(tmp_path / "c", batches=5), 3),
-        (Checkpoint(tmp_path / "c", batches=4), 3),
-        (Checkpoint(tmp_path / "c", batches=100, minutes=100.0), 1),
-    ):
-        written.clear()
-        KFAC(risk, checkpoint=checkpoint)
-        assert len(written) == times
-    for bad in ({"batches": 0}, {"minutes": -1.0}):
+@pytest.mark.parametrize(
+    ("when", "seconds", "expected"),
+    [
+        ({}, 60, [5, 10]),  # every five minutes, if nothing is said
+        ({}, 59, [6]),
+        ({}, 301, range(1, NUM_BATCHES)),
+        ({"minutes": 3.0}, 60, [3, 6, 9]),
+        ({"minutes": 0.5}, 29, [2, 4, 6, 8, 10]),
+        ({"minutes": 100.0}, 60, []),
+        ({"batches": 5}, 10_000, [5, 10]),
+        ({"batches": 4}, 0, [4, 8]),
+        ({"batches": 100, "minutes": 100.0}, 60, []),
+        ({"batches": 4, "minutes": 3.0}, 60, [3, 4, 7, 8, 11]),  # three minutes after whatever was written last
+    ],
+)
+def test_how_often(when: Any, seconds: int, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by some seconds with every batch; after how many of them a file appears."""
+    path, written, now = tmp_path / "c", [], [1000.0]
+
+    def look(place: int) -> None:
+        """Before each batch: note whether there is a file, and take it away. A batch passes."""
+        if path.exists():
+            written.append(place)
+            path.unlink()
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    checkpoint = Checkpoint(path, **when) if when else str(path)
+    KFAC(EmpiricalRisk(model(), nn.MSELoss(), Batches(look)), checkpoint=checkpoint)
+    assert written == list(expected)
+    assert path.exists()  # the end counts
+
+
+def test_bad_intervals() -> None:
+    for bad in ({"batches": 0}, {"minutes": -1.0}, {"minutes": float("nan")}):
         with pytest.raises(StorageError, match="Use a positive number"):
             Checkpoint("c", **bad)
+
+
+def test_a_conflict_is_remembered(tmp_path: Path) -> None:
+    """Uses that do not fit together still do not after a restart that sees none of them again."""
+    rows = Function(lambda m, x: F.linear(x, m.W[:3]) + F.linear(x, m.W[2:]), W=torch.randn(5, 3))
+    net = nn.Sequential(rows, nn.Tanh(), nn.Linear(3, 2)).double()
+    data = [(torch.randn(2, 3).double(), torch.randn(2, 2).double()) for _ in range(3)]
+    risk = EmpiricalRisk(net, nn.MSELoss(), data)
+    for _ in range(2):
+        K = KFAC(risk, uncovered="diagonal", checkpoint=tmp_path / "c")
+        close(K.submatrix("0.W").to_dense(), GGN(risk).submatrix("0.W").to_dense().diagonal().diag())
+        with pytest.raises(ModelError, match=r"'0\.W': its use by 'linear' does not fit together"):
+            KFAC(risk, checkpoint=tmp_path / "e")
+
+
+def test_where_things_are_in_memory_does_not_matter(tmp_path: Path) -> None:
+    """A batch with an object that is shown by its address is the same one in the next process."""
+
+    class Scale:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, scale: Scale) -> Tensor:  # type: ignore[override]
+            return super().forward(scale.factor * x)
+
+    net, X, y = Scaled(3, 2), torch.randn(6, 3), torch.randn(6, 2)
+    scales = [Scale(2.0) for _ in range(2)]
+    assert repr(scales[0]) != repr(scales[1])
+    for scale in scales:
+        risk = EmpiricalRisk(net, nn.MSELoss(), [{"input": X, "scale": scale, "labels": y}], unpack=unpack)
+        K = KFAC(risk, checkpoint=tmp_path / "c")
+    inputs = torch.cat([2 * X, torch.ones(6, 1)], 1)
+    torch.testing.assert_close(K.blocks["weight"].A, 2 / 12 * inputs.T @ inputs)
+
+
+def unpack(batch: Any) -> tuple[Any, Tensor]:
+    return {"x": batch["input"], "scale": batch["scale"]}, batch["labels"]
+
+
+def test_precision_is_part_of_what_a_checkpoint_belongs_to(tmp_path: Path) -> None:
+    """Zeros are the same bytes in both half precisions."""
+
+    def run(dtype: torch.dtype) -> KFAC:
+        net = nn.Linear(3, 2).to(dtype)
+        nn.init.zeros_(net.weight)
+        nn.init.zeros_(net.bias)
+        data = torch.zeros(4, 3, dtype=dtype), torch.zeros(4, 2, dtype=dtype)
+        return KFAC(EmpiricalRisk(net, nn.MSELoss(), data), checkpoint=tmp_path / "c")
+
+    run(torch.float16)
+    with pytest.raises(StorageError, match="another computation: precision differ"):
+        run(torch.bfloat16)
+    run(torch.float16)
 
 
 def test_function_models_and_uncovered_parameters(tmp_path: Path) -> None:

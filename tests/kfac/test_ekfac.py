@@ -293,7 +293,8 @@ def test_factors_and_eigenvalues_have_counts_of_their_own(tmp_path: Path) -> Non
     assert isinstance(again, EKFAC)
     assert torch.equal(again.blocks["0"].A, E.blocks["0"].A)
     assert torch.equal(again.to_dense(), E.to_dense())
-    for one, other in ((KFAC(first), E), (E, KFAC(first))):
+    pairs: list[Any] = [(KFAC(first), E), (E, KFAC(first))]
+    for one, other in pairs:
         with pytest.raises(ModelError, match=r"cannot be merged|eigenvectors differ"):
             one.merge(other)
 
@@ -314,6 +315,30 @@ def test_other_models_are_refused() -> None:
     for other in (nn.Sequential(nn.Linear(3, 2)), nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))):
         with pytest.raises(ModelError, match="The blocks differ"):
             E.update(small_risk(slice(0, 3), other.double()))
+    close(E.to_dense(), before)
+
+
+def test_data_must_use_all_blocks() -> None:
+    """Eigenvalues of a block that the data do not use would be zero without a word."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = (self.up if x.sum() > 0 else self.down)(x)
+            return result
+
+    model, X, y = Branches().double(), torch.rand(4, 3).double(), torch.randn(4, 2).double()
+    both, up = ([(X, y), (-X, y)], [(X, y), (X, y)])
+    K = KFAC(EmpiricalRisk(model, nn.MSELoss(), both))
+    E = EKFAC.from_kfac(K, EmpiricalRisk(model, nn.MSELoss(), both))
+    before = E.to_dense()
+    with pytest.raises(ModelError, match=r"\['down'\] are not used"):
+        EKFAC.from_kfac(K, EmpiricalRisk(model, nn.MSELoss(), up))
+    with pytest.raises(ModelError, match=r"\['down'\] are not used"):
+        E.update(EmpiricalRisk(model, nn.MSELoss(), up))
     close(E.to_dense(), before)
 
 

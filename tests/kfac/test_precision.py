@@ -82,6 +82,23 @@ def test_a_sum_elsewhere() -> None:
                 close(total, torch.as_tensor(expected).diagonal() if diagonal else torch.as_tensor(expected))
 
 
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("size", [3, 200])  # in one product, and in strips
+def test_a_sum_that_is_completed_several_times(size: int, diagonal: bool) -> None:
+    """It is right whenever it is complete, and can be added to afterwards."""
+    total = OuterProductSum.zeros(size, 1, diagonal, True, torch.float64, "cpu")
+    expected = torch.zeros(size + 1, size + 1, dtype=torch.float64)
+    for _ in range(2):
+        x = torch.randn(2, 5, size, dtype=torch.float64)
+        total.add(x, ones=True)
+        for vector in x.flatten(0, 1):
+            with_one = torch.cat([vector, torch.ones(1, dtype=torch.float64)])
+            expected += torch.outer(with_one, with_one)
+        for _ in range(2):
+            total.complete()
+            close(total.total[0], expected.diagonal() if diagonal else expected)
+
+
 def test_operators_are_moved_and_converted() -> None:
     risk = risk_of(torch.float64)
     for operator in (kfac(), kfac().inverse(0.1), kfac().inverse(0.1, "factored"), EKFAC(risk), exact_blocks(risk)):

@@ -41,8 +41,8 @@ def test_a_wrong_kfac_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(KFAC):
         """Forgets to divide by the number of data."""
 
-        def _scale(self) -> None:
-            super()._scale()
+        def _update_scale(self) -> None:
+            super()._update_scale()
             for block in self.blocks.values():
                 block.reduction_factor *= self.num_data
 

@@ -135,40 +135,43 @@ class Capture(TorchFunctionMode):
 
     def _run_unsettled(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that uses a tracked parameter, and settle its plan if its output is tapped."""
-        rule = self.session.rules.get(func)
-        if rule is None:
-            return self.session.fallback(self, func, args, kwargs)
-        plans = self.session.plans
         kind = self.session.device_type
         call = Call(func, self.batch, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
-        if key not in plans:
-            described = [self._describe(part, (place,)) for place, part in enumerate(args)]
-            named = {name: self._describe(part, (name,)) for name, part in kwargs.items()}
-            plans[key] = rule(call, *described, **named)
-        planned = plans[key]
+        planned = self._plan(key, call, args, kwargs)
         if planned is None:
             return self.session.fallback(self, func, args, kwargs)
         if isinstance(planned, Rewrite):
             return planned.body(self, *args, **kwargs)
         if isinstance(planned, Copy):
             return track_copy(self, planned, func(*args, **kwargs), key)
-        broadcasts = [step for step in planned if isinstance(step, Broadcast)]
-        for step in broadcasts:
-            tapped = tap_broadcast(self, step, argument_at(step.argument.place, args, kwargs), call)
-            args, kwargs = with_argument(step.argument.place, tapped, args, kwargs)
+        if isinstance(planned[0], Broadcast):
+            for step in planned:
+                tapped = tap_broadcast(self, step, argument_at(step.argument.place, args, kwargs), call)
+                args, kwargs = with_argument(step.argument.place, tapped, args, kwargs)
+            return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        if broadcasts:
-            return out
         if planned[0].follows:
             with full_precision(kind):
                 x = prepared(planned[0], args, kwargs)
             followed = follow(self, planned[0], call, x, out, key)
             return self.session.fallback(self, func, args, kwargs) if followed is None else followed
         settled = [one for plan in planned for one in self.session.settle(plan, call, out)]
-        plans[key] = Outputs(settled)
+        self.session.plans[key] = Outputs(settled)
         for plan in settled:
             out = self._tap_output(plan, args, kwargs, out)
         return out
+
+    def _plan(self, key: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the rule for an operation says; it is asked once."""
+        rule = self.session.rules.get(call.func)
+        if rule is None:
+            return None
+        plans = self.session.plans
+        if key not in plans:
+            described = [self._describe(part, (place,)) for place, part in enumerate(args)]
+            named = {name: self._describe(part, (name,)) for name, part in kwargs.items()}
+            plans[key] = rule(call, *described, **named)
+        return plans[key]
 
     def _key(
         self,
@@ -178,7 +181,7 @@ class Capture(TorchFunctionMode):
         inputs: list[Tensor],
         sources: list[Tracked | None],
     ) -> Any:
-        """Return all that a plan depends on: the operation, its arguments, number of data, batch axis and `autocast`."""
+        """Return all that a plan depends on: operation, arguments, number of data, batch axis and `autocast`."""
         kind = self.session.device_type
         key = [func, self.batch.num_data, self.batch.axis]
         if torch.is_autocast_enabled(kind):

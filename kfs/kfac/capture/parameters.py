@@ -34,7 +34,7 @@ class Tracked:
         """Note which bytes of the storage it has."""
         t = self.tensor
         reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-        self.start = t.storage_offset() * t.element_size()
+        self.start = int(t.storage_offset()) * t.element_size()
         self.stop = self.start + (reach + 1) * t.element_size()
 
 
@@ -137,4 +137,5 @@ class Tracker:
 
 def _storage(t: Tensor) -> int:
     """Return the identity of a tensor's storage."""
-    return t.untyped_storage()._cdata
+    identity: int = t.untyped_storage()._cdata
+    return identity

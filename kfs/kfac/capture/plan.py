@@ -10,7 +10,7 @@ names, never at values, and runs nothing. It returns
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -23,6 +23,8 @@ from kfs.kfac.layout import Layout, Side
 from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.inputs import Inputs
 
+CPU = torch.device("cpu")
+ONE_DATUM = BatchAxis(1)
 # Where an argument is: its position, its keyword, or a position followed by one within a list.
 Place = tuple[int | str, ...]
 # Reads gradients `[columns, *shape of the output]` as `[columns, *leading, features]`, given what the plan prepared.
@@ -107,13 +109,14 @@ class Argument:
     @classmethod
     def of(cls, place: Place, t: Tensor, tracked: Tracked | None, data: bool) -> "Argument":
         """Describe a tensor."""
-        described = (place, tuple(t.shape), t.stride(), t.dtype, t.device, data)
+        one = cls(place, tuple(t.shape), tuple(t.stride()), t.dtype, t.device, data)
         if tracked is None:
-            return cls(*described)
+            return one
         p = tracked.tensor
-        offset = t.storage_offset() - p.storage_offset()
-        source = (tuple(p.shape), p.stride(), p.dtype)
-        return cls(*described, tracked.name, offset, source, tracked.derived is not None)
+        offset = int(t.storage_offset()) - int(p.storage_offset())
+        source = (tuple(p.shape), tuple(p.stride()), p.dtype)
+        derived = tracked.derived is not None
+        return replace(one, name=tracked.name, offset=offset, source=source, derived=derived)
 
     @cached_property
     def is_positional(self) -> bool:
@@ -213,10 +216,10 @@ class Plan:
     side: Side = "A"
     ones: bool = False
     fits: bool = True
-    batch: BatchAxis = BatchAxis(1)
+    batch: BatchAxis = ONE_DATUM
     narrow: torch.dtype | None = None
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     @cached_property
     def device_type(self) -> str:
@@ -278,9 +281,8 @@ def with_argument(
     """Return all arguments with another one at a place."""
     first = place[0]
     if len(place) > 1:
-        inner = list(argument_at(place[:1], args, kwargs))
-        inner[place[1]] = value  # type: ignore[call-overload]
-        value = inner  # type: ignore[assignment]
+        parts = enumerate(argument_at(place[:1], args, kwargs))
+        value = [value if i == place[1] else part for i, part in parts]  # type: ignore[assignment]
     if isinstance(first, str):
         return args, kwargs | {first: value}
     return (*args[:first], value, *args[first + 1 :]), kwargs

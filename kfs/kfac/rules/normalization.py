@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.kfac.capture.plan import Argument, Call, Plan, Planned
+from kfs.kfac.capture.plan import Argument, Call, Plan, Planned, Read
 from kfs.kfac.rules.elementwise import entries_plan
 from kfs.kfac.rules.linear import vector_plan
 
@@ -64,8 +64,8 @@ def batch_norm(
     """Normalize by running statistics (by those of the batch in training), then scale and shift channels."""
     statistics = () if training else (running_mean, running_var)
 
-    def normalized(x: Tensor, *known: Tensor) -> Tensor:
-        return F.batch_norm(x, *(known or (None, None)), training=training, eps=eps)
+    def normalized(x: Tensor, mean: Tensor | None = None, variance: Tensor | None = None) -> Tensor:
+        return F.batch_norm(x, mean, variance, training=training, eps=eps)
 
     return _scaled("batch_norm", input, weight, bias, normalized, "channels", statistics, mixes=training)
 
@@ -84,9 +84,9 @@ def instance_norm(
     """Normalize every channel of every datum, then scale and shift channels."""
     statistics = () if running_mean is None else (running_mean, running_var)
 
-    def normalized(x: Tensor, *known: Tensor) -> Tensor:
+    def normalized(x: Tensor, mean: Tensor | None = None, variance: Tensor | None = None) -> Tensor:
         # A momentum of zero leaves running statistics as they are.
-        return F.instance_norm(x, *(known or (None, None)), use_input_stats=use_input_stats, momentum=0.0, eps=eps)
+        return F.instance_norm(x, mean, variance, use_input_stats=use_input_stats, momentum=0.0, eps=eps)
 
     return _scaled("instance_norm", input, weight, bias, normalized, "channels", statistics)
 
@@ -122,11 +122,6 @@ def _scaled(
     """
     if not x.data:
         return None
-    leading = x.shape[:-1]
-    if along == "nothing":
-        leading = x.shape
-    elif along == "channels":
-        leading = (x.shape[0], prod(x.shape[2:])) if x.ndim > 2 else x.shape[:1]
 
     def features_last(g: Tensor, _: Any) -> Tensor:
         if along == "nothing":
@@ -137,22 +132,38 @@ def _scaled(
         factor = normalized(*arguments)
         return features_last(factor.mul_(g[0]).unsqueeze(0) if len(g) == 1 else g * factor, None)
 
-    known = tuple(t for t in statistics if t is not None)
-    plans: list[Plan] = []
-    for parameter, read in ((weight, times_normalized), (bias, features_last)):
-        if parameter is None or not parameter.tracked:
-            continue
-        arguments, prepare = ((x, *known), _detached) if parameter is weight else ((), None)
-        view = parameter.view
-        if view is None or (parameter.ndim > 1 and parameter.shape != view.shape):
+    arguments = (x, *(t for t in statistics if t is not None))
+    scale = _parameter_plan(operation, x, weight, along, arguments, times_normalized, _detached, mixes)
+    shift = _parameter_plan(operation, x, bias, along, (), features_last, None, mixes)
+    if any(p is not None and p.tracked and plan is None for p, plan in ((weight, scale), (bias, shift))):
+        return None
+    return tuple(plan for plan in (scale, shift) if plan is not None) or None
+
+
+def _parameter_plan(
+    operation: str,
+    x: Argument,
+    parameter: Argument | None,
+    along: str,
+    arguments: tuple[Argument, ...],
+    read: Read,
+    prepare: Callable[..., Any] | None,
+    mixes: bool,
+) -> Plan | None:
+    """Plan the use of a scale or a shift; `None` if it is not tracked, or not a view that one understands."""
+    if parameter is None or parameter.view is None:
+        return None
+    if parameter.ndim > 1:
+        if parameter.shape != parameter.view.shape:
             return None
-        if parameter.ndim > 1:
-            positions = x.shape[: x.ndim - parameter.ndim]
-            plan = entries_plan(operation, parameter, positions, arguments, read, prepare, mixes)
-        else:
-            plan = vector_plan(operation, parameter, leading, arguments, read, prepare, mixes)
-        plans.append(plan)
-    return tuple(plans) or None
+        leading = x.shape[: x.ndim - parameter.ndim]
+        return entries_plan(operation, parameter, leading, arguments, read, prepare, mixes)
+    leading = {
+        "last axes": x.shape[:-1],
+        "channels": (x.shape[0], prod(x.shape[2:])) if x.ndim > 2 else x.shape[:1],
+        "nothing": x.shape,
+    }[along]
+    return vector_plan(operation, parameter, leading, arguments, read, prepare, mixes)
 
 
 def _detached(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,19 +1,25 @@
 """Loading operators from files that `save` has written."""
 
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from kfs import storage
 from kfs.errors import StorageError
-from kfs.kfac.ekfac import EKFAC
-from kfs.kfac.kfac import KFAC
 from kfs.kfac.settings import check_device
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.operators.space import Space
 from kfs.storage import UnfitError
 
-_CLASSES: dict[str, type[BlockDiagonal]] = {"KFAC": KFAC, "EKFAC": EKFAC, "BlockDiagonal": BlockDiagonal}
+Operator = TypeVar("Operator", bound=type[BlockDiagonal])
+_CLASSES: dict[str, type[BlockDiagonal]] = {"BlockDiagonal": BlockDiagonal}
+
+
+def loadable(cls: Operator) -> Operator:
+    """Let `load` make objects of a class. A decorator."""
+    _CLASSES[cls.__name__] = cls
+    return cls
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal:
@@ -34,7 +40,7 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal:
 
     Example:
         >>> import tempfile
-        >>> from kfs import EmpiricalRisk
+        >>> from kfs import KFAC, EmpiricalRisk
         >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
         >>> K = KFAC(risk)
         >>> with tempfile.TemporaryDirectory() as folder:

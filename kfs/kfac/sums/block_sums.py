@@ -111,7 +111,8 @@ class BlockSums:
         one, other = (first.input, second.gradient) if side == "A" else (first.gradient, second.input)
         if one.diagonal != other.diagonal:
             one, other = one.densified(), other.densified()
-        return one.total + (ratio**0.5 if side == "A" else ratio**-0.5) * other.total
+        scale: float = ratio**0.5 if side == "A" else ratio**-0.5
+        return one.total + scale * other.total
 
     def state(self) -> dict[str, Any]:
         """Return everything, also of sums that are not complete, for a file."""

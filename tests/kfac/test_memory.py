@@ -1,0 +1,37 @@
+"""What is kept, and for how long."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from kfs import EKFAC, KFAC, EmpiricalRisk
+
+
+class Keeps(nn.Module):
+    """Keeps its predictions, as some models do for later use, and with them the graph that they come from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.memory: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.one(x).tanh()
+        self.memory.append(StorageWeakRef(hidden.untyped_storage()))
+        f: Tensor = self.two(hidden)
+        self.kept = f
+        return f
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC])
+@pytest.mark.parametrize("fisher", ["type-2", "mc", "empirical"])
+def test_activations_are_freed_when_they_have_been_used(make: Any, fisher: str) -> None:
+    """A graph that is still there after the last backward pass holds no activations any more."""
+    model = Keeps()
+    make(EmpiricalRisk(model, nn.MSELoss(), (torch.randn(5, 3), torch.randn(5, 2))), fisher)
+    assert model.kept.grad_fn is not None
+    assert model.memory
+    assert all(storage.expired() for storage in model.memory)
