@@ -14,7 +14,7 @@ tour: $(VENV)/.tour  ## run and verify everything, draw the figures, and write o
 	@$(BIN)/kfs tour
 
 test: $(VENV)/.dev  ## run all tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/.dev  ## check format, style, types and the layer rule
 	@$(BIN)/ruff format --check .

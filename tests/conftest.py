@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 # On some CPUs oneDNN chooses instructions for bfloat16 products that they do not have.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -24,3 +26,16 @@ def _fixed_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert torch.get_default_dtype() == torch.float32
+
+
+class FilesAndTheBook(LoadFileScheduling):  # type: ignore[misc]
+    """Gives all tests of a file to one worker, so that its fixtures are made once, and all tests of the book."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        """Return what stays together: a file, or the folder whose fixture builds the book."""
+        return "tests/docs" if nodeid.startswith("tests/docs/") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesAndTheBook | None:
+    """Distribute tests as above if `--dist loadfile` was chosen."""
+    return FilesAndTheBook(config, log) if config.getoption("dist") == "loadfile" else None

@@ -246,51 +246,63 @@ def test_reports_of_expected_failures() -> None:
     assert 'class="other"' in report.to_html(adapter, "some", results)
 
 
-def test_pytest_plugin(tmp_path: Path) -> None:
-    (tmp_path / "adapters.py").write_text(
+class Recorder:
+    """A plugin for pytest that notes what became of every test."""
+
+    def __init__(self) -> None:
+        self.reports: list[pytest.TestReport] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            self.reports.append(report)
+
+
+def test_pytest_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adapters_of_a_test.py").write_text(
         "from kfs.conformance import Adapter\n"
         "from tests.conformance.zoo import sum_for_mean\n"
         f"known = Adapter('known', sum_for_mean, expected_failures={{{ONE.name!r}: 'known.'}})\n",
         encoding="utf-8",
     )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    common = ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-o", "addopts=", str(tmp_path)]
 
-    def outcome(*arguments: str) -> tuple[int, str]:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-rA",
-            "-p",
-            "no:cacheprovider",
-            "-o",
-            "addopts=",
-            str(tmp_path),
-        ]
-        done = subprocess.run(
-            [*command, *arguments],
-            cwd=tmp_path,
-            env={"PYTHONPATH": f"{ROOT}:{tmp_path}", "PATH": ""},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.returncode, done.stdout
+    def outcome(*arguments: str) -> tuple[int, list[str], str]:
+        recorder = Recorder()
+        code = pytest.main([*common, *arguments], plugins=[recorder])
+        return int(code), [r.outcome for r in recorder.reports], "".join(r.longreprtext for r in recorder.reports)
 
     only = ["--kfs-only", "one datum", "--kfs-only", "mse"]
-    code, text = outcome("--kfs-adapter=kfs", *only)
-    assert (code, "4 passed" in text) == (0, True)
-    code, text = outcome("--kfs-adapter=tests.conformance.zoo:sum_for_mean", *only)
-    assert code == 1
+    assert outcome("--kfs-adapter=kfs", *only)[:2] == (0, ["passed"] * 4)
+    code, outcomes, text = outcome("--kfs-adapter=tests.conformance.zoo:sum_for_mean", *only)
+    assert (code, "failed" in outcomes) == (1, True)
     assert "too large by C = 3" in text
-    code, text = outcome("--kfs-adapter=tests.conformance.zoo:compute_or_refuse", *only)
-    assert (code, "skipped" in text) == (0, True)
-    code, text = outcome("--kfs-adapter=adapters:known", *only, "--kfs-only", "expand", "--kfs-only", "mean")
-    assert (code, "1 xfailed" in text) == (0, True)
-    code, _ = outcome()
-    assert code == 5  # nothing was collected
+    code, outcomes, _ = outcome("--kfs-adapter=tests.conformance.zoo:compute_or_refuse", *only)
+    assert (code, "skipped" in outcomes) == (0, True)
+    narrow = [*only, "--kfs-only", "expand", "--kfs-only", "mean"]
+    code, outcomes, text = outcome("--kfs-adapter=adapters_of_a_test:known", *narrow)
+    assert (code, outcomes) == (0, ["skipped"])  # as pytest calls what is expected to fail
+    assert "known." in text
+    assert outcome() == (5, [], "")  # nothing was collected
     for arguments in (["--kfs-adapter=nothing"], ["--kfs-adapter=kfs", "--kfs-only", "nothing"]):
         assert outcome(*arguments)[0] == 4  # a wrong call, not a run without tests
+
+
+def test_pytest_plugin_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """The plugin is found without being named, and says what is wrong on the screen."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "-o", "addopts=", str(tmp_path)]
+    only = ["--kfs-only", "one datum", "--kfs-only", "mse"]
+    done = subprocess.run(
+        [*command, "--kfs-adapter=tests.conformance.zoo:sum_for_mean", *only],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "too large by C = 3" in done.stdout
 
 
 def test_the_zoo_is_complete() -> None:

@@ -86,6 +86,11 @@ def gaussian_value(f: Tensor, y: Tensor) -> Tensor:
     return value
 
 
+def clamped_value(f: Tensor, y: Tensor) -> Tensor:
+    value: Tensor = nn.GaussianNLLLoss(eps=0.9)(f[:, 0], y, f[:, 1])
+    return value
+
+
 def causal_value(f: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(f[:, :-1].reshape(-1, 3), y[:, 1:].reshape(-1))
 
@@ -123,6 +128,14 @@ CASES = [
         fisher="other",
     ),
     Case("gaussian", nn.GaussianNLLLoss(), heteroscedastic, gaussian_value, fisher="other", convex=False),
+    Case(  # about half of the variances are below eps
+        "gaussian-clamped",
+        nn.GaussianNLLLoss(eps=0.9),
+        heteroscedastic,
+        clamped_value,
+        fisher="other",
+        convex=False,
+    ),
     Case("huber", nn.HuberLoss(delta=0.7), lambda: (normal(4, 3), normal(4, 3)), fisher="none"),
     Case("smooth-l1", nn.SmoothL1Loss(beta=0.7), lambda: (normal(4, 3), normal(4, 3)), fisher="none"),
     Case(

@@ -1,5 +1,9 @@
 """The counter-based generator: known answers, uniformity, independence, and indifference to how it is called."""
 
+from fractions import Fraction
+from itertools import product
+from math import cos, pi
+
 import pytest
 import torch
 from scipy import stats
@@ -33,6 +37,18 @@ def test_numbers_are_uniform_and_normal() -> None:
     for entry in range(5):
         assert stats.kstest(u[:, entry], "uniform").pvalue > LEVEL
         assert stats.kstest(z[:, entry], "norm").pvalue > LEVEL
+
+
+def test_numbers_are_transforms_of_known_words() -> None:
+    """Uniform numbers are 52 bits in the middle of their interval; normal ones have a radius by Rayleigh's quantile."""
+    seed, first, sample = (5 << 32) + 6, 100, 3
+    key = threefry((6, 5), 0, sample)
+    u, z = (draw(4, (3,), CPU) for draw in (Draws(seed, first, sample).uniform, Draws(seed, first, sample).normal))
+    for datum, entry in product(range(4), range(3)):
+        w0, w1 = threefry(key, first + datum, entry)
+        assert u[datum, entry].item() == float(Fraction((w0 * 2**32 + w1) // 2**12 * 2 + 1, 2**53))
+        radius = stats.rayleigh.isf((w0 + 0.5) / 2**32)
+        assert z[datum, entry].item() == pytest.approx(radius * cos(2 * pi * w1 / 2**32), rel=1e-13, abs=1e-13)
 
 
 @pytest.mark.parametrize("neighbour", [Draws(1, 0, 0), Draws(0, 1, 0), Draws(0, 0, 1), Draws(1 << 40, 0, 0)])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, func, nn
+from torch.autograd.functional import hessian
 from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
 from kfs.errors import DataError, DtypeError, LossError, ShapeError
@@ -25,10 +26,13 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def dense(loss: Loss, f: Tensor, y: Tensor) -> Tensor:
-    """Every datum's Hessian by autodiff, `[N, size, size]`."""
+    """Every datum's Hessian by autodiff, `[N, size, size]`.
+
+    In reverse mode twice, because PyTorch clamps variances without gradients, which forward mode does not get past.
+    """
     size = f[0].numel()
     H = [
-        func.hessian(lambda f, y=y[n : n + 1]: loss.criterion(f.unsqueeze(0), y).sum())(f[n]).reshape(size, size)
+        hessian(lambda f, y=y[n : n + 1]: loss.criterion(f.unsqueeze(0), y).sum(), f[n]).reshape(size, size)
         for n in range(len(f))
     ]
     return torch.stack(H)
@@ -158,6 +162,37 @@ def test_clipping_drops_the_negative_part() -> None:
     H = dense(loss, f, y)
     assert H[0, 0, 0] < 0 < H[0, 1, 1]
     close(squared(loss.hessian_factor(f, y)), H.clamp(min=0))
+
+
+def nearly_convex(f: Tensor, y: Tensor) -> Tensor:
+    """A Hessian with the eigenvalues 1 and -1e-6, whatever the prediction is."""
+    return 0.5 * (f[0] ** 2 - 1e-6 * f[1] ** 2) + 0 * y.sum()
+
+
+def square_of_the_sum(f: Tensor, y: Tensor) -> Tensor:
+    """A Hessian of rank one; the solver finds its zero eigenvalues up to round-off, some of them negative."""
+    return 0.5 * (f.sum() - y.sum()) ** 2
+
+
+def test_negative_eigenvalues_are_told_from_round_off() -> None:
+    f, y = torch.randn(3, 2, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
+    with pytest.raises(LossError, match=r"nearly_convex is not convex.*eigenvalue -1\.00e-06"):
+        describe(nearly_convex).hessian_factor(f, y)
+    f, y = torch.randn(3, 7, dtype=torch.float64), torch.randn(3, 7, dtype=torch.float64)
+    ones = torch.ones(3, 7, 7, dtype=torch.float64)
+    assert torch.linalg.eigvalsh(ones).min() < 0
+    close(squared(describe(square_of_the_sum).hessian_factor(f, y)), ones)
+
+
+@pytest.mark.parametrize("module", [nn.HuberLoss(delta=0.5), nn.SmoothL1Loss(beta=0.5)])
+def test_curvature_at_a_kink_is_that_of_the_linear_side(module: Any) -> None:
+    loss = describe(module)
+    kinks = torch.tensor([[0.5, -0.5]], dtype=torch.float64)
+    y, v = torch.zeros_like(kinks), torch.ones_like(kinks)
+    beyond, before = torch.nextafter(kinks, 2 * kinks), torch.nextafter(kinks, y)
+    assert torch.equal(loss.hessian_product(kinks, y, v), loss.hessian_product(beyond, y, v))
+    assert torch.equal(loss.hessian_product(beyond, y, v), torch.zeros_like(v))
+    assert torch.equal(loss.hessian_product(before, y, v), v)
 
 
 def many(f: Tensor, y: Tensor) -> Tensor:

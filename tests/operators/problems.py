@@ -27,7 +27,7 @@ class Problem:
     make_model: Callable[[], nn.Module]
     loss: nn.Module
     make_data: Callable[[], tuple[Tensor, Tensor]]
-    params: list[str] | None = None
+    params: tuple[str, ...] | None = None
 
     def make(self, batch_sizes: tuple[int, ...] = ()) -> tuple[EmpiricalRisk, nn.Module, Tensor, Tensor]:
         """Return risk, model and all data; the risk sees the data in batches of the given sizes."""
@@ -123,7 +123,7 @@ PROBLEMS = [
     Problem("mlp-mse", mlp, nn.MSELoss(), lambda: (normal(5, 3), normal(5, 3))),
     Problem("mlp-ce", mlp, nn.CrossEntropyLoss(), lambda: (normal(5, 3), labels(5))),
     Problem("mlp-ce-sum", mlp, nn.CrossEntropyLoss(reduction="sum"), lambda: (normal(5, 3), labels(5))),
-    Problem("mlp-subset", mlp, nn.CrossEntropyLoss(), lambda: (normal(5, 3), labels(5)), params=["2.weight", "0.bias"]),
+    Problem("mlp-subset", mlp, nn.CrossEntropyLoss(), lambda: (normal(5, 3), labels(5)), params=("2.weight", "0.bias")),
     Problem("mlp-frozen", frozen_mlp, nn.CrossEntropyLoss(), lambda: (normal(5, 3), labels(5))),
     Problem("tied", Tied, nn.CrossEntropyLoss(), lambda: (normal(5, 3), labels(5))),
     Problem("cnn", cnn, nn.CrossEntropyLoss(), lambda: (normal(4, 1, 4, 4), labels(4))),

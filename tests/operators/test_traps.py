@@ -359,3 +359,15 @@ def test_chunks_fit_into_memory() -> None:
     close(GGN(risk, memory=5_000).to_dense(), GGN(risk).to_dense())
     with pytest.raises(ModelError, match="memory is 0"):
         Hessian(risk, memory=0)
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (1, 4, 2)])
+def test_chunks_fit_into_memory_for_the_largest_batch(sizes: tuple[int, ...]) -> None:
+    model, X = nn.Linear(3, 3).double(), torch.randn(sum(sizes), 3, dtype=torch.float64)
+    batches = list(zip(X.split(sizes), X.split(sizes), strict=True))
+
+    def chunk_sizes(*data: Any) -> list[int]:
+        risk = EmpiricalRisk(model, nn.MSELoss(), list(data))
+        return [GGN(risk, memory=memory).chunk_size for memory in range(100, 5000, 50)]
+
+    assert chunk_sizes(*batches) == chunk_sizes(batches[sizes.index(4)]) != chunk_sizes(batches[sizes.index(1)])
