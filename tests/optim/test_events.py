@@ -38,7 +38,7 @@ def test_damping_rises_only_after_events_in_a_row() -> None:
 @pytest.mark.parametrize("patience", [1, 2])
 def test_damping_recovers_after_many_good_updates(patience: int) -> None:
     """Twenty times the patience, without an event in between, undo one rise."""
-    model = mlp()
+    model = nn.Linear(4, 3).double()
     optimizer = KFAC(model, LOSS, factors_every=1, patience=patience, lr=0.0)
     train(model, optimizer, [GOOD] * 5 + [BAD] * 2 * patience, LOSS)
     assert optimizer.damping_scale == 100
