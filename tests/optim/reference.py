@@ -143,7 +143,7 @@ class Reference:
         *,
         fisher: str = "type-2",
         kl_clip: float | None = None,
-        factors_every: int = 5,
+        factors_every: int | Callable[[int], int] = 5,
         inverses_every: int = 10,
         **options: Any,
     ) -> None:
@@ -206,7 +206,8 @@ class Reference:
 
     def update_curvature(self, X: Tensor, y: Tensor, force: bool = False) -> None:
         """Compute new factors and inverses if they are due."""
-        if force or self.steps % self.factors_every == 0:
+        every = self.factors_every(self.steps) if callable(self.factors_every) else self.factors_every
+        if force or self.steps % every == 0:
             for block, pairs in zip(self.blocks, self.statistics(X, y), strict=True):
                 block.add(pairs)
             self.changed = True

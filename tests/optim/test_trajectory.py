@@ -90,13 +90,21 @@ def test_curvature_is_drawn_by_default() -> None:
     assert not torch.allclose(moved[0], moved[3])
 
 
-@pytest.mark.parametrize("every", [1, 3, 4])
-def test_intervals_of_inverses_grow(every: int) -> None:
-    """They begin with one step and grow by one in two steps, up to what was asked for."""
+@pytest.mark.parametrize(("every", "steps"), [({"inverses_every": 1}, 6), ({"inverses_every": 4}, 10), ({}, 26)])
+def test_intervals_of_inverses_grow(every: dict[str, int], steps: int) -> None:
+    """They begin with one step and grow by one in two steps, up to what was asked for, or ten."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 3)).double()
-    options = {"factors_every": 1, "inverses_every": every, "decay": 0.5, "trust": None}
-    compare(model, nn.CrossEntropyLoss(), cross_entropy, batches(10), **options)
+    options = {"factors_every": 1, "decay": 0.5, "trust": None, **every}
+    compare(model, nn.CrossEntropyLoss(), cross_entropy, batches(steps), **options)
+
+
+def test_inverses_do_not_catch_up() -> None:
+    """Steps in which no inverse was due do not make later ones come more often."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    options = {"factors_every": lambda step: 8 if step < 8 else 1, "inverses_every": 3, "trust": None}
+    compare(model, nn.CrossEntropyLoss(), cross_entropy, batches(13), **options)
 
 
 GENTLE: dict[str, Any] = {"trust": None, "factors_every": 1, "inverses_every": 1, "damping": 0.1}
@@ -176,14 +184,14 @@ def test_parameters_without_curvature(reduction: str) -> None:
     model, loss = Bent().double(), nn.CrossEntropyLoss(reduction=reduction)
     groups = [
         {"params": [model.linear.weight], "lr": 0.0, "weight_decay": 0.1},
-        {"params": [model.bend], "lr": 0.2, "weight_decay": 0.3},
+        {"params": [model.bend], "lr": 0.2, "weight_decay": 0.3},  # and adamw_lr is 0.01
         {"params": [model.linear.bias], "lr": 0.1, "weight_decay": 0.05, "method": "adamw", "adamw_lr": 0.02},
     ]
-    optimizer = KFAC(model, loss, groups, adamw_lr=0.05)
+    optimizer = KFAC(model, loss, groups)
     plain = copy.deepcopy(model)
     adamw = torch.optim.AdamW(
         [
-            {"params": [plain.bend], "lr": 0.2 * 0.05, "weight_decay": 0.3 / 0.05},
+            {"params": [plain.bend], "lr": 0.2 * 0.01, "weight_decay": 0.3 / 0.01},
             {"params": [plain.linear.bias], "lr": 0.1 * 0.02, "weight_decay": 0.05 / 0.02},
         ],
         betas=(0.9, 0.95),
@@ -212,22 +220,22 @@ class Deep(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:KFAC does not cover")
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss()])
 @pytest.mark.parametrize("options", [{}, {"eigen": True}, {"quadratic_model": True}])
-def test_resuming_after_every_step(options: dict[str, Any]) -> None:
+def test_resuming_after_every_step(options: dict[str, Any], loss: nn.Module) -> None:
     """A training that is stopped and continued after every single step equals one that is never stopped.
 
     Inverses are spread over steps, the oldest ones first, so the order of a continued training is seen, too. Some
     batches are bad, so that events and damping are carried over as well.
     """
     torch.manual_seed(3)
-    loss = nn.CrossEntropyLoss()
     options = {"inverses_every": 4, "patience": 2, "weight_decay": 0.1} | options
     if "quadratic_model" not in options:
         options["factors_every"] = 2
     model = Deep().double()
     other = copy.deepcopy(model)
     optimizer, state = KFAC(model, loss, **options), None
-    steps = batches(16, 6)
+    steps = [(X, F.one_hot(y, 3).double()) for X, y in batches(16, 6)]
     for place in (5, 6):
         steps[place][0][2, 1] = torch.nan
     for X, y in steps:
@@ -284,11 +292,11 @@ def test_quadratic_model(lr: float | None) -> None:
 )
 def test_damping_follows_the_prediction(share: float, factor: float) -> None:
     """It changes by how much of the predicted change of the loss came true."""
-    model, loss = two_layers(), nn.CrossEntropyLoss()
+    model, loss = two_layers(), nn.CrossEntropyLoss(reduction="sum")
     X, y = batches(1)[0]
-    reference = QuadraticReference(copy.deepcopy(model), cross_entropy, lr=1.0)
+    reference = QuadraticReference(copy.deepcopy(model), cross_entropy, lr=0.5)
     reference.step(X, y)
-    optimizer = KFAC(model, loss, fisher="type-2", quadratic_model=True)
+    optimizer = KFAC(model, loss, fisher="type-2", quadratic_model=True, lr=0.5)
     calls = []
 
     def closure() -> Tensor:
@@ -296,7 +304,7 @@ def test_damping_follows_the_prediction(share: float, factor: float) -> None:
         value: Tensor = loss(model(X), y)
         value.backward()
         calls.append(float(value.detach()))
-        return value if len(calls) == 1 else value.new_tensor(calls[0] + share * reference.predicted)
+        return value if len(calls) == 1 else value.new_tensor(calls[0] + share * len(X) * reference.predicted)
 
     optimizer.step(closure)
     assert len(calls) == 2
