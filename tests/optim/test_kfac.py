@@ -110,16 +110,29 @@ def test_eigenvalues_are_those_of_ekfac() -> None:
 
 
 def test_trust_region_and_kl_clip_shorten_steps() -> None:
-    """Both make steps shorter, and neither is asked where it is None."""
+    """Both shorten a step to a length that is known, and neither is asked where it is None."""
     X, y = data()
-    loss = nn.CrossEntropyLoss()
-    start = weights(mlp())
-    free, trusted, clipped = (
-        (one_step(mlp(), loss, X, y, **EXACT | {"trust": None} | options) - start).norm()
-        for options in ({}, {"trust": 1e-2}, {"kl_clip": 1e-6})
+    model, loss = mlp(), nn.CrossEntropyLoss()
+    options = EXACT | {"trust": None, "momentum": 0.0}
+    start = weights(model)
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss(model(X), y), list(model.parameters()))])
+    free = one_step(model, loss, X, y, **options) - start
+    clipped = one_step(mlp(), loss, X, y, **options | {"kl_clip": 1e-6}) - start
+    # The step is -lr times the natural gradient D, so the squared length of lr D in the curvature is -lr g @ step.
+    torch.testing.assert_close(
+        -EXACT["lr"] * gradient @ clipped * (clipped.norm() / free.norm()), gradient.new_tensor(1e-6)
     )
-    assert trusted < 0.1 * free
-    assert clipped < 0.1 * free
+    torch.testing.assert_close(clipped / clipped.norm(), free / free.norm())
+    trusted = mlp()
+    one_step(trusted, loss, X, y, **options | {"trust": 1e-2})
+    for layer, before in zip(trusted, mlp(), strict=True):
+        if isinstance(layer, nn.Linear):
+            assert isinstance(before, nn.Linear)
+            step = torch.cat([layer.weight - before.weight, (layer.bias - before.bias).unsqueeze(1)], 1)
+            rows, columns = step.shape
+            bound = EXACT["lr"] * 1e-2 * max(1.0, rows / columns) ** 0.5
+            # The norm is estimated from below, so steps may be longer than the bound by the error of the estimate.
+            assert bound * (1 - 1e-9) <= torch.linalg.matrix_norm(step.detach(), 2) <= 1.1 * bound
 
 
 def test_parameter_groups() -> None:

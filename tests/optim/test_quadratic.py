@@ -94,11 +94,26 @@ def test_closures() -> None:
     optimizer = KFAC(model, LOSS, quadratic_model=True)
     with pytest.raises(ModelError, match=r"step\(closure\)"):
         optimizer.step()
-    closure = closure_for(model, optimizer, X, y)
-    for _ in range(6):
-        optimizer.step(closure)  # type: ignore[arg-type]
-    assert closure.calls == 8  # type: ignore[attr-defined]
+    inner = closure_for(model, optimizer, X, y)
+    states: list[Tensor] = []
+
+    def closure() -> Tensor:
+        states.append(torch.get_rng_state())
+        return inner()  # type: ignore[operator, no-any-return]
+
+    for step in range(6):
+        seen = len(states)
+        before = torch.get_rng_state()
+        optimizer.step(closure)
+        now = states[seen:]
+        assert len(now) == (2 if step % 5 == 0 else 1)
+        assert all(torch.equal(state, before) for state in now)  # both calls draw the same
+        after = torch.get_rng_state()
+        torch.set_rng_state(before)
+        model[2](torch.ones(40, 6).double())
+        assert torch.equal(torch.get_rng_state(), after)  # as much was drawn as in one call
+    assert inner.calls == 8  # type: ignore[attr-defined]
     assert int(model[1].num_batches_tracked) == 6
-    plain = KFAC(mlp(), LOSS)
-    other = plain._model
+    other = mlp()
+    plain = KFAC(other, LOSS)
     assert plain.step(closure_for(other, plain, X, y)).requires_grad  # type: ignore[arg-type]

@@ -1,0 +1,147 @@
+"""What goes wrong in training, and how damping and curvature follow: seen from outside, by parameters and counts."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from kfs.losses import HalfSquaredError
+from kfs.optim import KFAC
+from tests.optim.reference import Reference
+from tests.optim.training import data, mlp, train, weights
+
+LOSS = nn.CrossEntropyLoss()
+GOOD = data()
+BAD = (GOOD[0] * torch.nan, GOOD[1])
+
+
+def cross_entropy(f: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(f.unsqueeze(0), y.unsqueeze(0))
+
+
+def test_damping_rises_only_after_events_in_a_row() -> None:
+    """A good step in between starts the count again; without `patience=`, the third one in a row is too much."""
+    model = mlp()
+    optimizer = KFAC(model, LOSS, factors_every=1)
+    train(model, optimizer, [GOOD, *[BAD, BAD, GOOD] * 2], LOSS)
+    assert optimizer.events.skipped_steps == 4
+    assert optimizer.events.raised_damping == 0
+    assert optimizer.damping_scale == 1
+    train(model, optimizer, [BAD] * 3, LOSS)
+    assert optimizer.events.raised_damping == 1
+    assert optimizer.damping_scale == 10
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+def test_damping_recovers_after_many_good_updates(patience: int) -> None:
+    """Twenty times the patience, without an event in between, undo one rise."""
+    model = nn.Linear(4, 3).double()
+    optimizer = KFAC(model, LOSS, factors_every=1, patience=patience, lr=0.0)
+    train(model, optimizer, [GOOD] * 5 + [BAD] * 2 * patience, LOSS)
+    assert optimizer.damping_scale == 100
+    train(model, optimizer, [GOOD] * (20 * patience - 1), LOSS)
+    assert optimizer.damping_scale == 100
+    train(model, optimizer, [GOOD], LOSS)
+    assert optimizer.damping_scale == pytest.approx(10)
+    train(model, optimizer, [GOOD] * (20 * patience - 1), LOSS)
+    assert optimizer.damping_scale == pytest.approx(10)
+    train(model, optimizer, [GOOD] * 25 * patience, LOSS)
+    assert optimizer.damping_scale == pytest.approx(1)  # and never less
+
+
+def test_raised_damping_reaches_inverses_without_new_factors() -> None:
+    """The next inverse is computed with it, although no statistics have entered since the last one."""
+    model = mlp()
+    options: dict[str, Any] = {"fisher": "type-2", "trust": None, "momentum": 0.0}
+    options |= {"factors_every": 100, "inverses_every": 1}
+    reference = Reference(copy.deepcopy(model), cross_entropy, **options)
+    optimizer = KFAC(model, LOSS, patience=1, **options)
+    train(model, optimizer, [GOOD, BAD, GOOD], LOSS)
+    reference.step(*GOOD)
+    reference.damping_scale = 10.0
+    reference.changed = True
+    reference.step(*GOOD)
+    assert optimizer.damping_scale == 10
+    torch.testing.assert_close(weights(model), weights(reference.model))
+
+
+class Hidden(nn.Module):
+    """A linear layer that can hide one prediction: nothing comes back from there, and gradients are finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.hide: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        f: Tensor = self.linear(x)
+        hidden = torch.zeros_like(f, dtype=torch.bool)
+        hidden[0, 0] = True
+        return f if self.hide is None else f.masked_fill(hidden, self.hide)
+
+
+@pytest.mark.parametrize(("value", "refused"), [(torch.nan, 1), (torch.inf, 1), (1.0, 0)])
+@pytest.mark.parametrize("fisher", ["mc", "type-2", "forward-only"])
+def test_predictions_that_are_not_finite(value: float, refused: int, fisher: Any) -> None:
+    """Their statistics are refused even if all gradients are finite, and the step is that with the last curvature."""
+    (X, _), y = GOOD, torch.randn(12, 3, dtype=torch.float64)
+    moved = []
+    for hide in (value, None):
+        torch.manual_seed(3)
+        model = Hidden().double()
+        every = 100 if hide is None else 1  # with 100, the last curvature is used whatever predictions are
+        optimizer = KFAC(model, HalfSquaredError(), fisher=fisher, factors_every=every, inverses_every=1)
+        train(model, optimizer, [(X, y)], HalfSquaredError())
+        model.hide = value
+        optimizer.zero_grad()
+        f = model(X)[1:]  # the gradient for what is left out is zero
+        (0.5 * (f - y[1:]).square().sum() / len(X)).backward()
+        optimizer.step()
+        moved.append(weights(model))
+        assert optimizer.events.refused_statistics == (0 if hide is None else refused)
+        assert optimizer.events.skipped_steps == 0
+    assert torch.equal(*moved) == bool(refused)
+
+
+def test_logits_of_forbidden_classes() -> None:
+    """Minus infinity is a logit that models use on purpose: a class that cannot be."""
+    X, y = GOOD
+    model = Hidden().double()
+    model.hide = -torch.inf
+    optimizer = KFAC(model, LOSS, factors_every=1)
+    labels = torch.where(torch.arange(12) == 0, 1, y)
+    values = train(model, optimizer, [(X, labels)] * 5, LOSS)
+    assert optimizer.events.refused_statistics == 0
+    assert values[-1] < values[0]
+
+
+class Bent(nn.Module):
+    """Uses a parameter in a way that KFAC covers, and later in one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0, -1.0]))
+        self.bent = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        f: Tensor = self.linear(x)
+        return torch.atan2(f, self.scale) if self.bent else f * self.scale
+
+
+def test_curvature_of_a_parameter_that_is_not_covered_any_more() -> None:
+    """It is forgotten, so that AdamW alone trains the parameter from then on."""
+    model = Bent().double()
+    optimizer = KFAC(model, LOSS, factors_every=1, lr=0.1, adamw_lr=0.05)
+    train(model, optimizer, [GOOD], LOSS)
+    assert not optimizer.uncovered
+    before = model.scale.detach().clone()
+    model.bent = True
+    with pytest.warns(match="KFAC does not cover"):
+        train(model, optimizer, [GOOD], LOSS)
+    assert set(optimizer.uncovered) == {"scale"}
+    first_step = (model.scale.detach() - before).abs()
+    torch.testing.assert_close(first_step, torch.full_like(first_step, 0.1 * 0.05))  # AdamW begins with signs
