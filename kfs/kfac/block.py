@@ -45,6 +45,11 @@ class Block:
         return self.sums.operations
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the sums."""
+        return self.sums.nbytes
+
+    @property
     def A(self) -> Tensor:  # noqa: N802 (the document's symbol)
         """The input-based factor: `[d, d]`, only its diagonal `[d]`, or one for each group."""
         return self._without_single_group(self.scale("A") * self.sums.side_total("A"))

@@ -18,7 +18,7 @@ _CLASSES: dict[str, type[BlockDiagonal]] = {"BlockDiagonal": BlockDiagonal}
 
 def loadable(cls: Operator) -> Operator:
     """Let `load` make objects of a class. A decorator."""
-    _CLASSES[cls.__name__] = cls
+    _CLASSES.setdefault(cls.__name__, cls)  # a module that is run as a program defines its class a second time
     return cls
 
 
