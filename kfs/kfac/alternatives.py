@@ -34,8 +34,8 @@ from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.stack import layouts_of_unused_rows, stacked, zero_block
 from kfs.kfac.structures.structure import Structure
-from kfs.kfac.sums.inputs import Vectors
-from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic, Use
+from kfs.kfac.sums.inputs import Use, Vectors
+from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic
 from kfs.risk import EmpiricalRisk
 
 S = TypeVar("S", bound=Statistic)
@@ -174,7 +174,7 @@ class _Contraction(Statistic):
     def add_use(self, use: Use, g: Tensor) -> None:
         """Without shared positions, `G^T B G` is `(g^T B g) x x^T`, and no gradient is formed."""
         if isinstance(use.inputs, Vectors):
-            x, of_x = (t.to(self.total) for t in use.inputs.both(use.x, g, use.batch))
+            x, of_x = (t.to(self.total) for t in use.inputs.both(use, g))
             width = self._inner(x) if self.transposed else self.total.shape[1]
             if x.shape[1] == 1 and (use.ones or x.shape[2] == width):
                 x = torch.cat([x, torch.ones_like(x[..., :1])], 2) if use.ones else x
