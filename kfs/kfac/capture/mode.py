@@ -44,6 +44,8 @@ _PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_s
 _METHODS = ("dim", "size", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
 _QUESTIONS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
 
+_MOST_PLANS = 20_000
+
 
 class Capture(TorchFunctionMode):
     """Watches the forward pass of one batch.
@@ -70,8 +72,10 @@ class Capture(TorchFunctionMode):
     def __init__(self, session: Session, sums: Sums, num_data: int, batch_axis: int | None = None) -> None:
         """Start without any tap."""
         super().__init__()
-        if session.tracker.begin():  # parameters have other storages than before
+        # Plans die if parameters have other storages than before, or if ever new shapes have made too many of them.
+        if session.tracker.begin() or len(session.plans) > _MOST_PLANS:
             session.forget_plans()
+            sums.adders.clear()
         self.session = session
         self.tracker = session.tracker
         self.sums = sums
