@@ -193,9 +193,11 @@ class Capture(TorchFunctionMode):
         for t, source in zip(inputs, sources, strict=True):
             if source is None:
                 key += (t.shape, t.dtype, self.is_data(t))
+            elif t is source.tensor:  # all of it, as it is
+                key.append(source.token)
             else:
                 key += (source.token, t.storage_offset(), t.shape, t.stride(), t.dtype)
-        if len(inputs) < len(args) or kwargs:
+        if kwargs or not all([isinstance(part, Tensor) for part in args]):  # noqa: C419 (a generator takes longer)
             key.append(_without_tensors((args, tuple(kwargs.items()))))
         return tuple(key)
 
@@ -227,7 +229,7 @@ class Capture(TorchFunctionMode):
         out = out.contiguous()
         derived = Derived(record)
         self._derived.append(derived)
-        self.tracker.add(Tracked(name, out, ("derived", token), derived))
+        self.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived))
         return out
 
     def pass_derived(self) -> None:
