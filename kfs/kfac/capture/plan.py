@@ -221,11 +221,6 @@ class Plan:
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
 
-    @cached_property
-    def device_type(self) -> str:
-        """The kind of device."""
-        return self.device.type
-
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:

@@ -26,6 +26,7 @@ class Pass(Protocol):
     finished: bool
     keep_graph: bool
     together: bool
+    precise: bool
 
     def pass_derived(self) -> None:
         """Pass on what arrived at derived parameters."""
@@ -57,7 +58,9 @@ class Tap(torch.autograd.Function):
             torch.cuda.set_device(g.device)
         if one.together:
             Show.apply(g, receive)  # type: ignore[no-untyped-call]
-        else:
+        elif one.precise:
+            receive(g.unsqueeze(0))
+        else:  # somebody else's backward pass
             with full_precision(g.device.type):
                 receive(g.unsqueeze(0))
         if not one.keep_graph:
@@ -80,8 +83,7 @@ class Show(torch.autograd.Function):
     @staticmethod
     def vmap(_: Any, in_dims: Any, g: Tensor, receive: Receiver) -> tuple[Tensor, None]:
         """Show all columns."""
-        with full_precision(g.device.type):
-            receive(g.movedim(in_dims[0], 0).detach())
+        receive(g.movedim(in_dims[0], 0))
         return g.new_empty(0), None
 
 
@@ -120,8 +122,13 @@ def backward(f: Tensor | GradientEdge, one: Pass, vectors: Tensor, keep_graph: b
     def send(v: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(f, handle, v, retain_graph=keep_graph, materialize_grads=True)
 
-    vmap(send)(vectors) if one.together else send(vectors[0])
-    one.pass_derived()
+    with full_precision(vectors.device.type):
+        one.precise = True
+        try:
+            vmap(send)(vectors) if one.together else send(vectors[0])
+            one.pass_derived()
+        finally:
+            one.precise = False
 
 
 def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
