@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from torch.func import vmap
 
 from kfs.errors import ModelError
+from kfs.kfac.capture.parameters import Derived
 from kfs.kfac.sums.interface import Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
 
@@ -27,9 +28,7 @@ class Pass(Protocol):
     keep_graph: bool
     together: bool
     precise: bool
-
-    def pass_derived(self) -> None:
-        """Pass on what arrived at derived parameters."""
+    derived: list[Derived]
 
 
 class Tap(torch.autograd.Function):
@@ -126,9 +125,15 @@ def backward(f: Tensor | GradientEdge, one: Pass, vectors: Tensor, keep_graph: b
         one.precise = True
         try:
             vmap(send)(vectors) if one.together else send(vectors[0])
-            one.pass_derived()
+            pass_derived(one)
         finally:
             one.precise = False
+
+
+def pass_derived(one: Pass) -> None:
+    """After a backward pass: pass on what arrived at derived parameters, the latest ones first."""
+    for derived in reversed(one.derived):
+        derived.pass_on()
 
 
 def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
