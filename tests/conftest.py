@@ -28,12 +28,15 @@ def _fixed_seed() -> Iterator[None]:
     assert torch.get_default_dtype() == torch.float32
 
 
+THE_BOOK = ("tests/docs/", "tests/basics/test_definitions.py")
+
+
 class FilesAndTheBook(LoadFileScheduling):  # type: ignore[misc]
-    """Gives all tests of a file to one worker, so that its fixtures are made once, and all tests of the book."""
+    """Gives all tests of a file to one worker, so that its fixtures are made once, and likewise all of the book."""
 
     def _split_scope(self, nodeid: str) -> str:
-        """Return what stays together: a file, or the folder whose fixture builds the book."""
-        return "tests/docs" if nodeid.startswith("tests/docs/") else super()._split_scope(nodeid)
+        """Return what stays together: a file, or everything that needs the book or runs its definitions."""
+        return "the book" if nodeid.startswith(THE_BOOK) else super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesAndTheBook | None:

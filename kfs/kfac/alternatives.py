@@ -30,8 +30,8 @@ from kfs.kfac.layout import Side
 from kfs.kfac.scaffold import sweep
 from kfs.kfac.settings import Settings
 from kfs.kfac.structures import BlockDiagonal, Dense, Eigenbasis, Factor, Kronecker, Structure, stacked_with_zeros
+from kfs.kfac.sums import PerDatumSums, Squares, Statistic, Use
 from kfs.kfac.sums.inputs import Vectors
-from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic, Use
 from kfs.risk import EmpiricalRisk
 
 S = TypeVar("S", bound=Statistic)
@@ -171,7 +171,7 @@ class _Contraction(Statistic):
     def add_use(self, use: Use, g: Tensor) -> None:
         """Without shared positions, `G^T B G` is `(g^T B g) x x^T`, and no gradient is formed."""
         if isinstance(use.inputs, Vectors):
-            x, g_of_x = (t.to(self.total) for t in use.inputs.both(use.x, g, use.batch))
+            x, g_of_x = (t.to(self.total) for t in use.inputs.both(use, g))
             if x.shape[1] == 1:
                 # The bias has an input of one, or none at all if it was not used.
                 x = pad(x, (0, self.columns - x.shape[2]), value=float(use.ones))

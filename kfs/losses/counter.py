@@ -6,7 +6,7 @@ bijection of 64-bit counters, in integer tensor operations.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from math import pi, prod
 from typing import TypeVar
 
@@ -20,7 +20,8 @@ _PARITY = 0x1BD11BDA
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 
 
-_FEW = 2**16
+# Words are computed for so many numbers at a time.
+_BLOCK = 2**13
 Words = TypeVar("Words", int, Tensor)
 
 
@@ -78,6 +79,16 @@ def _key_of(seed: int, sample: int) -> tuple[int, int]:
     return threefry((seed & _MASK, seed >> 32), sample >> 32, sample & _MASK)
 
 
+@lru_cache(maxsize=32)
+def _block_of_words(key: tuple[int, int], block: int, num_data: int, entries: int) -> npt.NDArray[np.int64]:
+    """Return the words of a block of consecutive data, `[2, num_data, entries]`."""
+    words = np.empty((2, num_data, entries), dtype=np.uint32)
+    words[0] = np.arange(block * num_data, (block + 1) * num_data)[:, None]
+    words[1] = np.arange(entries)
+    threefry_in_place(key, *words)
+    return words.astype(np.int64)
+
+
 @dataclass(frozen=True)
 class Draws:
     """Random numbers for consecutive data of a data set.
@@ -106,19 +117,22 @@ class Draws:
     def _words(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return two int64 tensors `[num_data, *shape]` of independent uniform 32-bit words.
 
-        These are some hundred operations on integers. An accelerator would spend more time starting few of them than
-        a CPU on all of them.
+        These are some hundred operations on integers. They are done for many data at a time, and small batches find
+        theirs done. An accelerator would spend more time starting them than a CPU on all of them.
         """
-        key = _key_of(self.seed, self.sample)
-        if num_data * prod(shape) <= _FEW and self.first + num_data <= _MASK:
-            words = np.empty((2, num_data, prod(shape)), dtype=np.uint32)
-            words[0] = np.arange(self.first, self.first + num_data)[:, None]
-            words[1] = np.arange(prod(shape))
-            threefry_in_place(key, *words)
-            w0, w1 = torch.from_numpy(words.astype(np.int64)).to(device)
+        key, entries = _key_of(self.seed, self.sample), prod(shape)
+        at_a_time = _BLOCK // max(entries, 1)
+        stop = self.first + num_data
+        if at_a_time and num_data and stop <= _MASK:
+            start = self.first // at_a_time
+            blocks = [_block_of_words(key, block, at_a_time, entries) for block in range(start, -(-stop // at_a_time))]
+            words = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
+            offset = self.first - start * at_a_time
+            mine = words[:, offset : offset + num_data]
+            w0, w1 = (torch.from_numpy(word).to(device) for word in mine)
         else:
-            datum = torch.arange(self.first, self.first + num_data, device=device).unsqueeze(1)
-            entry = torch.arange(prod(shape), device=device).unsqueeze(0)
+            datum = torch.arange(self.first, stop, device=device).unsqueeze(1)
+            entry = torch.arange(entries, device=device).unsqueeze(0)
             w0, w1 = threefry(key, *torch.broadcast_tensors(datum, entry))
         return w0.reshape(num_data, *shape), w1.reshape(num_data, *shape)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kfs import basics
-from kfs.tour import definitions, run_definition
+from kfs.tour import definitions
+from tests.definitions import report_of
 
 FOLDER = Path(basics.__file__).parent
 ROOT = FOLDER.parent.parent
@@ -24,7 +25,7 @@ def test_the_contents_list_every_file_once() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=IDS)
 def test_it_runs_and_verifies_something(file: Path) -> None:
-    report = run_definition(file)
+    report = report_of(file)
     assert report.failure is None
     assert report.checks
 

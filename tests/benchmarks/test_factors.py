@@ -5,15 +5,24 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks import factors, gram
 from benchmarks.factor_problems import Batches, cnn, factor_problems, vit
+from benchmarks.problems import GPT
 
 
 def small(scale: int, device: str) -> list[Batches]:
-    """Return one batch of the MLP and of the GPT."""
-    mlp, _, gpt = factor_problems(scale, device)
-    return [Batches(p.name, p.model, p.data[:1], p.few_columns, p.terms) for p in (mlp, gpt)]
+    """Return one batch of a narrow MLP and of a narrow GPT."""
+    assert (scale, device) == (8, "cpu")
+    mlp = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 10))
+    gpt = GPT(vocabulary=50, width=16, heads=2, depth=1, length=12)
+    sentences = torch.randint(50, (4, 12))
+    return [
+        Batches("MLP", mlp, [(torch.randn(4, 20), torch.randint(10, (4,)))]),
+        Batches("GPT", gpt, [(sentences, sentences)], few_columns=False, terms=12),
+    ]
 
 
 def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +41,11 @@ def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_problems() -> None:
+    for problem in factor_problems(scale=64):
+        X, y = problem.data[0]
+        with torch.no_grad():
+            loss = nn.functional.cross_entropy(problem.model(X), y, reduction="none")
+        assert loss.numel() == problem.terms * len(X)
     convolutions = [m for m in cnn().modules() if type(m).__name__ == "Conv2d"]
     assert len(convolutions) == 11
     assert [p.autocast is None for p in vit(16, "cpu")] == [True, True, False]

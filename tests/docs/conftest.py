@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from docs import build, pages
+from tests.definitions import report_of
 
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 3"></svg>'
 
@@ -22,6 +23,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("book") / "site"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "draw_figures", stand_ins)
+        patch.setattr(build, "run_definition", report_of)
         count = build.build(folder)
     assert count == len(list(folder.glob("*.html")))
     return (yield folder)

@@ -44,6 +44,8 @@ _PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_s
 _METHODS = ("dim", "size", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
 _QUESTIONS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
 
+_MOST_PLANS = 20_000
+
 
 class Capture(TorchFunctionMode):
     """Watches the forward pass of one batch.
@@ -70,8 +72,10 @@ class Capture(TorchFunctionMode):
     def __init__(self, session: Session, sums: Sums, num_data: int, batch_axis: int | None = None) -> None:
         """Start without any tap."""
         super().__init__()
-        if session.tracker.begin():  # parameters have other storages than before
+        # Plans die if parameters have other storages than before, or if ever new shapes have made too many of them.
+        if session.tracker.begin() or len(session.plans) > _MOST_PLANS:
             session.forget_plans()
+            sums.adders.clear()
         self.session = session
         self.tracker = session.tracker
         self.sums = sums
@@ -189,9 +193,11 @@ class Capture(TorchFunctionMode):
         for t, source in zip(inputs, sources, strict=True):
             if source is None:
                 key += (t.shape, t.dtype, self.is_data(t))
+            elif t is source.tensor:  # all of it, as it is
+                key.append(source.token)
             else:
                 key += (source.token, t.storage_offset(), t.shape, t.stride(), t.dtype)
-        if len(inputs) < len(args) or kwargs:
+        if kwargs or not all([isinstance(part, Tensor) for part in args]):  # noqa: C419 (a generator takes longer)
             key.append(_without_tensors((args, tuple(kwargs.items()))))
         return tuple(key)
 
@@ -223,7 +229,7 @@ class Capture(TorchFunctionMode):
         out = out.contiguous()
         derived = Derived(record)
         self._derived.append(derived)
-        self.tracker.add(Tracked(name, out, ("derived", token), derived))
+        self.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived))
         return out
 
     def pass_derived(self) -> None:

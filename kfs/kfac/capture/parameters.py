@@ -95,8 +95,7 @@ class Tracker:
             if not self._by_storage[storage]:
                 del self._by_storage[storage]
         self._added.clear()
-        now = [(_storage(p), p.storage_offset(), p.shape, p.dtype) for p in self.params.values()]
-        if now == self._places:
+        if [_place(p) for p in self.params.values()] == self._places:
             return False
         self._register()
         return True
@@ -129,7 +128,7 @@ class Tracker:
     def _register(self) -> None:
         """Note where parameters are."""
         self._by_storage.clear()
-        self._places = [(_storage(p), p.storage_offset(), p.shape, p.dtype) for p in self.params.values()]
+        self._places = [_place(p) for p in self.params.values()]
         for name, p in self.params.items():
             if p.numel():
                 self._by_storage.setdefault(_storage(p), []).append(Tracked(name, p, name))
@@ -139,3 +138,8 @@ def _storage(t: Tensor) -> int:
     """Return the identity of a tensor's storage."""
     identity: int = t.untyped_storage()._cdata
     return identity
+
+
+def _place(t: Tensor) -> tuple[int, int, tuple[int, ...], torch.dtype]:
+    """Return where a tensor is, and how it is read."""
+    return t.untyped_storage()._cdata, t.data_ptr(), t.shape, t.dtype

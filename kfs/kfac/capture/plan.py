@@ -177,9 +177,9 @@ class Argument:
         return None if in_order else torch.arange(size).as_strided(shape, stride, self.offset).flatten()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Plan:
-    """What is known about a use of a parameter before it runs (again).
+    """What is known about a use of a parameter before it runs (again). Nobody changes it.
 
     Attributes:
         operation: What the user calls the operation.

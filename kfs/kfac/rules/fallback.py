@@ -85,14 +85,16 @@ def _record_per_datum(capture: Capture, call: Call, argument: Argument, like: Te
     """Take note of a use of all entries of a parameter, once for every datum; gradients are `[columns, N, *shape]`."""
     layout = entries_layout(argument)
     device = argument.device
-    inputs = Rows(all_rows(layout, device), layout.column_size, (call.num_data,), argument.dtype, device)
 
     def by_rows(g: Tensor, _: Any) -> Tensor:
         rows_last: Tensor = g.reshape(*g.shape[:2], -1, layout.row_size)
         return rows_last
 
-    (plan,) = capture.session.settle(Plan(call.name, layout, inputs, read=by_rows), call, like)
-    return capture.use(plan, None)
+    plans, key = capture.session.plans, ("per datum", call.func, layout, call.num_data)
+    if key not in plans:
+        inputs = Rows(all_rows(layout, device), layout.column_size, (call.num_data,), argument.dtype, device)
+        plans[key] = capture.session.settle(Plan(call.name, layout, inputs, read=by_rows), call, like)
+    return capture.use(plans[key][0], None)
 
 
 def _probed(capture: Capture, result: Any, names: set[str], operation: str) -> Any:

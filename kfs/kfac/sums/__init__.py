@@ -2,8 +2,9 @@
 
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.factor_sums import FactorSums
+from kfs.kfac.sums.inputs import Use
 from kfs.kfac.sums.interface import Adder, Planned, Receiver, Sums
-from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic, Use
+from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic
 
 __all__ = [
     "Adder",

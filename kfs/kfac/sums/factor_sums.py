@@ -148,7 +148,7 @@ class _Expand(Adder):
         if self.narrow is not None and g.dtype == torch.float32:
             g = g.to(self.narrow)  # as autocast multiplies
         total = self.role.gradient.on(self.device)
-        total.add(g.flatten(0, -3) if g.ndim > 3 else g)
+        total.add(g.flatten(0, -3) if g.ndim > 3 else g.flatten(0, -2))
         if total is not self.role.gradient:
             self.role.gradient.merge_in(total)
 

@@ -50,6 +50,11 @@ def add_grouped_gram(total: Tensor, x: Tensor) -> None:
     total.baddbmm_(x.transpose(1, 2), x)
 
 
+def is_one_product(size: int, device: torch.device) -> bool:
+    """Whether a Gram matrix of this size is computed by one product, without strips."""
+    return device.type == "cpu" and size <= _STRIPS["cpu"][0]
+
+
 def mirror(total: Tensor) -> None:
     """Fill in what is below the diagonal of `[..., D, D]`, in place, after all products have been added."""
     if total.device.type != "cpu":  # pragma: no cover (few large operations are faster there; tested on a GPU)

@@ -8,6 +8,7 @@ Axes are those of `batch_axis`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -46,44 +47,52 @@ class Inputs(ABC):
         """Return each datum's sum of vectors, `[batch, groups, features]`, and its number of positions, `[batch]`."""
 
     @abstractmethod
-    def gradients(self, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool) -> Iterator[Tensor]:
+    def gradients(self, use: "Use", g: Tensor) -> Iterator[Tensor]:
         """Yield each datum's sum of outer products of gradients and vectors, a few data at a time.
 
         Args:
-            x: The activation.
+            use: The vectors.
             g: Gradients of one column, `[*leading, groups * d_B]`.
-            batch: Finds the batch axis.
-            ones: Whether vectors have a bias coordinate of one.
 
         Yields:
             The parameter's gradients as matrices, `[some data, groups, d_B, d_A]`.
         """
 
-    def add_squares(
-        self,
-        total: Tensor,
-        x: Tensor,
-        g: Tensor,
-        batch: BatchAxis,
-        ones: bool,
-        Q_A: Tensor | None,
-        Q_B: Tensor | None,
-        cache: dict[str, Tensor],
-    ) -> None:
+    def add_squares(self, total: Tensor, use: "Use", g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Add squared per-datum gradients, seen in other bases, to a total `[groups, d_B, d_A]`.
 
         Args:
             total: Changed in place.
-            x: As in `gradients`.
+            use: As in `gradients`.
             g: As in `gradients`.
-            batch: As in `gradients`.
-            ones: As in `gradients`.
             Q_A: Basis of the input side, the columns of `[groups, d_A, d_A]`; `None` for the standard basis.
             Q_B: Basis of the gradient side, `[groups, d_B, d_B]`; `None` for the standard basis.
-            cache: Empty for the first column of a use; keeps what is the same for all of them.
         """
-        for gradients in self.gradients(x, g, batch, ones):
+        for gradients in self.gradients(use, g):
             add_rotated_squares(total, gradients, Q_A, Q_B)
+
+
+@dataclass
+class Use:
+    """One use of a parameter: what multiplied it, for all columns of gradients that come back to it.
+
+    Attributes:
+        inputs: How vectors are read.
+        x: What they are read from.
+        batch: Where the batch axis is.
+        ones: Whether vectors have a bias coordinate of one.
+        cache: Keeps what is the same for all columns.
+    """
+
+    inputs: Inputs
+    x: Tensor
+    batch: BatchAxis
+    ones: bool
+    cache: dict[str, Tensor] = field(default_factory=dict)
+
+    def gradients(self, g: Tensor) -> Iterator[Tensor]:
+        """Yield the parameter's gradients for one column; see `Inputs.gradients`."""
+        return self.inputs.gradients(self, g)
 
 
 def add_rotated_squares(total: Tensor, gradients: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
@@ -128,31 +137,22 @@ class Vectors(Inputs):
         sums = x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
         return sums.unsqueeze(1), sums.new_full((len(x),), x.shape[1])
 
-    def gradients(self, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool) -> Iterator[Tensor]:
+    def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
         """Multiply datum by datum."""
-        return self._products(*self.both(x, g, batch), ones)
+        return self._products(*self.both(use, g), use.ones)
 
-    def add_squares(
-        self,
-        total: Tensor,
-        x: Tensor,
-        g: Tensor,
-        batch: BatchAxis,
-        ones: bool,
-        Q_A: Tensor | None,
-        Q_B: Tensor | None,
-        cache: dict[str, Tensor],
-    ) -> None:
+    def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Rotate vectors before they are multiplied, on each side where that is cheaper than rotating the product."""
-        x, g = (t.to(total.dtype) for t in self.both(x, g, batch))
+        x, g = (t.to(total.dtype) for t in self.both(use, g))
+        ones = use.ones
         if Q_B is not None and x.shape[1] <= x.shape[2]:
             g, Q_B = g @ Q_B[0], None
         if Q_A is not None and x.shape[1] <= g.shape[2]:
-            if "rotated" not in cache:
+            if "rotated" not in use.cache:
                 main = x.flatten(0, 1) @ Q_A[0, : x.shape[2]]
                 main = main + Q_A[0, -1] if ones else main  # the last row of the basis belongs to the bias
-                cache["rotated"] = main.unflatten(0, x.shape[:2])
-            x, Q_A, ones = cache["rotated"], None, False
+                use.cache["rotated"] = main.unflatten(0, x.shape[:2])
+            x, Q_A, ones = use.cache["rotated"], None, False
         if x.shape[1] == 1 and Q_A is None and Q_B is None:  # squares of an outer product are an outer product
             squares, weights = x.squeeze(1).square(), g.squeeze(1).square()
             total[0, :, : squares.shape[1]].addmm_(weights.T, squares)
@@ -162,9 +162,9 @@ class Vectors(Inputs):
         for gradients in self._products(x, g, ones):
             add_rotated_squares(total, gradients, Q_A, Q_B)
 
-    def both(self, x: Tensor, g: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
+    def both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return vectors and gradients as `[batch, shared, features]`, in one precision."""
-        x, g = batch.canonical(x), batch.canonical(g)
+        x, g = use.batch.canonical(use.x), use.batch.canonical(g)
         dtype = torch.promote_types(x.dtype, g.dtype)
         return x.to(dtype), g.to(dtype)
 
@@ -219,28 +219,18 @@ class OneHot(Inputs):
         sums = torch.zeros(len(index), self.size, dtype=self.dtype, device=index.device)
         return sums.scatter_add(1, index, counts).unsqueeze(1), counts.sum(1)
 
-    def gradients(self, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool) -> Iterator[Tensor]:
+    def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
         """Add gradients to the columns of their tokens."""
-        index, g = self._both(x, g, batch)
+        index, g = self._both(use, g)
         step = at_a_time(g, self.size * g.shape[2])
         for some_index, some_g in zip(index.split(step), g.split(step), strict=True):
             full = some_g.new_zeros(len(some_g), self.size, g.shape[2])
             full.scatter_add_(1, some_index.unsqueeze(2).expand_as(some_g), some_g)
             yield full.transpose(1, 2).unsqueeze(1)
 
-    def add_squares(
-        self,
-        total: Tensor,
-        x: Tensor,
-        g: Tensor,
-        batch: BatchAxis,
-        ones: bool,
-        Q_A: Tensor | None,
-        Q_B: Tensor | None,
-        cache: dict[str, Tensor],
-    ) -> None:
+    def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Sum over equal tokens of a datum, and look only at tokens that occur; their factor is diagonal."""
-        index, g = self._both(x, g, batch)
+        index, g = self._both(use, g)
         pairs = index + self.size * torch.arange(len(index), device=index.device).unsqueeze(1)
         pairs, places = torch.unique(pairs, return_inverse=True)
         sums = g.new_zeros(len(pairs), g.shape[2], dtype=total.dtype)
@@ -248,10 +238,10 @@ class OneHot(Inputs):
         sums = sums if Q_B is None else sums @ Q_B[0]
         total[0].index_add_(1, pairs % self.size, sums.square().T)
 
-    def _both(self, x: Tensor, g: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
+    def _both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return indices `[batch, shared]` and gradients `[batch, shared, d_B]`, zero where they do not count."""
-        index = batch.canonical(x, trailing=0)
-        return index, self.masked(batch.canonical(g), index)
+        index = use.batch.canonical(use.x, trailing=0)
+        return index, self.masked(use.batch.canonical(g), index)
 
 
 class Rows(Inputs):
@@ -301,10 +291,10 @@ class Rows(Inputs):
         sums = self.zero.new_zeros(self.size).index_fill(0, self.rows, places)
         return sums.expand(num_data, 1, -1), self.zero.new_full((num_data,), places * len(self.rows))
 
-    def gradients(self, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool) -> Iterator[Tensor]:
+    def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
         """Sum over the places of each datum."""
         g = g if g.ndim == len(self.leading) + 2 else g.unsqueeze(-2)
-        sums = batch.canonical(g, trailing=2).sum(1, dtype=self.zero.dtype)
+        sums = use.batch.canonical(g, trailing=2).sum(1, dtype=self.zero.dtype)
         if self.rows is not None:
             sums = sums.new_zeros(len(sums), self.size, sums.shape[2]).index_add_(1, self.rows, sums)
         yield sums.transpose(1, 2).unsqueeze(1)

@@ -30,24 +30,15 @@ class Planned(Protocol):
         device: That of the operation's output.
     """
 
-    @property
-    def operation(self) -> str: ...  # noqa: D102
-    @property
-    def layout(self) -> Layout: ...  # noqa: D102
-    @property
-    def side(self) -> Side: ...  # noqa: D102
-    @property
-    def inputs(self) -> Inputs: ...  # noqa: D102
-    @property
-    def ones(self) -> bool: ...  # noqa: D102
-    @property
-    def batch(self) -> BatchAxis: ...  # noqa: D102
-    @property
-    def narrow(self) -> torch.dtype | None: ...  # noqa: D102
-    @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102
-    @property
-    def device(self) -> torch.device: ...  # noqa: D102
+    operation: str
+    layout: Layout
+    side: Side
+    inputs: Inputs
+    ones: bool
+    batch: BatchAxis
+    narrow: torch.dtype | None
+    dtype: torch.dtype
+    device: torch.device
 
 
 class Adder(ABC):

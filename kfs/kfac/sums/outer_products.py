@@ -1,11 +1,12 @@
 """A running sum of outer products of vectors: one side of a block, dense or only its diagonal."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfs.kfac.sums.gram import add_gram, add_grouped_gram, mirror
+from kfs.kfac.sums.gram import add_gram, add_grouped_gram, is_one_product, mirror
 from kfs.storage import UnfitError
 
 
@@ -56,6 +57,7 @@ class OuterProductSum:
         self._total = total
         self.device = total.device
         self._groups = len(total)
+        self._is_small = not self.diagonal and self._groups == 1 and is_one_product(total.shape[-1], total.device)
         matrix = total[0] if self._groups == 1 and not self.diagonal else total
         self.inner = matrix
         if self.bias:
@@ -77,6 +79,14 @@ class OuterProductSum:
 
         Their bias coordinate, if there is one, is one if `ones`, otherwise zero.
         """
+        if self._is_small and x.ndim == 2 and x.dtype is self._total.dtype:
+            # One product each, without a detour: for small layers every call of a function counts.
+            transposed = x.T
+            self.inner.addmm_(transposed, x)
+            if ones:
+                self.ones += len(x)
+                self._last_column.addmv_(transposed, _ones(len(x), x.dtype))
+            return len(x)
         if x.ndim == 1:
             x = x.unsqueeze(0)
         if self.diagonal:
@@ -175,6 +185,11 @@ class OuterProductSum:
             result.total = total.reshape(shape)
         result.ones = float(state["ones"])
         return result
+
+
+@lru_cache(maxsize=64)
+def _ones(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.ones(size, dtype=dtype)
 
 
 class full_precision:  # noqa: N801 (used like a function; a generator would take several times as long)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.kfac.sums.batch_axis import BatchAxis
-from kfs.kfac.sums.inputs import Inputs, Vectors, at_a_time
+from kfs.kfac.sums.inputs import Inputs, Use, Vectors, at_a_time
 from kfs.kfac.sums.outer_products import OuterProductSum
 
 # Patches are written down for so many data at a time that they fill about this many bytes.
@@ -86,41 +86,33 @@ class Patches(Inputs):
         positions = sums.shape[1] * prod(self.out)
         return sums.sum(1).unflatten(1, (self.groups, -1)), sums.new_full((len(sums),), positions)
 
-    def gradients(self, x: Tensor, g: Tensor, batch: BatchAxis, ones: bool) -> Iterator[Tensor]:
+    def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
         """Multiply image by image; patches are written down for a few images at a time."""
-        several = self._images(x, batch) > 1
-        for patches, some_g in self._with_gradients(x, g, all_at_once=several):
+        several = self._has_several_images(use)
+        for patches, some_g in self._with_gradients(use.x, g, all_at_once=several):
             patches, some_g = (t.unflatten(2, (self.groups, -1)) for t in (patches, some_g))  # noqa: PLW2901
             gradients = some_g.permute(0, 2, 3, 1) @ patches.transpose(1, 2)
-            if ones:
+            if use.ones:
                 gradients = torch.cat([gradients, some_g.sum(1).unsqueeze(3)], 3)
-            yield batch.canonical(gradients, trailing=3).sum(1) if several else gradients
+            yield use.batch.canonical(gradients, trailing=3).sum(1) if several else gradients
 
-    def add_squares(
-        self,
-        total: Tensor,
-        x: Tensor,
-        g: Tensor,
-        batch: BatchAxis,
-        ones: bool,
-        Q_A: Tensor | None,
-        Q_B: Tensor | None,
-        cache: dict[str, Tensor],
-    ) -> None:
+    def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Treat patches of a few images at a time like any other vectors; rotating them is a convolution."""
-        if self.groups > 1 or self._images(x, batch) > 1:
-            super().add_squares(total, x, g, batch, ones, Q_A, Q_B, cache)
+        if self.groups > 1 or self._has_several_images(use):
+            super().add_squares(total, use, g, Q_A, Q_B)
             return
         vectors = Vectors(self.size)
         if Q_A is not None and prod(self.out) <= g.shape[-1]:
             g = g.flip(1) if self.mirrored else g
             step = at_a_time(g, prod(self.out) * Q_A.shape[2])
-            for some_x, some_g in zip(self._cropped(x).split(step), g.split(step), strict=True):
-                rotated = self._rotated(some_x.to(total.dtype), Q_A[0], ones)
-                vectors.add_squares(total, rotated, some_g, BatchAxis(len(some_x)), False, None, Q_B, {})
+            for some_x, some_g in zip(self._cropped(use.x).split(step), g.split(step), strict=True):
+                rotated = self._rotated(some_x.to(total.dtype), Q_A[0], use.ones)
+                some = Use(vectors, rotated, BatchAxis(len(some_x)), ones=False)
+                vectors.add_squares(total, some, some_g, None, Q_B)
             return
-        for patches, some_g in self._with_gradients(x, g):
-            vectors.add_squares(total, patches, some_g, BatchAxis(len(patches)), ones, Q_A, Q_B, {})
+        for patches, some_g in self._with_gradients(use.x, g):
+            some = Use(vectors, patches, BatchAxis(len(patches)), use.ones)
+            vectors.add_squares(total, some, some_g, Q_A, Q_B)
 
     def _cropped(self, x: Tensor) -> Tensor:
         """Leave pixels out where padding is negative."""
@@ -138,9 +130,9 @@ class Patches(Inputs):
         rotated: Tensor = convolution(F.pad(x, flat), weight, bias, self.stride, 0, self.dilation)
         return rotated.flatten(2).transpose(1, 2)
 
-    def _images(self, x: Tensor, batch: BatchAxis) -> int:
-        """Return how many images a datum has."""
-        return batch.canonical(x.new_empty(len(x), 1)).shape[1]
+    def _has_several_images(self, use: Use) -> bool:
+        """Whether a datum has more than one image."""
+        return use.batch.canonical(use.x.new_empty(len(use.x), 1)).shape[1] > 1
 
     def _with_gradients(self, x: Tensor, g: Tensor, all_at_once: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Write patches down, a few images at a time, with their gradients: `[images, positions, features]` each."""

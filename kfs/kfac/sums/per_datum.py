@@ -9,7 +9,6 @@ keeps a sum.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,33 +17,9 @@ from torch import Tensor
 from kfs.errors import ModelError
 from kfs.kfac.layout import Key, Layout
 from kfs.kfac.settings import Settings
-from kfs.kfac.sums.batch_axis import BatchAxis
-from kfs.kfac.sums.inputs import Inputs, add_rotated_squares
+from kfs.kfac.sums.inputs import Use, add_rotated_squares
 from kfs.kfac.sums.interface import Adder, Ignore, Planned, Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
-
-
-@dataclass
-class Use:
-    """One use of a parameter: what multiplied it, for all columns of gradients that come back to it.
-
-    Attributes:
-        inputs: How vectors are read.
-        x: What they are read from.
-        batch: Where the batch axis is.
-        ones: Whether vectors have a bias coordinate of one.
-        cache: Keeps what is the same for all columns.
-    """
-
-    inputs: Inputs
-    x: Tensor
-    batch: BatchAxis
-    ones: bool
-    cache: dict[str, Tensor] = field(default_factory=dict)
-
-    def gradients(self, g: Tensor) -> Iterator[Tensor]:
-        """Yield the parameter's gradients for one column, `[some data, groups, d_B, d_A]`."""
-        return self.inputs.gradients(self.x, g, self.batch, self.ones)
 
 
 class Statistic(ABC):
@@ -89,7 +64,7 @@ class Squares(Statistic):
     def add_use(self, use: Use, g: Tensor) -> None:
         """Rotate and square in the way that is cheapest for this kind of inputs."""
         with self._on(g.device) as (total, Q_A, Q_B):
-            use.inputs.add_squares(total, use.x, g, use.batch, use.ones, Q_A, Q_B, use.cache)
+            use.inputs.add_squares(total, use, g, Q_A, Q_B)
 
     @contextmanager
     def _on(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:

@@ -1,0 +1,12 @@
+"""What running a definition reports; each takes seconds, so tests of definitions and of the book share one run."""
+
+from functools import cache
+from pathlib import Path
+
+from kfs import tour
+
+
+@cache
+def report_of(file: Path) -> tour.Report:
+    """Run a definition, or return what it reported before."""
+    return tour.run_definition(file)
