@@ -4,18 +4,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfs.errors import ModelError
 from kfs.kfac.structures import METHODS
 
 
 def check_options(given: Mapping[str, Any]) -> None:
-    """Refuse settings that are out of range.
+    """Refuse arguments of `KFAC` that are out of range.
 
     Raises:
         ModelError: If one is.
     """
+    if not isinstance(given["model"], nn.Module):
+        kind = type(given["model"]).__name__
+        raise ModelError(f"The model is a {kind}.", "Pass a torch.nn.Module: its passes are watched.")
     ranges: dict[str, tuple[float, float]] = {
         "lr": (0, torch.inf),
         "damping": (0, torch.inf),

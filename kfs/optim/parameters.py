@@ -23,6 +23,7 @@ class Parameters:
     Attributes:
         tensors: By name.
         groups: The group of each, by name.
+        closed: Whether other optimizers may have them.
 
     Raises:
         ModelError: If a parameter is not one of the model, or another optimizer has it.
@@ -30,7 +31,8 @@ class Parameters:
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]]) -> None:
         """Find names."""
-        self._model, self._closed = model, False
+        self._model = model
+        self.closed = False
         self.tensors: dict[str, Tensor] = {}
         self.groups: dict[str, dict[str, Any]] = {}
         self.read(groups)
@@ -61,10 +63,6 @@ class Parameters:
     def trainable(self) -> dict[str, Tensor]:
         """Return those that KFAC is meant for and that require gradients."""
         return {n: p for n, p in self.tensors.items() if p.requires_grad and self.groups[n]["method"] == "kfac"}
-
-    def release(self) -> None:
-        """Let other optimizers have them."""
-        self._closed = True
 
     def are_the_models(self) -> bool:
         """Whether the model has the parameters that it had; while `functional_call` runs it, it has not."""
@@ -113,7 +111,7 @@ class Parameters:
 
     def _others(self, params: list[Tensor]) -> bool:
         owners = [owner() for p in params if (owner := _OWNERS.get(p)) is not None]
-        return any(owner is not None and owner is not self and not owner._closed for owner in owners)
+        return any(owner is not None and owner is not self and not owner.closed for owner in owners)
 
 
 def check_one_process() -> None:

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kfs.exact_derivatives import ExactDerivatives, explained
 from kfs.losses import Loss
 from kfs.optim.outputs import prediction_in
-from kfs.optim.passes import StepSums
+from kfs.optim.step_sums import StepSums
 from kfs.state import restored
 
 Step = dict[str, Tensor]
