@@ -23,28 +23,16 @@ _LEAST_DAMPING = 1e-20
 
 @dataclass
 class Average:
-    """The curvature of one block, averaged over steps.
+    """The curvature of one block, averaged over steps."""
 
-    Attributes:
-        layout: How the block's parameters become a matrix.
-        factors: Average of Kronecker factors, times `weight` each.
-        weight: Share of the average that does not come from its start at zero.
-        changed: Whether factors or damping have changed since the last attempt to compute an inverse.
-        inverse: The last damped inverse that could be computed.
-        damping: What was added to the eigenvalues of that inverse, `[groups]`.
-        updated: The step of the last attempt to compute an inverse.
-        eigen: Average of eigenvalues in an eigenbasis, for eigenvalue correction. It starts with the eigenvalues of the
-            factors.
-    """
-
-    layout: Layout
-    factors: Kronecker
-    weight: float = 0.0
-    changed: bool = True
-    inverse: Structure | None = None
-    damping: Tensor | None = None
-    updated: int = -1
-    eigen: Eigenbasis | None = None
+    layout: Layout  # how the block's parameters become a matrix
+    factors: Kronecker  # average of both factors, times `weight` each
+    weight: float = 0.0  # share of the average that does not come from its start at zero
+    changed: bool = True  # whether factors or damping have changed since the last attempt to invert
+    inverse: Structure | None = None  # the last damped inverse that could be computed
+    damping: Tensor | None = None  # what was added to eigenvalues for this inverse, `[groups]`
+    updated: int = -1  # step of the last attempt to invert
+    eigen: Eigenbasis | None = None  # average of corrected eigenvalues; it starts with those of the factors
 
     @classmethod
     def zeros_like(cls, block: Block) -> "Average":
@@ -76,14 +64,7 @@ class Average:
         return Squares(torch.zeros_like(self.eigen.values), Q_A, Q_B)
 
     def invert(self, damping: float, unit: Unit, method: Method, eigen: bool) -> None:
-        """Recompute the damped inverse. If that raises, the average is as before.
-
-        Args:
-            damping: What to add to eigenvalues.
-            unit: Whether `damping` is relative to the block's mean eigenvalue.
-            method: How damping is split between factors.
-            eigen: Whether eigenvalues are corrected.
-        """
+        """Recompute the damped inverse, with corrected eigenvalues if `eigen`. If it raises, nothing has changed."""
         K = Kronecker(_without_bias(self.factors.A, self.weight), _without_bias(self.factors.B, self.weight))
         corrected = self._in_eigenbasis_of(K) if eigen else None
         structure: Structure = K if corrected is None else corrected

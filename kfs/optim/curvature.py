@@ -46,37 +46,23 @@ class Events:
 
 @dataclass(eq=False)
 class Curvature:
-    """Averages and inverses of all blocks.
+    """Averages and inverses of all blocks."""
 
-    Attributes:
-        decay: How much of an average is kept when new factors are added.
-        method: How damping is split between factors.
-        unit: What damping is measured in.
-        eigen: Whether eigenvalues are corrected.
-        every: For how many steps an inverse is used.
-        patience: Damping rises after this many events in a row, and falls again after many successes.
-        averages: By block.
-        damping_scale: Multiplies all dampings. It changes after events, and by the Levenberg-Marquardt rule.
-        events: What went wrong so far.
-    """
-
-    decay: float
-    method: Method
-    unit: Unit
-    eigen: bool
-    every: Interval
-    patience: int
-    averages: dict[Key, Average] = field(default_factory=dict, init=False)
-    damping_scale: float = field(default=1.0, init=False)
-    events: Events = field(default_factory=Events, init=False)
-    # How many events and successes came in a row, and how many rises of damping were not undone yet.
-    _troubles: int = field(default=0, init=False)
-    _successes: int = field(default=0, init=False)
-    _rises: int = field(default=0, init=False)
-    # Work on inverses that was allowed in earlier steps and not used.
-    _credit: float = field(default=0.0, init=False)
-    # Inverses that are multiplied together, and whether inputs are unit vectors; `None` after a change.
-    _stacks: list[tuple[Stack, bool]] | None = field(default=None, init=False)
+    decay: float  # how much of an average is kept when new factors are added
+    method: Method  # how damping is split between factors
+    unit: Unit  # what damping is measured in
+    eigen: bool  # whether eigenvalues are corrected
+    every: Interval  # recompute each inverse every this many steps
+    patience: int  # raise damping after this many events in a row
+    averages: dict[Key, Average] = field(default_factory=dict)
+    damping_scale: float = 1.0  # multiplies all dampings
+    events: Events = field(default_factory=Events)
+    _troubles: int = 0  # events in a row
+    _successes: int = 0  # steps without event in a row
+    _rises: int = 0  # rises of damping that were not undone yet
+    _credit: float = 0.0  # work on inverses that was allowed in earlier steps and not used
+    # Inverses that are multiplied together, and whether their inputs are unit vectors; `None` after a change.
+    _stacks: list[tuple[Stack, bool]] | None = None
 
     @property
     def covered(self) -> set[str]:
@@ -92,14 +78,9 @@ class Curvature:
         }
 
     def add(self, sums: StepSums, without: Iterable[str]) -> bool:
-        """Add the sums of one step to the averages, if they are finite.
+        """Add the sums of one step to the averages if they are finite, and return whether they are.
 
-        Args:
-            sums: From the passes of one step.
-            without: Names of parameters that have no curvature. Their blocks are left out.
-
-        Returns:
-            Whether the sums were added.
+        Blocks of some parameters, which turned out not to be covered, are left out and forgotten.
         """
         without = set(without)
         blocks = {key: block for key, block in sums.blocks.items() if not without & set(block.layout.params)}
@@ -122,16 +103,11 @@ class Curvature:
         return True
 
     def update_inverses(self, step: int, damping: Callable[[Layout], float], force: bool = False) -> None:
-        """Recompute inverses that are due.
+        """Recompute inverses that are due, or all of them if `force`.
 
         Every step does a share of the work, on the oldest inverses, such that each is computed once in an interval. The
         interval is one step at first and grows up to the one that was asked for, since curvature changes most at the
         beginning.
-
-        Args:
-            step: The current step.
-            damping: Returns the damping of a block.
-            force: Whether to recompute all inverses.
         """
         every = self.every(step) if callable(self.every) else self.every
         every = max(1, min(every, 1 + step // 2))
@@ -147,12 +123,7 @@ class Curvature:
             self._invert(average, step, damping(average.layout))
 
     def precondition(self, u: Mapping[str, Tensor], trust: Callable[[Layout], float]) -> dict[str, Tensor]:
-        """Multiply with the inverses of all blocks, and keep each block's step in its trust region.
-
-        Args:
-            u: Tensors of all covered parameters, by name.
-            trust: Returns the trust of a block; infinity for no limit.
-        """
+        """Multiply with the inverses of all blocks, and keep each block's step in its trust region."""
         if self._stacks is None:
             self._stacks = self._stacked()
         columns = {name: t.unsqueeze(0) for name, t in u.items()}

@@ -147,7 +147,7 @@ class KFAC(Optimizer):
         self._paused = False
         self._params = Parameters(model, self.param_groups)
         module = loss if isinstance(loss, nn.Module) else None
-        self._watch = Watch(model, self._loss, module, self._settings, self._wanted, keep_inputs=quadratic_model)
+        self._watch = Watch(model, module, self._wanted, self._loss, self._settings, keep_inputs=quadratic_model)
 
     @property
     def events(self) -> Events:

@@ -2,6 +2,7 @@
 
 import weakref
 from contextlib import ExitStack
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -20,60 +21,41 @@ from kfs.losses import Loss
 from kfs.losses.counter import Stream
 from kfs.optim.outputs import KeepsPass, parts_of, prediction_in, with_parts
 from kfs.optim.step_sums import Bases, FactorAndSquareSums, StepSums
-from kfs.optim.targets import Match, Targets
+from kfs.optim.targets import Targets
 
 
+@dataclass(eq=False)
 class Pass:
-    """One forward pass, and the backward pass that follows it.
+    """One forward pass, and the backward pass that follows it."""
 
-    Args:
-        loss: The announced loss.
-        settings: Which curvature matrix, and how it is computed.
-        session: Tracks parameters; `None` to count examples only.
-        bases: Bases in which to sum squared gradients.
-        arguments: Positional and keyword arguments of the model.
-        keep_inputs: Whether the result has the arguments.
+    loss: Loss  # the announced one
+    settings: Settings
+    session: InitVar[Session | None]  # tracks parameters; `None` to count examples only
+    bases: Bases  # in which to sum squared gradients
+    arguments: InitVar[tuple[Any, Any]]  # of the model: positional and keyword arguments
+    keep_inputs: bool  # whether the result has the arguments
+    has_gradient: bool = False  # whether the gradient of a loss has arrived
 
-    Attributes:
-        targets: The targets, as far as they are known.
-        has_gradient: Whether the gradient of a loss has arrived.
-        num_data: Number of data.
-    """
-
-    def __init__(
-        self,
-        loss: Loss,
-        settings: Settings,
-        session: Session | None,
-        bases: Bases,
-        arguments: tuple[Any, Any],
-        keep_inputs: bool,
-    ) -> None:
+    def __post_init__(self, session: Session | None, arguments: tuple[Any, Any]) -> None:
         """Find the number of data."""
-        self._loss = loss
-        self._settings = settings
-        self._bases = bases
-        self._arguments = arguments
-        self._keep_inputs = keep_inputs
-        self._problem: KfsError | None = None  # It is raised if somebody trains with this pass, and only then.
-        axis = settings.batch_axis or 0
+        axis = self.settings.batch_axis or 0
         inputs = [t for t in tensors_in(arguments) if t.ndim > axis]
+        self.num_data = inputs[0].shape[axis] if inputs else 1
+        self._problem: KfsError | None = None  # It is raised if somebody trains with this pass, and only then.
         if not inputs:
             self._problem = DataError(
                 "The model was called without any tensor that has a batch axis.",
                 "Call it with a batch of inputs: model(x) with x of shape [N, ...].",
             )
-        self.num_data = inputs[0].shape[axis] if inputs else 1
+        self._arguments = arguments
         labels = arguments[1].get("labels")
         self.targets = Targets(labels if isinstance(labels, Tensor) else None)
-        self.has_gradient = False
-        self._match: Match | None = None
         self._result = StepSums(self.num_data)
         self._stack = ExitStack()
-        self._sums = FactorAndSquareSums(settings, bases) if bases else FactorSums(settings)
-        self._capture = None
+        self._sums = FactorAndSquareSums(self.settings, self.bases) if self.bases else FactorSums(self.settings)
+        self._capture: Capture | None = None
         if session is not None:
-            self._capture = Capture(session, self._sums, self.num_data, settings.batch_axis)
+            self._capture = Capture(session, self._sums, self.num_data, self.settings.batch_axis)
 
     def start(self) -> Any:
         """Enter the capture, and return marked arguments for the model, or `None` to leave them as they are."""
@@ -93,12 +75,7 @@ class Pass:
             self._capture.running = False
 
     def watch_output(self, output: Any, receive: "weakref.WeakMethod[Any]") -> Any:
-        """Return the model's output such that gradients with respect to predictions are noticed.
-
-        Args:
-            output: What the model returned.
-            receive: Called with this pass and a gradient that arrives. It is not kept alive.
-        """
+        """Return the model's output such that `receive` is called, with this pass, when a gradient arrives there."""
         f: Tensor | None
         try:
             f = prediction_in(output)
@@ -146,47 +123,39 @@ class Pass:
         if self._problem is not None:
             raise self._problem
         self.has_gradient = True
-        result, fisher = self._result, self._settings.fisher
-        f, g = computable(self._f), g.detach()
+        f, g, result = computable(self._f), g.detach(), self._result
         # A prediction of minus infinity is a class that was masked.
         result.finite = bool(g.isfinite().all() & ~(f.isnan() | (f == torch.inf)).any())
-        if result.finite:
-            self._match = self.targets.match(f, g, self._loss, fisher)
-            y = self._match.y
-            # The empirical Fisher of a vanishing gradient has no scale, and is not used.
-            if fisher != "empirical" or bool(self._match.scale):
-                result.examples = self._loss.examples(y)
-                result.count = self._loss.count(y)
-            if self._keep_inputs and result.examples:
+        y = self.targets.match(f, g, self.loss, self.settings.fisher) if result.finite else None
+        # The empirical Fisher of a vanishing gradient has no scale, and is not used.
+        if y is not None and (self.settings.fisher != "empirical" or bool(self.targets.scale)):
+            result.examples = self.loss.examples(y)
+            result.count = self.loss.count(y)
+            if self.keep_inputs and result.examples:
                 args, kwargs = self._arguments
                 result.inputs = [(args, {key: value for key, value in kwargs.items() if key != "labels"}, y)]
         if self._capture is not None:
-            self._capture_gradients(self._capture, f, first_datum)
+            self._capture_gradients(self._capture, f, y, first_datum)
         del self._f, self._edge, self._arguments  # The graph and the inputs are large.
 
-    def _capture_gradients(self, capture: Capture, f: Tensor, first_datum: int) -> None:
+    def _capture_gradients(self, capture: Capture, f: Tensor, y: Tensor | None, first_datum: int) -> None:
         """Send vectors back through the graph, or let the user's backward pass show gradients."""
-        settings = self._settings
-        if self._match is None or not self._result.examples:
+        if y is None or not self._result.examples:
             capture.finished = True
-        elif settings.fisher in {"empirical", "forward-only"}:
+        elif self.settings.fisher in {"empirical", "forward-only"}:
             capture.keep_graph = False
             capture.together = False
             self._sums.finish_forward()
         else:
-            at_once = settings.columns_at_once or 1
-            y = self._match.y
-            vectors = backpropagated_vectors(self._loss, f, y, settings, first_datum, at_once, Stream)
-            columns = (some.to(self._f.dtype) for some in vectors)
+            at_once = self.settings.columns_at_once or 1
+            vectors = backpropagated_vectors(self.loss, f, y, self.settings, first_datum, at_once, Stream)
             # The user's backward pass needs the graph afterwards.
-            send_back(self._edge, capture, columns, keep_graph=True)
+            send_back(self._edge, capture, (columns.to(self._f.dtype) for columns in vectors), keep_graph=True)
 
     def collect(self) -> StepSums:
         """Return what the pass has given, after its backward pass."""
         result, capture = self._result, self._capture
-        if self._match is None:
-            return result
-        result.mismatch = float(self._match.mismatch)
+        result.mismatch = float(self.targets.mismatch)
         if capture is None or not result.examples:
             return result
         if not capture.finished:  # The user's backward pass has shown gradients.
@@ -195,14 +164,14 @@ class Pass:
             self._sums.finish_batch()
             capture.finished = True
         result.blocks = self._sums.blocks
-        result.squares = {key: squares.total for key, (_, squares) in self._bases.items()}
+        result.squares = {key: squares.total for key, (_, squares) in self.bases.items()}
         gradients = []
         for block in result.blocks.values():
             block.complete()
             gradients += [role.gradient.total for role in block.roles.values()]
-        if self._settings.fisher == "empirical":
+        if self.settings.fisher == "empirical":
             for total in (*gradients, *result.squares.values()):
-                total.div_(self._match.scale.square())
+                total.div_(self.targets.scale**2)
         params = capture.tracker.params
         result.uncovered = not_covered(params, result.blocks.values(), capture.unexplained, self._sums.conflicts)
         return result

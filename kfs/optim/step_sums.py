@@ -16,29 +16,17 @@ Bases = Mapping[Key, tuple[Layout, Squares]]
 
 @dataclass
 class StepSums:
-    """What the passes of one step give.
-
-    Attributes:
-        num_data: Number of data.
-        blocks: Sums of outer products, by block, without any reduction factor.
-        squares: Sums of squared per-datum gradients, by block, in given bases.
-        examples: What an average over examples divides by.
-        count: What a mean over targets divides by.
-        uncovered: Parameters without usable block, and why.
-        finite: Whether all predictions, and gradients of the loss with respect to them, were finite.
-        mismatch: Distance between gradients of the loss and those of the announced loss, relative to the former.
-        inputs: Positional arguments, keyword arguments, and targets of all passes, if inputs are kept.
-    """
+    """What the passes of one step give."""
 
     num_data: int
+    examples: float = 0.0  # what an average over examples divides by
+    count: float = 0.0  # what a mean over targets divides by
+    finite: bool = True  # whether predictions, and gradients of the loss with respect to them, were finite
+    mismatch: float = 0.0  # relative distance between gradients of the loss and those of the announced loss
     blocks: dict[Key, BlockSums] = field(default_factory=dict)
-    squares: dict[Key, Tensor] = field(default_factory=dict)
-    examples: float = 0.0
-    count: float = 0.0
-    uncovered: dict[str, str] = field(default_factory=dict)
-    finite: bool = True
-    mismatch: float = 0.0
-    inputs: list[tuple[Any, Any, Tensor]] = field(default_factory=list)
+    squares: dict[Key, Tensor] = field(default_factory=dict)  # squared per-datum gradients, in given bases
+    uncovered: dict[str, str] = field(default_factory=dict)  # parameters without usable block, and why
+    inputs: list[tuple[Any, Any, Tensor]] = field(default_factory=list)  # args, kwargs and targets, if kept
 
     def merge(self, other: "StepSums") -> None:
         """Add what another pass has given."""
@@ -47,13 +35,11 @@ class StepSums:
         both = self.uncovered.keys() & other.uncovered.keys()
         reasons = [(one, name, why) for one in (self, other) for name, why in one.uncovered.items()]
         self.uncovered = {name: why for one, name, why in reasons if name in both or name in one.covered}
-        for key, block in other.blocks.items():
-            if key in self.blocks:
-                self.blocks[key].merge(block)
-            else:
-                self.blocks[key] = block
+        for key in self.blocks.keys() & other.blocks.keys():
+            self.blocks[key].merge(other.blocks[key])
+        self.blocks |= {key: block for key, block in other.blocks.items() if key not in self.blocks}
         for key, squares in other.squares.items():
-            self.squares[key] = self.squares[key] + squares if key in self.squares else squares
+            self.squares[key] = self.squares.get(key, 0) + squares
         self.num_data += other.num_data
         self.examples += other.examples
         self.count += other.count

@@ -1,7 +1,6 @@
 """Targets of a pass: given by the user, guessed, or reconstructed from the gradient of the loss."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,43 +14,26 @@ from kfs.losses import Loss
 _TOLERANCE = 0.05
 
 
-class Match(NamedTuple):
-    """What the gradient of a loss with respect to predictions shows.
-
-    Attributes:
-        y: The targets, or others with the same curvature.
-        scale: The gradient is this many times that of the sum of criteria; one if it is not needed.
-        mismatch: Distance between the gradient and those of the announced loss, relative to the gradient.
-    """
-
-    y: Tensor
-    scale: Tensor
-    mismatch: Tensor
-
-
 @dataclass
 class Targets:
-    """The targets of a pass, as far as they are known.
+    """The targets of a pass, as far as they are known, and what the gradient of the loss says about them."""
 
-    Attributes:
-        y: The targets, or `None`.
-        given: Whether the user or the loss module gave targets. If not, `y` is a guess.
-    """
-
-    y: Tensor | None = None
-    given: bool = False
+    y: Tensor | None
+    given: bool = False  # whether the user or the loss module gave them; if not, they are a guess
+    scale: Tensor | float = 1.0  # the loss is this many times the sum of criteria; one if it is not needed
+    mismatch: Tensor | float = 0.0  # relative distance between the gradient and that of the announced loss
 
     def give(self, y: Tensor) -> None:
         """Set the targets. If two different ones are given (mixed labels), neither belongs to the whole loss."""
         self.y = None if self.given else y.detach()
         self.given = True
 
-    def match(self, f: Tensor, g: Tensor, loss: Loss, fisher: Fisher) -> Match:
-        """Compare the gradient of a loss with that of the announced loss.
+    def match(self, f: Tensor, g: Tensor, loss: Loss, fisher: Fisher) -> Tensor:
+        """Find scale and mismatch of a gradient, and return the targets, or others with the same curvature.
 
         Args:
             f: Predictions, in float32 or better.
-            g: Gradient with respect to them.
+            g: Gradient of the user's loss with respect to them.
             loss: The announced loss.
             fisher: The curvature matrix, which decides what has to be known.
 
@@ -64,17 +46,18 @@ class Targets:
         if self.y is not None:
             try:
                 loss.check(f, self.y)
-                scale, mismatch = _fit(g, loss.gradient(f, self.y))
-                if self.given or mismatch < _TOLERANCE:
-                    return Match(self.y, scale, mismatch)
+                self.scale, self.mismatch = _fit(g, loss.gradient(f, self.y))
+                if self.given or self.mismatch < _TOLERANCE:
+                    return self.y
             except (ValueError, TypeError):
                 if self.given:
                     raise
-        scale = distance = g.new_ones(())
+        self.mismatch = loss.departure(f, g) if precise else g.new_zeros(())
+        self.scale = distance = g.new_ones(())
         try:
             y = loss.stand_in(f, g)
             if fisher == "empirical":
-                scale, distance = _fit(g, loss.gradient(f, y))
+                self.scale, distance = _fit(g, loss.gradient(f, y))
         except LossError:
             # The number of data is enough if curvature depends on inputs alone. The empirical Fisher raises below.
             if fisher not in {"empirical", "forward-only"}:
@@ -85,7 +68,7 @@ class Targets:
                 f"The scale of the gradient is not known, because the targets of {loss.name} are not known.",
                 "Call the optimizer's targets(y) before backward(), or compute the loss by the module of loss=.",
             )
-        return Match(y, scale, loss.departure(f, g) if precise else g.new_zeros(()))
+        return y
 
 
 def _fit(g: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:

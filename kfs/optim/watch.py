@@ -11,7 +11,7 @@ What happens during one pass is in `passes`.
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -32,56 +32,36 @@ from kfs.optim.step_sums import Bases, StepSums
 
 @dataclass
 class _Call:
-    """The outermost call of the model that is running.
-
-    Attributes:
-        frame: Frame of the call.
-        depth: Number of nested calls, the outermost one included.
-        watched: The pass, or `None` if nothing has to be known about this call.
-    """
+    """The outermost call of the model that is running."""
 
     frame: FrameType | None
-    depth: int = 1
-    watched: Pass | None = None
+    depth: int = 1  # number of nested calls, the outermost one included
+    watched: Pass | None = None  # `None` if nothing has to be known about this call
 
 
+@dataclass(eq=False)
 class Watch:
-    """Watches a model while somebody trains it.
+    """Watches a model while somebody trains it."""
 
-    Args:
-        model: The model. It is called as usual.
-        loss: Describes the loss.
-        module: The loss module, if the loss was given as one. Its targets are seen where it is called.
-        settings: Which curvature matrix, and how it is computed.
-        wanted: A method that returns the parameters to track in a forward pass, by name, and the bases in which to sum
-            squared gradients; `None` if factors are not needed. Its object is not kept alive.
-        keep_inputs: Whether `StepSums` have the inputs of all passes.
+    model: InitVar[nn.Module]  # It is called as usual.
+    module: InitVar[nn.Module | None]  # the loss module, if the loss was given as one
+    # A method that returns the parameters to track in a forward pass, and the bases in which to sum squared gradients;
+    # `None` if factors are not needed. Its object is not kept alive.
+    wanted: InitVar[Callable[[], tuple[dict[str, Tensor], Bases] | None]]
+    loss: Loss
+    settings: Settings
+    keep_inputs: bool  # whether the result has the inputs of all passes
+    first_datum: int = 0  # number of data in earlier steps, on which the labels that are drawn depend
+    _session: Session | None = None
+    _call: _Call | None = None
+    _latest: "weakref.ref[Pass] | None" = None
+    _complete: list[Pass] = field(default_factory=list)
+    _backward: int = -1  # identifies the last backward pass
 
-    Attributes:
-        first_datum: Number of data that have entered averages before. Labels are drawn depending on it.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        module: nn.Module | None,
-        settings: Settings,
-        wanted: Callable[[], tuple[dict[str, Tensor], Bases] | None],
-        keep_inputs: bool,
-    ) -> None:
+    def __post_init__(self, model: nn.Module, module: nn.Module | None, wanted: Callable[[], Any]) -> None:
         """Put hooks on model and loss."""
-        self.first_datum = 0
         self._model = weakref.ref(model)
-        self._loss = loss
-        self._settings = settings
         self._wanted = weakref.WeakMethod(wanted)
-        self._keep_inputs = keep_inputs
-        self._session: Session | None = None
-        self._call: _Call | None = None
-        self._latest: weakref.ref[Pass] | None = None
-        self._complete: list[Pass] = []
-        self._backward = -1  # identifies the last backward pass
         handles = [
             model.register_forward_pre_hook(Hook(self, "_before_forward"), with_kwargs=True),
             model.register_forward_hook(Hook(self, "_after_forward"), with_kwargs=True, always_call=True),
@@ -137,10 +117,10 @@ class Watch:
             params, bases = wanted
             _refuse_compiled(self._call.frame)
             session = self._session_for(params)
-        elif self._loss.reduction != "sum":
+        elif self.loss.reduction != "sum":
             # Examples have to be counted in every step if the loss is a sum over them, and only then.
             return None
-        one = Pass(self._loss, self._settings, session, bases, (args, kwargs), self._keep_inputs)
+        one = Pass(self.loss, self.settings, session, bases, (args, kwargs), self.keep_inputs)
         self._call.watched = one
         return one.start()
 
@@ -148,7 +128,7 @@ class Watch:
         """Return the session that has plans from earlier passes, or a new one if other parameters are tracked."""
         known = None if self._session is None else self._session.tracker.params
         if known is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
-            self._session = new_session(params, self._settings.joint_bias, mixing=True)
+            self._session = new_session(params, self.settings.joint_bias, mixing=True)
         assert self._session is not None  # noqa: S101 (it was made above)
         return self._session
 
