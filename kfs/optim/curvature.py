@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kfs.errors import KfsError
 from kfs.kfac.block import Block
-from kfs.kfac.layout import Key, Layout
+from kfs.kfac.layout import Key
 from kfs.kfac.structures import BlockError, Method, Stack, stacked
 from kfs.optim.averages import Average, Unit
 from kfs.optim.rule import limited
@@ -23,6 +23,8 @@ from kfs.optim.step_sums import Bases, StepSums
 log = logging.getLogger("kfs.optim")
 # A number of steps, or a function that returns it for the current step.
 Interval = int | Callable[[int], int]
+# The optimizer's parameter groups, by parameter name.
+Groups = Mapping[str, Mapping[str, Any]]
 _DAMPING_RISE = 10.0
 _RECOVERY = 20  # A rise of damping is undone after this many times `patience` successes in a row.
 
@@ -102,7 +104,7 @@ class Curvature:
         self._note_success()
         return True
 
-    def update_inverses(self, step: int, damping: Callable[[Layout], float], force: bool = False) -> None:
+    def update_inverses(self, step: int, groups: Groups, force: bool = False) -> None:
         """Recompute inverses that are due, or all of them if `force`.
 
         Every step does a share of the work, on the oldest inverses, such that each is computed once in an interval. The
@@ -120,10 +122,10 @@ class Curvature:
             if too_expensive and average.inverse is not None and not force:
                 break
             self._credit = max(0.0, self._credit - average.cost)
-            self._invert(average, step, damping(average.layout))
+            self._invert(average, step, float(groups[average.layout.weight]["damping"]))
 
-    def precondition(self, u: Mapping[str, Tensor], trust: Callable[[Layout], float]) -> dict[str, Tensor]:
-        """Multiply with the inverses of all blocks, and keep each block's step in its trust region."""
+    def precondition(self, u: Mapping[str, Tensor], groups: Groups, limit: bool) -> dict[str, Tensor]:
+        """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`."""
         if self._stacks is None:
             self._stacks = self._stacked()
         columns = {name: t.unsqueeze(0) for name, t in u.items()}
@@ -131,7 +133,8 @@ class Curvature:
         for stack, unit_vectors in self._stacks:
             like = stack.structure.like
             D = stack.structure.multiply(stack.read(columns).to(like.dtype))
-            limits = [trust(layout) for layout in stack.layouts for _ in range(layout.groups)]
+            trusts = [groups[layout.weight]["trust"] for layout in stack.layouts for _ in range(layout.groups)]
+            limits = [trust if limit and trust is not None else torch.inf for trust in trusts]
             # If all limits are the same, as nearly always, no tensor has to be made.
             same = len(set(limits)) == 1
             D = limited(D, limits[0] if same else like.new_tensor(limits).reshape(-1, 1, 1, 1), unit_vectors)

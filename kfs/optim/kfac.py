@@ -236,9 +236,8 @@ class KFAC(Optimizer):
             return result
         if sums is not None:
             self._add_sums(sums)
-        self._curvature.update_inverses(
-            self.steps, lambda layout: float(self._group_of(layout)["damping"]), force=self._quadratic is not None
-        )
+        # The quadratic model wants the curvature of this very step.
+        self._curvature.update_inverses(self.steps, self._params.groups, force=self._quadratic is not None)
         self._update(sums, grads, finite)
         if self._quadratic is not None and closure is not None and self.steps % self._quadratic.every == 0:
             self._adapt_damping(self._quadratic, closure, result, random_state)
@@ -389,19 +388,11 @@ class KFAC(Optimizer):
         """Multiply with inverses. A parameter of a block that has no gradient counts as zero."""
         missing = self._curvature.covered - u.keys()
         zeros = {n: torch.zeros_like(self._params.tensors[n]) for n in missing}
-
-        def trust(layout: Layout) -> float:
-            limit = self._group_of(layout)["trust"]
-            # The quadratic model knows how long steps should be.
-            return torch.inf if limit is None or self._quadratic is not None else limit
-
-        D = self._curvature.precondition(u | zeros, trust)
+        # The quadratic model finds out itself how long steps should be.
+        D = self._curvature.precondition(u | zeros, self._params.groups, limit=self._quadratic is None)
         return {n: D[n] for n in u}
 
     @property
     def _device(self) -> torch.device:
         device: torch.device = self.param_groups[0]["params"][0].device
         return device
-
-    def _group_of(self, layout: Layout) -> dict[str, Any]:
-        return self._params.groups[layout.weight]

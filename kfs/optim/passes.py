@@ -114,12 +114,7 @@ class Pass:
         return with_parts(output, kept)
 
     def receive_gradient(self, g: Tensor, first_datum: int) -> None:
-        """Take the gradient of a loss with respect to predictions, and send vectors back if curvature needs them.
-
-        Args:
-            g: The gradient.
-            first_datum: Index of the first datum, for drawing labels.
-        """
+        """Take the gradient of a loss with respect to predictions, and send vectors back if curvature needs them."""
         if self._problem is not None:
             raise self._problem
         self.has_gradient = True

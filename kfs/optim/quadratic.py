@@ -48,14 +48,7 @@ class QuadraticModel:
         self._predicted = (0.0, 0.0)  # linear and quadratic term of the last step
 
     def steps(self, gradient: Step, natural: Step, damping: Mapping[str, Tensor], sums: StepSums) -> Step:
-        """Return the step that minimizes the quadratic model.
-
-        Args:
-            gradient: Gradient of the average over examples, by parameter name.
-            natural: The gradient times the damped inverse curvature.
-            damping: What was added to the curvature.
-            sums: Inputs and targets of all passes.
-        """
+        """Return the step that minimizes the quadratic model, given the gradient and the natural gradient."""
         if not sums.inputs:  # No target counts.
             return {n: torch.zeros_like(d) for n, d in natural.items()}
         directions = [{n: -d for n, d in natural.items()}]

@@ -29,13 +29,9 @@ class Targets:
         self.given = True
 
     def match(self, f: Tensor, g: Tensor, loss: Loss, fisher: Fisher) -> Tensor:
-        """Find scale and mismatch of a gradient, and return the targets, or others with the same curvature.
+        """Return the targets, or others with the same curvature, and set scale and mismatch.
 
-        Args:
-            f: Predictions, in float32 or better.
-            g: Gradient of the user's loss with respect to them.
-            loss: The announced loss.
-            fisher: The curvature matrix, which decides what has to be known.
+        Predictions are in float32 or better. What has to be known depends on `fisher`.
 
         Raises:
             LossError: If targets are needed and not known.

@@ -21,15 +21,9 @@ def natural_updates(
     kl_clip: float | None,
     finite: Tensor,
 ) -> None:
-    """Update parameters that have curvature.
+    """Update parameters that have curvature, given gradients of the average over examples.
 
-    Args:
-        params: Parameters and their groups.
-        state: The optimizer's state, by parameter.
-        grads: Gradients of the average over examples, by name.
-        precondition: Multiplies with the damped inverse curvature.
-        kl_clip: Limits the change of predictions, measured by the curvature.
-        finite: Whether gradients are finite.
+    With `kl_clip`, the change of predictions, as measured by the curvature, is limited.
     """
     if not grads:
         return
@@ -64,7 +58,7 @@ def natural_updates(
 
 
 def adamw_updates(params: Parameters, state: State, grads: dict[str, Tensor], finite: Tensor) -> None:
-    """Update other parameters by AdamW; arguments are those of `natural_updates`."""
+    """Update other parameters by AdamW."""
     for name, g in grads.items():
         p, group = params.tensors[name], params.groups[name]
         s = _state_of(state, p, "exp_avg", "exp_avg_sq")

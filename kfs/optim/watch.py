@@ -11,6 +11,7 @@ What happens during one pass is in `passes`.
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import InitVar, dataclass, field
 from types import FrameType
 from typing import Any
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from kfs.errors import ModelError
 from kfs.kfac.capture import Session
@@ -62,13 +62,13 @@ class Watch:
         """Put hooks on model and loss."""
         self._model = weakref.ref(model)
         self._wanted = weakref.WeakMethod(wanted)
-        handles = [
-            model.register_forward_pre_hook(Hook(self, "_before_forward"), with_kwargs=True),
-            model.register_forward_hook(Hook(self, "_after_forward"), with_kwargs=True, always_call=True),
-        ]
+        before, after = Hook(self, "_before_forward"), Hook(self, "_after_forward")
+        hooks = ExitStack()
+        hooks.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        hooks.callback(model.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
         if module is not None:
-            handles.append(module.register_forward_pre_hook(Hook(self, "_before_loss"), with_kwargs=True))
-        self._remove_hooks = weakref.finalize(self, _remove, handles)
+            hooks.callback(module.register_forward_pre_hook(Hook(self, "_before_loss"), with_kwargs=True).remove)
+        self._remove_hooks = weakref.finalize(self, hooks.close)
 
     def close(self) -> None:
         """Remove all hooks, and forget everything."""
@@ -79,15 +79,11 @@ class Watch:
     def collect(self) -> StepSums | None:
         """Return the sum over all passes with a backward pass since the last call, or `None` if there were none."""
         self._forget_interrupted()
-        passes = self._complete
-        self._complete = []
-        total: StepSums | None = None
-        for one in passes:
-            if total is None:
-                total = one.collect()
-            else:
-                total.merge(one.collect())
-        return total
+        results = [one.collect() for one in self._complete]
+        self.forget()
+        for other in results[1:]:
+            results[0].merge(other)
+        return results[0] if results else None
 
     def forget(self) -> None:
         """Forget passes that were not collected."""
@@ -126,11 +122,11 @@ class Watch:
 
     def _session_for(self, params: dict[str, Tensor]) -> Session:
         """Return the session that has plans from earlier passes, or a new one if other parameters are tracked."""
-        known = None if self._session is None else self._session.tracker.params
-        if known is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
-            self._session = new_session(params, self.settings.joint_bias, mixing=True)
-        assert self._session is not None  # noqa: S101 (it was made above)
-        return self._session
+        session = self._session
+        known = {} if session is None else session.tracker.params
+        if session is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
+            session = self._session = new_session(params, self.settings.joint_bias, mixing=True)
+        return session
 
     def _after_forward(self, module: nn.Module, _: Any, __: Any, output: Any) -> Any:
         """Stop to capture, and wait for a gradient. The output is `None` if the forward pass has failed."""
@@ -196,12 +192,6 @@ class Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the watch out."""
         return Hook, ()
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    """Remove hooks."""
-    for handle in handles:
-        handle.remove()
 
 
 def _trains(model: nn.Module) -> bool:
