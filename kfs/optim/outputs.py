@@ -1,6 +1,6 @@
 """What models return: finding predictions in it, and replacing its tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -64,10 +64,9 @@ def with_parts(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(output, (tuple, list)):
         parts: list[Any] = [function(part) if isinstance(part, Tensor) else part for part in output]
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
-    # Mappings of Hugging Face set their attributes, too, if items are set.
-    items, put = (
-        (output, output.__setitem__) if isinstance(output, Mapping) else (vars(output), partial(setattr, output))
-    )
+    items = output if isinstance(output, Mapping) else vars(output)
+    # Mappings of Hugging Face also set an attribute when an item is set.
+    put = output.__setitem__ if isinstance(output, MutableMapping) else partial(setattr, output)
     for key, value in list(items.items()):
         if isinstance(value, Tensor):
             put(key, function(value))
