@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from kfs.data import mapped, tensors_in
 from kfs.errors import DataError, KfsError, LossError
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors
-from kfs.kfac.capture import Capture, Session, send_back
+from kfs.kfac.capture import Capture, Session, pass_derived, send_back
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.layout import Key, Layout
 from kfs.kfac.settings import Settings
@@ -251,7 +251,8 @@ class Pass:
         if self._capture is None or not self._finite or not self._examples:
             return result
         if not self._capture.finished:  # it was the user's backward pass that has shown gradients
-            self._capture.pass_derived()
+            with torch.no_grad():
+                pass_derived(self._capture)
             self._sums.finish_backward()
             self._sums.finish_batch()
             self._capture.finished = True
