@@ -313,5 +313,5 @@ def _eigh(structure: Structure) -> tuple[Tensor, Structure]:
     if isinstance(basis, Dense):
         values, vectors = decompositions.eigh(basis.matrix)
         return values.reshape(-1, basis.rows, basis.columns), replace(basis, matrix=vectors, symmetric=False)
-    assert isinstance(basis, Eigenbasis)  # noqa: S101 (there is no third kind)
+    assert isinstance(basis, Eigenbasis)  # noqa: S101 (there is no third structure)
     return basis.values, Kronecker(basis.Q_A, basis.Q_B)

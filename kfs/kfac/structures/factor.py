@@ -24,7 +24,7 @@ class Factor(Stackable):
         values: `[stack, d, d]` for dense matrices, `[stack, d]` for diagonals. For identities, `[stack, d]` of ones,
             which are expanded and take no memory.
         scale: `[stack]`.
-        kind: Which of the three.
+        kind: `"dense"`, `"diagonal"` or `"identity"`.
         symmetric: Whether matrices equal their transposes.
         eps: Precision that values were stored in. `None` for that of their dtype.
     """
@@ -116,9 +116,12 @@ class Factor(Stackable):
             return replace(other if self.kind == "identity" else self, scale=scale)
         if self.kind == other.kind == "diagonal":
             return Factor.diagonal(self.values * other.values, scale)
-        # A diagonal on the right scales columns. On the left, `left` does it.
-        scales_columns = other.kind == "diagonal"
-        product = self.values * other.values.unsqueeze(1) if scales_columns else self.left(other.values[:, None])[:, 0]
+        if self.kind == "diagonal":
+            product = self.values.unsqueeze(2) * other.values
+        elif other.kind == "diagonal":
+            product = self.values * other.values.unsqueeze(1)
+        else:
+            product = self.values @ other.values
         return Factor.dense(product, scale, symmetric=False)
 
     def plus(self, other: "Factor") -> "Factor":

@@ -16,7 +16,7 @@ $$
 $$
 
 If $B = Q_B \Lambda_B Q_B^\top$ and $A = Q_A \Lambda_A Q_A^\top$, then the eigenvectors of $B \otimes A$ are the columns
-of $Q_B \otimes Q_A$. So functions of $B \otimes A + \delta I$, which is no Kronecker product, are easy too: see
+of $Q_B \otimes Q_A$. So functions of $B \otimes A + \delta I$, which is not a Kronecker product, are easy too: see
 `eigenbasis`. A sum of two Kronecker products is one again if they share a factor.
 """
 
@@ -121,7 +121,7 @@ class Kronecker(Structure):
         return Kronecker(self.A.inverse(), self.B.inverse())
 
     def power(self, exponent: float, damping: Tensor | None = None) -> Structure:
-        """Raise both factors to a power. With damping, the result is no Kronecker product."""
+        """Raise both factors to a power. With damping, the result is not a Kronecker product."""
         if damping is not None and (damping != 0).any():
             return super().power(exponent, damping)
         return Kronecker(self.A.power(exponent), self.B.power(exponent))
