@@ -112,18 +112,19 @@ def stacked_with_zeros(parts: Iterable[tuple[Layout, Structure]], space: Space) 
 
 def layouts_of_unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
     """Return layouts for rows of parameters that no block has. Their curvature is zero."""
-    by_weight: dict[str, list[Layout]] = {name: [] for name in space.shapes}
+    shapes = {name: tuple(shape) for name, shape in space.shapes.items()}
+    used: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
     for layout in layouts:
-        by_weight[layout.weight].append(layout)
+        shapes[layout.weight] = layout.shape
+        used[layout.weight].append(layout.rows)
+        if layout.bias is not None:
+            used[layout.bias].append(layout.rows if layout.bias_has_rows else (0, shapes[layout.bias][0]))
     result = []
-    for name, mine in by_weight.items():
-        if not mine:  # it is a bias, within the block of its weight
-            continue
-        shape = mine[0].shape
-        used = sorted(layout.rows for layout in mine)
+    for name, shape in shapes.items():
         # Gaps are between the end of one range of rows and the start of the next one.
-        starts = [0, *(end for _, end in used)]
-        ends = [*(start for start, _ in used), shape[0]]
+        ranges = sorted(used[name])
+        starts = [0, *(end for _, end in ranges)]
+        ends = [*(start for start, _ in ranges), shape[0]]
         gaps = [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
         result += [Layout(name, shape, gap, tuple(range(len(shape))), 1) for gap in gaps]
     return result
