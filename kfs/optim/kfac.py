@@ -275,8 +275,8 @@ class KFAC(Optimizer):
             self._watch.collect()  # Passes of this evaluation do not count.
         old, new = (float(torch.as_tensor(value).detach()) / self._unit for value in (before, after))
         noise = torch.finfo(torch.float32).eps * abs(old)
-        lr = float(self.param_groups[0]["lr"])
-        self._curvature.scale_damping(quadratic.damping_factor(new - old, lr, noise))
+        factor = quadratic.damping_factor(new - old, float(self.param_groups[0]["lr"]), noise)
+        self._curvature.scale_damping(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a continued training needs to equal one that was never stopped."""
@@ -397,5 +397,4 @@ class KFAC(Optimizer):
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = self.param_groups[0]["params"][0].device
-        return device
+        return next(iter(self._params.tensors.values())).device
