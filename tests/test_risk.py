@@ -172,6 +172,20 @@ def test_batch_statistics_inference_mode_and_targets_that_are_not_finite_are_ref
         EmpiricalRisk(linear(), nn.MSELoss(), (X, targets)).value()
 
 
+def test_masked_classes_are_finite_enough() -> None:
+    """Negative infinity masks a class; a datum may have nothing else."""
+    X, y = data()
+    risk = EmpiricalRisk(linear(), nn.CrossEntropyLoss(), (X, y))
+    (batch,) = risk.batches()
+    f = torch.zeros(7, 2)
+    for bad in (torch.nan, torch.inf):
+        with pytest.raises(DataError, match="datum 3 is not finite"):
+            risk.finite(f.index_fill(0, torch.tensor([3]), bad), batch)
+    risk.finite(f.index_fill(0, torch.tensor([3]), -torch.inf), batch)
+    risk.finite(torch.full((7, 2), -torch.inf), batch)
+    risk.finite(torch.empty(7, 0), batch)
+
+
 class Last(nn.Module):
     """Takes a packed sequence."""
 

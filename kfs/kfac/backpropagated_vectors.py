@@ -11,7 +11,6 @@ The curvature of each datum is $J_n^\top [\sum_c \blacktriangle_{n,c} \blacktria
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
 from typing import TypeVar
 
 import torch
@@ -48,12 +47,12 @@ def backpropagated_vectors(
         factor = loss.fisher_factor if settings.fisher == "type-2" else loss.hessian_factor
         # Many columns are computed together and sent back a few at a time, as far as they fit into memory.
         many = at_once * max(1, _NUMBERS // (at_once * max(f.numel(), 1)))
-        for start in count(0, many):
-            columns = factor(f, y, start, start + many).to(f.dtype)
-            if len(columns):
-                yield from columns.split(at_once)
+        start = 0
+        while len(columns := factor(f, y, start, start + many)):
+            yield from columns.to(f.dtype).split(at_once)
             if len(columns) < many:
                 return
+            start += many
     elif settings.fisher == "mc":
         for start in range(0, settings.mc_samples, at_once):
             samples = range(start, min(start + at_once, settings.mc_samples))

@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, optim
 from kfs.errors import ModelError
+from kfs.kfac import backpropagated_vectors
 from kfs.kfac.capture import Session, forward, mode, send_back
 from kfs.kfac.rules import RULES, new_session
 from kfs.kfac.rules.fallback import without_rule
@@ -155,6 +156,32 @@ def test_two_results_of_one_function_of_a_parameter() -> None:
     lengths = [(normal(2, 3), normal(2, 2)), (normal(2, 5), normal(2, 2))]
     padded = Function(lambda m, x: (x * F.pad(m.p, (0, x.shape[1] - 3)))[:, :3] @ m.W, p=normal(3), W=normal(3, 2))
     assert KFAC(EmpiricalRisk(padded, nn.MSELoss(), lengths)).num_data == 4
+
+
+def test_products_of_constants_with_a_bias_of_its_own() -> None:
+    """Without data in front of it, a bias that does not join its weight cannot be followed."""
+    constant = normal(4, 3)
+    model = Function(lambda m, x: x + F.linear(constant, m.W, m.b).mean(0), W=normal(2, 3), b=normal(2))
+    risk = EmpiricalRisk(model, nn.MSELoss(), (normal(5, 2), normal(5, 2)))
+    assert list(KFAC(risk).blocks) == ["W"]
+    with pytest.raises(ModelError, match="for which there is no rule"):
+        KFAC(risk, joint_bias=False)
+
+
+def test_functions_of_a_parameter_that_is_not_laid_out_by_rows() -> None:
+    model = Function(lambda m, x: x * torch.sigmoid(m.p).sum(0), p=normal(3, 4).T)
+    with pytest.raises(ModelError, match="sigmoid"):
+        KFAC(EmpiricalRisk(model, nn.MSELoss(), (normal(5, 3), normal(5, 3))))
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "ggn"])
+def test_columns_are_computed_together_or_a_few_at_a_time(fisher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, X, y = mlp(), normal(3, 3), torch.randint(2, (3,))
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y))
+    expected = KFAC(risk, fisher).to_dense()
+    monkeypatch.setattr(backpropagated_vectors, "_NUMBERS", 1)
+    for at_once in (1, 2, 3):
+        close(KFAC(risk, fisher, columns_at_once=at_once).to_dense(), expected)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -21,6 +21,7 @@ from kfs.kfac.rules import RULES
 from kfs.kfac.sums import Use
 from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.inputs import OneHot, Rows, Vectors
+from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.kfac.sums.patches import Patches
 from tests.operators.contract import close
 
@@ -63,6 +64,7 @@ CASES = [
     Case("conv2d, only the bias", F.conv2d, lambda: (r(N, 2, 5, 6), r(3, 2, 3, 2), r(3)), (2,)),
     Case("conv3d", F.conv3d, lambda: (r(N, 2, 3, 4, 3), r(3, 2, 2, 2, 2), r(3)), (1, 2)),
     Case("conv_transpose1d", F.conv_transpose1d, lambda: (r(N, 2, 5), r(2, 3, 3), r(3), 2, 1, 1), (1, 2)),
+    Case("conv_transpose1d, cropped", F.conv_transpose1d, lambda: (r(N, 2, 7), r(2, 3, 3), r(3), 1, 3), (1, 2)),
     Case("conv_transpose2d", F.conv_transpose2d, lambda: (r(N, 4, 3, 4), r(4, 3, 3, 2), r(6), 2, 0, 0, 2), (1, 2)),
     Case("embedding", F.embedding, lambda: (torch.randint(6, (N, 5)), r(6, 2))),
     Case("embedding, padding", F.embedding, lambda: (torch.randint(3, (N, 9)), r(3, 2), -1)),
@@ -244,6 +246,21 @@ def test_inputs_that_are_no_data_are_followed() -> None:
     assert plan.follows
 
 
+def test_inputs_count_their_vectors() -> None:
+    x = r(N, 5, 4)
+    for inputs, argument, count in (
+        (Vectors(4), x, N * 5),
+        (OneHot(3, torch.float64, 2), torch.tensor([[0, 1, 2], [2, 2, 0]]), 3),
+        (Rows(None, 1, (N, 5), torch.float64, x.device), None, N * 5),
+    ):
+        total = OuterProductSum.zeros(inputs.size, 1, inputs.sparse, False, torch.float64, "cpu")
+        assert inputs.add_to(total, argument, ones=False) == count  # type: ignore[arg-type]
+    total = OuterProductSum.zeros(4, 1, False, False, torch.float64, "cpu")
+    Vectors(4).add_to(total, x, ones=False)
+    total.complete()
+    close(total.total[0], sum((torch.outer(v, v) for v in x.reshape(-1, 4)), torch.zeros(4, 4, dtype=torch.float64)))
+
+
 def test_what_rules_do_not_understand() -> None:
     x, w, constant = data(N, 4), parameter(2, 4), Argument.of((0,), r(N, 4), None, data=False)
     columns = parameter(2, 8, view=lambda t: t[:, ::2])
@@ -251,7 +268,10 @@ def test_what_rules_do_not_understand() -> None:
         plan_of(F.linear, x, columns),
         plan_of(F.linear, parameter(3, 4, name="x"), w),
         plan_of(torch.addmm, x, x, parameter(4, 2), alpha=2),
-        plan_of(torch.matmul, x, parameter(4, view=lambda t: t)),
+        plan_of(torch.matmul, x, parameter(4)),
+        plan_of(F.linear, x, parameter(4)),
+        plan_of(F.linear, x, parameter(2, 4, view=lambda t: t.view(torch.int64))),
+        plan_of(F.layer_norm, data(N, 2, 4), (2, 4), parameter(3, 4, view=lambda t: t[:2])),
         plan_of(torch.einsum, "ni,oi->n", x, w),
         plan_of(torch.einsum, "...i,oi->...o", x, w),
         plan_of(F.bilinear, x, constant, parameter(2, 4, 4)),

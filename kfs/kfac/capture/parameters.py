@@ -90,10 +90,7 @@ class Tracker:
     def forget_batch(self) -> None:
         """Forget tensors that only a batch had: they may be large."""
         for storage in self._added:
-            inside = self._by_storage[storage]
-            self._by_storage[storage] = [tracked for tracked in inside if tracked.token is tracked.name]
-            if not self._by_storage[storage]:
-                del self._by_storage[storage]
+            del self._by_storage[storage]
         self._added.clear()
 
     def has_moved(self) -> bool:
@@ -104,9 +101,9 @@ class Tracker:
         return True
 
     def add(self, tracked: Tracked) -> None:
-        """Track another tensor, for this batch."""
+        """Track another tensor with a storage of its own, for this batch."""
         storage = _storage(tracked.tensor)
-        self._by_storage.setdefault(storage, []).append(tracked)
+        self._by_storage[storage] = [tracked]
         self._added.add(storage)
 
     def find(self, t: Tensor) -> Tracked | None:

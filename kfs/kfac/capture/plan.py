@@ -154,8 +154,7 @@ class Argument:
     @property
     def by_rows(self) -> bool:
         """Whether the parameter that it is a view of is laid out by rows, without gaps."""
-        if self.source is None:
-            return False
+        assert self.source is not None  # noqa: S101 (only tracked arguments are asked)
         shape, stride, _ = self.source
         expected = 1
         for n, step in zip(reversed(shape), reversed(stride), strict=True):

@@ -141,7 +141,7 @@ class _Expand(Adder):
             self.role.terms += total.add(x, self.ones)  # type: ignore[arg-type]
         else:
             self.role.terms += self.inputs.add_to(total, x, self.ones)  # type: ignore[arg-type]
-        if not self.is_here:
+        if not self.is_here:  # pragma: no cover (tested on a GPU)
             self.role.input.merge_in(total)
         return self.receive
 
@@ -150,7 +150,7 @@ class _Expand(Adder):
             g = g.to(self.narrow)  # as autocast multiplies
         total = self.role.gradient if self.is_here else self.role.gradient.on(self.device)
         total.add(g.flatten(0, -3) if g.ndim > 3 else g.flatten(0, -2))
-        if not self.is_here:
+        if not self.is_here:  # pragma: no cover (tested on a GPU)
             self.role.gradient.merge_in(total)
 
 
