@@ -169,6 +169,17 @@ def test_errata_name_existing_files(site: Path) -> None:
         assert (ROOT / name).is_file() or (ROOT / "kfs" / "basics" / name).is_file(), name
 
 
+def test_sections_of_contributing(site: Path) -> None:
+    """They are written once, and the page of the engine shows them."""
+    text = read(site, "engine")
+    for title in ("The way of a batch", "The rooms of kfac", "Glossary"):
+        assert re.search(rf"<h2[^>]*>{title}</h2>", text)
+    assert "CONTRIBUTING:" not in text
+    assert "OuterProductSum.add(g)" in html.unescape(re.sub(r"<[^>]+>", "", text))
+    with pytest.raises(RuntimeError, match="no section 'Nonsense'"):
+        build.contributing("Nonsense")
+
+
 def test_benchmarks_with_and_without_results(tmp_path: Path) -> None:
     assert "make bench" in results.benchmarks_body(tmp_path).partition("no numbers yet")[2]
     row = {"problem": "MLP", "program": "KFAC", "library": "kfs", "seconds": 1.0, "ratio": 1.234, "flop_ratio": None}
