@@ -82,7 +82,7 @@ class EmpiricalRisk:
         self._data = as_batches(data)
         self._unpack = default_unpack if unpack is None else unpack
         self._counted: tuple[int, float] | None = None
-        self._known_own = False  # whether it is known that parameters are the model's own; found out once per sweep
+        self._places: list[tuple[dict[str, Any], str, Any]] = []  # where parameters were when they were the model's
         self.check_model()
 
     @property
@@ -164,7 +164,7 @@ class EmpiricalRisk:
         with no_randomness(self.device), unchanged(tensors_in(batch.x)), within or nullcontext():
             if isinstance(self.model, nn.Module):
                 args, kwargs = arguments(batch.x)
-                own = params is self.params and (self._known_own or self._at_own_params(frozen=True))
+                own = params is self.params and self._at_own_params(frozen=True)
                 f = self.model(*args, **kwargs) if own else functional_call(self.model, params, args, kwargs)
             else:
                 f = self.model(params, batch.x)
@@ -247,22 +247,26 @@ class EmpiricalRisk:
         check_no_inference_mode()
         # The faster attention kernels cannot be differentiated twice or forward. A checkpoint runs the module again
         # during the backward pass: with the same operations as before, but with the module's own parameters.
-        before, self._known_own = self._known_own, self._at_own_params(frozen=True)
-        try:
-            with (
-                restored(self.model, self.device),
-                nullcontext() if first_order else sdpa_kernel(SDPBackend.MATH),
-                nullcontext() if first_order else ExactDerivatives(),
-                nullcontext() if self._at_own_params(first_order) else no_hooks_on_saved_tensors(),
-            ):
-                yield
-        finally:
-            self._known_own = before
+        with (
+            restored(self.model, self.device),
+            nullcontext() if first_order else sdpa_kernel(SDPBackend.MATH),
+            nullcontext() if first_order else ExactDerivatives(),
+            nullcontext() if self._at_own_params(first_order) else no_hooks_on_saved_tensors(),
+        ):
+            yield
 
     def _at_own_params(self, frozen: bool) -> bool:
         """Whether parameters are the model's own tensors as it uses them: not other values, frozen only if allowed."""
-        own = dict(self.model.named_parameters()) if isinstance(self.model, nn.Module) else None
-        return own is None or all(p is own[n] and (frozen or p.requires_grad) for n, p in self.params.items())
+        if not isinstance(self.model, nn.Module):
+            return True
+        if not all([owner.get(name) is part for owner, name, part in self._places]):  # noqa: C419 (asked for every batch)
+            self._places = []
+        if not self._places:
+            own = dict(self.model.named_parameters())
+            if not all(p is own[name] for name, p in self.params.items()):
+                return False
+            self._places = _places(self.model, self.params)
+        return frozen or all(p.requires_grad for p in self.params.values())
 
     def _check_count(self, num_data: int, count: float) -> None:
         """Remember what one pass over the data counted, and refuse data that are empty or have changed."""
@@ -287,6 +291,19 @@ class EmpiricalRisk:
                 "weights have changed.",
                 "Make a new EmpiricalRisk after such a change.",
             )
+
+
+def _places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return where parameters, and the modules on the way to them, are: in which dictionary, by which name."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+    for full_name in params:
+        module, *path, leaf = model, *full_name.split(".")
+        for name in path:
+            child = module._modules[name]
+            found[id(module), name] = (module._modules, name, child)
+            module = cast("nn.Module", child)
+        found[id(module), leaf] = (module._parameters, leaf, module._parameters[leaf])
+    return list(found.values())
 
 
 def _module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor] | None) -> Params:

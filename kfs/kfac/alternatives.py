@@ -1,13 +1,13 @@
 r"""Other structures than KFAC and EKFAC: the exact block, its diagonal, and the best Kronecker product.
 
 All approximate blocks $C = R \sum_{n,c} \mathrm{vec}(G_{n,c})\, \mathrm{vec}(G_{n,c})^\top$ of a curvature matrix, with
-the same blocks and settings as `KFAC`, and are operators of the same kind, so that they can be compared:
+the same blocks and settings as `KFAC`. They are operators of the same kind, so that they can be compared:
 
 - `exact_blocks`: $C$ itself. Its size is squared, so it is for small layers.
 - `exact_diagonal`: the diagonal of $C$.
 - `trace_scaled` (TKFAC; Gao et al., 2021): both factors are partial traces of $C$, $A \propto \sum G^\top G$ and
   $B \propto \sum G G^\top$, scaled such that the trace of their product is that of $C$.
-- `optimal_kronecker`: the $A, B$ that minimise $\|C - B \otimes A\|_F$. Rearranged, $C$ becomes a matrix of which
+- `optimal_kronecker`: the $A, B$ that minimize $\|C - B \otimes A\|_F$. Rearranged, $C$ becomes a matrix of which
   $\mathrm{vec}(B)\, \mathrm{vec}(A)^\top$ is the best approximation of rank one (Van Loan & Pitsianis, 1993). The power
   iteration that finds it needs no matrix of that size: for a given $B$, the best $A$ is
   $R \sum G^\top B\, G / \|B\|_F^2$, and the other way round. Each half step is a pass over the data.
@@ -20,27 +20,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kfs.errors import ModelError
 from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.block import Block
 from kfs.kfac.kfac import KFAC
-from kfs.kfac.layout import Layout
+from kfs.kfac.layout import Side
 from kfs.kfac.scaffold import sweep
-from kfs.kfac.structures.block_diagonal import BlockDiagonal
-from kfs.kfac.structures.dense import Dense
-from kfs.kfac.structures.eigenbasis import Eigenbasis
-from kfs.kfac.structures.factor import Factor
-from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import layouts_of_unused_rows, stacked, zero_block
-from kfs.kfac.structures.structure import Structure
-from kfs.kfac.sums.inputs import Use, Vectors
-from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic
+from kfs.kfac.settings import Settings
+from kfs.kfac.structures import BlockDiagonal, Dense, Eigenbasis, Factor, Kronecker, Structure, stacked_with_zeros
+from kfs.kfac.sums import PerDatumSums, Squares, Statistic, Use
+from kfs.kfac.sums.inputs import Vectors
 from kfs.risk import EmpiricalRisk
 
 S = TypeVar("S", bound=Statistic)
-# Gives the sides of a block that are held fixed, [G, d, d] or (diagonals) [G, d].
-Sides = dict[str, Tensor]
 
 
 def exact_blocks(risk: EmpiricalRisk, *, max_size: int = 4096, **settings: Any) -> BlockDiagonal:
@@ -57,27 +51,25 @@ def exact_blocks(risk: EmpiricalRisk, *, max_size: int = 4096, **settings: Any) 
         (8, 8)
     """
     K = _kfac(risk, settings)
-    for block in K.blocks.values():
-        size = prod(_whole(block.layout).matrix_shape)
+    # Exact blocks have entries between groups of channels, so that layouts must not separate groups.
+    layouts = {name: replace(block.layout, groups=1) for name, block in K.blocks.items()}
+    for name, layout in layouts.items():
+        size = prod(layout.matrix_shape)
         if size > max_size:
             raise ModelError(
-                f"Block {block.name!r} has {size} numbers, so that its matrix has {size}^2.",
+                f"Block {name!r} has {size} numbers, so that its matrix has {size}^2.",
                 "Choose smaller layers with params=, or allow it with max_size=.",
             )
-    matrices = exact_matrices(K, risk, K.blocks)
-
-    def structure(block: Block) -> Structure:
-        _, rows, columns = _whole(block.layout).matrix_shape
-        return Dense(matrices[block.name].unsqueeze(0), rows, columns)
-
-    return _operator(K, structure, _whole)
+    matrices = exact_matrices(K, risk, layouts)
+    parts = [(layout, Dense(matrices[name][None], *layout.matrix_shape[1:])) for name, layout in layouts.items()]
+    return BlockDiagonal(K.domain, stacked_with_zeros(parts, K.domain))
 
 
 def exact_matrices(K: KFAC, risk: EmpiricalRisk, names: Iterable[str]) -> dict[str, Tensor]:
-    """Compute the exact matrices of some of KFAC's blocks, by name; rows of their parameters come one by one."""
-    chosen, R = set(names), _scale(K)
-    sums = _sums(K, risk, lambda block: _Outer(block) if block.name in chosen else None)
-    return {name: R * total for name, total in sums.items()}
+    """Compute the exact matrices of some of KFAC's blocks, by name. Parameters are flattened by rows."""
+    chosen = set(names)
+    found = _statistics(K, risk, lambda block: _OuterProducts(K, block) if block.name in chosen else None)
+    return {name: K.blocks[name].reduction_factor * statistic.total for name, statistic in found.items()}
 
 
 def exact_diagonal(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
@@ -88,11 +80,8 @@ def exact_diagonal(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
         **settings: Those of `KFAC`.
     """
     K = _kfac(risk, settings)
-    sums = _sums(
-        K, risk, lambda block: Squares(torch.zeros(block.layout.matrix_shape, dtype=_dtype(K), device=K.device))
-    )
-    R = _scale(K)
-    return _operator(K, lambda block: Eigenbasis.of_diagonal(R * sums[block.name]))
+    found = _statistics(K, risk, lambda block: Squares(_zeros(K, *block.layout.matrix_shape)))
+    return _operator(K, lambda block: Eigenbasis.of_diagonal(block.reduction_factor * found[block.name].total))
 
 
 def trace_scaled(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
@@ -103,13 +92,13 @@ def trace_scaled(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
         **settings: Those of `KFAC`.
     """
     K = _kfac(risk, settings)
-    found = _statistics(K, risk, lambda block: _PartialTraces(*(_contraction(block, side, K) for side in ("A", "B"))))
-    R = _scale(K)
+    found = _statistics(K, risk, lambda block: _PartialTraces(K, block))
 
     def structure(block: Block) -> Structure:
         A, B = (_factor(contraction.total) for contraction in found[block.name].contractions)
         trace = B.trace()
-        return Kronecker(A.scaled(R), B.scaled(torch.where(trace > 0, 1 / trace, 0.0)))
+        # A block without curvature has traces of zero, and stays zero.
+        return Kronecker(A.scaled(block.reduction_factor), B.scaled(torch.where(trace > 0, 1 / trace, 0.0)))
 
     return _operator(K, structure)
 
@@ -121,7 +110,7 @@ def optimal_kronecker(
 
     Args:
         risk: Model, loss, data and parameters.
-        steps: At most so many steps; each takes two passes over the data. They start from KFAC.
+        steps: Maximum number of steps. Each takes two passes over the data. They start from KFAC.
         tolerance: Stop when the norms of all blocks change by less than this, relative to them.
         **settings: Those of `KFAC`.
 
@@ -131,85 +120,81 @@ def optimal_kronecker(
     if steps < 1:
         raise ModelError(f"steps is {steps}.", "Use at least one.")
     K = _kfac(risk, settings)
-    R = _scale(K)
-    sides: dict[str, Sides] = {name: {"B": _side(block, "B")} for name, block in K.blocks.items()}
-    norms: Tensor | None = None
+    # The scale of KFAC's B does not matter: the first A is divided by the norm of B, and B is then replaced.
+    B = {name: block.structure().B.unscaled().to(K.device, _zeros(K).dtype) for name, block in K.blocks.items()}
+    norms = _zeros(K, 1)
     for _ in range(steps):
-        for side, fixed in (("A", "B"), ("B", "A")):
-            sums = _sums(K, risk, lambda block, side=side: _contraction(block, side, K, sides[block.name]))  # type: ignore[misc]
-            for name, total in sums.items():
-                norm = sides[name][fixed].square().flatten(1).sum(1)
-                best = R * total / norm.clamp(min=torch.finfo(norm.dtype).tiny).reshape(-1, *[1] * (total.ndim - 1))
-                sides[name][side] = best
-        new = torch.cat([(s["A"].flatten(1).norm(dim=1) * s["B"].flatten(1).norm(dim=1)) for s in sides.values()])
-        if norms is not None and bool(((new - norms).abs() <= tolerance * new).all()):
+        A = _best_factors(K, risk, "A", B)
+        B = _best_factors(K, risk, "B", A)
+        before = norms
+        norms = torch.cat([A[name].squared_norm().sqrt() * B[name].squared_norm().sqrt() for name in B])
+        if bool(((norms - before).abs() <= tolerance * norms).all()):
             break
-        norms = new
-    return _operator(K, lambda block: Kronecker(*(_factor(sides[block.name][side]) for side in ("A", "B"))))
+    return _operator(K, lambda block: Kronecker(A[block.name], B[block.name]))
+
+
+def _best_factors(K: KFAC, risk: EmpiricalRisk, side: Side, fixed: dict[str, Factor]) -> dict[str, Factor]:
+    """Return the factors on one side that are best for fixed factors on the other side, by block."""
+    found = _statistics(K, risk, lambda block: _Contraction(K, block, side, fixed[block.name]))
+    best = {}
+    for name, statistic in found.items():
+        total = K.blocks[name].reduction_factor * statistic.total
+        norm = fixed[name].squared_norm().clamp(min=torch.finfo(total.dtype).tiny)
+        best[name] = _factor(total / norm.reshape(-1, *[1] * (total.ndim - 1)))
+    return best
 
 
 class _Contraction(Statistic):
-    """Sums of `G^T B G` (or of `G A G^T`, if transposed), dense or only their diagonals.
+    """Sums of `G^T B G` for side A, or of `G A G^T` for side B: dense matrices, or only their diagonals.
 
     Args:
-        total: `[G, d, d]`, or `[G, d]` for diagonals.
-        fixed: What stands in the middle: `[G, e, e]`, a diagonal `[G, e]`, or nothing for the identity.
-        transposed: Whether the middle is on the input side.
+        K: Has the block.
+        block: Says which of its sides are diagonal.
+        side: Which side of the block the sum becomes.
+        fixed: What stands in the middle: the block's other side, with a scale of one. `None` for the identity.
     """
 
-    def __init__(self, total: Tensor, fixed: Tensor | None, transposed: bool) -> None:
-        self.total, self.fixed, self.transposed = total, fixed, transposed
+    def __init__(self, K: KFAC, block: Block, side: Side, fixed: Factor | None = None) -> None:
+        groups, rows, columns = block.layout.matrix_shape
+        size = columns if side == "A" else rows
+        self.total = _zeros(K, groups, size) if block.is_diagonal(side) else _zeros(K, groups, size, size)
+        self.fixed = fixed
+        self.side = side
+        self.columns = columns
 
     def add(self, gradients: Tensor) -> None:
-        gradients = gradients.to(self.total)
-        missing = (self.total.shape[1] if not self.transposed else self._inner(gradients)) - gradients.shape[3]
-        gradients = torch.nn.functional.pad(gradients, (0, missing)).transpose(0, 1)  # [G, n, d_B, d_A]
-        gradients = gradients.transpose(2, 3) if self.transposed else gradients
-        weighted = self._weighted(gradients)
-        if self.total.ndim == 2:
-            self.total += (gradients * weighted).sum((1, 2))
-        else:
-            self.total.baddbmm_(gradients.flatten(1, 2).transpose(1, 2), weighted.flatten(1, 2))
+        # A bias that was not used has no column yet.
+        gradients = pad(gradients.to(self.total), (0, self.columns - gradients.shape[3])).transpose(0, 1)
+        gradients = gradients if self.side == "A" else gradients.transpose(2, 3)  # [groups, n, summed, kept]
+        self._add_products(gradients, gradients if self.fixed is None else self.fixed.left(gradients))
 
     def add_use(self, use: Use, g: Tensor) -> None:
         """Without shared positions, `G^T B G` is `(g^T B g) x x^T`, and no gradient is formed."""
         if isinstance(use.inputs, Vectors):
-            x, of_x = (t.to(self.total) for t in use.inputs.both(use, g))
-            width = self._inner(x) if self.transposed else self.total.shape[1]
-            if x.shape[1] == 1 and (use.ones or x.shape[2] == width):
-                x = torch.cat([x, torch.ones_like(x[..., :1])], 2) if use.ones else x
-                near, far = (of_x, x) if self.transposed else (x, of_x)
-                middle = self._weighted(far.unsqueeze(0).transpose(2, 3)).squeeze(0).squeeze(2)  # [N, e]
-                weights = (middle * far.squeeze(1)).sum(1)
-                near = near.squeeze(1)
-                if self.total.ndim == 2:
-                    self.total[0] += weights @ near.square()
-                else:
-                    self.total[0].addmm_(near.T * weights, near)
+            x, g_of_x = (t.to(self.total) for t in use.inputs.both(use, g))
+            if x.shape[1] == 1:
+                # The bias has an input of one, or none at all if it was not used.
+                x = pad(x, (0, self.columns - x.shape[2]), value=float(use.ones))
+                kept, summed = (x, g_of_x) if self.side == "A" else (g_of_x, x)
+                kept, summed = kept.unsqueeze(0), summed.unsqueeze(0)  # [groups, n, 1, size]
+                product = summed if self.fixed is None else self.fixed.right(summed)
+                self._add_products(kept, (product * summed).sum(3, keepdim=True) * kept)
                 return
         super().add_use(use, g)
 
-    def _weighted(self, gradients: Tensor) -> Tensor:
-        """Multiply `[G, n, e, d]` from the left with what is fixed."""
-        if self.fixed is None:
-            return gradients
-        kind = Factor.dense if self.fixed.ndim == 3 else Factor.diagonal
-        return kind(self.fixed).left(gradients)
-
-    def _inner(self, like: Tensor) -> int:
-        """Return the size of what is fixed on the input side, the bias included."""
-        return like.shape[-1] if self.fixed is None else self.fixed.shape[1]
+    def _add_products(self, left: Tensor, right: Tensor) -> None:
+        """Add the products of `left^T` and `right`, `[groups, n, summed, kept]` each."""
+        if self.total.ndim == 2:
+            self.total += (left * right).sum((1, 2))
+        else:
+            self.total.baddbmm_(left.flatten(1, 2).transpose(1, 2), right.flatten(1, 2))
 
 
 class _PartialTraces(Statistic):
-    """Both contractions with the identity.
+    """Both contractions of a block with the identity."""
 
-    Args:
-        *contractions: Those for the two sides.
-    """
-
-    def __init__(self, *contractions: _Contraction) -> None:
-        self.contractions = contractions
+    def __init__(self, K: KFAC, block: Block) -> None:
+        self.contractions = _Contraction(K, block, "A"), _Contraction(K, block, "B")
 
     def add(self, gradients: Tensor) -> None:
         for contraction in self.contractions:
@@ -220,23 +205,21 @@ class _PartialTraces(Statistic):
             contraction.add_use(use, g)
 
 
-class _Outer(Statistic):
+class _OuterProducts(Statistic):
     """Sums of outer products of flattened gradients."""
 
-    def __init__(self, block: Block) -> None:
-        groups, rows, columns = block.layout.matrix_shape
-        like = block.sums.roles["A"].gradient.total
-        self.columns = columns
-        self.total = torch.zeros([groups * rows * columns] * 2, dtype=_wide(like), device=like.device)
+    def __init__(self, K: KFAC, block: Block) -> None:
+        size = prod(block.layout.matrix_shape)
+        self.total = _zeros(K, size, size)
+        self.columns = block.layout.matrix_shape[2]
 
     def add(self, gradients: Tensor) -> None:
-        gradients = torch.nn.functional.pad(gradients, (0, self.columns - gradients.shape[3]))
-        flat = gradients.to(self.total).flatten(1)
+        flat = pad(gradients.to(self.total), (0, self.columns - gradients.shape[3])).flatten(1)
         self.total.addmm_(flat.T, flat)
 
 
 def _kfac(risk: EmpiricalRisk, settings: dict[str, Any]) -> KFAC:
-    """Compute KFAC, which knows all blocks."""
+    """Compute KFAC, which knows all blocks. Refuse blocks without gradients."""
     K = KFAC(risk, **settings)
     if K.settings.fisher == "forward-only":
         raise ModelError("fisher='forward-only' has no gradients.", "Use KFAC, or another fisher.")
@@ -247,71 +230,32 @@ def _kfac(risk: EmpiricalRisk, settings: dict[str, Any]) -> KFAC:
 
 
 def _statistics(K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], S | None]) -> dict[str, S]:
-    """Show the per-datum gradients of blocks to statistics, and return these."""
+    """Make statistics of blocks (`None` to leave a block out), and add all per-datum gradients to them."""
 
-    def run(settings: Any) -> dict[str, S]:
+    def run(settings: Settings) -> dict[str, S]:
         layouts = {block.layout.key: block.layout for block in K.blocks.values()}
         made = {name: statistic for name, block in K.blocks.items() if (statistic := make(block)) is not None}
-        statistics = {K.blocks[name].layout.key: statistic for name, statistic in made.items()}
-        sums = PerDatumSums(settings, layouts, statistics)
+        sums = PerDatumSums(settings, layouts, {K.blocks[name].layout.key: made[name] for name in made})
         sweep(risk, sums, settings, "gradients", layouts=layouts.values())
         return made
 
     return one_by_one_if_needed(K.settings, run)
 
 
-def _sums(K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], Statistic | None]) -> dict[str, Tensor]:
-    """Return the statistics' sums."""
-    return {name: statistic.total for name, statistic in _statistics(K, risk, make).items()}
-
-
-def _operator(
-    K: KFAC, structure: Callable[[Block], Structure], layout_of: Callable[[Layout], Layout] = lambda layout: layout
-) -> BlockDiagonal:
+def _operator(K: KFAC, structure: Callable[[Block], Structure]) -> BlockDiagonal:
     """Make an operator of all blocks."""
-    parts = [(layout_of(block.layout), structure(block)) for block in K.blocks.values()]
-    unused = [
-        (layout, zero_block(layout, K.domain)) for layout in layouts_of_unused_rows([p for p, _ in parts], K.domain)
-    ]
-    return BlockDiagonal(K.domain, stacked([*parts, *unused]))
+    parts = [(block.layout, structure(block)) for block in K.blocks.values()]
+    return BlockDiagonal(K.domain, stacked_with_zeros(parts, K.domain))
 
 
-def _contraction(block: Block, side: str, K: KFAC, sides: Sides | None = None) -> _Contraction:
-    """Sum what becomes one side of a block, for a fixed other side (the identity if nothing is given)."""
-    groups, rows, columns = block.layout.matrix_shape
-    size = columns if side == "A" else rows
-    shape = (groups, size) if block.is_diagonal(side) else (groups, size, size)  # type: ignore[arg-type]
-    total = torch.zeros(shape, dtype=_dtype(K), device=K.device)
-    fixed = None if sides is None else sides["B" if side == "A" else "A"]
-    return _Contraction(total, fixed, transposed=side == "B")
-
-
-def _side(block: Block, side: str) -> Tensor:
-    """Return one of KFAC's factors, `[G, d, d]` or `[G, d]`."""
-    values = getattr(block, side)
-    wide: Tensor = values.to(_wide(values))
-    return wide if block.layout.groups > 1 else wide.unsqueeze(0)
+def _zeros(K: KFAC, *shape: int) -> Tensor:
+    """Start a sum, in float32 or better."""
+    return torch.zeros(shape, dtype=torch.promote_types(K.dtype, torch.float32), device=K.device)
 
 
 def _factor(values: Tensor) -> Factor:
+    """Wrap `[groups, d, d]`, or diagonals `[groups, d]`."""
     return Factor.dense(values) if values.ndim == 3 else Factor.diagonal(values)
-
-
-def _whole(layout: Layout) -> Layout:
-    """Return a layout that does not separate groups of channels: the exact block has entries between them."""
-    return replace(layout, groups=1)
-
-
-def _scale(K: KFAC) -> float:
-    return next(iter(K.blocks.values())).reduction_factor
-
-
-def _wide(like: Tensor) -> torch.dtype:
-    return torch.promote_types(like.dtype, torch.float32)
-
-
-def _dtype(K: KFAC) -> torch.dtype:
-    return torch.promote_types(K.dtype, torch.float32)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-r"""Backpropagated vectors $\blacktriangle_{n,c}$: what is sent back through the net makes the curvature matrix.
+r"""Backpropagated vectors $\blacktriangle_{n,c}$: they determine which curvature matrix is approximated.
 
 The curvature of each datum is $J_n^\top [\sum_c \blacktriangle_{n,c} \blacktriangle_{n,c}^\top] J_n$, with
 
@@ -6,7 +6,7 @@ The curvature of each datum is $J_n^\top [\sum_c \blacktriangle_{n,c} \blacktria
 - `"ggn"`: the columns of a factor of the criterion's Hessian (the same for most losses),
 - `"mc"`: gradients for labels drawn from the model's likelihood, over the root of their number,
 - `"empirical"`: the gradient for the label at hand,
-- `"forward-only"`: nothing at all; the gradient-based factor is then the identity.
+- `"forward-only"`: zeros. The gradient-based factor is then the identity.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,18 +23,12 @@ from kfs.losses import Loss
 from kfs.losses.counter import Draws
 
 Answer = TypeVar("Answer")
-# So many numbers of columns are computed together.
+# Columns with this many numbers in all are computed together.
 _NUMBERS = 2**22
 
 
 def backpropagated_vectors(
-    loss: Loss,
-    f: Tensor,
-    y: Tensor,
-    settings: Settings,
-    first_datum: int,
-    at_once: int,
-    random: type[Draws] = Draws,
+    loss: Loss, f: Tensor, y: Tensor, settings: Settings, first_datum: int, at_once: int, random: type[Draws] = Draws
 ) -> Iterator[Tensor]:
     """Generate the vectors of a batch.
 
@@ -42,13 +36,13 @@ def backpropagated_vectors(
         loss: Describes the criterion.
         f: Predictions, `[N, ...]`, detached.
         y: Targets, `[N, ...]`.
-        settings: Say which curvature matrix is approximated.
-        first_datum: Index of the first datum within all data: draws depend on it.
-        at_once: How many vectors to return together.
-        random: Where draws come from.
+        settings: Which curvature matrix is approximated.
+        first_datum: Index of the first datum within all data. Draws depend on it.
+        at_once: Number of vectors to return together.
+        random: Generator of draws.
 
     Yields:
-        Some vectors for every datum, `[columns, *f.shape]`.
+        Some columns, `[columns, *f.shape]`: the same number of vectors for every datum.
     """
     if settings.fisher in {"type-2", "ggn"}:
         factor = loss.fisher_factor if settings.fisher == "type-2" else loss.hessian_factor
@@ -69,11 +63,12 @@ def backpropagated_vectors(
     elif settings.fisher == "empirical":
         yield loss.gradient(f, y).unsqueeze(0).to(f.dtype)
     else:
-        yield torch.zeros_like(f).unsqueeze(0)  # only to learn on which uses predictions depend
+        # A backward pass is needed only to find out which uses predictions depend on.
+        yield torch.zeros_like(f).unsqueeze(0)
 
 
 def columns_at_once(settings: Settings, device: torch.device) -> int:
-    """Return how many vectors to send back together: what was asked for, or what keeps a GPU busy."""
+    """Return how many vectors to send back together: the setting or, if not given, what keeps a GPU busy."""
     if settings.fisher in {"empirical", "forward-only"} or (settings.fisher == "mc" and settings.mc_samples == 1):
         return 1
     return settings.columns_at_once or (8 if device.type == "cuda" else 1)
@@ -106,7 +101,7 @@ if __name__ == "__main__":
     N, C = 3, 4
     f = torch.randn(N, C, dtype=torch.float64, requires_grad=True)
     for module, y in ((MSELoss(), torch.randn(N, C, dtype=torch.float64)), (CrossEntropyLoss(), torch.arange(N))):
-        loss, name = describe(module), type(module).__name__
+        loss = describe(module)
 
         def middle(settings: Settings, at_once: int = 2, loss: Loss = loss, y: Tensor = y) -> Tensor:
             """Sum outer products of all vectors of every datum."""
@@ -122,9 +117,11 @@ if __name__ == "__main__":
         middles = {kind: middle(settings) for kind, settings in kinds.items()}
         for n in range(N):
             leaf = f[n].detach().requires_grad_()
-            H, case = vec_hessian(criterion(module)(leaf, y[n]), leaf), f"{name}, datum {n}"
+            value = criterion(module)(leaf, y[n])
+            H = vec_hessian(value, leaf)
+            case = f"{type(module).__name__}, datum {n}"
             verify("type-2 vectors are a factor of the criterion's Hessian", middles["type-2"][n], H, case=case)
             verify("so are those of the GGN", middles["ggn"][n], H, case=case)
             verify("Monte Carlo vectors converge to the Hessian", middles["mc"][n], H, 0.1, case)
-            (g,) = torch.autograd.grad(criterion(module)(leaf, y[n]), leaf)
+            (g,) = torch.autograd.grad(value, leaf)
             verify("the empirical vector is the gradient", middles["empirical"][n], torch.outer(g, g), case=case)

@@ -1,4 +1,4 @@
-"""How good is a structure? Errors against exact blocks, layer by layer, beside what each structure costs."""
+"""Errors of structures against exact blocks, layer by layer, and what each structure costs."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from kfs.errors import ModelError
 from kfs.kfac.alternatives import exact_blocks, exact_diagonal, exact_matrices, optimal_kronecker, trace_scaled
 from kfs.kfac.ekfac import EKFAC
-from kfs.kfac.inspection import readable_size
+from kfs.kfac.inspection import as_text, make_table, readable_size
 from kfs.kfac.kfac import KFAC
-from kfs.kfac.structures.block_diagonal import BlockDiagonal
+from kfs.kfac.structures import BlockDiagonal, Structure
 from kfs.risk import EmpiricalRisk
 
 STRUCTURES: dict[str, Callable[..., BlockDiagonal]] = {
@@ -51,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` returns; print it, or `plot` it.
+    """What `compare` returns. Print it, or `plot` it.
 
     Attributes:
         rows: One for every layer and structure.
@@ -64,31 +63,29 @@ class Comparison:
     left_out: tuple[str, ...] = ()
 
     def table(self) -> Table:
-        """Return the table for a terminal."""
-        table = Table(title="Errors against exact blocks, relative to them", title_style="bold")
-        for name, side in (("layer", "left"), ("structure", "left"), ("Frobenius", "right"), ("spectral", "right")):
-            table.add_column(name, justify=side)  # type: ignore[arg-type]
-        table.add_column("bytes", justify="right")
-        table.add_column("cost / gradient", justify="right")
+        """Return the table for `rich`."""
+        numbers = ("Frobenius", "spectral", "bytes", "cost / gradient")
+        rows = []
         before = None
         for row in self.rows:
-            layer, before = row.layer if row.layer != before else "", row.layer
-            numbers = (f"{row.frobenius:.2e}", f"{row.spectral:.2e}", readable_size(row.nbytes))
-            table.add_row(layer, row.structure, *numbers, f"{self.costs[row.structure]:.1f}", end_section=False)
-        return table
+            layer = "" if row.layer == before else row.layer  # each layer's name is shown once
+            before = row.layer
+            errors = f"{row.frobenius:.2e}", f"{row.spectral:.2e}"
+            cost = f"{self.costs[row.structure]:.1f}"
+            rows.append((layer, row.structure, *errors, readable_size(row.nbytes), cost))
+        title = "Errors against exact blocks, relative to them"
+        return make_table(title, ("layer", "structure", *numbers), rows, right=numbers)
 
     def __str__(self) -> str:
         """Return the table as text."""
-        console = Console(width=100)
-        with console.capture() as text:
-            console.print(self.table())
-        return text.get() + (f"Too large for exact blocks: {', '.join(self.left_out)}.\n" if self.left_out else "")
+        text = as_text(self.table(), width=100)
+        return text + (f"Too large for exact blocks: {', '.join(self.left_out)}.\n" if self.left_out else "")
 
     def plot(self, path: str | Path) -> None:
         """Draw errors in the Frobenius norm, a group of bars for each layer.
 
         Args:
-            path: Where to write the picture; the ending says in which format.
+            path: File for the picture. Its ending determines the format.
 
         Raises:
             ModelError: If matplotlib is missing.
@@ -104,7 +101,7 @@ class Comparison:
         figure.savefig(path)
 
     def draw(self, axes: Any) -> None:
-        """Draw errors in the Frobenius norm into axes of matplotlib; exact structures have no bars."""
+        """Draw errors in the Frobenius norm into axes of matplotlib. Exact structures have no bars."""
         layers = list(dict.fromkeys(row.layer for row in self.rows))
         wrong = {row.structure for row in self.rows if row.frobenius > 0}
         names = [name for name in self.costs if name in wrong]
@@ -132,7 +129,7 @@ def compare(
         risk: Model, loss, data and parameters.
         structures: Names from `"KFAC"`, `"EKFAC"`, `"diagonal"`, `"trace-scaled"`, `"optimal Kronecker"`, `"exact
             blocks"`; or functions by name, which take the risk and settings and return an operator with KFAC's blocks.
-        max_size: Layers with more parameters than this are left out.
+        max_size: Leave out layers with more parameters than this.
         **settings: Those of `KFAC`: `fisher`, `sharing` and so on.
 
     Returns:
@@ -149,7 +146,7 @@ def compare(
     """
     makers = _makers(structures)
     K = KFAC(risk, **settings)
-    sizes = {b.name: sum(K.domain.sizes[n] for n in b.layout.params) for b in K.blocks.values()}
+    sizes = {name: sum(K.domain.sizes[n] for n in block.layout.params) for name, block in K.blocks.items()}
     small = {name for name, size in sizes.items() if size <= max_size}
     if not small:
         raise ModelError(
@@ -160,13 +157,13 @@ def compare(
         makers.pop("exact blocks", None)
     exact = exact_matrices(K, risk, small)
     unit = _seconds(risk.gradient)[1]
-    found: dict[str, BlockDiagonal] = {}
+    found: dict[str, dict[str, Structure]] = {}
     costs: dict[str, float] = {}
     for name, make in makers.items():
-        found[name], seconds = _seconds(partial(make, risk, **settings))
+        operator, seconds = _seconds(partial(make, risk, **settings))
+        found[name] = operator.structures
         costs[name] = seconds / unit
-    structures_of = {name: operator.structures for name, operator in found.items()}
-    rows = [_row(layer, name, structures_of[name][layer], C) for layer, C in exact.items() for name in found]
+    rows = [_row(layer, name, found[name][layer], C.double()) for layer, C in exact.items() for name in found]
     return Comparison(tuple(rows), costs, left_out)
 
 
@@ -181,24 +178,23 @@ def _makers(structures: Iterable[str] | Mapping[str, Callable[..., BlockDiagonal
     return {name: STRUCTURES[name] for name in names}
 
 
-def _row(layer: str, name: str, structure: Any, C: Tensor) -> Row:
-    """Measure one structure of one layer."""
-    C = C.double()
-    difference = _dense(structure).to(C) - C
-    norms = [(difference.norm(), C.norm()), tuple(torch.linalg.matrix_norm(t, ord=2) for t in (difference, C))]
-    frobenius, spectral = (float(error / size) if size > 0 else float(error) for error, size in norms)
-    return Row(layer, name, frobenius, spectral, structure.nbytes)
+def _row(layer: str, name: str, structure: Structure, C: Tensor) -> Row:
+    """Measure one structure of one layer, whose exact block is `C`."""
+    # Groups of channels make smaller blocks on the diagonal of a layer's matrix.
+    difference = torch.block_diag(*structure.to_dense()).to(C) - C
 
+    def relative_error(order: Any) -> float:
+        error = torch.linalg.matrix_norm(difference, order)
+        size = torch.linalg.matrix_norm(C, order)
+        return float(error / size if size > 0 else error)
 
-def _dense(structure: Any) -> Tensor:
-    """Return the matrix of a layer; groups of channels make smaller blocks in it."""
-    matrix: Tensor = torch.block_diag(*structure.to_dense())
-    return matrix.double()
+    return Row(layer, name, relative_error("fro"), relative_error(2), structure.nbytes)
 
 
 def _seconds(call: Callable[[], Any]) -> tuple[Any, float]:
-    """Return a result, and how long it took."""
+    """Return a result, and how many seconds it took."""
     start = time.perf_counter()
     result = call()
-    torch.cuda.synchronize() if torch.cuda.is_available() else None
+    if torch.cuda.is_available():  # pragma: no cover (kernels may still be running)
+        torch.cuda.synchronize()
     return result, time.perf_counter() - start

@@ -83,13 +83,12 @@ if __name__ == "__main__":
     from kfs.basics.flattening import rvec
     from kfs.basics.ggns import vec_ggn
     from kfs.basics.reduction_factors import reduction_factor
-    from kfs.kfac import KFAC
-    from kfs.kfac.expand_Linear import kfac_block, output_gradients
+    from kfs.kfac.expand_Linear import output_gradients, verify_layer
     from kfs.risk import EmpiricalRisk
-    from kfs.verification import verify, verify_differs
+    from kfs.verification import verify
 
     def check(case: str, N: int, window: Window, activation: Module, exact: bool) -> None:
-        """Compare both factors with the engine, and their Kronecker product with the GGN."""
+        """Compute both factors, and verify them."""
         layer, head = Conv2d(2, 3, *window).double(), Conv2d(3, 2, 1).double()
         X = 2 * torch.randn(N, 2, 4, 4, dtype=torch.float64)
         W = torch.cat([layer.weight.flatten(1), layer.get_parameter("bias").unsqueeze(1)], dim=1)
@@ -100,20 +99,9 @@ if __name__ == "__main__":
         B = gradient_factor(output_gradients(loss, f, y, z))
         product_with_patches = patches(X, window) @ W[:, :-1].T + W[:, -1]
         verify("a convolution multiplies patches", product_with_patches, z.flatten(2).mT, case=case)
-
         risk = EmpiricalRisk(Sequential(layer, activation, head), loss, (X, y))
-        block = KFAC(risk, sharing="expand").blocks["0"]
-        verify("the engine computes the same input-based factor", block.A, A, case=case)
-        verify("the engine computes the same gradient-based factor", block.B, B, case=case)
-
-        G = vec_ggn(loss(f, y), f, W, vec=rvec)
-        if not exact:
-            verify_differs("otherwise, KFAC is an approximation", kfac_block(A, B, rvec), G, case=case)
-            return
-        verify("KFAC-expand equals the GGN", kfac_block(A, B, rvec), G, case=case)
-        if z[0, 0].numel() > 1:
-            other = KFAC(risk, sharing="reduce").blocks["0"]
-            verify_differs("KFAC-reduce does not", kfac_block(other.A, other.B, rvec), G, case=case)
+        shared = z[0, 0].numel() > 1
+        verify_layer(case, risk, "expand", A, B, vec_ggn(loss(f, y), f, W, vec=rvec), exact, shared, rvec)
 
     torch.manual_seed(0)
     loss = MSELoss()

@@ -38,10 +38,14 @@ linear layers with weight sharing"; Eschenhagen et al., 2023).
 from torch import Tensor, kron, outer, stack
 from torch.autograd import grad
 
-from kfs.basics.flattening import Vec, check_vec, cvec
+from kfs.basics.flattening import Vec, check_vec, cvec, rvec
 from kfs.basics.hessian_factorizations import hessian_factor
 from kfs.basics.jacobians_linear_layer import append_one
 from kfs.basics.reduction_factors import Loss
+from kfs.kfac.kfac import KFAC
+from kfs.kfac.settings import Sharing
+from kfs.risk import EmpiricalRisk
+from kfs.verification import verify, verify_differs
 
 
 def output_gradients(loss: Loss, f: Tensor, y: Tensor, z: Tensor) -> Tensor:
@@ -55,16 +59,7 @@ def output_gradients(loss: Loss, f: Tensor, y: Tensor, z: Tensor) -> Tensor:
 
 
 def input_factor(x: Tensor, reduction_factor: float, bias: bool = False) -> Tensor:
-    """Compute the input-based factor `A`.
-
-    Args:
-        x: The layer's inputs, shape `[batch, shared, d_in]`, or `[batch, d_in]` for one position.
-        reduction_factor: `R`.
-        bias: Whether to append a one to every input.
-
-    Returns:
-        A matrix of shape `[d_in, d_in]`, with one more row and column for a bias.
-    """
+    """Compute `A` from inputs `[batch, shared, d_in]`, or `[batch, d_in]` for one position. A bias appends a one."""
     x = x.reshape(len(x), -1, x.shape[-1])
     N, S, d_in = x.shape
     A = x.new_zeros(d_in + bias, d_in + bias)
@@ -76,14 +71,7 @@ def input_factor(x: Tensor, reduction_factor: float, bias: bool = False) -> Tens
 
 
 def gradient_factor(g: Tensor) -> Tensor:
-    """Compute the gradient-based factor `B`.
-
-    Args:
-        g: Vectors at the layer's output, shape `[columns, batch, shared, d_out]`, or `[columns, batch, d_out]`.
-
-    Returns:
-        A matrix of shape `[d_out, d_out]`.
-    """
+    """Compute `B` from vectors at the output, `[columns, batch, shared, d_out]`, or `[columns, batch, d_out]`."""
     g = g.reshape(*g.shape[:2], -1, g.shape[-1])
     C, N, S, d_out = g.shape
     B = g.new_zeros(d_out, d_out)
@@ -100,23 +88,41 @@ def kfac_block(A: Tensor, B: Tensor, vec: Vec) -> Tensor:
     return kron(A, B) if vec is cvec else kron(B, A)
 
 
+def verify_layer(
+    case: str,
+    risk: EmpiricalRisk,
+    sharing: Sharing,
+    A: Tensor,
+    B: Tensor,
+    G: Tensor,
+    exact: bool,
+    shared: bool,
+    vec: Vec,
+) -> None:
+    """Compare the factors of layer `"0"` with the engine's, and their Kronecker product with the GGN's block `G`."""
+    block = KFAC(risk, sharing=sharing).blocks["0"]
+    verify("the engine computes the same input-based factor", block.A, A, case=case)
+    verify("the engine computes the same gradient-based factor", block.B, B, case=case)
+    if not exact:
+        verify_differs("otherwise, KFAC is an approximation", kfac_block(A, B, vec), G, case=case)
+        return
+    verify(f"KFAC-{sharing} equals the GGN", kfac_block(A, B, vec), G, case=case)
+    if shared:  # with one position, both variants are the same
+        other: Sharing = "reduce" if sharing == "expand" else "expand"
+        block = KFAC(risk, sharing=other).blocks["0"]
+        verify_differs(f"KFAC-{other} does not", kfac_block(block.A, block.B, vec), G, case=case)
+
+
 if __name__ == "__main__":
     import torch
     from torch.nn import Identity, Linear, Module, MSELoss, Sequential, Tanh
     from torch.nn.functional import linear
 
-    from kfs.basics.flattening import rvec
     from kfs.basics.ggns import vec_ggn
     from kfs.basics.reduction_factors import reduction_factor
-    from kfs.kfac import KFAC
-    from kfs.risk import EmpiricalRisk
-    from kfs.verification import verify, verify_differs
-
-    torch.manual_seed(0)
-    loss = MSELoss()
 
     def check(case: str, N: int, S: int, activation: Module, exact: bool) -> None:
-        """Compare both factors with the engine, and their Kronecker product with the GGN."""
+        """Compute both factors, and verify them in both flattenings."""
         layer, head = Linear(4, 3).double(), Linear(3, 2).double()
         X, y = torch.randn(N, S, 4, dtype=torch.float64), torch.randn(N, S, 2, dtype=torch.float64)
         W = torch.cat([layer.weight, layer.bias.unsqueeze(1)], dim=1)  # the joint matrix (W b)
@@ -124,24 +130,16 @@ if __name__ == "__main__":
         f = head(activation(z))
         A = input_factor(X, reduction_factor(loss, y), bias=True)
         B = gradient_factor(output_gradients(loss, f, y, z))
-
         risk = EmpiricalRisk(Sequential(layer, activation, head), loss, (X, y))
-        block = KFAC(risk, sharing="expand").blocks["0"]
-        verify("the engine computes the same input-based factor", block.A, A, case=case)
-        verify("the engine computes the same gradient-based factor", block.B, B, case=case)
-
-        other = KFAC(risk, sharing="reduce").blocks["0"]
         for vec, wrong in ((cvec, rvec), (rvec, cvec)):
-            G = vec_ggn(loss(f, y), f, W, vec=vec)
             setting = f"{case}, {vec.__name__}"
-            if not exact:
-                verify_differs("otherwise, KFAC is an approximation", kfac_block(A, B, vec), G, case=setting)
-                continue
-            verify("KFAC-expand equals the GGN", kfac_block(A, B, vec), G, case=setting)
-            verify_differs("the other order of factors does not", kfac_block(A, B, wrong), G, case=setting)
-            if S > 1:
-                verify_differs("KFAC-reduce does not", kfac_block(other.A, other.B, vec), G, case=setting)
+            G = vec_ggn(loss(f, y), f, W, vec=vec)
+            verify_layer(setting, risk, "expand", A, B, G, exact, S > 1, vec)
+            if exact:
+                verify_differs("the other order of factors does not", kfac_block(A, B, wrong), G, case=setting)
 
+    torch.manual_seed(0)
+    loss = MSELoss()
     check("one datum, one position", 1, 1, Tanh(), exact=True)
     check("linear net, a loss term per position", 4, 3, Identity(), exact=True)
     check("nonlinear net, several data and positions", 4, 3, Tanh(), exact=False)

@@ -1,5 +1,6 @@
 """What KFAC covers, with what factors, at what cost: shown before any factor is computed."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,22 +29,22 @@ class Row:
     Attributes:
         parameter: Its name.
         shape: Its shape.
-        operations: What uses it.
-        block: The block's name; empty if it is not covered.
-        A: Kind and size of the input-based factor.
-        B: Kind and size of the gradient-based factor.
-        nbytes: Bytes of both factors; zero for a bias that shares its weight's block.
-        why_not: Why it is not covered; empty if it is.
+        operations: The operations that use it.
+        block: The block's name. Empty if the parameter is not covered.
+        A: Structure and size of the input-based factor.
+        B: Structure and size of the gradient-based factor.
+        nbytes: Bytes of both factors. Zero for a bias that shares its weight's block.
+        why_not: Why the parameter is not covered. Empty if it is.
     """
 
     parameter: str
     shape: tuple[int, ...]
-    operations: tuple[str, ...]
-    block: str
-    A: str
-    B: str
-    nbytes: int
-    why_not: str
+    operations: tuple[str, ...] = ()
+    block: str = ""
+    A: str = ""
+    B: str = ""
+    nbytes: int = 0
+    why_not: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,31 +69,19 @@ class Inspection:
 
     def table(self) -> Table:
         """Return the table for `rich`."""
-        table = Table(title=f"KFAC: {len(self.rows)} rows, {readable_size(self.nbytes)} of factors")
-        for column in ("parameter", "shape", "operations", "block", "A", "B"):
-            table.add_column(column, overflow="fold")
-        table.add_column("bytes", justify="right")
-        table.add_column("not covered because", overflow="fold")
+        rows = []
         for row in self.rows:
             shape = "x".join(map(str, row.shape))
-            table.add_row(
-                row.parameter,
-                shape,
-                ", ".join(row.operations),
-                row.block,
-                row.A,
-                row.B,
-                readable_size(row.nbytes),
-                row.why_not,
-            )
-        return table
+            operations = ", ".join(row.operations)
+            size = readable_size(row.nbytes)
+            rows.append((row.parameter, shape, operations, row.block, row.A, row.B, size, row.why_not))
+        columns = ("parameter", "shape", "operations", "block", "A", "B", "bytes", "not covered because")
+        title = f"KFAC: {len(self.rows)} rows, {readable_size(self.nbytes)} of factors"
+        return make_table(title, columns, rows)
 
     def __str__(self) -> str:
         """Return the table as text."""
-        console = Console(width=160)
-        with console.capture() as text:
-            console.print(self.table())
-        return text.get()
+        return as_text(self.table(), width=160)
 
 
 def inspect(
@@ -109,8 +98,8 @@ def inspect(
 
     Args:
         model: A module, or a function `f(params, x)`.
-        sample: A batch of inputs: what the model takes. Two data or more are better than one, since batch and other
-            axes of length one look the same.
+        sample: A batch of inputs, as the model takes it. Use at least two data: with one datum, the batch axis looks
+            like any other axis of length one.
         params: Which parameters, as in `EmpiricalRisk`.
         sharing: As in `KFAC`.
         joint_bias: As in `KFAC`.
@@ -118,7 +107,7 @@ def inspect(
         batch_axis: As in `KFAC`.
 
     Returns:
-        A table with one row per parameter (per part of it, if parts have factors of their own).
+        A table with one row per parameter, or per part of it if parts have factors of their own.
 
     Example:
         >>> print(inspect(torch.nn.Linear(3, 2), torch.rand(5, 3)).rows[0].A)
@@ -126,9 +115,7 @@ def inspect(
     """
     tensors = tensors_in(sample)
     if not tensors or tensors[0].ndim == 0:
-        raise DataError(
-            "The sample holds no tensor with a batch axis.", "Pass a batch of inputs, as the model takes it."
-        )
+        raise DataError("The sample has no tensor with a batch axis.", "Pass a batch of inputs, as the model takes it.")
     if params is None and isinstance(model, Module) and not any(p.requires_grad for p in model.parameters()):
         params = [name for name, _ in model.named_parameters()]
     targets = torch.zeros(len(tensors[0]), device=tensors[0].device)
@@ -146,7 +133,7 @@ def inspect(
         blocks = [block for block in sums.blocks.values() if name in block.layout.params and name not in why_not]
         rows += [_row(name, p, block) for block in blocks]
         if not blocks:
-            rows.append(Row(name, tuple(p.shape), (), "", "", "", 0, why_not[name]))
+            rows.append(Row(name, tuple(p.shape), why_not=why_not[name]))
     return Inspection(tuple(rows))
 
 
@@ -156,29 +143,43 @@ def _anything(f: Tensor, y: Tensor) -> Tensor:
 
 
 def _row(name: str, p: Tensor, block: BlockSums) -> Row:
-    is_weight = name == block.layout.weight
-    return Row(
-        name,
-        tuple(p.shape),
-        tuple(sorted(block.operations)),
-        block.layout.name,
-        _kind_and_size(block, "A"),
-        _kind_and_size(block, "B"),
-        block.nbytes if is_weight else 0,
-        "",
-    )
+    """Describe a parameter that is covered."""
+    A = _structure_and_size(block, "A")
+    B = _structure_and_size(block, "B")
+    nbytes = block.nbytes if name == block.layout.weight else 0
+    return Row(name, tuple(p.shape), tuple(sorted(block.operations)), block.layout.name, A, B, nbytes)
 
 
-def _kind_and_size(block: BlockSums, side: Side) -> str:
-    """Describe a factor, `"dense 4x4"`; only a diagonal has one size."""
+def _structure_and_size(block: BlockSums, side: Side) -> str:
+    """Describe a factor, such as `"dense 4x4"` or `"diagonal 4"`."""
     diagonal = block.is_diagonal(side)
     total = next(s.total for s in block.on_side(side) if s.diagonal == diagonal)
     shape = total.shape if block.layout.groups > 1 else total.shape[1:]
     return f"{'diagonal' if diagonal else 'dense'} {'x'.join(map(str, shape))}"
 
 
+def make_table(
+    title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[str] = ("bytes",)
+) -> Table:
+    """Make a table for `rich`. Columns with names in `right` have numbers, and are aligned to the right."""
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def as_text(table: Table, width: int) -> str:
+    """Return a table as text of some width."""
+    console = Console(width=width)
+    with console.capture() as text:
+        console.print(table)
+    return text.get()
+
+
 def readable_size(nbytes: float) -> str:
-    """Write a number of bytes for people."""
+    """Return a number of bytes with a unit, such as `"12 KiB"`."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}"

@@ -17,7 +17,7 @@ from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress, details
 from kfs.kfac.storage.files import loadable
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked, zero_block
+from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked_with_zeros
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
@@ -153,10 +153,8 @@ class KFAC(BlockDiagonal):
     def stacks(self) -> list[Stack]:
         """The blocks as Kronecker products, those of one size together in memory."""
         if self._stacks is None:
-            parts: list[Any] = [(block.layout, block.structure()) for block in self.blocks.values()]
-            unused = layouts_of_unused_rows([layout for layout, _ in parts], self.domain)
-            parts += [(layout, zero_block(layout, self.domain)) for layout in unused]
-            self._stacks = stacked(parts)
+            parts = [(block.layout, block.structure()) for block in self.blocks.values()]
+            self._stacks = stacked_with_zeros(parts, self.domain)
             self._share_memory()
         return self._stacks
 

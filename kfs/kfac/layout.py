@@ -134,7 +134,7 @@ class Layout:
                      [3, 4, 5, 7]]])
         """
         size = prod(self.shape)
-        bias_size = self.shape[0] if self._bias_has_rows else self.groups * self.row_size
+        bias_size = self.shape[0] if self.bias_has_rows else self.groups * self.row_size
         places = torch.arange(size + bias_size).unsqueeze(0)
         columns = {self.weight: places[:, :size]}
         if self.bias is not None:
@@ -151,7 +151,7 @@ class Layout:
         return self.rows == (0, self.shape[0])
 
     @property
-    def _bias_has_rows(self) -> bool:
+    def bias_has_rows(self) -> bool:
         """Whether the block has the rows of its bias that it has of its weight, and not all of them."""
         return not self._has_all_rows and self.order[0] == 0
 
@@ -169,4 +169,4 @@ class Layout:
         if self.bias is None:
             return W, None
         b = columns[self.bias]
-        return W, b[:, rows] if self._bias_has_rows else b
+        return W, b[:, rows] if self.bias_has_rows else b

@@ -27,6 +27,7 @@ from itertools import product
 
 from torch import Tensor, cat, outer
 
+from kfs.kfac import reduce_Linear
 from kfs.kfac.expand_Conv import Window, corners, pixel
 
 
@@ -54,16 +55,7 @@ def input_factor(image: Tensor, window: Window, reduction_factor: float, bias: b
 
 def gradient_factor(g: Tensor) -> Tensor:
     """Compute the gradient-based factor `B` for vectors `[columns, batch, channels, height, width]` at the output."""
-    C, N, d_out, height, width = g.shape
-    B = g.new_zeros(d_out, d_out)
-    for n in range(N):
-        for c in range(C):
-            g_nc = g.new_zeros(d_out)
-            for row, column in product(range(height), range(width)):
-                g_nc += g[c, n, :, row, column]
-            B += outer(g_nc, g_nc)
-    S = height * width
-    return B / (N * S**2)
+    return reduce_Linear.gradient_factor(g.flatten(3).movedim(2, 3))  # [columns, batch, shared, d_out]
 
 
 if __name__ == "__main__":
@@ -73,16 +65,15 @@ if __name__ == "__main__":
     from kfs.basics.flattening import rvec
     from kfs.basics.ggns import vec_ggn
     from kfs.basics.reduction_factors import Loss, reduction_factor
-    from kfs.kfac import KFAC
     from kfs.kfac.expand_Conv import patches
-    from kfs.kfac.expand_Linear import kfac_block, output_gradients
+    from kfs.kfac.expand_Linear import output_gradients, verify_layer
     from kfs.risk import EmpiricalRisk
-    from kfs.verification import verify, verify_differs
+    from kfs.verification import verify
 
     window = Window((3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2))
 
     def check(case: str, loss: Loss, y: Tensor, activation: nn.Module, exact: bool) -> None:
-        """Compare both factors with the engine, and their Kronecker product with the GGN."""
+        """Compute both factors, and verify them."""
         layer = nn.Conv2d(2, 3, *window).double()
         head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), activation, nn.Linear(3, 2)).double()
         X = 2 * torch.randn(len(y), 2, 4, 4, dtype=torch.float64)
@@ -92,19 +83,9 @@ if __name__ == "__main__":
         A = input_factor(X, window, reduction_factor(loss, y), bias=True)
         B = gradient_factor(output_gradients(loss, f, y, z))
         verify("sums over pixels are sums of patches", summed_patches(X, window), patches(X, window).sum(1), case=case)
-
         risk = EmpiricalRisk(nn.Sequential(layer, head), loss, (X, y))
-        block = KFAC(risk, sharing="reduce").blocks["0"]
-        verify("the engine computes the same input-based factor", block.A, A, case=case)
-        verify("the engine computes the same gradient-based factor", block.B, B, case=case)
-
         G = vec_ggn(loss(f, y), f, W, vec=rvec)
-        if exact:
-            verify("KFAC-reduce equals the GGN", kfac_block(A, B, rvec), G, case=case)
-            other = KFAC(risk, sharing="expand").blocks["0"]
-            verify_differs("KFAC-expand does not", kfac_block(other.A, other.B, rvec), G, case=case)
-        else:
-            verify_differs("otherwise, KFAC is an approximation", kfac_block(A, B, rvec), G, case=case)
+        verify_layer(case, risk, "reduce", A, B, G, exact, shared=True, vec=rvec)
 
     torch.manual_seed(0)
     check("one datum", nn.CrossEntropyLoss(), torch.tensor([1]), nn.Tanh(), exact=True)

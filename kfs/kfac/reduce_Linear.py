@@ -1,8 +1,8 @@
 r"""KFAC for a linear layer, with weight sharing `reduce`: positions are summed before outer products are taken.
 
 A linear layer maps inputs $x_{n,s}$ to $z_{n,s} = W x_{n,s}$, with one weight for all data $n$ and for all
-$S$ positions $s$ of a datum. Suppose that the network adds up or averages positions later: it sees nothing
-but $\sum_s z_{n,s} = W \sum_s x_{n,s}$. Then the layer is one without weight sharing, whose input is
+$S$ positions $s$ of a datum. Suppose that the network adds up or averages positions later, so that it sees only
+$\sum_s z_{n,s} = W \sum_s x_{n,s}$. Then the layer is one without weight sharing, whose input is
 $\sum_s x_{n,s}$. The vectors $g_{n,s,c}$ that come back are the same at all positions of a datum, so each is
 their mean, $\tfrac{1}{S} \sum_s g_{n,s,c}$. KFAC for such a layer is
 
@@ -29,16 +29,7 @@ from kfs.basics.jacobians_linear_layer import append_one
 
 
 def input_factor(x: Tensor, reduction_factor: float, bias: bool = False) -> Tensor:
-    """Compute the input-based factor `A`.
-
-    Args:
-        x: The layer's inputs, shape `[batch, shared, d_in]`.
-        reduction_factor: `R`.
-        bias: Whether to append a one to every input.
-
-    Returns:
-        A matrix of shape `[d_in, d_in]`, with one more row and column for a bias.
-    """
+    """Compute `A` from inputs `[batch, shared, d_in]`. A bias appends a one to every input."""
     N, S, d_in = x.shape
     A = x.new_zeros(d_in + bias, d_in + bias)
     for n in range(N):
@@ -50,14 +41,7 @@ def input_factor(x: Tensor, reduction_factor: float, bias: bool = False) -> Tens
 
 
 def gradient_factor(g: Tensor) -> Tensor:
-    """Compute the gradient-based factor `B`.
-
-    Args:
-        g: Backpropagated vectors at the layer's output, shape `[columns, batch, shared, d_out]`.
-
-    Returns:
-        A matrix of shape `[d_out, d_out]`.
-    """
+    """Compute `B` from vectors at the layer's output, `[columns, batch, shared, d_out]`."""
     C, N, S, d_out = g.shape
     B = g.new_zeros(d_out, d_out)
     for n in range(N):
@@ -71,46 +55,28 @@ def gradient_factor(g: Tensor) -> Tensor:
 
 if __name__ == "__main__":
     import torch
-    from torch.nn import CrossEntropyLoss, Identity, Linear, Module, MSELoss, Sequential, Tanh
+    from torch.nn import AvgPool2d, CrossEntropyLoss, Flatten, Identity, Linear, Module, MSELoss, Sequential, Tanh
     from torch.nn.functional import linear
 
     from kfs.basics.flattening import rvec
     from kfs.basics.ggns import vec_ggn
     from kfs.basics.reduction_factors import Loss, reduction_factor
-    from kfs.kfac import KFAC
-    from kfs.kfac.expand_Linear import kfac_block, output_gradients
+    from kfs.kfac.expand_Linear import output_gradients, verify_layer
     from kfs.risk import EmpiricalRisk
-    from kfs.verification import verify, verify_differs
-
-    class Mean(Module):
-        """Averages over positions."""
-
-        def forward(self, z: Tensor) -> Tensor:
-            """Map `[batch, shared, features]` to `[batch, features]`."""
-            return z.mean(1)
 
     def check(case: str, loss: Loss, y: Tensor, activation: Module, exact: bool) -> None:
-        """Compare both factors with the engine, and their Kronecker product with the GGN."""
-        layer, head = Linear(4, 3).double(), Linear(3, 2).double()
+        """Compute both factors, and verify them."""
+        layer, mean = Linear(4, 3).double(), AvgPool2d((5, 1))  # averages five positions
+        head = Sequential(mean, Flatten(), activation, Linear(3, 2)).double()
         X = 2 * torch.randn(len(y), 5, 4, dtype=torch.float64)
         W = torch.cat([layer.weight, layer.bias.unsqueeze(1)], dim=1)  # the joint matrix (W b)
         z = linear(X, W[:, :-1], W[:, -1])
-        f = head(activation(z.mean(1)))
+        f = head(z)
         A = input_factor(X, reduction_factor(loss, y), bias=True)
         B = gradient_factor(output_gradients(loss, f, y, z))
-
-        risk = EmpiricalRisk(Sequential(layer, Mean(), activation, head), loss, (X, y))
-        block = KFAC(risk, sharing="reduce").blocks["0"]
-        verify("the engine computes the same input-based factor", block.A, A, case=case)
-        verify("the engine computes the same gradient-based factor", block.B, B, case=case)
-
+        risk = EmpiricalRisk(Sequential(layer, head), loss, (X, y))
         G = vec_ggn(loss(f, y), f, W, vec=rvec)
-        if exact:
-            verify("KFAC-reduce equals the GGN", kfac_block(A, B, rvec), G, case=case)
-            other = KFAC(risk, sharing="expand").blocks["0"]
-            verify_differs("KFAC-expand does not", kfac_block(other.A, other.B, rvec), G, case=case)
-        else:
-            verify_differs("otherwise, KFAC is an approximation", kfac_block(A, B, rvec), G, case=case)
+        verify_layer(case, risk, "reduce", A, B, G, exact, shared=True, vec=rvec)
 
     torch.manual_seed(0)
     check("one datum", CrossEntropyLoss(), torch.tensor([1]), Tanh(), exact=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -11,19 +11,13 @@ from kfs.errors import ModelError
 Fisher = Literal["type-2", "ggn", "mc", "empirical", "forward-only"]
 Sharing = Literal["expand", "reduce"]
 Uncovered = Literal["error", "skip", "diagonal"]
-_CHOICES = {
-    "fisher": ("type-2", "ggn", "mc", "empirical", "forward-only"),
-    "uncovered": ("error", "skip", "diagonal"),
-    "sharing": ("expand", "reduce"),
-}
+_CHOICES = {"fisher": get_args(Fisher), "uncovered": get_args(Uncovered), "sharing": get_args(Sharing)}
+# The smallest value of each number.
+_SMALLEST = {"mc_samples": 1, "seed": 0, "max_dim": 1, "first_datum": 0, "columns_at_once": 1}
 
 
 def check_device(device: str | torch.device) -> None:
-    """Refuse a device that does not exist, or that holds no numbers.
-
-    Raises:
-        ModelError: If it is one of these.
-    """
+    """Raise a `ModelError` for a device that does not exist, or that stores no numbers."""
     try:
         usable = torch.zeros(1, device=device).device.type != "meta"
     except (RuntimeError, AssertionError):
@@ -34,7 +28,7 @@ def check_device(device: str | torch.device) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What `kfs.KFAC` was asked for; see there.
+    """The settings of `kfs.KFAC`, which documents them.
 
     Raises:
         ModelError: If a setting is unknown or out of range.
@@ -54,29 +48,25 @@ class Settings:
     factor_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Check all of them."""
-        chosen: dict[str, list[str]] = {"fisher": [self.fisher], "uncovered": [self.uncovered]}
-        chosen["sharing"] = list(self.sharing.values()) if isinstance(self.sharing, Mapping) else [self.sharing]
-        for name, values in chosen.items():
-            for value in values:
-                if value not in _CHOICES[name]:
-                    raise ModelError(f"{name} is {value!r}.", f"Choose from {', '.join(map(repr, _CHOICES[name]))}.")
-        least = {"mc_samples": 1, "seed": 0, "max_dim": 1, "first_datum": 0, "columns_at_once": 1}
-        for name, smallest in least.items():
+        """Check all settings."""
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            for one in value.values() if isinstance(value, Mapping) else [value]:
+                if one not in choices:
+                    raise ModelError(f"{name} is {one!r}.", f"Choose from {', '.join(map(repr, choices))}.")
+        for name, smallest in _SMALLEST.items():
             value = getattr(self, name)
             optional = name in {"max_dim", "columns_at_once"} and value is None
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < smallest):
-                raise ModelError(f"{name} is {value!r}.", f"Use an integer from {smallest} on.")
-        if self.factor_dtype is not None and not (
-            isinstance(self.factor_dtype, torch.dtype) and self.factor_dtype.is_floating_point
-        ):
-            raise ModelError(f"factor_dtype is {self.factor_dtype!r}.", "Use a floating-point type of PyTorch.")
-
+                raise ModelError(f"{name} is {value!r}.", f"Use an integer of at least {smallest}.")
+        dtype = self.factor_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ModelError(f"factor_dtype is {dtype!r}.", "Use a floating-point type of PyTorch.")
         if self.factor_device is not None:
             check_device(self.factor_device)
 
     def state(self) -> dict[str, Any]:
-        """Return all of them, for a file."""
+        """Return all settings, for a file."""
         dtype = None if self.factor_dtype is None else str(self.factor_dtype).removeprefix("torch.")
         sharing = dict(self.sharing) if isinstance(self.sharing, Mapping) else self.sharing
         return asdict(self) | {"sharing": sharing, "factor_dtype": dtype}
@@ -88,12 +78,9 @@ class Settings:
         return cls(**state | {"factor_dtype": None if dtype is None else getattr(torch, dtype)})
 
     def check_same(self, other: "Settings") -> None:
-        """Refuse what was computed in another way; other data may have been used.
-
-        Raises:
-            ModelError: If a setting differs.
-        """
-        mine, theirs = (replace(settings, first_datum=0) for settings in (self, other))
+        """Raise a `ModelError` if a setting differs, except for which data were used."""
+        mine = replace(self, first_datum=0)
+        theirs = replace(other, first_datum=0)
         if mine != theirs:
             raise ModelError(f"The settings differ: {mine} and {theirs}.", "Merge what was computed in the same way.")
 

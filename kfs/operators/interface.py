@@ -72,7 +72,7 @@ class LinearOperator(ABC):
     def __matmul__(self, v: "Vector | LinearOperator") -> "Vector | LinearOperator":
         """Multiply a flat vector, a matrix of columns or a dictionary; or compose with another operator."""
         if isinstance(v, LinearOperator):
-            return Product(self, v)
+            return self._composed_with(v)
         columns, form = self.domain.read(v)
         num_columns = len(next(iter(columns.values())))
         if num_columns == 0:
@@ -87,6 +87,10 @@ class LinearOperator(ABC):
         result = {name: torch.cat([part[name] for part in parts]) for name in self.codomain.shapes}
         return self.codomain.write(result, form)
 
+    def _composed_with(self, other: "LinearOperator") -> "LinearOperator":
+        """Return the operator that applies another one first, then this one."""
+        return Product(self, other)
+
     @property
     def T(self) -> "LinearOperator":  # noqa: N802 (as in NumPy and PyTorch)
         """The transpose."""
@@ -98,7 +102,7 @@ class LinearOperator(ABC):
 
     def __sub__(self, other: "LinearOperator") -> "LinearOperator":
         """Subtract an operator."""
-        return Sum(self, -1.0 * other)
+        return self + (-1.0 * other)
 
     def __mul__(self, factor: float) -> "LinearOperator":
         """Scale by a number."""
@@ -108,7 +112,7 @@ class LinearOperator(ABC):
 
     def __neg__(self) -> "LinearOperator":
         """Change the sign."""
-        return Scaled(self, -1.0)
+        return self * -1.0
 
     def shift(self, delta: float) -> "LinearOperator":
         """Add `delta` times the identity."""

@@ -1,12 +1,12 @@
-"""All blocks' curvature: what of a batch's statistics enters the averages, which inverses are due, and their use.
+"""The curvature of all blocks: averages of factors, damped inverses, and products with them.
 
-Nothing that is not finite enters an average, and an inverse that cannot be computed leaves the last one in place. Such
-events are counted and logged; after some in a row damping rises.
+A number that is not finite never enters an average, and an inverse that cannot be computed leaves the last one in
+place. Such events are counted and logged. After several in a row, damping rises.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,17 +14,19 @@ from torch import Tensor
 
 from kfs.errors import KfsError
 from kfs.kfac.block import Block
-from kfs.kfac.layout import Key, Layout
-from kfs.kfac.structures import BlockError, Method, Stack, Structure, stacked
-from kfs.kfac.sums import Squares
+from kfs.kfac.layout import Key
+from kfs.kfac.structures import BlockError, Method, Stack, stacked
 from kfs.optim.averages import Average, Unit
-from kfs.optim.passes import Bases, StepSums
 from kfs.optim.rule import limited
+from kfs.optim.step_sums import Bases, StepSums
 
 log = logging.getLogger("kfs.optim")
+# A number of steps, or a function that returns it for the current step.
 Interval = int | Callable[[int], int]
-_RISE = 10.0
-_RECOVERY = 20  # times patience: so many good updates in a row undo one rise
+# The optimizer's parameter groups, by parameter name.
+Groups = Mapping[str, Mapping[str, Any]]
+_DAMPING_RISE = 10.0
+_RECOVERY = 20  # A rise of damping is undone after this many times `patience` successes in a row.
 
 
 @dataclass
@@ -32,10 +34,10 @@ class Events:
     """How often something went wrong.
 
     Attributes:
-        skipped_steps: Gradients were not finite: no parameter was changed.
-        refused_statistics: Factors were not finite: averages were not changed.
-        failed_inverses: A decomposition failed: the last inverse stayed.
-        raised_damping: Several of these came in a row.
+        skipped_steps: Gradients were not finite, and no parameter was changed.
+        refused_statistics: Factors were not finite, and averages were not changed.
+        failed_inverses: A decomposition failed, and the last inverse stayed.
+        raised_damping: Several of these events came in a row, and damping was raised.
     """
 
     skipped_steps: int = 0
@@ -44,31 +46,25 @@ class Events:
     raised_damping: int = 0
 
 
+@dataclass(eq=False)
 class Curvature:
-    """Averages and inverses of all blocks.
+    """Averages and inverses of all blocks."""
 
-    Args:
-        decay: How much of an average is kept when new factors enter.
-        method: How damping is split between factors.
-        unit: What damping is measured in.
-        eigen: Whether eigenvalues are corrected.
-        every: How many steps an inverse is used for.
-        patience: After how many events in a row damping rises; it falls again after many good updates.
-
-    Attributes:
-        averages: By block.
-        damping_scale: Multiplies all dampings; it changes if something goes wrong, or by Levenberg-Marquardt.
-        events: What went wrong so far.
-    """
-
-    def __init__(self, decay: float, method: Method, unit: Unit, eigen: bool, every: Interval, patience: int) -> None:
-        """Start without blocks."""
-        self._decay, self._method, self._unit, self._eigen = decay, method, unit, eigen
-        self._every, self._patience = every, patience
-        self.averages: dict[Key, Average] = {}
-        self.damping_scale, self.events = 1.0, Events()
-        self._in_a_row, self._good, self._raised, self._credit = 0, 0, 0, 0.0
-        self._stacks: list[tuple[Stack, bool]] | None = None
+    decay: float  # how much of an average is kept when new factors are added
+    method: Method  # how damping is split between factors
+    unit: Unit  # what damping is measured in
+    eigen: bool  # whether eigenvalues are corrected
+    every: Interval  # recompute each inverse every this many steps
+    patience: int  # raise damping after this many events in a row
+    averages: dict[Key, Average] = field(default_factory=dict)
+    damping_scale: float = 1.0  # multiplies all dampings
+    events: Events = field(default_factory=Events)
+    _troubles: int = 0  # events in a row
+    _successes: int = 0  # steps without event in a row
+    _rises: int = 0  # rises of damping that were not undone yet
+    _credit: float = 0.0  # work on inverses that was allowed in earlier steps and not used
+    # Inverses that are multiplied together, and whether their inputs are unit vectors; `None` after a change.
+    _stacks: list[tuple[Stack, bool]] | None = None
 
     @property
     def covered(self) -> set[str]:
@@ -76,77 +72,75 @@ class Curvature:
         return {n for a in self.averages.values() if a.inverse is not None for n in a.layout.params}
 
     def bases(self) -> Bases:
-        """Return what sums up squared gradients, for blocks that have an eigenbasis."""
-        found: dict[Key, tuple[Layout, Squares]] = {}
-        for key, average in self.averages.items():
-            squares = average.squares()
-            if squares is not None:
-                found[key] = (average.layout, squares)
-        return found
+        """Return new sums of squared gradients, for blocks that have an eigenbasis."""
+        return {
+            key: (average.layout, squares)
+            for key, average in self.averages.items()
+            if (squares := average.new_squares()) is not None
+        }
 
-    def commit(self, record: StepSums, without: Iterable[str]) -> bool:
-        """Let statistics enter the averages, if they are finite.
+    def add(self, sums: StepSums, without: Iterable[str]) -> bool:
+        """Add the sums of one step to the averages if they are finite, and return whether they are.
 
-        Args:
-            record: From one step's passes.
-            without: Parameters that have no curvature here.
-
-        Returns:
-            Whether they did.
+        Blocks of some parameters, which turned out not to be covered, are left out and forgotten.
         """
         without = set(without)
-        blocks = {key: block for key, block in record.blocks.items() if not without & set(block.layout.params)}
+        blocks = {key: block for key, block in sums.blocks.items() if not without & set(block.layout.params)}
         totals = [s.total for block in blocks.values() for s in block.sums]
-        totals += list(record.squares.values())
-        if not record.finite or (totals and not torch.nn.utils.get_total_norm(totals, 1.0).isfinite()):
+        totals += sums.squares.values()
+        if not sums.finite or (totals and not torch.nn.utils.get_total_norm(totals, 1.0).isfinite()):
             self.events.refused_statistics += 1
-            self.trouble("statistics of a batch are not finite, and were not used")
+            self.note_trouble("statistics of a batch are not finite, and were not used")
             return False
-        for key, sums in blocks.items():
-            block = Block(sums, 1 / record.examples)
+        for key, block_sums in blocks.items():
+            block = Block(block_sums, 1 / sums.examples)
             average = self.averages.get(key)
             if average is None or average.layout != block.layout:
-                self.averages[key] = Average.start(block, self._decay)
-                continue
-            if key in record.squares and average.eigen is not None:
-                average.add_squares(record.squares[key], record.examples, self._decay)
-            average.add(block, self._decay)
+                average = self.averages[key] = Average.zeros_like(block)
+            elif average.eigen is not None and key in sums.squares:
+                average.eigen.values.lerp_(sums.squares[key] / sums.examples, 1 - self.decay)
+            average.add(block, self.decay)
         self.forget(without)
+        self._note_success()
         return True
 
-    def refresh(self, step: int, damping: Callable[[Layout], float], force: bool = False) -> None:
-        """Compute inverses that are due: all of them if `force`, otherwise the oldest ones, a share of all work.
+    def update_inverses(self, step: int, groups: Groups, force: bool = False) -> None:
+        """Recompute inverses that are due, or all of them if `force`.
 
-        Shares are such that every inverse is computed once in an interval. It is one step at first and grows as
-        training goes on, up to what was asked for, since curvature changes most at the beginning.
+        Every step does a share of the work, on the oldest inverses, such that each is computed once in an interval. The
+        interval is one step at first and grows up to the one that was asked for, since curvature changes most at the
+        beginning.
         """
-        every = self._every(step) if callable(self._every) else self._every
+        every = self.every(step) if callable(self.every) else self.every
         every = max(1, min(every, 1 + step // 2))
         total = sum(average.cost for average in self.averages.values())
         self._credit = min(self._credit + total / every, total)
         due = [a for a in self.averages.values() if a.changed or a.inverse is None or force]
         for average in sorted(due, key=lambda a: a.updated):
-            wait = self._credit < (1 - 1e-9) * average.cost
-            if wait and average.inverse is not None and not force:
+            too_expensive = self._credit < (1 - 1e-9) * average.cost
+            # A block without any inverse cannot wait.
+            if too_expensive and average.inverse is not None and not force:
                 break
             self._credit = max(0.0, self._credit - average.cost)
-            self._invert(average, step, damping(average.layout))
+            self._invert(average, step, float(groups[average.layout.weight]["damping"]))
 
-    def precondition(self, u: Mapping[str, Tensor], trust: Callable[[Layout], float | None]) -> dict[str, Tensor]:
-        """Multiply with the inverses of all blocks, and keep each block's step in the trust region."""
+    def precondition(self, u: Mapping[str, Tensor], groups: Groups, limit: bool) -> dict[str, Tensor]:
+        """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`."""
         if self._stacks is None:
             self._stacks = self._stacked()
         columns = {name: t.unsqueeze(0) for name, t in u.items()}
         steps: dict[str, Tensor] = {}
-        for stack, single in self._stacks:
+        for stack, unit_vectors in self._stacks:
             like = stack.structure.like
-            limits = [trust(layout) for layout in stack.layouts for _ in range(layout.groups)]
-            numbers = [torch.inf if limit is None else limit for limit in limits]
-            same = len(set(numbers)) == 1
             D = stack.structure.multiply(stack.read(columns).to(like.dtype))
-            D = limited(D, numbers[0] if same else like.new_tensor(numbers).reshape(-1, 1, 1, 1), single)
+            trusts = [groups[layout.weight]["trust"] for layout in stack.layouts for _ in range(layout.groups)]
+            limits = [trust if limit and trust is not None else torch.inf for trust in trusts]
+            # If all limits are the same, as nearly always, no tensor has to be made.
+            same = len(set(limits)) == 1
+            D = limited(D, limits[0] if same else like.new_tensor(limits).reshape(-1, 1, 1, 1), unit_vectors)
             layout = stack.layouts[0]
-            if len(stack.layouts) == 1 and layout.is_plain:  # parts of the result need not be copied
+            if len(stack.layouts) == 1 and layout.is_plain:
+                # Weight and bias are views of the result, and need not be copied.
                 width = layout.column_size
                 steps |= dict(zip(layout.params, (D[..., :width], D[..., width:]), strict=False))
                 continue
@@ -159,33 +153,37 @@ class Curvature:
         """Return what was added to the eigenvalues of each parameter's block."""
         return {n: a.damping.mean() for a in self.averages.values() if a.damping is not None for n in a.layout.params}
 
-    def trouble(self, what: str) -> None:
-        """Log an event, and raise damping after some in a row."""
-        self._in_a_row, self._good = self._in_a_row + 1, 0
-        log.warning("kfs.optim: %s.", what)
-        if self._in_a_row >= self._patience:
-            self._in_a_row, self._raised = 0, self._raised + 1
+    def note_trouble(self, event: str) -> None:
+        """Log an event, and raise damping after several in a row."""
+        log.warning("kfs.optim: %s.", event)
+        self._successes = 0
+        self._troubles += 1
+        if self._troubles >= self.patience:
+            self._troubles = 0
+            self._rises += 1
             self.events.raised_damping += 1
-            self.scale_damping(_RISE)
+            self.scale_damping(_DAMPING_RISE)
             text = "kfs.optim: damping rises to %g times its value, after %d such events."
-            log.warning(text, self.damping_scale, self._patience)
+            log.warning(text, self.damping_scale, self.patience)
 
-    def no_trouble(self) -> None:
-        """Take note that statistics entered; after many in a row, damping is what it was before it rose."""
-        self._in_a_row, self._good = 0, self._good + 1
-        if self._raised and self._good >= _RECOVERY * self._patience:
-            self._good, self._raised = 0, self._raised - 1
-            self.scale_damping(1 / _RISE)
+    def _note_success(self) -> None:
+        """Count sums that were added. After many in a row, undo a rise of damping."""
+        self._troubles = 0
+        self._successes += 1
+        if self._rises and self._successes >= _RECOVERY * self.patience:
+            self._successes = 0
+            self._rises -= 1
+            self.scale_damping(1 / _DAMPING_RISE)
 
     def forget(self, names: Iterable[str]) -> None:
-        """Forget blocks of parameters that have other names now, or are gone."""
+        """Forget the blocks of some parameters."""
         gone = set(names)
         for key in [k for k, a in self.averages.items() if gone & set(a.layout.params)]:
             del self.averages[key]
             self._stacks = None
 
     def scale_damping(self, factor: float) -> None:
-        """Change all dampings; inverses follow when they are due."""
+        """Multiply all dampings. Inverses change when they are due."""
         self.damping_scale *= factor
         for average in self.averages.values():
             average.changed = True
@@ -193,50 +191,48 @@ class Curvature:
     def _invert(self, average: Average, step: int, damping: float) -> None:
         """Compute a block's inverse, or keep the last one."""
         try:
-            average.invert(damping * self.damping_scale, self._unit, self._method, self._eigen)
+            average.invert(damping * self.damping_scale, self.unit, self.method, self.eigen)
         except (BlockError, KfsError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             self.events.failed_inverses += 1
-            self.trouble(f"the inverse of block {average.layout.name!r} failed ({error}), and the last one stays")
-        average.updated, average.changed = step, False  # a block that fails does not take the others' share of work
+            self.note_trouble(f"the inverse of block {average.layout.name!r} failed ({error}), and the last one stays")
+        # This holds after a failure, too: the block would take the other blocks' share of work otherwise.
+        average.updated = step
+        average.changed = False
         self._stacks = None
 
     def _stacked(self) -> list[tuple[Stack, bool]]:
-        """Put blocks of one size together; also say which have unit vectors as inputs."""
-        parts: list[tuple[Layout, Structure]] = []
-        owners: dict[Layout, Average] = {}
-        for average in self.averages.values():
-            if average.inverse is not None:
-                parts.append((average.layout, average.inverse))
-                owners[average.layout] = average
+        """Stack inverses of one size, and return for each stack whether its inputs are unit vectors."""
+        owners = {average.layout: average for average in self.averages.values()}
+        parts = [(a.layout, a.inverse) for a in self.averages.values() if a.inverse is not None]
+        if all(inverse.like.device.type == "cpu" for _, inverse in parts):
+            # On a CPU, a few large operations are not faster than many small ones.
+            stacks = [Stack((layout,), inverse) for layout, inverse in parts]
+        else:  # pragma: no cover (tested on a GPU)
+            stacks = stacked(parts)
         result = []
-        for stack in _together(parts):
+        for stack in stacks:
             for layout, part in stack.slices():
-                owners[layout].inverse = stack.structure[part]  # stored once
-            single = owners[stack.layouts[0]].factors.A.kind == "diagonal" and stack.structure.columns > 1
-            result.append((stack, single))
+                owners[layout].inverse = stack.structure[part]  # A view: inverses are stored once.
+            diagonal = owners[stack.layouts[0]].factors.A.kind == "diagonal"
+            result.append((stack, diagonal and stack.structure.columns > 1))
         return result
 
     def state(self) -> dict[str, Any]:
-        """Return everything, for a file."""
+        """Return everything that changes, for a file."""
         return {
             "averages": [average.state() for average in self.averages.values()],
             "damping_scale": self.damping_scale,
             "events": asdict(self.events),
-            "in_a_row": [self._in_a_row, self._good, self._raised],
+            "in_a_row": [self._troubles, self._successes, self._rises],
             "credit": self._credit,
         }
 
     def restore(self, state: Any, device: torch.device) -> None:
-        """Undo `state`."""
+        """Undo `state`, with copies of tensors on a device."""
         averages = [Average.from_state(s, device) for s in state["averages"]]
-        self.averages = {a.layout.key: a for a in averages}
-        self.damping_scale, self._credit = float(state["damping_scale"]), float(state["credit"])
-        self._in_a_row, self._good, self._raised = map(int, state["in_a_row"])
-        self.events, self._stacks = Events(**state["events"]), None
-
-
-def _together(parts: list[tuple[Layout, Structure]]) -> list[Stack]:
-    """Process blocks of one size together where few large operations are faster than many small ones."""
-    if all(structure.like.device.type == "cpu" for _, structure in parts):
-        return [Stack((layout,), structure) for layout, structure in parts]
-    return stacked(parts)  # pragma: no cover (tested on a GPU)
+        self.averages = {average.layout.key: average for average in averages}
+        self.damping_scale = float(state["damping_scale"])
+        self.events = Events(**state["events"])
+        self._troubles, self._successes, self._rises = map(int, state["in_a_row"])
+        self._credit = float(state["credit"])
+        self._stacks = None

@@ -1,7 +1,8 @@
-"""KFAC as an optimizer: a thin shell around the update rule (`rule`), with curvature from the training's own passes."""
+"""KFAC as an optimizer: a thin shell around the update rule (`rule`), with curvature from the passes of training."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -16,17 +17,19 @@ from kfs.kfac.layout import Key, Layout
 from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.kfac.structures import Method
 from kfs.losses import describe
-from kfs.optim.averages import Unit
+from kfs.optim.averages import Unit, copied_to
 from kfs.optim.curvature import Curvature, Events, Interval
 from kfs.optim.options import check_options
 from kfs.optim.parameters import Parameters, check_one_process
-from kfs.optim.passes import StepSums
 from kfs.optim.quadratic import QuadraticModel
+from kfs.optim.step_sums import Bases, StepSums
 from kfs.optim.updates import adamw_updates, natural_updates
 from kfs.optim.watch import Watch
 from kfs.state import restored
 
-_SIMILAR, _OTHER = 0.05, 0.5  # relative distances of gradients: a loss with an additional term, another loss
+# Relative distance between gradients beyond which a loss has an additional term, or is another loss.
+_DISTANCE_TO_WARN = 0.05
+_DISTANCE_TO_REFUSE = 0.5
 
 
 class KFAC(Optimizer):
@@ -34,43 +37,44 @@ class KFAC(Optimizer):
 
     Args:
         model: The model. Train it by calling it: `loss_function(model(x), y).backward()`.
-        loss: The loss that is minimised: a loss module of `torch.nn`, or a `kfs.losses.Loss`. It says what curvature
-            is; gradients come from your backward pass.
-        params: Parameters or parameter groups, as for other optimizers. By default all of the model.
+        loss: The loss that is minimized: a loss module of `torch.nn`, or a `kfs.losses.Loss`. It defines the curvature;
+            gradients come from your backward pass.
+        params: Parameters or parameter groups, as for other optimizers. By default, all parameters of the model.
         lr: Learning rate, the setting to tune. By default 0.1, and 1 with a quadratic model.
-        damping: What is added to eigenvalues of the curvature, in units of their mean (see `damping_unit`).
+        damping: Added to eigenvalues of the curvature, in units of their mean (see `damping_unit`).
         momentum: How much of the average over gradients is kept in every step.
         weight_decay: Decoupled weight decay.
-        trust: Limits each layer's step before it is multiplied by `lr`: how much it may change outputs, for inputs of
-            unit size. Nothing for no limit.
-        kl_clip: Limits the step as a whole: to which change of predictions it may lead according to the curvature.
+        trust: Limits each layer's step before it is multiplied by `lr`: how much the step may change outputs, for
+            inputs of unit size. `None` for no limit.
+        kl_clip: Limits the whole step: how much it may change predictions according to the curvature. `None` for no
+            limit.
         fisher: Which curvature matrix: `"mc"` (one more backward pass, for labels drawn from the model's likelihood),
             `"empirical"` (costs no pass), `"type-2"` (exact; one pass per class), `"ggn"` (likewise, for losses without
             likelihood), or `"forward-only"` (inputs alone).
         sharing: As in `kfs.KFAC`.
         eigen: Whether to correct eigenvalues, as in `kfs.EKFAC`, by running averages in the eigenbasis.
-        decay: How much of the averages over factors is kept when new ones enter.
-        factors_every: In how many steps new factors are computed: a number, or a function of the step. By default 5,
-            and 1 with a quadratic model, which needs every batch.
-        inverses_every: For how many steps an inverse is used, likewise. Work is spread over all steps.
+        decay: How much of the averages over factors is kept when new factors are added.
+        factors_every: Recompute factors every this many steps: a number, or a function of the step. By default 5, and 1
+            with a quadratic model, which needs every batch.
+        inverses_every: Recompute each inverse every this many steps, likewise. The work is spread over all steps.
         damping_method: `"factored"` (the default), `"exact"` (the default for corrected eigenvalues; takes longer), or
             `"per-factor"`, as in `kfs.KFAC.inverse`.
         damping_unit: `"relative"` to each block's mean eigenvalue, or `"absolute"`.
         quadratic_model: Whether learning rate and momentum come from a quadratic model of the loss, and damping from
-            how good it is (Martens & Grosse, 2015). Then `step` needs a closure.
+            how well it predicts the loss (Martens & Grosse, 2015). Then `step` needs a closure.
         adamw_lr: Learning rate of AdamW, relative to `lr`, for parameters that KFAC does not cover, and for groups with
             `"method": "adamw"`.
-        patience: After how many events in a row (see `events`) damping rises.
+        patience: Damping rises after this many events in a row (see `events`).
         max_dim: Factors wider than this keep their diagonal only.
-        batch_axis: Where the batch axis is in inputs and activations, if it is not first.
-        seed: Of the labels drawn for `"mc"`.
+        batch_axis: The batch axis of inputs and activations, if it is not the first.
+        seed: Seed for drawing labels with `fisher="mc"`.
 
     Attributes:
-        steps: How many steps were taken.
+        steps: Number of steps that were taken.
         uncovered: Parameters that KFAC does not cover, and why. They are trained by AdamW.
 
     Raises:
-        ModelError: If the model has no trainable parameter, or another KFAC optimizer.
+        ModelError: If a setting is out of range, a parameter is not one of the model, or another KFAC optimizer has it.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -116,7 +120,7 @@ class KFAC(Optimizer):
     ) -> None:
         """Check everything, then put hooks on the model."""
         self._loss = describe(loss)
-        settings = Settings(fisher, sharing, seed=seed, max_dim=max_dim, batch_axis=batch_axis)
+        self._settings = Settings(fisher, sharing, seed=seed, max_dim=max_dim, batch_axis=batch_axis)
         check_options(locals())
         defaults = {
             "lr": (1.0 if quadratic_model else 0.1) if lr is None else lr,
@@ -127,64 +131,52 @@ class KFAC(Optimizer):
             "adamw_lr": adamw_lr,
             "method": "kfac",
         }
-        if not isinstance(model, nn.Module):
-            raise ModelError(
-                f"The model is a {type(model).__name__}.", "Pass a torch.nn.Module: its passes are watched."
-            )
         super().__init__(list(model.parameters()) if params is None else params, defaults)
-        self._model, self._settings = model, settings
+        self._model = model
         self._kl_clip = kl_clip
         self._quadratic = QuadraticModel(model, self._loss) if quadratic_model else None
         self._factors_every = factors_every or (1 if quadratic_model else 5)
         method: Method = damping_method or ("exact" if eigen else "factored")
         self._curvature = Curvature(decay, method, damping_unit, eigen, inverses_every, patience)
-        self.steps, self.uncovered = 0, dict[str, str]()
-        self._tracked: frozenset[str] = frozenset()
-        self._unit, self._warned = 1.0, False
-        self._announced: set[Key] = set()
-        self._closed = self._paused = False
+        self.steps = 0
+        self.uncovered: dict[str, str] = {}
+        self._unit = 1.0  # The loss is this many times the average over examples.
+        self._tracked: frozenset[str] = frozenset()  # parameters whose factors were computed last
+        self._announced: set[Key] = set()  # blocks that were checked for wide factors
+        self._warned = False
+        self._paused = False
         self._params = Parameters(model, self.param_groups)
         module = loss if isinstance(loss, nn.Module) else None
-        self._watch = Watch(
-            model,
-            self._loss,
-            module,
-            settings,
-            self._wanted,
-            self._curvature.bases,
-            count=self._loss.reduction == "sum",
-            keep_inputs=quadratic_model,
-        )
+        self._watch = Watch(model, module, self._wanted, self._loss, self._settings, keep_inputs=quadratic_model)
 
     @property
     def events(self) -> Events:
-        """How often something went wrong, and was dealt with: skipped steps, refused statistics, failed inverses."""
+        """How often something went wrong and was handled: skipped steps, refused statistics, failed inverses."""
         return self._curvature.events
 
     @property
     def damping_scale(self) -> float:
-        """What all dampings are multiplied by at the moment."""
+        """The factor that multiplies all dampings now."""
         return self._curvature.damping_scale
 
     def close(self) -> None:
-        """Take all hooks off the model, so that another optimizer can have it. Steps are an error afterwards."""
+        """Remove all hooks from the model, so that another optimizer can have it. Afterwards, `step()` raises."""
         self._watch.close()
-        self._params.release()
-        self._closed = True
+        self._params.closed = True
 
     def targets(self, y: Tensor) -> None:
-        """Say what the targets of the last forward pass are, before `backward()`, where that cannot be seen.
+        """Set the targets of the last forward pass, before `backward()`, if the optimizer cannot see them.
 
-        Where the loss is not computed by calling the module that was passed as `loss=`, it is needed for losses whose
-        curvature depends on targets, and with `fisher="empirical"` for all but cross-entropy: how large gradients are
-        depends on targets and on scales, then. An error asks for it.
+        It sees them if the loss is computed by calling the module that was passed as `loss=`. Otherwise, targets are
+        needed for losses whose curvature depends on them, and for all losses but cross-entropy with
+        `fisher="empirical"`, where the scale of gradients has to be known. An error asks for them.
         """
-        self._watch.targets(y)
+        self._watch.set_targets(y)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model, such as those of a layer that was added to it."""
         super().add_param_group(param_group)
-        if not hasattr(self, "_params"):
+        if not hasattr(self, "_params"):  # called by the constructor
             return
         try:
             self._params.read(self.param_groups)
@@ -195,7 +187,7 @@ class KFAC(Optimizer):
         self._curvature.forget(names - self._params.tensors.keys())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, and statistics of passes that no step was taken for."""
+        """Forget gradients, and the statistics of passes since the last step."""
         self._watch.forget()
         super().zero_grad(set_to_none)
 
@@ -218,65 +210,73 @@ class KFAC(Optimizer):
             What the closure returned.
 
         Raises:
-            ModelError: If there are no gradients, or no forward pass of the model was seen.
-            LossError: If gradients are not those of the loss that was announced.
+            ModelError: If there are no gradients, or if factors are due but no pass of the model was seen.
+            LossError: If gradients are not those of the announced loss.
         """
-        if self._closed:
+        if self._params.closed:
             raise ModelError("This optimizer was closed, or its model went to another one.", "Make a new optimizer.")
         if self._quadratic is not None and closure is None:
             raise ModelError(
                 "A quadratic model needs to evaluate the loss.",
                 "Call step(closure), with a closure that zeroes gradients, calls backward() and returns the loss.",
             )
-        random, result = torch.get_rng_state(), None
+        random_state = torch.get_rng_state()
+        result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        record = self._watch.collect()
+        sums = self._watch.collect()
         grads = {n: p.grad.to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
-        self._check(record, grads)
-        good = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).isfinite()
-        if (record is not None or not good.is_cuda) and not good:
+        self._check(sums, grads)
+        finite = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).isfinite()
+        # Reading a value from a GPU waits for it. In steps without sums, which never wait, updates look at `finite`.
+        if (sums is not None or not finite.is_cuda) and not finite:
             self.events.skipped_steps += 1
-            self._curvature.trouble("gradients are not finite, and the step was skipped")
+            self._curvature.note_trouble("gradients are not finite, and the step was skipped")
             return result
-        if record is not None:
-            self._commit(record)
-        self._curvature.refresh(
-            self.steps, lambda layout: float(self._group_of(layout)["damping"]), self._quadratic is not None
-        )
+        if sums is not None:
+            self._add_sums(sums)
+        # The quadratic model wants the curvature of this very step.
+        self._curvature.update_inverses(self.steps, self._params.groups, force=self._quadratic is not None)
+        self._update(sums, grads, finite)
+        if self._quadratic is not None and closure is not None and self.steps % self._quadratic.every == 0:
+            self._adapt_damping(self._quadratic, closure, result, random_state)
+        self.steps += 1
+        return result
+
+    def _update(self, sums: StepSums | None, grads: dict[str, Tensor], finite: Tensor) -> None:
+        """Change parameters: those that have curvature by the natural gradient, others by AdamW."""
         covered = self._curvature.covered
         natural = {n: g if self._unit == 1 else g / self._unit for n, g in grads.items() if n in covered}
         rest = {n: g for n, g in grads.items() if n in self.uncovered or self._params.groups[n]["method"] == "adamw"}
         if len(natural) + len(rest) < len(grads):
-            self._tracked = frozenset()  # some are used for the first time: the next step looks at all of them again
-        if self._quadratic is None or record is None:
-            natural_updates(self._params, self.state, natural, self._precondition, self._kl_clip, good)
+            # Some parameters were used for the first time. Track all of them in the next step.
+            self._tracked = frozenset()
+        if self._quadratic is None or sums is None:
+            natural_updates(self._params, self.state, natural, self._precondition, self._kl_clip, finite)
         else:
-            steps = self._quadratic.steps(natural, self._precondition(natural), self._curvature.dampings(), record)
+            steps = self._quadratic.steps(natural, self._precondition(natural), self._curvature.dampings(), sums)
             for n, s in steps.items():
                 group = self._params.groups[n]
                 self._params.tensors[n].mul_(1 - group["lr"] * group["weight_decay"]).add_(s, alpha=float(group["lr"]))
-        adamw_updates(self._params, self.state, rest, good)
-        if self._quadratic is not None and closure is not None and self.steps % self._quadratic.every == 0:
-            self._adapt_damping(closure, result, random)
-        self.steps += 1
-        return result
+        adamw_updates(self._params, self.state, rest, finite)
 
-    def _adapt_damping(self, closure: Callable[[], Any], before: Any, random: Tensor) -> None:
+    def _adapt_damping(
+        self, quadratic: QuadraticModel, closure: Callable[[], Any], before: Any, random_state: Tensor
+    ) -> None:
         """Evaluate the loss after the step, and change damping by how well the quadratic model predicts it."""
-        assert self._quadratic is not None  # noqa: S101 (who calls this has made sure)
         self._paused = True
         try:
             with restored(self._model, self._device, refuse=False), torch.enable_grad():
-                torch.set_rng_state(random)
-                change = float(torch.as_tensor(closure()).detach() - torch.as_tensor(before).detach()) / self._unit
+                torch.set_rng_state(random_state)
+                after = closure()
         finally:
             self._paused = False
-            self._watch.collect()
-        noise = torch.finfo(torch.float32).eps * abs(float(torch.as_tensor(before).detach())) / self._unit
+            self._watch.collect()  # Passes of this evaluation do not count.
+        old, new = (float(torch.as_tensor(value).detach()) / self._unit for value in (before, after))
+        noise = torch.finfo(torch.float32).eps * abs(old)
         lr = float(self.param_groups[0]["lr"])
-        self._curvature.scale_damping(self._quadratic.damping_factor(change, lr, noise))
+        self._curvature.scale_damping(quadratic.damping_factor(new - old, lr, noise))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a continued training needs to equal one that was never stopped."""
@@ -310,90 +310,89 @@ class KFAC(Optimizer):
         if strange:
             raise StorageError(f"The state has blocks {strange}, which this model has not.", "Use the model it is of.")
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
+        # PyTorch converts state to the precision of its parameter. Averages may have a better one: read them again.
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(ids, (p for group in self.param_groups for p in group["params"]), strict=True):
-            saved = state_dict["state"].get(i, {})  # in its own precision, which may be better than the parameter's
-            self.state[p] = {k: v.to(p.device, copy=True) if isinstance(v, Tensor) else v for k, v in saved.items()}
+            self.state[p] = copied_to(p.device, state_dict["state"].get(i, {}))
         self._curvature.restore(mine["curvature"], self._device)
-        self.steps, self._watch.first_datum, self._unit = mine["steps"], mine["first_datum"], mine["unit"]
-        self.uncovered, self._tracked = dict(mine["uncovered"]), frozenset(mine["tracked"])
+        self.steps = mine["steps"]
+        self.uncovered = dict(mine["uncovered"])
+        self._watch.first_datum = mine["first_datum"]
+        self._unit = mine["unit"]
+        self._tracked = frozenset(mine["tracked"])
         if self._quadratic is not None:
-            self._quadratic.previous = {n: t.to(self._device, copy=True) for n, t in mine["previous"].items()}
+            self._quadratic.previous = copied_to(self._device, mine["previous"])
         self._params.read(self.param_groups)
 
-    def _wanted(self) -> dict[str, Tensor] | None:
-        """Return parameters to track in the forward pass that begins, or nothing."""
-        if self._paused or not self._is_due() or not self._params.are_the_models():
+    def _wanted(self) -> tuple[dict[str, Tensor], Bases] | None:
+        """Return parameters to track in the forward pass that begins, and bases; `None` if factors are not needed."""
+        due = self._due()
+        if self._paused or not due or not self._params.are_the_models():
             return None
-        for average in self._curvature.averages.values():
+        for average in islice(self._curvature.averages.values(), 1):
             self._params.check_device(average.factors.like.device)
-            break
-        return self._tracked_now()
+        return due, self._curvature.bases()
 
-    def _is_due(self) -> bool:
-        """Whether this step needs new factors: by schedule, or because other parameters are trained than before."""
+    def _due(self) -> dict[str, Tensor]:
+        """Return all tracked parameters if factors are due: by schedule, or because other parameters are trained."""
+        tracked = self._tracked_now()
         every = self._factors_every(self.steps) if callable(self._factors_every) else self._factors_every
-        names = frozenset(self._tracked_now())
-        return bool(names) and (names != self._tracked or self.steps % max(1, every) == 0)
+        return tracked if tracked.keys() != self._tracked or self.steps % max(1, every) == 0 else {}
 
     def _tracked_now(self) -> dict[str, Tensor]:
         return {n: p for n, p in self._params.trainable().items() if n not in self.uncovered}
 
-    def _check(self, record: StepSums | None, grads: Mapping[str, Tensor]) -> None:
+    def _check(self, sums: StepSums | None, grads: Mapping[str, Tensor]) -> None:
         """Refuse a step without gradients, without curvature, or for another loss."""
         self._params.check_model()
         check_one_process()
         if not grads:
             raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
-        if record is None and (self._loss.reduction == "sum" or self._is_due()):
+        if sums is None and (self._loss.reduction == "sum" or self._due()):
             raise ModelError(
                 "No forward and backward pass through the model was seen since the last step.",
                 "Call the model itself, model(x), not its parts or a copy, and backward() of a loss of its output. "
                 "torch.autograd.grad does not count.",
             )
-        distance = 0.0 if record is None else record.mismatch
+        distance = 0.0 if sums is None else sums.mismatch
         text = f"The gradient at the predictions is not that of {self._loss.name}: it differs by {distance:.0%}."
-        if distance > _OTHER:
-            raise LossError(text, "Pass the loss that you minimise as loss=, for what the model returns.")
-        if distance > _SIMILAR and not self._warned:
+        if distance > _DISTANCE_TO_REFUSE:
+            raise LossError(text, "Pass the loss that you minimize as loss=, for what the model returns.")
+        if distance > _DISTANCE_TO_WARN and not self._warned:
             self._warned = True
             warnings.warn(f"{text} Curvature is that of the announced loss.", KfsWarning, stacklevel=3)
 
-    def _commit(self, record: StepSums) -> None:
-        """Let a step's statistics enter the state."""
-        if record.examples and record.finite:
+    def _add_sums(self, sums: StepSums) -> None:
+        """Add the statistics of a step to the averages, and warn about parameters and factors that are left out."""
+        if sums.examples and sums.finite:
             mean = self._loss.reduction == "mean"
-            self._unit = self._loss.scale * record.examples / (record.count if mean else 1.0)
-        if not record.blocks and not record.uncovered and record.finite:
-            return  # only counted, or nothing counts
+            self._unit = self._loss.scale * sums.examples / (sums.count if mean else 1.0)
+        if not sums.blocks and not sums.uncovered and sums.finite:
+            return  # Examples were only counted, or no target counts.
         trained = self._params.trainable()
-        lost = {n: why for n, why in record.uncovered.items() if n in trained and trained[n].grad is not None}
-        lost |= shared_with(lost, record.blocks.values())
-        if not self._curvature.commit(record, lost):
+        lost = {n: why for n, why in sums.uncovered.items() if n in trained and trained[n].grad is not None}
+        lost |= shared_with(lost, sums.blocks.values())
+        if not self._curvature.add(sums, lost):
             return
-        self._curvature.no_trouble()
-        self._watch.first_datum += record.num_data
+        self._watch.first_datum += sums.num_data
         self.uncovered |= lost
         self._tracked = frozenset(self._tracked_now())
-        new = [block for key, block in record.blocks.items() if key not in self._announced]
-        self._announced |= record.blocks.keys()
+        new = [block for key, block in sums.blocks.items() if key not in self._announced]
+        self._announced |= sums.blocks.keys()
         if lost:
             text = f"KFAC does not cover some parameters, which are trained by AdamW ({listed(lost)})."
             warnings.warn(text, KfsWarning, stacklevel=4)
         warn_of_wide(map(Block, new), self._settings, stacklevel=5)
 
     def _precondition(self, u: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Multiply with inverses; a parameter of a block that has no gradient counts as zero."""
+        """Multiply with inverses. A parameter of a block that has no gradient counts as zero."""
         missing = self._curvature.covered - u.keys()
         zeros = {n: torch.zeros_like(self._params.tensors[n]) for n in missing}
-        limit = self._quadratic is None  # the quadratic model knows how long steps should be
-        D = self._curvature.precondition(u | zeros, lambda layout: self._group_of(layout)["trust"] if limit else None)
+        # The quadratic model finds out itself how long steps should be.
+        D = self._curvature.precondition(u | zeros, self._params.groups, limit=self._quadratic is None)
         return {n: D[n] for n in u}
 
     @property
     def _device(self) -> torch.device:
         device: torch.device = self.param_groups[0]["params"][0].device
         return device
-
-    def _group_of(self, layout: Layout) -> dict[str, Any]:
-        return self._params.groups[layout.weight]

@@ -4,39 +4,40 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfs.errors import ModelError
 from kfs.kfac.structures import METHODS
 
+# Half-open ranges of numbers. `None` is allowed, too: the signature says where it has a meaning.
+_RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("lr", "damping", "weight_decay", "trust", "kl_clip"), (0, torch.inf)),
+    **dict.fromkeys(("momentum", "decay"), (0, 1)),
+    "adamw_lr": (1e-12, torch.inf),  # Weight decay is divided by it.
+}
+_INTERVALS = ("factors_every", "inverses_every", "patience")
+_CHOICES = {"damping_method": (None, *METHODS), "damping_unit": ("relative", "absolute")}
+
 
 def check_options(given: Mapping[str, Any]) -> None:
-    """Refuse settings that are out of range.
+    """Check the arguments of `KFAC`, by name.
 
     Raises:
-        ModelError: If one is.
+        ModelError: If one is out of range, or if two do not fit together.
     """
-    ranges: dict[str, tuple[float, float]] = {
-        "lr": (0, torch.inf),
-        "damping": (0, torch.inf),
-        "momentum": (0, 1),
-        "weight_decay": (0, torch.inf),
-        "decay": (0, 1),
-        "adamw_lr": (1e-12, torch.inf),
-        "trust": (0, torch.inf),
-        "kl_clip": (0, torch.inf),
-    }
-    for name, (low, high) in ranges.items():
+    if not isinstance(given["model"], nn.Module):
+        kind = type(given["model"]).__name__
+        raise ModelError(f"The model is a {kind}.", "Pass a torch.nn.Module: its passes are watched.")
+    for name, (low, high) in _RANGES.items():
         value = given[name]
         number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
         if value is not None and not (number and low <= value < high):
             raise ModelError(f"{name} is {value!r}.", f"Use a number from {low:g} on, below {high:g}.")
-    for name in ("factors_every", "inverses_every", "patience"):
+    for name in _INTERVALS:
         value = given[name]
         if value is not None and not callable(value) and not (type(value) is int and value >= 1):
             raise ModelError(f"{name} is {value!r}.", "Use an integer from 1 on (or a function of the step).")
-    choices = {"damping_method": (None, *METHODS), "damping_unit": ("relative", "absolute")}
-    for name, allowed in choices.items():
+    for name, allowed in _CHOICES.items():
         if given[name] not in allowed:
             raise ModelError(f"{name} is {given[name]!r}.", f"Choose from {list(allowed)}.")
     if given["eigen"] and (given["fisher"] == "forward-only" or given["damping_method"] not in {None, "exact"}):

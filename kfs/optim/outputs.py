@@ -1,6 +1,7 @@
-"""What models return: where predictions are in it, and how its tensors are replaced by others."""
+"""What models return: finding predictions in it, and replacing its tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,14 +11,15 @@ from kfs.errors import ModelError
 
 
 class KeepsPass(torch.autograd.Function):
-    """The identity, whose node keeps a pass for as long as somebody can send a gradient back through it."""
+    """The identity. Its node in the graph keeps a pass alive as long as a gradient can be sent back through it."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, one: object, alias: bool) -> Tensor:  # noqa: D102
         ctx.one = one
         if t.ndim == 0:
             return t.clone()
-        # The same memory but no view, so that operations in place may follow; not if somebody has kept its values.
+        # An alias has the same memory but is no view, so operations in place may follow. If the operation before has
+        # saved its result, these have to be noticed, and only a view does that.
         return t.detach() if alias else t.view_as(t)
 
     @staticmethod
@@ -27,7 +29,7 @@ class KeepsPass(torch.autograd.Function):
 
 
 def parts_of(output: Any) -> list[Tensor]:
-    """Return the tensors in what a model returned: itself, or parts of a sequence, a mapping or an object."""
+    """Return the tensors in a model's output: itself, or the parts of a sequence, a mapping or an object."""
     if isinstance(output, Tensor):
         return [output]
     if not isinstance(output, (tuple, list, Mapping)):
@@ -37,10 +39,10 @@ def parts_of(output: Any) -> list[Tensor]:
 
 
 def prediction_in(output: Any) -> Tensor:
-    """Return predictions in what a model returned: its `logits`, or the first tensor that is not a number.
+    """Return the predictions in a model's output: its `logits`, or the first tensor that has an axis.
 
     Raises:
-        ModelError: If there is none, or several ones without order.
+        ModelError: If there is none, or if there are several without an order.
     """
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(named, Tensor):
@@ -56,16 +58,16 @@ def prediction_in(output: Any) -> Tensor:
 
 
 def with_parts(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return what a model returned, with a function applied to the tensors in it."""
+    """Return a model's output with a function applied to its tensors."""
     if isinstance(output, Tensor):
         return function(output)
     if isinstance(output, (tuple, list)):
         parts: list[Any] = [function(part) if isinstance(part, Tensor) else part for part in output]
         return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
     items = output if isinstance(output, Mapping) else vars(output)
+    # Mappings of Hugging Face also set an attribute when an item is set.
+    put = output.__setitem__ if isinstance(output, MutableMapping) else partial(setattr, output)
     for key, value in list(items.items()):
-        if isinstance(value, Tensor) and isinstance(output, Mapping):  # Hugging Face's set their attributes, too
-            output[key] = function(value)  # type: ignore[index]
-        elif isinstance(value, Tensor):
-            setattr(output, key, function(value))
+        if isinstance(value, Tensor):
+            put(key, function(value))
     return output

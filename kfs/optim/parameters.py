@@ -1,4 +1,4 @@
-"""Which parameters an optimizer has: their names in the model, their groups, and that no other optimizer has them."""
+"""The parameters of an optimizer: their names in the model, their groups, and that no other optimizer has them."""
 
 import gc
 import weakref
@@ -10,7 +10,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kfs.errors import ModelError
 
-_OWNERS: Any = WeakIdKeyDictionary()  # by parameter: a weak reference to the parameters of the optimizer that has it
+# By parameter: a weak reference to the `Parameters` that it belongs to.
+_OWNERS: Any = WeakIdKeyDictionary()
 
 
 class Parameters:
@@ -23,20 +24,21 @@ class Parameters:
     Attributes:
         tensors: By name.
         groups: The group of each, by name.
-
-    Raises:
-        ModelError: If a parameter is not one of the model, or another optimizer has it.
+        closed: Whether other optimizers may have them.
     """
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]]) -> None:
         """Find names."""
-        self._model, self._closed = model, False
-        self.tensors: dict[str, Tensor] = {}
-        self.groups: dict[str, dict[str, Any]] = {}
+        self.closed = False
+        self._model = model
         self.read(groups)
 
     def read(self, groups: list[dict[str, Any]]) -> None:
-        """Find names, after groups have changed."""
+        """Find names, after groups have changed.
+
+        Raises:
+            ModelError: If a parameter is not one of the model, or another optimizer has it.
+        """
         names = {id(p): name for name, p in self._model.named_parameters()}
         found = [(p, group) for group in groups for p in group["params"]]
         strange = [list(p.shape) for p, _ in found if id(p) not in names]
@@ -54,36 +56,24 @@ class Parameters:
                 "Give all groups the same momentum.",
             )
         self._claim([p for p, _ in found])
-        self.tensors = {names[id(p)]: p for p, _ in found}
-        self.groups = {names[id(p)]: group for p, group in found}
-        self._known = [(p, tuple(p.shape)) for p in self._model.parameters()]
+        self.tensors: dict[str, Tensor] = {names[id(p)]: p for p, _ in found}
+        self.groups: dict[str, dict[str, Any]] = {names[id(p)]: group for p, group in found}
+        self._shapes = self._shapes_now()
+        self._alive = list(self._model.parameters())  # No other tensor can get their ids.
 
     def trainable(self) -> dict[str, Tensor]:
-        """Return those that KFAC is meant for and that require gradients."""
+        """Return parameters in groups for KFAC that require gradients, by name."""
         return {n: p for n, p in self.tensors.items() if p.requires_grad and self.groups[n]["method"] == "kfac"}
 
-    def release(self) -> None:
-        """Let other optimizers have them."""
-        self._closed = True
-
     def are_the_models(self) -> bool:
-        """Whether the model has the parameters that it had; while `functional_call` runs it, it has not."""
-        now = list(self._model.parameters())
-        return len(now) == len(self._known) and all(
-            p is q and p.shape == shape for p, (q, shape) in zip(now, self._known, strict=True)
-        )
+        """Whether the model has the same parameters as before; not so while `functional_call` runs it."""
+        return self._shapes_now() == self._shapes
 
     def check_model(self) -> None:
-        """Refuse a model that has other parameters than before.
-
-        Raises:
-            ModelError: If parameters were replaced, added, removed or reshaped.
-        """
+        """Refuse a model whose parameters were replaced, added, removed or reshaped."""
         if self.are_the_models():
             return
-        now = list(self._model.named_parameters())
-        known = {id(q): shape for q, shape in self._known}
-        changed = [name for name, p in now if known.get(id(p)) != tuple(p.shape)]
+        changed = [name for name, p in self._model.named_parameters() if self._shapes.get(id(p)) != p.shape]
         what = f"parameters {changed} are new" if changed else "parameters were removed"
         raise ModelError(
             f"The model has changed since the optimizer was made: {what}.",
@@ -91,7 +81,7 @@ class Parameters:
         )
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse a model that was moved away from its statistics."""
+        """Refuse a model that was moved away from the device of its statistics."""
         where = {p.device for p in self.tensors.values()}
         if device not in where:
             raise ModelError(
@@ -99,11 +89,14 @@ class Parameters:
                 "Move the model first and make the optimizer then; a state can be taken over with load_state_dict().",
             )
 
+    def _shapes_now(self) -> dict[int, torch.Size]:
+        return {id(p): p.shape for p in self._model.parameters()}
+
     def _claim(self, params: list[Tensor]) -> None:
-        """Make sure that nobody else has these parameters."""
-        if self._others(params):
-            gc.collect()  # one that nobody can reach any more
-        if self._others(params):
+        """Become the owner of some parameters."""
+        if self._have_other_owner(params):
+            gc.collect()  # The other optimizer may be waiting to be collected.
+        if self._have_other_owner(params):
             raise ModelError(
                 "Another KFAC optimizer has parameters of this model; both would watch its passes.",
                 "Call close() of the other one first, or give them different parameters with params=.",
@@ -111,17 +104,13 @@ class Parameters:
         for p in params:
             _OWNERS[p] = weakref.ref(self)
 
-    def _others(self, params: list[Tensor]) -> bool:
+    def _have_other_owner(self, params: list[Tensor]) -> bool:
         owners = [owner() for p in params if (owner := _OWNERS.get(p)) is not None]
-        return any(owner is not None and owner is not self and not owner._closed for owner in owners)
+        return any(owner is not None and owner is not self and not owner.closed for owner in owners)
 
 
 def check_one_process() -> None:
-    """Refuse training in several processes: each would see its own data, and take other steps than the others.
-
-    Raises:
-        ModelError: If there are several.
-    """
+    """Refuse to train in several processes: each would see its own data, and take other steps than the others."""
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     if several and torch.distributed.get_world_size() > 1:
         raise ModelError(

@@ -1,6 +1,6 @@
 r"""The update rule: momentum, natural gradient, step.
 
-These are pure functions; nothing here knows about models or state. With gradients $g_t$, a momentum $\beta$, a
+These are pure functions, which know nothing about models or state. With gradients $g_t$, a momentum $\beta$, a
 curvature approximation $F$ with damping $\delta$, a learning rate $\eta$ and decoupled weight decay $w$,
 
 $$
@@ -12,9 +12,9 @@ $$
 \theta_{t+1} = (1 - \eta w)\, \theta_t - \eta\, \tau\left((F + \delta I)^{-1} u_t\right).
 $$
 
-Gradients are averaged before they are multiplied by the inverse, so that all of them are seen with the latest
-curvature; $u_t$ looks one step ahead (Nesterov) and is free of the bias towards the first $m_0 = 0$. The *trust region*
-$\tau$ shortens each layer's step where curvature is too small to be true: see `limited`.
+Gradients are averaged before they are multiplied by the inverse, so all of them are multiplied by the latest one. The
+vector $u_t$ looks one step ahead (Nesterov), and the bias towards $m_0 = 0$ is corrected. The *trust region* $\tau$
+shortens a layer's step if its curvature is implausibly small: see `limited`.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,12 +43,12 @@ def natural_step(
     Args:
         params: Parameters.
         grads: Their gradients.
-        averages: Averages of gradients up to now; zeros at first.
+        averages: Averages of earlier gradients; zeros at first.
         precondition: Multiplies with a damped inverse curvature, and keeps steps in the trust region.
         lr: Learning rates, one for each parameter.
         weight_decay: Decoupled weight decays, one for each parameter.
         momentum: How much of the average is kept.
-        ages: How many gradients each average has seen.
+        ages: Number of gradients in each average.
 
     Example:
         >>> double = lambda u: [2 * t for t in u]
@@ -63,17 +63,20 @@ def natural_step(
     return torch._foreach_sub(decayed, torch._foreach_mul(steps, list(lr))), averages
 
 
-def limited(D: Tensor, trust: float | Tensor, columns: bool) -> Tensor:
+def limited(D: Tensor, trust: float | Tensor, unit_vectors: bool) -> Tensor:
     r"""Keep steps of layers in a trust region.
 
     Args:
-        D: Steps of some layers, as matrices `[U, 1, d_B, d_A]` that multiply inputs from the left.
-        trust: How much steps may change outputs, for all or for each, `[U, 1, 1, 1]`; infinity for no limit. A layer's
-            step is shortened where its spectral norm exceeds $\sqrt{\max(1, d_B / d_A)}$ times this number.
-        columns: Whether inputs are unit vectors (embeddings); then each column is limited on its own.
+        D: Steps of some layers, as matrices `[stack, 1, d_B, d_A]` that multiply inputs from the left.
+        trust: How much steps may change outputs, for all layers or for each, `[stack, 1, 1, 1]`; infinity for no limit.
+            A layer's step is shortened if its spectral norm exceeds $\sqrt{\max(1, d_B / d_A)}$ times this number.
+        unit_vectors: Whether inputs are unit vectors (embeddings). Then each column is limited on its own.
     """
-    rows, width = D.shape[2:]
-    size = D.norm(dim=2, keepdim=True) / sqrt(rows) if columns else spectral_norm(D) / sqrt(max(1.0, rows / width))
+    rows, columns = D.shape[2:]
+    if unit_vectors:
+        size = D.norm(dim=2, keepdim=True) / sqrt(rows)
+    else:
+        size = spectral_norm(D) / sqrt(max(1.0, rows / columns))
     shorter: Tensor = D * (trust / size).clamp(max=1.0)
     return shorter
 
@@ -83,9 +86,11 @@ def spectral_norm(D: Tensor, iterations: int = 4) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(D, dim=(-2, -1), keepdim=True)
     if 1 in D.shape[-2:]:
         return norms
-    M = D.reshape(D.shape[-2:]) if D.shape[:-2].numel() == 1 else D  # products of one matrix have less overhead
+    # A product of single matrices has less overhead than one of stacks.
+    M = D.reshape(D.shape[-2:]) if D.shape[:-2].numel() == 1 else D
+    # Without this scale, the iteration would overflow.
     shrink = norms.reshape(1, 1) if M.ndim == 2 else norms
-    shrink = shrink.square().clamp(min=torch.finfo(D.dtype).tiny).reciprocal()  # so that nothing overflows
+    shrink = shrink.square().clamp(min=torch.finfo(D.dtype).tiny).reciprocal()
     v = _start(D.shape[-1], D.dtype, D.device)
     for _ in range(iterations):
         v = M.mT @ (M @ v) * shrink
@@ -96,7 +101,7 @@ def spectral_norm(D: Tensor, iterations: int = 4) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _start(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a vector `[n, 1]` that is always the same, and orthogonal to nothing in particular."""
+    """Return a fixed vector `[n, 1]` that is unlikely to be orthogonal to a singular vector."""
     return torch.cos(torch.arange(size, device=device).square()).to(dtype).unsqueeze(-1)
 
 
@@ -104,8 +109,10 @@ def adamw_step(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, *, lr: float, weight_decay: float, betas: tuple[float, float], age: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return parameter and both averages after one step of AdamW (Loshchilov & Hutter, 2019)."""
-    m, v = m.lerp(g, 1 - betas[0]), v.lerp(g.square(), 1 - betas[1])
-    mean, variance = m / (1 - betas[0] ** (age + 1)), v / (1 - betas[1] ** (age + 1))
+    m = m.lerp(g, 1 - betas[0])
+    v = v.lerp(g.square(), 1 - betas[1])
+    mean = m / (1 - betas[0] ** (age + 1))
+    variance = v / (1 - betas[1] ** (age + 1))
     step = mean / (variance.sqrt() + torch.finfo(v.dtype).tiny ** 0.5)
     return p * (1 - lr * weight_decay) - lr * step.to(p.dtype), m, v
 
@@ -114,6 +121,7 @@ if __name__ == "__main__":
     from torch.nn import Linear, MSELoss, Sequential
 
     from kfs.kfac import KFAC
+    from kfs.kfac.settings import Fisher
     from kfs.risk import EmpiricalRisk
     from kfs.verification import verify, verify_differs
 
@@ -121,36 +129,29 @@ if __name__ == "__main__":
     X, y = torch.randn(20, 5, dtype=torch.float64), torch.randn(20, 2, dtype=torch.float64)
     model = Sequential(Linear(5, 4), Linear(4, 3), Linear(3, 2)).double()
 
-    def after_step(layer: list[str], lr: float, kind: str = "type-2") -> list[Tensor]:
-        """Return the gradient of one layer, after a step for this layer alone."""
+    def gradient_after_step(layer: list[str], lr: float, fisher: Fisher = "type-2") -> Tensor:
+        """Return the gradient with respect to one layer, after a step for this layer alone."""
         risk = EmpiricalRisk(model, MSELoss(), (X, y), params=layer)
-        inverse = KFAC(risk, fisher=kind).inverse(damping=1e-12)  # type: ignore[arg-type]
+        inverse = KFAC(risk, fisher=fisher).inverse(damping=1e-12)
 
         def precondition(u: Tensors) -> list[Tensor]:
             D = inverse @ dict(zip(layer, u, strict=True))
             return [D[name] for name in layer]
 
         params, g = list(risk.params.values()), list(risk.gradient().values())
-        zeros, same = [torch.zeros_like(p) for p in params], [0.0] * len(params)
+        zeros = [torch.zeros_like(p) for p in params]
         new, _ = natural_step(
-            params,
-            g,
-            zeros,
-            precondition,
-            lr=[lr] * len(params),
-            weight_decay=same,
-            momentum=0.0,
-            ages=[0] * len(params),
+            params, g, zeros, precondition, lr=[lr, lr], weight_decay=[0.0, 0.0], momentum=0.0, ages=[0, 0]
         )
         moved = EmpiricalRisk(model, MSELoss(), (X, y), params=dict(zip(layer, new, strict=True)))
-        return list(moved.gradient().values())
+        return torch.cat([t.flatten() for t in moved.gradient().values()])
 
     for i in range(3):
         layer, case = [f"{i}.weight", f"{i}.bias"], f"layer {i} of a deep linear network"
-        g = torch.cat([t.flatten() for t in after_step(layer, 1.0)])
+        g = gradient_after_step(layer, 1.0)
+        zero = torch.zeros_like(g)
         claim = "one step with learning rate 1 reaches the minimum of the square loss over one layer"
-        verify(claim, g, torch.zeros_like(g), 1e-8, case)
-        half = torch.cat([t.flatten() for t in after_step(layer, 0.5)])
-        verify_differs("half a step does not", half, torch.zeros_like(half), case=case)
-        wrong = torch.cat([t.flatten() for t in after_step(layer, 1.0, "empirical")])
-        verify_differs("nor does one with the empirical Fisher", wrong, torch.zeros_like(wrong), case=case)
+        verify(claim, g, zero, 1e-8, case)
+        verify_differs("half a step does not", gradient_after_step(layer, 0.5), zero, case=case)
+        wrong = gradient_after_step(layer, 1.0, "empirical")
+        verify_differs("nor does one with the empirical Fisher", wrong, zero, case=case)

@@ -1,6 +1,6 @@
 """The update rules applied to an optimizer's parameters and state, in place."""
 
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -19,52 +19,49 @@ def natural_updates(
     grads: dict[str, Tensor],
     precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     kl_clip: float | None,
-    good: Tensor,
+    finite: Tensor,
 ) -> None:
-    """Update parameters that have curvature.
+    """Update parameters that have curvature, given gradients of the average over examples.
 
-    Args:
-        params: Parameters and their groups.
-        state: The optimizer's state, by parameter.
-        grads: Gradients of the average over examples, by name.
-        precondition: Multiplies with the damped inverse curvature.
-        kl_clip: Limits the change of predictions, as the curvature sees it.
-        good: Whether gradients are finite.
+    With `kl_clip`, the change of predictions, as measured by the curvature, is limited.
     """
-    names = list(grads)
-    if not names:
+    if not grads:
         return
-    tensors, groups = [params.tensors[n] for n in names], [params.groups[n] for n in names]
-    states, lrs = [_state_of(state, p, ("average",)) for p in tensors], [float(group["lr"]) for group in groups]
+    tensors = [params.tensors[n] for n in grads]
+    groups = [params.groups[n] for n in grads]
+    states = [_state_of(state, p, "average") for p in tensors]
+    averages = [s["average"] for s in states]
+    lrs = [float(group["lr"]) for group in groups]
 
     def clipped(u: Tensors) -> Tensors:
-        D = precondition(dict(zip(names, u, strict=True)))
+        steps = precondition(dict(zip(grads, u, strict=True)))
+        D = [steps[n] for n in grads]
         if kl_clip is None:
-            return [D[n] for n in names]
-        change = torch.stack([lr**2 * (v * D[n]).sum() for n, v, lr in zip(names, u, lrs, strict=True)]).sum()
+            return D
+        change = torch.stack([lr**2 * (v * d).sum() for lr, v, d in zip(lrs, u, D, strict=True)]).sum()
         shorter = (kl_clip / change.clamp(min=1e-30)).sqrt().clamp(max=1.0)
-        return [shorter * D[n] for n in names]
+        return [shorter * d for d in D]
 
-    new, averages = natural_step(
+    new_tensors, new_averages = natural_step(
         tensors,
-        [g.to(s["average"].dtype) for g, s in zip(grads.values(), states, strict=True)],
-        [s["average"] for s in states],
+        [g.to(average.dtype) for g, average in zip(grads.values(), averages, strict=True)],
+        averages,
         clipped,
         lr=lrs,
         weight_decay=[group["weight_decay"] for group in groups],
         momentum=groups[0]["momentum"],
         ages=[s["age"] for s in states],
     )
-    _assign([*tensors, *(s["average"] for s in states)], [*new, *averages], good)
+    _assign([*tensors, *averages], [*new_tensors, *new_averages], finite)
     for s in states:
         s["age"] += 1
 
 
-def adamw_updates(params: Parameters, state: State, grads: dict[str, Tensor], good: Tensor) -> None:
-    """Update the others by AdamW; see `natural_updates`."""
+def adamw_updates(params: Parameters, state: State, grads: dict[str, Tensor], finite: Tensor) -> None:
+    """Update other parameters by AdamW."""
     for name, g in grads.items():
         p, group = params.tensors[name], params.groups[name]
-        s = _state_of(state, p, ("exp_avg", "exp_avg_sq"))
+        s = _state_of(state, p, "exp_avg", "exp_avg_sq")
         old = [p, s["exp_avg"], s["exp_avg_sq"]]
         new = adamw_step(
             p,
@@ -75,23 +72,22 @@ def adamw_updates(params: Parameters, state: State, grads: dict[str, Tensor], go
             betas=_BETAS,
             age=s["age"],
         )
-        _assign(old, list(new), good)
+        _assign(old, list(new), finite)
         s["age"] += 1
 
 
-def _state_of(state: State, p: Tensor, names: Iterable[str]) -> dict[str, Any]:
-    """Return a parameter's state, new at first, with averages in float32 or better."""
+def _state_of(state: State, p: Tensor, *names: str) -> dict[str, Any]:
+    """Return a parameter's state. At first, averages are zeros in float32 or better."""
     mine = state[p]
     for name in names:
         if name not in mine:
-            dtype = torch.promote_types(p.dtype, torch.float32)
-            mine[name] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+            mine[name] = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
             mine["age"] = 0
     return mine
 
 
-def _assign(targets: list[Tensor], values: list[Tensor], good: Tensor) -> None:
-    """Write new values; where the device has not been asked yet, only if gradients were finite."""
-    if good.is_cuda:  # pragma: no cover (tested on a GPU)
-        values = [torch.where(good, value, target) for target, value in zip(targets, values, strict=True)]
+def _assign(targets: list[Tensor], values: list[Tensor], finite: Tensor) -> None:
+    """Write new values. On a GPU, which was not asked yet, this happens only if gradients were finite."""
+    if finite.is_cuda:  # pragma: no cover (tested on a GPU)
+        values = [torch.where(finite, value, target) for target, value in zip(targets, values, strict=True)]
     torch._foreach_copy_(targets, values)

@@ -1,16 +1,18 @@
-"""Factors from passes that somebody else makes: forward through `model(...)`, backward through any loss of it.
+"""Watching a model in training: factors from forward passes `model(...)` and backward passes of any loss of them.
 
-Hooks on the model's forward pass switch the capture on and off. A hook on the predictions runs when the gradient of
-the loss arrives there: the graph is complete then and not used up yet, so that further vectors can be sent back
-through it, and the gradient shows which targets count. With `fisher="empirical"` the backward pass itself is enough.
+Hooks on the model's forward pass switch the capture on and off. A hook on the predictions is called when the gradient
+of the loss arrives there. At this moment the graph is complete and not yet freed, so further vectors can be sent back
+through it, and the gradient shows which targets count. With `fisher="empirical"`, the user's backward pass is enough.
 
-What passes have given is staged until `Watch.collect` takes it; a forward pass without backward pass gives nothing.
-What happens during one pass lives in `passes`.
+The results of passes wait until `Watch.collect` takes them. A forward pass without backward pass has no result.
+What happens during one pass is in `passes`.
 """
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import InitVar, dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -24,173 +26,162 @@ from kfs.kfac.capture import Session
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
-from kfs.optim.passes import Bases, Pass, StepSums
+from kfs.optim.passes import Pass
+from kfs.optim.step_sums import Bases, StepSums
 
 
+@dataclass
+class _Call:
+    """The outermost call of the model that is running."""
+
+    frame: FrameType | None
+    depth: int = 1  # number of nested calls, the outermost one included
+    watched: Pass | None = None  # `None` if nothing has to be known about this call
+
+
+@dataclass(eq=False)
 class Watch:
-    """Watches a model while somebody trains it.
+    """Watches a model while somebody trains it."""
 
-    Args:
-        model: The model; it is called as usual.
-        loss: Describes the loss.
-        module: The loss module, if the loss was given as one; where it is called, targets are seen.
-        settings: Which curvature matrix, and how.
-        wanted: A method, asked before a forward pass: parameters to track, by name; nothing if factors are not needed.
-            Whoever has it is not kept alive.
-        bases: Asked before a forward pass: in which bases to sum up squares.
-        count: Whether to count the examples of passes that are not captured.
-        keep_inputs: Whether records have the inputs of all passes.
+    model: InitVar[nn.Module]  # It is called as usual.
+    module: InitVar[nn.Module | None]  # the loss module, if the loss was given as one
+    # A method that returns the parameters to track in a forward pass, and the bases in which to sum squared gradients;
+    # `None` if factors are not needed. Its object is not kept alive.
+    wanted: InitVar[Callable[[], tuple[dict[str, Tensor], Bases] | None]]
+    loss: Loss
+    settings: Settings
+    keep_inputs: bool  # whether the result has the inputs of all passes
+    first_datum: int = 0  # number of data in earlier steps, on which the labels that are drawn depend
+    _session: Session | None = None
+    _call: _Call | None = None
+    _latest: "weakref.ref[Pass] | None" = None
+    _complete: list[Pass] = field(default_factory=list)
+    _backward: int = -1  # identifies the last backward pass
 
-    Attributes:
-        first_datum: How many data have entered averages before; draws depend on it.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        module: nn.Module | None,
-        settings: Settings,
-        wanted: Callable[[], dict[str, Tensor] | None],
-        bases: Callable[[], Bases],
-        count: bool,
-        keep_inputs: bool,
-    ) -> None:
+    def __post_init__(self, model: nn.Module, module: nn.Module | None, wanted: Callable[[], Any]) -> None:
         """Put hooks on model and loss."""
-        self.loss, self.settings, self.first_datum, self.keep_inputs = loss, settings, 0, keep_inputs
-        self._model, self._wanted, self._bases = weakref.ref(model), weakref.WeakMethod(wanted), bases
-        self._count = count
-        self._session: Session | None = None
-        self._running: Pass | None = None
-        self._frame: FrameType | None = None
-        self._depth = 0
-        self._latest: weakref.ref[Pass] | None = None
-        self._complete: list[Pass] = []
-        self._backward = -1
-        self._handles = [
-            model.register_forward_pre_hook(Hook(self, "_before"), with_kwargs=True),
-            model.register_forward_hook(Hook(self, "_after"), with_kwargs=True, always_call=True),
-        ]
+        self._model = weakref.ref(model)
+        self._wanted = weakref.WeakMethod(wanted)
+        before, after = Hook(self, "_before_forward"), Hook(self, "_after_forward")
+        hooks = ExitStack()
+        hooks.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        hooks.callback(model.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
         if module is not None:
-            self._handles.append(module.register_forward_pre_hook(Hook(self, "_targets"), with_kwargs=True))
-        weakref.finalize(self, _remove, self._handles)
+            hooks.callback(module.register_forward_pre_hook(Hook(self, "_before_loss"), with_kwargs=True).remove)
+        self._remove_hooks = weakref.finalize(self, hooks.close)
 
     def close(self) -> None:
         """Remove all hooks, and forget everything."""
         self._forget_interrupted()
-        _remove(self._handles)
-        self._complete.clear()
+        self._remove_hooks()
+        self.forget()
 
     def collect(self) -> StepSums | None:
-        """Return the sum of what all passes with a backward pass have given since the last call, if there were any."""
+        """Return the sum over all passes with a backward pass since the last call, or `None` if there were none."""
         self._forget_interrupted()
-        passes, self._complete = self._complete, []
-        total: StepSums | None = None
-        for one in passes:
-            if total is None:
-                total = one.collect()
-            else:
-                total.merge(one.collect())
-        return total
-
-    def add_pass(self, one: Pass) -> None:
-        """Keep a pass whose gradient has arrived; those of gradients that nobody has any more are forgotten."""
-        model, backward = self._model(), torch._C._current_graph_task_id()
-        if backward != self._backward and model is not None and all(p.grad is None for p in model.parameters()):
-            self._complete.clear()
-        self._backward = backward
-        self._complete.append(one)
-
-    def next_datum(self) -> int:
-        """Return the number of the next datum, for draws: after those that wait to be collected."""
-        return self.first_datum + sum(one.num_data for one in self._complete)
+        results = [one.collect() for one in self._complete]
+        self.forget()
+        for other in results[1:]:
+            results[0].merge(other)
+        return results[0] if results else None
 
     def forget(self) -> None:
         """Forget passes that were not collected."""
         self._complete.clear()
 
-    def trains(self) -> bool:
-        """Whether the backward pass that runs leaves gradients at parameters: `backward()`, not `autograd.grad`."""
-        model = self._model()
-        leaves = (get_gradient_edge(p).node for p in model.parameters() if p.requires_grad) if model else ()
-        try:
-            return any(map(torch._C._will_engine_execute_node, leaves))
-        except RuntimeError:  # PyTorch does not answer for leaves that autograd.grad asks for
-            return False
-
-    def targets(self, y: Tensor) -> None:
-        """Take note of the targets of the last forward pass."""
+    def set_targets(self, y: Tensor) -> None:
+        """Set the targets of the last forward pass."""
         one = None if self._latest is None else self._latest()
         if one is not None:
-            one.set_targets(y)
+            one.targets.give(y)
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Start to capture, unless the model calls itself."""
         elsewhere = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
         if module is not self._model() or not torch.is_grad_enabled() or elsewhere:
             return None
         self._forget_interrupted()
-        self._depth += 1
-        if self._depth > 1:
+        if self._call is not None:
+            self._call.depth += 1
             return None
-        self._frame = _call_of_module()
-        wanted = self._wanted()
-        params = None if wanted is None else wanted()
-        if params is None and not self._count:
+        self._call = _Call(next((f for f in _callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
+        method = self._wanted()
+        wanted = None if method is None else method()
+        session = None
+        bases: Bases = {}
+        if wanted is not None:
+            params, bases = wanted
+            _refuse_compiled(self._call.frame)
+            session = self._session_for(params)
+        elif self.loss.reduction != "sum":
+            # Examples have to be counted in every step if the loss is a sum over them, and only then.
             return None
-        if params is not None:
-            _refuse_compiled(self._frame)
-        session = None if params is None else self._session_for(params)
-        self._running = Pass(self, session, self._bases() if params else {}, args, kwargs)
-        return self._running.start(args, kwargs)
+        one = Pass(self.loss, self.settings, session, bases, (args, kwargs), self.keep_inputs)
+        self._call.watched = one
+        return one.start()
 
     def _session_for(self, params: dict[str, Tensor]) -> Session:
         """Return the session that has plans from earlier passes, or a new one if other parameters are tracked."""
-        known = None if self._session is None else self._session.tracker.params
-        if known is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
-            self._session = new_session(params, self.settings.joint_bias, mixing=True)
-        assert self._session is not None  # noqa: S101 (it was made above)
-        return self._session
+        session = self._session
+        known = {} if session is None else session.tracker.params
+        if session is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
+            session = self._session = new_session(params, self.settings.joint_bias, mixing=True)
+        return session
 
-    def _after(self, module: nn.Module, _: Any, __: Any, output: Any) -> Any:
-        """Stop, and wait for a gradient; `output` is missing if the forward pass has failed."""
-        if module is not self._model() or self._depth == 0:
+    def _after_forward(self, module: nn.Module, _: Any, __: Any, output: Any) -> Any:
+        """Stop to capture, and wait for a gradient. The output is `None` if the forward pass has failed."""
+        call = self._call
+        if module is not self._model() or call is None:
             return None
-        self._depth -= 1
-        if self._depth:
+        call.depth -= 1
+        if call.depth:
             return None
-        one, self._running, self._frame = self._running, None, None
+        self._call = None
+        one = call.watched
         if one is None:
             return None
         one.stop()
         self._latest = weakref.ref(one)
-        return None if output is None else one.watch_output(output)
+        return None if output is None else one.watch_output(output, weakref.WeakMethod(self._receive_gradient))
 
-    def _targets(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """Take note of targets, if the loss is that of predictions."""
+    def _before_loss(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """Set the targets of a pass if the loss module is called with its predictions."""
         given = dict(zip(("input", "target"), args, strict=False)) | kwargs
-        mine = getattr(given.get("input"), "_kfs_pass", None)
-        one = None if mine is None else mine()
+        reference = getattr(given.get("input"), "_kfs_pass", None)
+        one = None if reference is None else reference()
         if one is not None and isinstance(given.get("target"), Tensor):
-            one.set_targets(given["target"])
+            one.targets.give(given["target"])
+
+    def _receive_gradient(self, one: Pass, g: Tensor) -> None:
+        """Show a pass the first gradient with respect to its predictions that trains the model."""
+        model = self._model()
+        if one.has_gradient or model is None or not _trains(model):
+            return
+        one.receive_gradient(g, self.first_datum + sum(waiting.num_data for waiting in self._complete))
+        # If the user has set gradients to None since, the passes that they came from do not count.
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward and all(p.grad is None for p in model.parameters()):
+            self.forget()
+        self._backward = backward
+        self._complete.append(one)
 
     def _forget_interrupted(self) -> None:
         """Leave the capture of a forward pass that was interrupted from the keyboard: no hook is called then."""
-        frame = sys._getframe(1)
-        while frame is not None and self._frame is not None and frame is not self._frame:
-            frame = frame.f_back  # type: ignore[assignment]
-        if self._frame is not None and frame is None:
-            if self._running is not None:
-                self._running.stop()
-            self._running, self._frame, self._depth = None, None, 0
+        call = self._call
+        if call is None or call.frame is None or any(frame is call.frame for frame in _callers()):
+            return
+        if call.watched is not None:
+            call.watched.stop()
+        self._call = None
 
 
 class Hook:
-    """Calls a method of a `Watch` that still exists. A copy of a hooked module, or a file of it, has no use for it."""
+    """Calls a method of a `Watch` that still exists. Copies of a hooked module have hooks that do nothing."""
 
     def __init__(self, watch: Watch | None = None, method: str = "") -> None:
-        """Remember the watch without keeping it."""
-        self._watch, self._method = None if watch is None else weakref.ref(watch), method
+        """Store a reference that does not keep the watch alive."""
+        self._watch = None if watch is None else weakref.ref(watch)
+        self._method = method
 
     @_disable_dynamo
     def __call__(self, *args: Any) -> Any:
@@ -203,31 +194,32 @@ class Hook:
         return Hook, ()
 
 
-def _call_of_module() -> FrameType | None:
-    """Return the frame in which a module is being called."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
+def _trains(model: nn.Module) -> bool:
+    """Whether the running backward pass leaves gradients at parameters: `backward()`, not `autograd.grad`."""
+    leaves = (get_gradient_edge(p).node for p in model.parameters() if p.requires_grad)
+    try:
+        return any(map(torch._C._will_engine_execute_node, leaves))
+    except RuntimeError:  # PyTorch does not answer for leaves that autograd.grad asks for.
+        return False
+
+
+def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """Yield a frame, by default the current one, and the frames that it was called from."""
+    frame = frame or sys._getframe()
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame
-
-
-def _remove(handles: list[Any]) -> None:
-    """Remove hooks."""
-    for handle in handles:
-        handle.remove()
-    handles.clear()
 
 
 def _refuse_compiled(frame: FrameType | None) -> None:
     """Refuse a call from compiled code, which hides the model's operations.
 
     Raises:
-        ModelError: If there is compiled code on the way.
+        ModelError: If there is compiled code among the callers.
     """
-    while frame is not None:
-        if frame.f_code.co_name.startswith("torch_dynamo_resume") or frame.f_code.co_name == "compile_wrapper":
-            raise ModelError(
-                "The model is compiled, but the optimizer has the model that was not.",
-                "Compile it first, model = torch.compile(model), and make the optimizer of the result.",
-            )
-        frame = frame.f_back
+    names = [caller.f_code.co_name for caller in _callers(frame)]
+    if any(name.startswith("torch_dynamo_resume") or name == "compile_wrapper" for name in names):
+        raise ModelError(
+            "The model is compiled, but the optimizer has the model that was not.",
+            "Compile it first, model = torch.compile(model), and make the optimizer of the result.",
+        )

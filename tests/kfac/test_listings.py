@@ -111,7 +111,7 @@ WRONG: dict[str, tuple[ModuleType, str, str, str]] = {
     "expand: no stride": (expand_Conv, "d * (k - 1), stride)", "d * (k - 1), 1)", "multiplies patches"),
     "expand: channels last": (expand_Conv, "g.flatten(3).movedim(2, 3)", "g.flatten(3)", "gradient-based factor"),
     "reduce: bias without positions": (reduce_Conv, "(len(x), 1), S)", "(len(x), 1), 1)", "input-based factor"),
-    "reduce: one row of positions": (reduce_Conv, "S = height * width", "S = width", "gradient-based factor"),
+    "reduce: channels last": (reduce_Conv, "g.flatten(3).movedim(2, 3)", "g.flatten(3)", "gradient-based factor"),
     "reduce: places swapped": (reduce_Conv, "x[:, :, i, j] +=", "x[:, :, -1 - i, j] +=", "sums of patches"),
 }
 

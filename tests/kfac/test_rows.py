@@ -3,6 +3,7 @@
 For one datum and one position, KFAC's blocks are those of the exact curvature, so that nothing can go to a wrong place.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from kfs import GGN, KFAC, EmpiricalRisk
+from kfs import GGN, KFAC, EmpiricalRisk, load
 from tests.kfac.models import Function
 from tests.operators.contract import close
 from tests.optim.training import one_step
@@ -116,3 +117,16 @@ def test_steps_of_some_rows() -> None:
     expected = one_step(whole, nn.MSELoss(), X, y, **settings).reshape(2, 3)
     assert not torch.allclose(expected, W[1:3])
     close(moved, torch.cat([W[:1], expected, W[3:]]))
+
+
+def test_rows_of_a_bias_that_are_not_used_have_no_curvature(tmp_path: Path) -> None:
+    model = Function(lambda m, x: F.linear(x, m.W[2:], m.b[2:]), W=normal(5, 3), b=normal(5))
+    risk = one_datum(model, 3, 3)
+    K = KFAC(risk)
+    close(K.to_dense(), GGN(risk).to_dense())
+    v = normal(K.shape[0])
+    for _ in range(3):
+        torch.full((5,), torch.nan, dtype=torch.float64)  # memory that the next tensor of this size may get
+        close(K @ v, GGN(risk) @ v)
+    K.save(tmp_path / "k")
+    close(load(tmp_path / "k").to_dense(), K.to_dense())

@@ -81,7 +81,7 @@ def test_limited_steps(rows: int, columns: int, scale: float) -> None:
     torch.manual_seed(rows * 100 + columns)
     D = scale * torch.randn(2, 1, rows, columns, dtype=torch.float64)
     trust = torch.tensor([1.0, torch.inf], dtype=torch.float64).reshape(2, 1, 1, 1)
-    short = limited(D, trust, columns=False)
+    short = limited(D, trust, unit_vectors=False)
     assert torch.equal(short[1], D[1])
     bound = max(1.0, rows / columns) ** 0.5
     estimate = spectral_norm(D[0]).item()
@@ -95,7 +95,7 @@ def test_limited_columns() -> None:
     """Embeddings are limited token by token: a large step for one token does not shorten the others'."""
     D = torch.ones(1, 1, 4, 3)
     D[..., 0] *= 100
-    short = limited(D, torch.ones(1, 1, 1, 1), columns=True)
+    short = limited(D, torch.ones(1, 1, 1, 1), unit_vectors=True)
     torch.testing.assert_close(short, torch.ones_like(D))
 
 

@@ -5,6 +5,6 @@ What is exported here is the interface for applications that watch passes which 
 
 from kfs.kfac.capture.mode import Capture, forward
 from kfs.kfac.capture.session import Session
-from kfs.kfac.capture.tap import backward, send_back
+from kfs.kfac.capture.tap import backward, pass_derived, send_back
 
-__all__ = ["Capture", "Session", "backward", "forward", "send_back"]
+__all__ = ["Capture", "Session", "backward", "forward", "pass_derived", "send_back"]

@@ -1,10 +1,11 @@
 """Parameters that meet the batch later: broadcast parameters, derived parameters, copies."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kfs.kfac.capture.parameters import Tracked
+from kfs.kfac.capture.parameters import Derived, Tracked
 from kfs.kfac.capture.plan import Broadcast, Call, Copy, Plan
 from kfs.kfac.sums.interface import Receiver
 from kfs.kfac.sums.outer_products import full_precision
@@ -61,7 +62,16 @@ def follow(
         (settled,) = _settled(capture, plan, call, out)
         return capture.use(settled, x if with_batch else x.expand(capture.num_data, *x.shape))
 
-    return capture.add_derived(out, plan.layout.weight, key, record)
+    return add_derived(capture, out, plan.layout.weight, key, record)
+
+
+def add_derived(capture: "Capture", out: Tensor, name: str, token: Any, record: Callable[[bool], Receiver]) -> Tensor:
+    """Follow the output of an operation that has met no data yet; `record` is that of `Derived`."""
+    out = out.contiguous()
+    derived = Derived(record)
+    capture.derived.append(derived)
+    capture.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived))
+    return out
 
 
 def track_copy(capture: "Capture", copy: Copy, result: Any, key: Any) -> Any:

@@ -10,7 +10,7 @@ per datum.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,19 @@ from kfs.exact_derivatives import refuse_reentrant_checkpoint
 from kfs.kfac.capture.derived import follow, tap_broadcast, track_copy
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.parameters import Derived, Tracked
-from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Read, Rewrite, argument_at, with_argument
+from kfs.kfac.capture.plan import (
+    Argument,
+    Broadcast,
+    Call,
+    Copy,
+    Plan,
+    Read,
+    Rewrite,
+    argument_at,
+    is_in_place,
+    with_argument,
+    without_tensors,
+)
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.tap import Tap
 from kfs.kfac.sums.batch_axis import BatchAxis
@@ -37,7 +49,6 @@ from kfs.risk import EmpiricalRisk
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
 _SHAPES_ONLY = {getattr(torch, name) for name in _LIKE} | {getattr(Tensor, name) for name in _NEW}
-_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow")} | {"__setitem__"}
 _FIRST_ONLY = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
 # Questions, which are asked so often that it pays not to look at their arguments.
 _PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_sparse", "layout")
@@ -63,8 +74,10 @@ class Capture(TorchFunctionMode):
         finished: Whether gradients are of no interest any more.
         keep_graph: Whether further backward passes will follow.
         together: Whether a backward pass is for several columns, by `vmap`.
+        precise: Whether a backward pass runs in full precision already.
         operations: How many operations were seen.
         taps: How many taps there are.
+        derived: Derived parameters, in the order in which they were met.
         unexplained: `(parameter, operation)` of uses that no rule explains and that influence the predictions, or
             may do so. It is complete after a backward pass.
     """
@@ -83,13 +96,14 @@ class Capture(TorchFunctionMode):
         self.handle: Tensor | None = None
         self.keep_graph = True
         self.together = False
+        self.precise = False
         self.running = True
         self.finished = False
         self.operations = 0
         self.taps = 0
         self.unexplained: set[tuple[str, str]] = set()
         self._marked: list[weakref.ref[Tensor]] = []
-        self._derived: list[Derived] = []
+        self.derived: list[Derived] = []
 
     @property
     def num_data(self) -> int:
@@ -127,13 +141,13 @@ class Capture(TorchFunctionMode):
     ) -> Any:
         """Run an operation that uses a tracked parameter: by its plan if that is known."""
         key = self._key(func, args, kwargs, inputs, sources)
-        planned = self.session.plans.get(key)
-        if type(planned) is not Outputs:
+        settled = self.session.plans.get(key)
+        if type(settled) is not list:
             result = self._run_unsettled(key, func, args, kwargs)
             self._mark(func, inputs, args, result)
             return result
         out = func(*args, **kwargs)
-        for plan in planned.plans:
+        for plan in settled:
             out = self._tap_output(plan, args, kwargs, out)
         return out
 
@@ -160,7 +174,7 @@ class Capture(TorchFunctionMode):
             followed = follow(self, planned[0], call, x, out, key)
             return self.session.fallback(self, func, args, kwargs) if followed is None else followed
         settled = [one for plan in planned for one in self.session.settle(plan, call, out)]
-        self.session.plans[key] = Outputs(settled)
+        self.session.plans[key] = settled
         for plan in settled:
             out = self._tap_output(plan, args, kwargs, out)
         return out
@@ -198,7 +212,7 @@ class Capture(TorchFunctionMode):
             else:
                 key += (source.token, t.storage_offset(), t.shape, t.stride(), t.dtype)
         if kwargs or not all([isinstance(part, Tensor) for part in args]):  # noqa: C419 (a generator takes longer)
-            key.append(_without_tensors((args, tuple(kwargs.items()))))
+            key.append(without_tensors((args, tuple(kwargs.items()))))
         return tuple(key)
 
     def use(self, plan: Plan, x: Any) -> Receiver:
@@ -223,20 +237,6 @@ class Capture(TorchFunctionMode):
         self.taps += 1
         tapped: Tensor = Tap.apply(z, self.handle, self, receive)  # type: ignore[no-untyped-call]
         return tapped
-
-    def add_derived(self, out: Tensor, name: str, token: Any, record: Callable[[bool], Receiver]) -> Tensor:
-        """Follow the output of an operation that has met no data yet; `record` is that of `Derived`."""
-        out = out.contiguous()
-        derived = Derived(record)
-        self._derived.append(derived)
-        self.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived))
-        return out
-
-    def pass_derived(self) -> None:
-        """After a backward pass: pass on what arrived at derived parameters, the latest ones first."""
-        with full_precision(self.session.device_type):
-            for derived in reversed(self._derived):
-                derived.pass_on()
 
     def find_hidden_uses(self, f: Tensor) -> None:
         """Look for uses that were not seen.
@@ -295,8 +295,15 @@ class Capture(TorchFunctionMode):
 
     def _tap_output(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
         """Add the inputs of a use, and return the operation's output with a tap."""
-        with full_precision(plan.device_type):
-            receive = self.use(plan, prepared(plan, args, kwargs))
+        if plan.narrow is not None:
+            with full_precision(plan.device.type):
+                receive = self.use(plan, prepared(plan, args, kwargs))
+        else:  # without autocast there is only the graph to switch off, which takes less time in this way
+            torch._C._set_grad_enabled(False)
+            try:
+                receive = self.use(plan, prepared(plan, args, kwargs))
+            finally:
+                torch._C._set_grad_enabled(True)
         return self.tap(out, receive)
 
     def _describe(self, part: Any, place: tuple[int | str, ...]) -> Any:
@@ -333,14 +340,6 @@ class Capture(TorchFunctionMode):
         base = args[0]._base
         if base is not None and not base.requires_grad:
             self._set_mark(base, True)  # data were written into a part of it
-
-
-class Outputs:
-    """Settled plans of an operation whose output is tapped."""
-
-    def __init__(self, plans: Iterable[Plan]) -> None:
-        """Store them."""
-        self.plans = tuple(plans)
 
 
 def forward(
@@ -384,12 +383,6 @@ def prepared(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tensors[0] if tensors else None
 
 
-def is_in_place(func: Any) -> bool:
-    """Whether an operation changes its first argument, judging by its name."""
-    name: str = getattr(func, "__name__", "")
-    return name in _IN_PLACE if name.startswith("__") else name.endswith("_")
-
-
 def tensors_of(parts: Iterable[Any]) -> list[Tensor]:
     """Return all tensors among arguments, also in lists and tuples."""
     found: list[Tensor] = []
@@ -399,19 +392,6 @@ def tensors_of(parts: Iterable[Any]) -> list[Tensor]:
         elif isinstance(part, (tuple, list)):
             found += tensors_of(part)
     return found
-
-
-def _without_tensors(part: Any) -> Any:
-    """Return arguments, or what identifies them, with `None` for tensors, such that they can be hashed."""
-    if isinstance(part, Tensor):
-        return None
-    if isinstance(part, (tuple, list)):
-        return tuple(map(_without_tensors, part))
-    try:
-        hash(part)
-    except TypeError:
-        return repr(part)
-    return part
 
 
 def _reading(read: Read, x: Any, receive: Receiver) -> Receiver:

@@ -25,6 +25,7 @@ from kfs.kfac.sums.inputs import Inputs
 
 CPU = torch.device("cpu")
 ONE_DATUM = BatchAxis(1)
+_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow")} | {"__setitem__"}
 # Where an argument is: its position, its keyword, or a position followed by one within a list.
 Place = tuple[int | str, ...]
 # Reads gradients `[columns, *shape of the output]` as `[columns, *leading, features]`, given what the plan prepared.
@@ -221,11 +222,6 @@ class Plan:
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
 
-    @cached_property
-    def device_type(self) -> str:
-        """The kind of device."""
-        return self.device.type
-
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
@@ -286,3 +282,22 @@ def with_argument(
     if isinstance(first, str):
         return args, kwargs | {first: value}
     return (*args[:first], value, *args[first + 1 :]), kwargs
+
+
+def without_tensors(part: Any) -> Any:
+    """Return arguments, or what identifies them, with `None` for tensors, such that they can be hashed."""
+    if isinstance(part, Tensor):
+        return None
+    if isinstance(part, (tuple, list)):
+        return tuple(map(without_tensors, part))
+    try:
+        hash(part)
+    except TypeError:
+        return repr(part)
+    return part
+
+
+def is_in_place(func: Any) -> bool:
+    """Whether an operation changes its first argument, judging by its name."""
+    name: str = getattr(func, "__name__", "")
+    return name in _IN_PLACE if name.startswith("__") else name.endswith("_")

@@ -33,7 +33,7 @@ class Session:
     Attributes:
         tracker: Finds tracked parameters.
         device_type: Where they are.
-        plans: What a rule returned, by call; settled where the first use has decided everything.
+        plans: What a rule returned, by call; a list of settled plans after the first use of an output that is tapped.
         hidden_uses: Hidden uses that were found in passes, by what a pass consists of.
     """
 

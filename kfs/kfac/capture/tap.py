@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from torch.func import vmap
 
 from kfs.errors import ModelError
+from kfs.kfac.capture.parameters import Derived
 from kfs.kfac.sums.interface import Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
 
@@ -26,9 +27,8 @@ class Pass(Protocol):
     finished: bool
     keep_graph: bool
     together: bool
-
-    def pass_derived(self) -> None:
-        """Pass on what arrived at derived parameters."""
+    precise: bool
+    derived: list[Derived]
 
 
 class Tap(torch.autograd.Function):
@@ -57,7 +57,9 @@ class Tap(torch.autograd.Function):
             torch.cuda.set_device(g.device)
         if one.together:
             Show.apply(g, receive)  # type: ignore[no-untyped-call]
-        else:
+        elif one.precise:
+            receive(g.unsqueeze(0))
+        else:  # somebody else's backward pass
             with full_precision(g.device.type):
                 receive(g.unsqueeze(0))
         if not one.keep_graph:
@@ -80,8 +82,7 @@ class Show(torch.autograd.Function):
     @staticmethod
     def vmap(_: Any, in_dims: Any, g: Tensor, receive: Receiver) -> tuple[Tensor, None]:
         """Show all columns."""
-        with full_precision(g.device.type):
-            receive(g.movedim(in_dims[0], 0).detach())
+        receive(g.movedim(in_dims[0], 0))
         return g.new_empty(0), None
 
 
@@ -120,8 +121,19 @@ def backward(f: Tensor | GradientEdge, one: Pass, vectors: Tensor, keep_graph: b
     def send(v: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(f, handle, v, retain_graph=keep_graph, materialize_grads=True)
 
-    vmap(send)(vectors) if one.together else send(vectors[0])
-    one.pass_derived()
+    with full_precision(vectors.device.type):
+        one.precise = True
+        try:
+            vmap(send)(vectors) if one.together else send(vectors[0])
+            pass_derived(one)
+        finally:
+            one.precise = False
+
+
+def pass_derived(one: Pass) -> None:
+    """After a backward pass: pass on what arrived at derived parameters, the latest ones first."""
+    for derived in reversed(one.derived):
+        derived.pass_on()
 
 
 def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kfs.errors import DataError
 from kfs.kfac.capture.derived import tap_broadcast
-from kfs.kfac.capture.mode import Capture, is_in_place
-from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Planned, Read, Rewrite
+from kfs.kfac.capture.mode import Capture
+from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Planned, Read, Rewrite, is_in_place
 from kfs.kfac.layout import Layout
 from kfs.kfac.sums.inputs import Rows
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.kfac.capture.mode import Capture, is_in_place, tensors_of
-from kfs.kfac.capture.plan import Argument, Call, Plan
+from kfs.kfac.capture.derived import add_derived
+from kfs.kfac.capture.mode import Capture, tensors_of
+from kfs.kfac.capture.plan import Argument, Call, Plan, is_in_place
 from kfs.kfac.rules.elementwise import all_rows, entries_layout, scattered
 from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.inputs import Rows
@@ -78,7 +79,7 @@ def _derived(
         return pass_on
 
     token = (func, parameter.token, argument.offset, argument.shape, argument.stride)
-    return capture.add_derived(result, parameter.name, token, record)
+    return add_derived(capture, result, parameter.name, token, record)
 
 
 def _record_per_datum(capture: Capture, call: Call, argument: Argument, like: Tensor) -> Receiver:

@@ -1,7 +1,7 @@
-"""Checkpoints: sums over data that survive the process, and go on to the last bit as if nothing had happened.
+"""Checkpoints: sums over data in a file, from which an interrupted computation continues with the same results.
 
 A journal writes all sums after some batches, atomically, together with what they belong to: settings, loss, values of
-parameters and buffers, and a digest of the data seen so far. Whoever starts the same computation again skips the
+parameters and buffers, and a digest of the data seen so far. If the same computation is started again, it skips the
 batches that are done. Other settings, parameters or data are refused.
 """
 
@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ class Checkpoint:
 
     Attributes:
         path: The file. `EKFAC` writes a second one, with `.eigenvalues` appended to its name.
-        batches: Write after so many batches.
-        minutes: Write when so many minutes have passed, after the next batch. Five, if nothing is said.
+        batches: Write whenever this many batches were added.
+        minutes: Write after the first batch that ends this many minutes after the last writing. If neither is given,
+            five minutes.
 
     Example:
         >>> Checkpoint("run.kfac", batches=100)
@@ -45,7 +46,7 @@ class Checkpoint:
     minutes: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is not positive."""
+        """Refuse numbers that are not positive."""
         for name in ("batches", "minutes"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -73,41 +74,43 @@ class Journal:
     """Keeps the sums of a pass over the data in a file.
 
     Args:
-        checkpoint: Where and how often.
+        checkpoint: Where and how often to write.
         risk: Model, loss, data and parameters.
-        settings: What was asked for.
-        stage: Which pass it is.
-        basis: What the sums are relative to: eigenvectors.
+        settings: The settings of the computation.
+        stage: Name of the pass, `"factors"` or `"eigenvalues"`.
+        basis: The eigenvectors that sums refer to, if any.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, risk: EmpiricalRisk, settings: Settings, stage: str, basis: Iterable[Tensor] = ()
     ) -> None:
-        """Find out what the sums belong to."""
+        """Describe what the sums belong to."""
         path = Path(checkpoint.path)
         self.path = path if stage == "factors" else path.with_name(f"{path.name}.{stage}")
-        self.checkpoint, self._device = checkpoint, settings.factor_device or str(risk.device)
-        module = risk.model if isinstance(risk.model, torch.nn.Module) else None
-        tensors = [] if module is None else [*module.parameters(), *module.buffers()]
+        self.checkpoint = checkpoint
+        self._device = settings.factor_device or str(risk.device)
+        module = risk.model if isinstance(risk.model, torch.nn.Module) else torch.nn.Module()
+        name = getattr(risk.model, "__qualname__", type(risk.model).__name__)
         self.belongs_to = {
             "stage": stage,
             "eigenvectors": _digest(basis),
             "settings": settings.state(),
-            "model": repr(module)
-            if module is not None
-            else getattr(risk.model, "__qualname__", type(risk.model).__name__),
+            "model": repr(module) if module is risk.model else name,
             "loss": details(risk.loss),
             "parameters": {name: list(p.shape) for name, p in risk.params.items()},
             "values of parameters": _digest(risk.params.values()),
-            "values of other parameters and buffers": _digest(tensors),
+            "values of other parameters and buffers": _digest([*module.parameters(), *module.buffers()]),
             "precision": f"{risk.dtype} on {risk.device.type}",
         }
         self._start()
 
     def _start(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=32)
-        self._seen, self._done, self._expected = 0, 0, ""
-        self._saved, self._time = -1, time.monotonic()
+        """Forget all batches: a computation may start again, with vectors sent back one by one."""
+        self._data = hashlib.blake2b(digest_size=32)
+        self._batches_seen = 0
+        self._batches_in_file = 0
+        self._digest_in_file = ""
+        self._written_at = time.monotonic()
 
     def resume(self, sums: Sums) -> Progress:
         """Restore what the file has, if there is one."""
@@ -116,30 +119,32 @@ class Journal:
             return Progress()
         header, state = storage.read(self.path, self._device)
         with storage.valid(self.path):
-            theirs, found = json.loads(header["belongs_to"]), state["progress"]
-            differs = [name for name, value in self.belongs_to.items() if theirs[name] != json.loads(json.dumps(value))]
+            theirs = json.loads(header["belongs_to"])
+            mine = json.loads(json.dumps(self.belongs_to))
+            differs = [name for name in mine if theirs[name] != mine[name]]
             if not differs:
+                found = state["progress"]
                 unexplained = {(str(name), str(operation)) for name, operation in found["unexplained"]}
                 progress = Progress(int(found["batches"]), int(found["num_data"]), float(found["count"]), unexplained)
-                self._done, self._expected = progress.batches, str(found["digest"])
-                self._saved = progress.batches
+                self._batches_in_file = progress.batches
+                self._digest_in_file = str(found["digest"])
                 sums.restore(state["uses"])
-        if differs:
-            raise StorageError(
-                f"The checkpoint {self.path} belongs to another computation: {', '.join(differs)} differ.",
-                "Delete it, or choose another path.",
-            )
-        return progress
+                return progress
+        raise StorageError(
+            f"The checkpoint {self.path} belongs to another computation: {', '.join(differs)} differ.",
+            "Delete it, or choose another path.",
+        )
 
     def knows(self, place: int, batch: Batch) -> bool:
-        """Whether a batch is part of the sums already; it must be the one that it was."""
+        """Whether a batch is part of the sums already. If it is, it must be the same batch as before."""
         for t in (*tensors_in(batch.x), batch.y):
-            self._hash.update(_bytes(t))
-        self._hash.update(_words(mapped(batch.x, lambda _: torch.empty(0))).encode())  # what is no tensor
-        self._seen = place + 1
-        if self._seen == self._done and self._hash.hexdigest() != self._expected:
+            self._data.update(_bytes(t))
+        not_tensors = mapped(batch.x, lambda _: torch.empty(0))
+        self._data.update(_text(not_tensors).encode())
+        self._batches_seen = place + 1
+        if self._batches_seen == self._batches_in_file and self._data.hexdigest() != self._digest_in_file:
             raise self._other_data()
-        return place < self._done
+        return place < self._batches_in_file
 
     def _other_data(self) -> StorageError:
         return StorageError(
@@ -148,31 +153,27 @@ class Journal:
         )
 
     def note(self, progress: Progress, sums: Sums) -> None:
-        """Write, if it is time to."""
-        batches, minutes = self.checkpoint.batches, self.checkpoint.minutes
+        """Write the sums, if enough batches or minutes have passed."""
+        batches = self.checkpoint.batches
+        minutes = self.checkpoint.minutes
         minutes = 5.0 if batches is None and minutes is None else minutes
-        late = minutes is not None and time.monotonic() - self._time >= 60 * minutes
+        late = minutes is not None and time.monotonic() - self._written_at >= 60 * minutes
         if late or (batches is not None and progress.batches % batches == 0):
             self._write(progress, sums)
 
     def close(self, progress: Progress, sums: Sums) -> None:
-        """Write the last time; refuse data that are fewer than before."""
-        if self._seen < self._done:
+        """Write the final sums. Refuse data that have fewer batches than the file."""
+        if self._batches_seen < self._batches_in_file:
             raise self._other_data()
-        if progress.batches != self._saved:
+        if progress.batches != self._batches_in_file:
             self._write(progress, sums)
 
     def _write(self, progress: Progress, sums: Sums) -> None:
-        found = {
-            "batches": progress.batches,
-            "num_data": progress.num_data,
-            "count": progress.count,
-            "unexplained": [list(pair) for pair in sorted(progress.unexplained)],
-            "digest": self._hash.hexdigest(),
-        }
+        digest = {"unexplained": sorted(progress.unexplained), "digest": self._data.hexdigest()}
         about = {"kind": "checkpoint", "belongs_to": self.belongs_to, "batches": progress.batches}
-        storage.write(self.path, about, {"progress": found, "uses": sums.state()})
-        self._saved, self._time = progress.batches, time.monotonic()
+        storage.write(self.path, about, {"progress": asdict(progress) | digest, "uses": sums.state()})
+        self._batches_in_file = progress.batches
+        self._written_at = time.monotonic()
 
 
 def details(loss: Loss) -> str:
@@ -180,16 +181,16 @@ def details(loss: Loss) -> str:
     hashed = hashlib.blake2b(digest_size=8)
     for name, value in sorted(vars(loss).items()):
         hashed.update(name.encode())
-        hashed.update(_bytes(value) if isinstance(value, Tensor) else _words(value).encode())
+        hashed.update(_bytes(value) if isinstance(value, Tensor) else _text(value).encode())
     return f"{loss.name} ({hashed.hexdigest()})"
 
 
-def _words(value: object) -> str:
-    """Describe something that is no tensor; where it is in memory does not matter."""
+def _text(value: object) -> str:
+    """Describe something that is not a tensor, without its address in memory."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def _digest(tensors: Any) -> str:
+def _digest(tensors: Iterable[Tensor]) -> str:
     """Return a digest of all values."""
     hashed = hashlib.blake2b(digest_size=32)
     for t in tensors:

@@ -23,19 +23,19 @@ def loadable(cls: Operator) -> Operator:
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal:
-    """Read a `KFAC`, an `EKFAC`, or an operator that was made from them (such as an inverse) from a file.
+    """Read a `KFAC`, an `EKFAC`, or an operator made from them (such as an inverse) from a file.
 
-    Code is never executed.
+    No code from the file is executed.
 
     Args:
         path: A file that `save` has written.
         device: Device for all tensors.
 
     Returns:
-        An object of the same class, equal to the one that was saved to the last bit. More data can be added to it.
+        An object of the same class that equals the saved one to the last bit. More data can be added to it.
 
     Raises:
-        StorageError: If there is no such file, if kfs has not written it, or if it was damaged.
+        StorageError: If there is no such file, if kfs did not write it, or if it is damaged.
         ModelError: If there is no such device.
 
     Example:

@@ -7,7 +7,7 @@ from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import Stack, stacked
+from kfs.kfac.structures.stack import Stack, stacked, stacked_with_zeros
 from kfs.kfac.structures.structure import Structure
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "computable",
     "damped_inverse",
     "stacked",
+    "stacked_with_zeros",
 ]

@@ -10,7 +10,7 @@ Contracts, for such an operator `K`, a vector `v` and numbers `d`, `p`:
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from kfs.kfac.structures.stack import Stack, check_coverage
 from kfs.kfac.structures.structure import Structure
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import normal
-from kfs.operators.space import Columns, Space, Vector
+from kfs.operators.space import Columns, Space
 
 
 class BlockDiagonal(LinearOperator):
@@ -50,7 +50,7 @@ class BlockDiagonal(LinearOperator):
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]
-        """Whether all blocks are."""
+        """Whether all blocks are symmetric."""
         return all(stack.structure.symmetric for stack in self.stacks)
 
     @property
@@ -65,22 +65,21 @@ class BlockDiagonal(LinearOperator):
 
     def multiply(self, columns: Columns) -> Columns:
         """Multiply block by block."""
-        return self._multiply_with([stack.structure for stack in self.stacks], columns)
+        columns = {name: t.contiguous() for name, t in columns.items()}
+        result = {name: torch.empty_like(t) for name, t in columns.items()}
+        for stack in self.stacks:
+            M = stack.read(columns)
+            product = stack.structure.multiply(M.to(stack.structure.like))
+            stack.write(product.to(M), result)
+        return result
 
     def multiply_transposed(self, columns: Columns) -> Columns:
         """Multiply with the transposed blocks."""
-        return self._multiply_with([stack.structure.transposed() for stack in self.stacks], columns)
+        return self._map_structures(lambda structure: structure.transposed()).multiply(columns)
 
-    @overload
-    def __matmul__(self, v: Tensor) -> Tensor: ...
-    @overload
-    def __matmul__(self, v: dict[str, Tensor]) -> dict[str, Tensor]: ...
-    @overload
-    def __matmul__(self, v: LinearOperator) -> LinearOperator: ...
-    def __matmul__(self, v: Vector | LinearOperator) -> Vector | LinearOperator:
-        """Multiply vectors; or operators, block by block if both have the same blocks of a structure that allows it."""
-        combined = self._combine_blocks(v, lambda one, other: one.product(other))
-        return super().__matmul__(v) if combined is None else combined  # type: ignore[operator]
+    def _composed_with(self, other: LinearOperator) -> LinearOperator:
+        """Multiply block by block, if both operators have the same blocks of structures that allow it."""
+        return self._combine_blocks(other, lambda mine, theirs: mine.product(theirs)) or super()._composed_with(other)
 
     @property
     def T(self) -> LinearOperator:  # noqa: N802
@@ -88,13 +87,8 @@ class BlockDiagonal(LinearOperator):
         return self if self.symmetric else self._map_structures(lambda structure: structure.transposed())
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
-        """Add another operator, block by block if both have the same blocks of a structure that allows it."""
-        combined = self._combine_blocks(other, lambda one, two: one.plus(two))
-        return super().__add__(other) if combined is None else combined
-
-    def __sub__(self, other: LinearOperator) -> LinearOperator:
-        """Subtract another operator."""
-        return self + (-1.0 * other) if isinstance(other, LinearOperator) else super().__sub__(other)
+        """Add block by block, if both operators have the same blocks of structures that allow it."""
+        return self._combine_blocks(other, lambda mine, theirs: mine.plus(theirs)) or super().__add__(other)
 
     def __mul__(self, factor: float) -> LinearOperator:
         """Scale all blocks."""
@@ -102,10 +96,6 @@ class BlockDiagonal(LinearOperator):
         return self._map_structures(lambda structure: structure.scaled(scaled.factor))  # type: ignore[attr-defined]
 
     __rmul__ = __mul__
-
-    def __neg__(self) -> LinearOperator:
-        """Change the sign."""
-        return self * -1.0
 
     def shift(self, delta: float) -> LinearOperator:
         """Add a multiple of the identity."""
@@ -176,7 +166,11 @@ class BlockDiagonal(LinearOperator):
 
     def diagonal(self) -> Tensor:
         """Return the diagonal as a flat vector."""
-        return self._flat_vector_of(lambda structure: structure.diagonal())
+        zeros = torch.zeros(1, self.shape[0], dtype=self.dtype, device=self.device)
+        columns = {name: t.clone() for name, t in self.domain.unflatten(zeros).items()}
+        for stack in self.stacks:
+            stack.write(stack.structure.diagonal().unsqueeze(1).to(zeros), columns)
+        return self.domain.flatten(columns).squeeze(0)
 
     def eigenvalues(self) -> Tensor:
         """Return all eigenvalues, in ascending order."""
@@ -233,8 +227,8 @@ class BlockDiagonal(LinearOperator):
     def save(self, path: str | Path) -> None:
         """Write everything to a file that `kfs.load` reads, in the safetensors format.
 
-        A file is written completely or not at all; an older one is replaced at once. Its header is readable: the
-        library's version, parameters with their shapes and, of `KFAC` and `EKFAC`, loss, kind of Fisher, sharing,
+        A file is written completely or not at all; an older one is replaced at once. Its header is readable text: the
+        library's version and the shapes of parameters; for `KFAC` and `EKFAC` also loss, kind of Fisher, sharing,
         number of data and seed.
 
         Args:
@@ -264,16 +258,6 @@ class BlockDiagonal(LinearOperator):
         check_coverage([layout for stack in stacks for layout in stack.layouts], space)
         return cls(space, stacks)
 
-    def _multiply_with(self, structures: Iterable[Structure], columns: Columns) -> Columns:
-        """Multiply columns with structures, one for each stack."""
-        columns = {name: t.contiguous() for name, t in columns.items()}
-        result = {name: torch.empty_like(t) for name, t in columns.items()}
-        for stack, structure in zip(self.stacks, structures, strict=True):
-            M = stack.read(columns)
-            product = structure.multiply(M.to(structure.like))
-            stack.write(product.to(M), result)
-        return result
-
     def _with_structures(self, structures: Iterable[Structure]) -> "BlockDiagonal":
         """Return an operator with the same layouts and other structures, one for each stack."""
         pairs = zip(self.stacks, structures, strict=True)
@@ -293,11 +277,9 @@ class BlockDiagonal(LinearOperator):
         self, other: object, function: Callable[[Structure, Structure], Structure | None]
     ) -> "BlockDiagonal | None":
         """Combine two operators block by block. `None` if blocks differ, or if a result has no structure."""
-        if (
-            not isinstance(other, BlockDiagonal)
-            or self.domain != other.domain
-            or [stack.layouts for stack in self.stacks] != [stack.layouts for stack in other.stacks]
-        ):
+        if not isinstance(other, BlockDiagonal) or self.domain != other.domain:
+            return None
+        if [stack.layouts for stack in self.stacks] != [stack.layouts for stack in other.stacks]:
             return None
         structures = []
         for mine, theirs in zip(self.stacks, other.stacks, strict=True):
@@ -318,14 +300,6 @@ class BlockDiagonal(LinearOperator):
         sign = torch.cat([sign.to(self.device) for sign, _ in parts]).prod()
         return sign, torch.cat([log.to(self.device) for _, log in parts]).sum()
 
-    def _flat_vector_of(self, function: Callable[[Structure], Tensor]) -> Tensor:
-        """Collect one number for every entry of the parameters, `[stack, d_B, d_A]` for each stack."""
-        zeros = torch.zeros(1, self.shape[0], dtype=self.dtype, device=self.device)
-        columns = {name: t.clone() for name, t in self.domain.unflatten(zeros).items()}
-        for stack in self.stacks:
-            stack.write(stack.apply(function).unsqueeze(1).to(zeros), columns)
-        return self.domain.flatten(columns).squeeze(0)
-
     def _check_symmetric(self, verb: str) -> None:
         if not self.symmetric:
             raise ModelError(
@@ -339,5 +313,5 @@ def _eigh(structure: Structure) -> tuple[Tensor, Structure]:
     if isinstance(basis, Dense):
         values, vectors = decompositions.eigh(basis.matrix)
         return values.reshape(-1, basis.rows, basis.columns), replace(basis, matrix=vectors, symmetric=False)
-    assert isinstance(basis, Eigenbasis)  # noqa: S101 (there is no third kind)
+    assert isinstance(basis, Eigenbasis)  # noqa: S101 (there is no third structure)
     return basis.values, Kronecker(basis.Q_A, basis.Q_B)

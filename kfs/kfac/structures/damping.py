@@ -56,7 +56,7 @@ def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Str
     """Invert blocks after damping.
 
     Args:
-        structure: The blocks. If they are no Kronecker products, damping must be exact.
+        structure: The blocks. Damping must be exact unless they are Kronecker products.
         damping: One number per block, `[stack]`, not negative.
         method: `"exact"`, `"factored"` or `"per-factor"`.
 

@@ -102,7 +102,7 @@ def cholesky(matrices: Tensor) -> Tensor:
 
 
 def _with_jitter(matrices: Tensor, singular: Tensor) -> Tensor:
-    """Add a multiple of the identity to singular ones of the matrices, in float64, with a warning."""
+    """Add a multiple of the identity to the singular matrices, in float64, with a warning."""
     precise = matrices.double()
     values = torch.linalg.eigvalsh(precise)
     noise = round_off(values.to(matrices.dtype)).double()

@@ -1,6 +1,7 @@
 """Blocks as plain matrices, for small layers."""
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,11 +28,7 @@ class Dense(Structure):
     rows: int = field(metadata=NOT_STORED)
     columns: int = field(metadata=NOT_STORED)
     symmetric: bool = True
-
-    @classmethod
-    def field_shapes(cls, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of a matrix."""
-        return {"matrix": (rows * columns, rows * columns)}
+    field_shapes: ClassVar = {"matrix": ("size", "size")}
 
     @property
     def like(self) -> Tensor:
@@ -58,24 +55,9 @@ class Dense(Structure):
         """Return the matrices."""
         return self.matrix
 
-    def diagonal(self) -> Tensor:
-        """Return the diagonals."""
-        return self.matrix.diagonal(dim1=1, dim2=2).reshape(-1, self.rows, self.columns)
-
-    def squared_norm(self) -> Tensor:
-        """Sum squares."""
-        return self.matrix.square().flatten(1).sum(1)
-
-    def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Decompose."""
-        sign, log = torch.linalg.slogdet(self.matrix)
-        return sign, log
-
     def inverse(self) -> "Dense":
-        """Invert."""
-        if self.symmetric:
-            return self.power(-1.0)
-        return replace(self, matrix=torch.linalg.inv(self.matrix))
+        """Invert. Symmetric blocks are decomposed, so that singular ones are an error."""
+        return self.power(-1.0) if self.symmetric else replace(self, matrix=torch.linalg.inv(self.matrix))
 
     def power(self, exponent: float, damping: Tensor | None = None) -> "Dense":
         """Decompose, and raise damped eigenvalues to a power."""

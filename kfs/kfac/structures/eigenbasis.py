@@ -1,13 +1,13 @@
 """Blocks by eigenvalues, with eigenvectors that are Kronecker products: EKFAC, damped inverses, diagonals."""
 
 from dataclasses import dataclass, replace
-from typing import TypeGuard
+from typing import ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
 
 from kfs.kfac.structures import decompositions
-from kfs.kfac.structures.factor import Factor, positive_power
+from kfs.kfac.structures.factor import Factor, kronecker_product, positive_power
 from kfs.kfac.structures.structure import Structure
 
 
@@ -26,6 +26,7 @@ class Eigenbasis(Structure):
     Q_B: Factor
     values: Tensor
     noise: Tensor
+    field_shapes: ClassVar = {"Q_A": ("columns",), "Q_B": ("rows",), "values": ("rows", "columns"), "noise": ()}
 
     @classmethod
     def of_diagonal(cls, values: Tensor) -> "Eigenbasis":
@@ -34,11 +35,6 @@ class Eigenbasis(Structure):
         Q_A = Factor.identity(values.shape[2], ones)
         Q_B = Factor.identity(values.shape[1], ones)
         return cls(Q_A, Q_B, values, torch.zeros_like(ones))
-
-    @classmethod
-    def field_shapes(cls, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of both bases, and the shapes of eigenvalues and their noise."""
-        return {"Q_A": (columns,), "Q_B": (rows,), "values": (rows, columns), "noise": ()}
 
     @property
     def rows(self) -> int:  # type: ignore[override]
@@ -56,7 +52,7 @@ class Eigenbasis(Structure):
         return self.values
 
     def rotated(self, M: Tensor, back: bool = False) -> Tensor:
-        """Return `Q_B^T M Q_A`; or, the way back, `Q_B M Q_A^T`."""
+        """Return `Q_B^T M Q_A`, or `Q_B M Q_A^T` to go back."""
         Q_A, Q_B = (self.Q_A, self.Q_B) if back else (self.Q_A.T, self.Q_B.T)
         return Q_B.left(Q_A.right(M))
 
@@ -74,8 +70,7 @@ class Eigenbasis(Structure):
 
     def to_dense(self) -> Tensor:
         """Multiply out."""
-        Q = torch.einsum("uij,ukl->uikjl", self.Q_B.to_dense(), self.Q_A.to_dense())
-        Q = Q.reshape(len(self), self.rows * self.columns, -1)
+        Q = kronecker_product(self.Q_B, self.Q_A)
         return (Q * self.values.flatten(1).unsqueeze(1)) @ Q.transpose(1, 2)
 
     def diagonal(self) -> Tensor:
@@ -111,9 +106,7 @@ class Eigenbasis(Structure):
 
     def product(self, other: Structure) -> "Eigenbasis | None":
         """Multiply eigenvalues, if the eigenvectors are the same."""
-        if not self.same_basis(other):
-            return None
-        return replace(self, values=self.values * other.values)
+        return replace(self, values=self.values * other.values) if self.same_basis(other) else None
 
     def plus(self, other: Structure) -> "Eigenbasis | None":
         """Add eigenvalues, if the eigenvectors are the same."""

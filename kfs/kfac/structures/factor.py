@@ -3,7 +3,6 @@
 All methods act on a stack of matrices of size `d`, each with a scale of its own.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Self
@@ -25,9 +24,9 @@ class Factor(Stackable):
         values: `[stack, d, d]` for dense matrices, `[stack, d]` for diagonals. For identities, `[stack, d]` of ones,
             which are expanded and take no memory.
         scale: `[stack]`.
-        kind: Which of the three.
+        kind: `"dense"`, `"diagonal"` or `"identity"`.
         symmetric: Whether matrices equal their transposes.
-        eps: Precision that values were stored in, if not that of their dtype.
+        eps: Precision that values were stored in. `None` for that of their dtype.
     """
 
     values: Tensor
@@ -36,54 +35,43 @@ class Factor(Stackable):
     symmetric: bool = True
     eps: float | None = field(default=None, metadata=NOT_STORED)
 
+    def __post_init__(self) -> None:
+        """Expand the ones of identities again, if concatenation or conversion has stored them."""
+        if self.kind == "identity" and self.values.stride(-1) != 0:
+            object.__setattr__(self, "values", self.scale.new_ones(()).expand(self.values.shape))
+
     @classmethod
     def dense(cls, values: Tensor, scale: Tensor | None = None, symmetric: bool = True) -> "Factor":
         """Wrap matrices `[stack, d, d]`."""
-        scale = values.new_ones(len(values)) if scale is None else scale
-        return cls(values, scale, "dense", symmetric)
+        return cls(values, values.new_ones(len(values)) if scale is None else scale, "dense", symmetric)
 
     @classmethod
     def diagonal(cls, values: Tensor, scale: Tensor | None = None) -> "Factor":
         """Wrap diagonals `[stack, d]`."""
-        scale = values.new_ones(len(values)) if scale is None else scale
-        return cls(values, scale, "diagonal")
+        return cls(values, values.new_ones(len(values)) if scale is None else scale, "diagonal")
 
     @classmethod
     def identity(cls, size: int, scale: Tensor) -> "Factor":
         """Make multiples of the identity, with scales `[stack]`."""
         return cls(scale.new_ones(()).expand(len(scale), size), scale, "identity")
 
-    @classmethod
-    def stack(cls, parts: Sequence["Factor"]) -> "Factor":
-        """Put matrices of one kind and size together."""
-        stacked = super().stack(parts)
-        # Concatenation has stored the ones of identities.
-        return cls.identity(stacked.size, stacked.scale) if stacked.kind == "identity" else stacked
-
     def state(self) -> dict[str, Any]:
-        """Return what a file stores. Of identities, that is their size instead of their values."""
+        """Return what a file stores. Identities store their size instead of their values."""
         return super().state() | ({"values": self.size} if self.kind == "identity" else {})
 
     @classmethod
     def from_state(cls, state: Any, count: int, size: int) -> Self:
         """Undo `state`, for a number of matrices of some size."""
         kind = state["kind"]
-        values = state["values"]
         scale = check_shape(state["scale"], count)
-        if kind == "identity":
-            values = scale.new_ones(()).expand(count, int(values))
-        check_shape(values, count, *((size, size) if kind == "dense" else (size,)))
-        return cls(values, scale, kind, bool(state["symmetric"]))
+        values = scale.new_ones(count, int(state["values"])) if kind == "identity" else state["values"]
+        shape = (size, size) if kind == "dense" else (size,)
+        return cls(check_shape(values, count, *shape), scale, kind, bool(state["symmetric"]))
 
     @property
     def size(self) -> int:
         """Rows of a matrix."""
         return self.values.shape[-1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of values. Identities and scales are not counted."""
-        return 0 if self.kind == "identity" else super().nbytes
 
     @property
     def T(self) -> "Factor":  # noqa: N802
@@ -111,8 +99,7 @@ class Factor(Stackable):
         if len(self.values) == 1 or M.device.type != "cpu":
             return self.values.unsqueeze(1) @ M
         # On a CPU, the product above would copy each matrix once per column.
-        products = [matrix @ columns for matrix, columns in zip(self.values, M, strict=True)]
-        return torch.stack(products)
+        return torch.stack([matrix @ columns for matrix, columns in zip(self.values, M, strict=True)])
 
     def right(self, M: Tensor) -> Tensor:
         """Multiply `[stack, columns, e, d]` from the right with the transposes, without their scales."""
@@ -130,10 +117,12 @@ class Factor(Stackable):
         if self.kind == other.kind == "diagonal":
             return Factor.diagonal(self.values * other.values, scale)
         if self.kind == "diagonal":
-            return Factor.dense(self.values.unsqueeze(2) * other.values, scale, symmetric=False)
-        if other.kind == "diagonal":
-            return Factor.dense(self.values * other.values.unsqueeze(1), scale, symmetric=False)
-        return Factor.dense(self.values @ other.values, scale, symmetric=False)
+            product = self.values.unsqueeze(2) * other.values
+        elif other.kind == "diagonal":
+            product = self.values * other.values.unsqueeze(1)
+        else:
+            product = self.values @ other.values
+        return Factor.dense(product, scale, symmetric=False)
 
     def plus(self, other: "Factor") -> "Factor":
         """Add matrix by matrix."""
@@ -155,6 +144,10 @@ class Factor(Stackable):
     def scaled(self, factor: Tensor | float) -> "Factor":
         """Scale all matrices by a number, or by one each, `[stack]`."""
         return replace(self, scale=self.scale * factor)
+
+    def unscaled(self) -> "Factor":
+        """Replace all scales by one."""
+        return replace(self, scale=torch.ones_like(self.scale))
 
     def equals(self, other: "Factor") -> bool:
         """Whether all matrices are the same, up to scales."""
@@ -181,7 +174,7 @@ class Factor(Stackable):
 
     @cached_property
     def _unscaled_eigh(self) -> "tuple[Tensor, Factor]":
-        """Decompose once, also if the factor is used several times."""
+        """Eigenvalues and eigenvectors without scales, decomposed once for all uses of the factor."""
         if self.kind == "dense":
             values, vectors = decompositions.eigh(self.values)
             return values, Factor.dense(vectors, symmetric=False)
@@ -194,9 +187,17 @@ class Factor(Stackable):
         return values * self.scale.unsqueeze(1), vectors
 
     def inverse(self) -> "Factor":
-        """Invert, by Cholesky factors where matrices are symmetric."""
+        """Invert, by Cholesky factors if matrices are symmetric."""
         decompositions.check_each(self.scale != 0, "is singular: its scale is zero")
-        values = self._inverse_values()
+        values: Tensor = self.values
+        if self.kind == "diagonal":
+            decompositions.check_finite(values)
+            decompositions.check_each((values != 0).all(1), "is singular: a diagonal entry is zero")
+            values = 1 / values
+        elif self.kind == "dense" and self.symmetric:
+            values = decompositions.inverse(values)
+        elif self.kind == "dense":
+            values = torch.linalg.inv(decompositions.computable(values))
         return replace(self, values=values, scale=1 / self.scale.to(values.dtype))
 
     def power(self, exponent: float) -> "Factor":
@@ -210,19 +211,11 @@ class Factor(Stackable):
         rotated = vectors.values * powered.unsqueeze(1)
         return Factor.dense(rotated @ vectors.values.transpose(1, 2))
 
-    def _inverse_values(self) -> Tensor:
-        """Invert values, without their scales."""
-        if self.kind == "identity":
-            return self.values
-        if self.kind == "diagonal":
-            decompositions.check_finite(self.values)
-            nonzero = (self.values != 0).all(1)
-            decompositions.check_each(nonzero, "is singular: a diagonal entry is zero")
-            return 1 / self.values
-        if self.symmetric:
-            return decompositions.inverse(self.values)
-        inverse: Tensor = torch.linalg.inv(decompositions.computable(self.values))
-        return inverse
+
+def kronecker_product(B: Factor, A: Factor) -> Tensor:
+    """Return the matrices of `B (x) A`, `[stack, d_B * d_A, d_B * d_A]`."""
+    product = torch.einsum("uij,ukl->uikjl", B.to_dense(), A.to_dense())
+    return product.reshape(len(A), A.size * B.size, -1)
 
 
 def positive_power(values: Tensor, exponent: float, noise: Tensor) -> Tensor:

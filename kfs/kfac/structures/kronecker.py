@@ -16,11 +16,12 @@ $$
 $$
 
 If $B = Q_B \Lambda_B Q_B^\top$ and $A = Q_A \Lambda_A Q_A^\top$, then the eigenvectors of $B \otimes A$ are the columns
-of $Q_B \otimes Q_A$. So functions of $B \otimes A + \delta I$, which is no Kronecker product, are easy too: see
+of $Q_B \otimes Q_A$. So functions of $B \otimes A + \delta I$, which is not a Kronecker product, are easy too: see
 `eigenbasis`. A sum of two Kronecker products is one again if they share a factor.
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from torch import Tensor
 from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
-from kfs.kfac.structures.factor import Factor
+from kfs.kfac.structures.factor import Factor, kronecker_product
 from kfs.kfac.structures.structure import Structure
 
 
@@ -43,11 +44,7 @@ class Kronecker(Structure):
 
     A: Factor
     B: Factor
-
-    @classmethod
-    def field_shapes(cls, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of both factors."""
-        return {"A": (columns,), "B": (rows,)}
+    field_shapes: ClassVar = {"A": ("columns",), "B": ("rows",)}
 
     @property
     def rows(self) -> int:  # type: ignore[override]
@@ -98,8 +95,7 @@ class Kronecker(Structure):
 
     def to_dense(self) -> Tensor:
         """Multiply out."""
-        product = torch.einsum("uij,ukl->uikjl", self.B.to_dense(), self.A.to_dense())
-        return product.reshape(len(self), self.rows * self.columns, -1)
+        return kronecker_product(self.B, self.A)
 
     def diagonal(self) -> Tensor:
         """Multiply the factors' diagonals."""
@@ -125,7 +121,7 @@ class Kronecker(Structure):
         return Kronecker(self.A.inverse(), self.B.inverse())
 
     def power(self, exponent: float, damping: Tensor | None = None) -> Structure:
-        """Raise both factors to a power. With damping, the result is no Kronecker product."""
+        """Raise both factors to a power. With damping, the result is not a Kronecker product."""
         if damping is not None and (damping != 0).any():
             return super().power(exponent, damping)
         return Kronecker(self.A.power(exponent), self.B.power(exponent))
@@ -149,11 +145,9 @@ class Kronecker(Structure):
         if not isinstance(other, Kronecker):
             return None
         if self.A.equals(other.A):
-            A = replace(self.A, scale=torch.ones_like(self.A.scale))
-            return Kronecker(A, self.B.scaled(self.A.scale).plus(other.B.scaled(other.A.scale)))
+            return Kronecker(self.A.unscaled(), self.B.scaled(self.A.scale).plus(other.B.scaled(other.A.scale)))
         if self.B.equals(other.B):
-            B = replace(self.B, scale=torch.ones_like(self.B.scale))
-            return Kronecker(self.A.scaled(self.B.scale).plus(other.A.scaled(other.B.scale)), B)
+            return Kronecker(self.A.scaled(self.B.scale).plus(other.A.scaled(other.B.scale)), self.B.unscaled())
         if "dense" not in {self.A.kind, self.B.kind, other.A.kind, other.B.kind}:
             return Eigenbasis.of_diagonal(self.diagonal() + other.diagonal())
         return None

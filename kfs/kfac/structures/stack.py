@@ -19,7 +19,7 @@ from kfs.storage import UnfitError
 
 Answer = TypeVar("Answer")
 # Structures by the names that files have for them.
-_KINDS: dict[str, type[Structure]] = {"kronecker": Kronecker, "eigenbasis": Eigenbasis, "dense": Dense}
+_CLASSES: dict[str, type[Structure]] = {"kronecker": Kronecker, "eigenbasis": Eigenbasis, "dense": Dense}
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Stack:
         """Call a function with the structure, and further arguments.
 
         Raises:
-            SolverError: If it raises a `BlockError`. The message has the block's name.
+            SolverError: If the function raises a `BlockError`. The message has the block's name.
         """
         try:
             return function(self.structure, *args)
@@ -76,7 +76,7 @@ class Stack:
 
     def state(self) -> dict[str, Any]:
         """Return what a file stores."""
-        kind = next(kind for kind, cls in _KINDS.items() if type(self.structure) is cls)
+        kind = next(kind for kind, cls in _CLASSES.items() if type(self.structure) is cls)
         layouts = [asdict(layout) for layout in self.layouts]
         return {"layouts": layouts, "kind": kind, "blocks": self.structure.state()}
 
@@ -88,7 +88,7 @@ class Stack:
         if len(sizes) != 1:
             raise UnfitError("blocks of different sizes are in one stack")
         count = sum(layout.groups for layout in layouts)
-        return cls(layouts, _KINDS[state["kind"]].from_state(state["blocks"], count, *sizes.pop()))
+        return cls(layouts, _CLASSES[state["kind"]].from_state(state["blocks"], count, *sizes.pop()))
 
 
 def stacked(parts: Iterable[tuple[Layout, Structure]]) -> list[Stack]:
@@ -103,31 +103,35 @@ def stacked(parts: Iterable[tuple[Layout, Structure]]) -> list[Stack]:
     return stacks
 
 
+def stacked_with_zeros(parts: Iterable[tuple[Layout, Structure]], space: Space) -> list[Stack]:
+    """Stack blocks, together with blocks of zeros for rows of parameters that no block has."""
+    parts = list(parts)
+    unused = layouts_of_unused_rows([layout for layout, _ in parts], space)
+    return stacked([*parts, *((layout, zero_block(layout, space)) for layout in unused)])
+
+
 def layouts_of_unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
     """Return layouts for rows of parameters that no block has. Their curvature is zero."""
-    layouts = list(layouts)
+    shapes = {name: tuple(shape) for name, shape in space.shapes.items()}
+    used: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
+    for layout in layouts:
+        shapes[layout.weight] = layout.shape
+        used[layout.weight].append(layout.rows)
+        if layout.bias is not None:
+            used[layout.bias].append(layout.rows if layout.bias_has_rows else (0, shapes[layout.bias][0]))
     result = []
-    for name in space.shapes:
-        mine = [layout for layout in layouts if layout.weight == name]
-        if not mine:  # it is a bias, within the block of its weight
-            continue
-        shape = mine[0].shape
-        used = sorted(layout.rows for layout in mine)
+    for name, shape in shapes.items():
         # Gaps are between the end of one range of rows and the start of the next one.
-        starts = [0, *(end for _, end in used)]
-        ends = [*(start for start, _ in used), shape[0]]
-        for gap in zip(starts, ends, strict=True):
-            if gap[0] < gap[1]:
-                result.append(Layout(name, shape, gap, tuple(range(len(shape))), 1))
+        ranges = sorted(used[name])
+        starts = [0, *(end for _, end in ranges)]
+        ends = [*(start for start, _ in ranges), shape[0]]
+        gaps = [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+        result += [Layout(name, shape, gap, tuple(range(len(shape))), 1) for gap in gaps]
     return result
 
 
 def check_coverage(layouts: Iterable[Layout], space: Space) -> None:
-    """Check that blocks cover all entries of all parameters once.
-
-    Raises:
-        UnfitError: If they do not.
-    """
+    """Raise an `UnfitError` if blocks do not cover all entries of all parameters once."""
     counts = {name: torch.zeros(1, *shape) for name, shape in space.shapes.items()}
     for layout in layouts:
         layout.write(layout.matrix(counts) + 1, counts)

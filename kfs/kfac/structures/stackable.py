@@ -1,4 +1,4 @@
-"""What all stored things have in common: they are stacked, sliced, moved and stored field by field.
+"""Stackable objects: dataclasses of tensors that are stacked, sliced, moved and stored field by field.
 
 A `Stackable` is a frozen dataclass that stands for several blocks (or factors) of one size. Its tensors have a leading
 *stack* axis, with one entry per block. Fields that are `Stackable` themselves follow the same rule. All other fields
@@ -7,7 +7,7 @@ hold for the whole stack.
 
 from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from kfs.storage import UnfitError
 
 # Metadata of a field that files do not have, because something else in the file determines it.
 NOT_STORED = {"stored": False}
+S = TypeVar("S", bound="Stackable")
 
 
 class Stackable:
@@ -26,74 +27,58 @@ class Stackable:
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """Concatenate parts that have equal keys. A single part is returned as it is, without copying."""
-        if len(parts) == 1:
-            return parts[0]
-        values = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}
-        return cls(**{name: _combined(v) for name, v in values.items()})
+        return parts[0] if len(parts) == 1 else _combined(torch.cat, parts)
 
     def __getitem__(self, part: slice) -> Self:
         """Return some of the blocks; tensors are views."""
-        return self._map_tensors(lambda t: t[part])
+        return _combined(lambda tensors: tensors[0][part], [self])
 
     def __len__(self) -> int:
-        """Count the blocks."""
+        """Return the number of blocks."""
         return len(getattr(self, fields(self)[0].name))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Return the same blocks on a device, or in another precision."""
-        return self._map_tensors(lambda t: t.to(device=device, dtype=dtype))
+        return _combined(lambda tensors: tensors[0].to(device=device, dtype=dtype), [self])
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What must be equal for blocks to be stacked: sizes, kinds and the device."""
-        return type(self).__name__, *(_key(value) for value in self._values().values())
+        return type(self).__name__, *(_key(getattr(self, f.name)) for f in fields(self))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors. Those with one number per block are not counted."""
-        values = self._values().values()
+        """Bytes of all tensors, except those with one number per block and those that are one expanded number."""
+        values = [getattr(self, f.name) for f in fields(self)]
         nested = sum(value.nbytes for value in values if isinstance(value, Stackable))
-        return nested + sum(t.nbytes for t in values if isinstance(t, Tensor) and t.ndim > 1)
+        return nested + sum(t.nbytes for t in values if isinstance(t, Tensor) and t.ndim > 1 and t.stride(-1) > 0)
 
     def state(self) -> dict[str, Any]:
         """Return what a file stores, by field."""
         stored = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata != NOT_STORED}
         return {n: v.state() if isinstance(v, Stackable) else v for n, v in stored.items()}
 
-    def _values(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Apply a function to all tensors."""
-        values = self._values()
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = function(value)
-            elif isinstance(value, Stackable):
-                values[name] = value._map_tensors(function)
-        return type(self)(**values)
-
 
 def check_shape(t: Tensor, *shape: int) -> Tensor:
-    """Return a tensor from a file, if it has the shape that it should have.
-
-    Raises:
-        UnfitError: If it has not.
-    """
+    """Return a tensor from a file if it has the expected shape; raise an `UnfitError` otherwise."""
     if t.shape != shape:
         raise UnfitError(f"a tensor has shape {list(t.shape)} instead of {list(shape)}")
     return t
 
 
-def _combined(values: list[Any]) -> Any:
-    """Combine one field of several parts."""
-    first = values[0]
-    if isinstance(first, Stackable):
-        return type(first).stack(values)
-    if isinstance(first, Tensor):
-        return torch.cat(values)
-    # A stack has a property (to be symmetric) if all of its blocks have it. Other values are equal, by the key.
-    return all(values) if isinstance(first, bool) else first
+def _combined(function: Callable[[list[Tensor]], Tensor], parts: Sequence[S]) -> S:
+    """Combine parts into one object. The function takes the tensors that one field has in all parts."""
+    result: dict[str, Any] = {}
+    for f in fields(parts[0]):
+        values = [getattr(part, f.name) for part in parts]
+        if isinstance(values[0], Stackable):
+            result[f.name] = _combined(function, values)
+        elif isinstance(values[0], Tensor):
+            result[f.name] = function(values)
+        else:
+            # A stack has a property (to be symmetric) if all of its blocks have it. Other values are equal, by the key.
+            result[f.name] = all(values) if isinstance(values[0], bool) else values[0]
+    return type(parts[0])(**result)
 
 
 def _key(value: Any) -> Any:

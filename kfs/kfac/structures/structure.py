@@ -1,4 +1,4 @@
-r"""Structures: ways to store symmetric blocks of a curvature matrix, all with the same methods.
+r"""Structures: ways to store blocks of a curvature matrix, all with the same methods.
 
 A block acts on matrices $M$ of shape `[d_B, d_A]`: a parameter as its `Layout` reads it (see `kfs.kfac.layout`). A
 structure holds a *stack* of blocks of one size. Its tensors have a leading axis `stack`, and products act on several
@@ -11,9 +11,11 @@ columns at once, `[stack, columns, d_B, d_A]`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from kfs.kfac.structures.factor import Factor
@@ -27,21 +29,19 @@ class Structure(Stackable, ABC):
         rows: `d_B`.
         columns: `d_A`.
         symmetric: Whether blocks equal their transposes.
+        field_shapes: The shape of every tensor without its stack axis, and the size of every factor, by field: names of
+            sizes, of which `"size"` is `d_B * d_A`.
     """
 
     rows: int
     columns: int
     symmetric: bool = True
+    field_shapes: ClassVar[Mapping[str, tuple[str, ...]]]
 
     @property
     @abstractmethod
     def like(self) -> Tensor:
         """A tensor with the device and the dtype that products are computed in."""
-
-    @classmethod
-    @abstractmethod
-    def field_shapes(cls, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor without its stack axis, and the size of every factor, by field."""
 
     @classmethod
     def from_state(cls, state: Any, count: int, rows: int, columns: int) -> Self:
@@ -50,16 +50,17 @@ class Structure(Stackable, ABC):
         Raises:
             UnfitError: If something has another shape than it should.
         """
-        shapes = cls.field_shapes(rows, columns)
-        values: dict[str, Any] = {"rows": rows, "columns": columns}
+        sizes = {"rows": rows, "columns": columns, "size": rows * columns}
+        values: dict[str, Any] = {}
         for f in fields(cls):
+            shape = [sizes[name] for name in cls.field_shapes.get(f.name, ())]
             if f.type is Factor:
-                values[f.name] = Factor.from_state(state[f.name], count, *shapes[f.name])
+                values[f.name] = Factor.from_state(state[f.name], count, *shape)
             elif f.type is Tensor:
-                values[f.name] = check_shape(state[f.name], count, *shapes[f.name])
-            elif f.type is bool:
-                values[f.name] = bool(state[f.name])
-        return cls(**{f.name: values[f.name] for f in fields(cls)})
+                values[f.name] = check_shape(state[f.name], count, *shape)
+            else:
+                values[f.name] = sizes[f.name] if f.name in sizes else bool(state[f.name])
+        return cls(**values)
 
     @abstractmethod
     def multiply(self, M: Tensor) -> Tensor:
@@ -81,17 +82,20 @@ class Structure(Stackable, ABC):
     def to_dense(self) -> Tensor:
         """Return `[stack, d_B * d_A, d_B * d_A]`. Matrices are flattened by rows."""
 
-    @abstractmethod
+    # The numbers below come from dense matrices. Structures that have a cheaper formula override them.
+
     def diagonal(self) -> Tensor:
         """Return the diagonals, `[stack, d_B, d_A]`."""
+        return self.to_dense().diagonal(dim1=1, dim2=2).reshape(-1, self.rows, self.columns)
 
-    @abstractmethod
     def squared_norm(self) -> Tensor:
         """Return the sums of squared entries, `[stack]`."""
+        return self.to_dense().square().flatten(1).sum(1)
 
-    @abstractmethod
     def slogdet(self) -> tuple[Tensor, Tensor]:
         """Return signs and logarithms of determinants, `[stack]` each."""
+        sign, log = torch.linalg.slogdet(self.to_dense())
+        return sign, log
 
     def trace(self) -> Tensor:
         """Return the traces, `[stack]`."""

@@ -132,24 +132,25 @@ class _Expand(Adder):
         self.narrow = plan.narrow
         self.device = plan.device
         self.role = role
+        self.is_here = role.input.device == plan.device  # sums may live on another device than the model
         self.receive = ignore if forward_only else self.add_gradients
 
     def add(self, x: Tensor | None) -> Receiver:
-        total = self.role.input.on(self.device)
+        total = self.role.input if self.is_here else self.role.input.on(self.device)
         if self.are_vectors:  # the most common case, without a detour
             self.role.terms += total.add(x, self.ones)  # type: ignore[arg-type]
         else:
             self.role.terms += self.inputs.add_to(total, x, self.ones)  # type: ignore[arg-type]
-        if total is not self.role.input:
+        if not self.is_here:
             self.role.input.merge_in(total)
         return self.receive
 
     def add_gradients(self, g: Tensor) -> None:
         if self.narrow is not None and g.dtype == torch.float32:
             g = g.to(self.narrow)  # as autocast multiplies
-        total = self.role.gradient.on(self.device)
+        total = self.role.gradient if self.is_here else self.role.gradient.on(self.device)
         total.add(g.flatten(0, -3) if g.ndim > 3 else g.flatten(0, -2))
-        if total is not self.role.gradient:
+        if not self.is_here:
             self.role.gradient.merge_in(total)
 
 

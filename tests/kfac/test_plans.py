@@ -1,0 +1,201 @@
+"""Plans outlive batches: what they depend on, when they die, and what must not be in them."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, optim
+from kfs.errors import ModelError
+from kfs.kfac.capture import Session, forward, mode, send_back
+from kfs.kfac.rules import RULES, new_session
+from kfs.kfac.rules.fallback import without_rule
+from kfs.kfac.settings import Settings
+from kfs.kfac.sums import FactorSums
+from tests.kfac.models import Function
+from tests.operators.contract import close
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def exact_for_one_datum(model: nn.Module, x: Tensor, outputs: int) -> None:
+    """KFAC of one datum and one position is the exact matrix, block by block."""
+    risk = EmpiricalRisk(model, nn.MSELoss(), (x, normal(1, outputs)))
+    K = KFAC(risk)
+    for block in K.blocks.values():
+        names = list(block.layout.params)
+        close(K.submatrix(names).to_dense(), GGN(risk).submatrix(names).to_dense())
+
+
+class Asked:
+    """Counts how often rules are asked."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.rules = {func: self.counting(rule) for func, rule in RULES.items()}
+
+    def counting(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.times += 1
+            return rule(*args, **kwargs)
+
+        return counted
+
+
+def run(session: Session, sums: FactorSums, model: nn.Module, X: Tensor) -> None:
+    """Make one captured forward pass and a backward pass."""
+    risk = EmpiricalRisk(model, nn.MSELoss(), (X, normal(len(X), 2)))
+    (batch,) = risk.batches()
+    with torch.enable_grad():
+        f, capture = forward(risk, batch, session, sums)
+        send_back(f, capture, [torch.ones_like(f).unsqueeze(0)])
+
+
+def test_rules_are_asked_once_for_every_shape_and_storage() -> None:
+    model, asked, sums = mlp(), Asked(), FactorSums(Settings())
+    session = Session(dict(model.named_parameters()), asked.rules, without_rule)
+    weight = model.get_parameter("0.weight")
+    for data, times in ((5, 2), (5, 2), (4, 4), (5, 4), (4, 4)):
+        run(session, sums, model, normal(data, 3))
+        assert asked.times == times
+    with torch.no_grad():
+        weight.add_(1.0)  # other values at the same place
+    run(session, sums, model, normal(5, 3))
+    assert asked.times == 4
+    weight.data = weight.data.clone()
+    run(session, sums, model, normal(5, 3))
+    assert asked.times == 6
+    with torch.autocast("cpu", torch.bfloat16):
+        run(session, sums, model, normal(5, 3))
+    assert asked.times == 8
+
+
+def test_ever_new_shapes_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mode, "_MOST_PLANS", 10)
+    model, sums = mlp(), FactorSums(Settings())
+    session = new_session(dict(model.named_parameters()))
+    for data in range(1, 30):
+        run(session, sums, model, normal(data, 3))
+        assert len(session.plans) <= 12
+        assert len(sums.adders) <= 12
+
+
+def test_derived_parameters_need_no_plan_for_every_batch() -> None:
+    model = Function(lambda m, x: (x * torch.sigmoid(m.p)) @ m.W, p=normal(3), W=normal(3, 2))
+    sums, session = FactorSums(Settings()), new_session(dict(model.named_parameters()))
+    for _ in range(5):
+        run(session, sums, model, normal(4, 3))
+    assert len(sums.adders) == 2
+
+
+def test_plans_keep_no_activation_alive() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        h = F.layer_norm(x @ m.W, (4,), m.s, m.b).tanh()
+        seen.append(weakref.ref(h))
+        return F.linear(h + m.p, m.V)
+
+    model = Function(compute, W=normal(3, 4), s=normal(4), b=normal(4), p=normal(1, 4), V=normal(2, 4))
+    sums, session = FactorSums(Settings()), new_session(dict(model.named_parameters()))
+    for _ in range(2):
+        run(session, sums, model, normal(4, 3))
+    gc.collect()
+    assert session.plans
+    assert all(reference() is None for reference in seen)
+
+
+def test_two_equations_with_the_same_shapes() -> None:
+    """Operands in a list: the equation is what differs."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        x = x.reshape(-1, 3, 1)
+        h = torch.einsum("bij,ik->bkj", [x, m.W]).tanh()
+        return torch.einsum("bij,ki->bkj", [h, m.V]).flatten(1)
+
+    exact_for_one_datum(Function(compute, W=normal(3, 3), V=normal(3, 3)), normal(1, 3), 3)
+
+    def twice(m: Any, x: Tensor, in_list: bool) -> Tensor:
+        operands = (lambda *t: [t]) if in_list else (lambda *t: t)
+        h = torch.einsum("bij,jk->bik", *operands(x, m.W)).tanh()
+        return torch.einsum("bij,ik->bjk", *operands(h, m.W)).flatten(1)
+
+    W, X, y = normal(3, 3), normal(4, 3, 3), normal(4, 9)
+    one, other = (
+        KFAC(EmpiricalRisk(Function(lambda m, x, i=i: twice(m, x, i), W=W.clone()), nn.MSELoss(), (X, y)))
+        for i in (False, True)
+    )
+    close(one.to_dense(), other.to_dense())
+
+
+def test_two_results_of_one_function_of_a_parameter() -> None:
+    def compute(m: Any, x: Tensor) -> Tensor:
+        h = x * m.p.mean(0)
+        out: Tensor = (h.tanh() * m.p.mean(0, keepdim=True)[0]) @ m.W
+        return out
+
+    model = Function(compute, p=normal(4, 3), W=normal(3, 2))
+    X, y = normal(1, 3), normal(1, 2)
+    risk = EmpiricalRisk(model, nn.MSELoss(), (X, y))
+    # EKFAC's trace is exact, for every parameter and any number of uses.
+    for name in ("p", "W"):
+        found, exact = (operator.submatrix([name]).to_dense().trace() for operator in (EKFAC(risk), GGN(risk)))
+        close(found, exact)
+    lengths = [(normal(2, 3), normal(2, 2)), (normal(2, 5), normal(2, 2))]
+    padded = Function(lambda m, x: (x * F.pad(m.p, (0, x.shape[1] - 3)))[:, :3] @ m.W, p=normal(3), W=normal(3, 2))
+    assert KFAC(EmpiricalRisk(padded, nn.MSELoss(), lengths)).num_data == 4
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_between_recurrent_layers_is_noticed_in_every_mode(kind: Any) -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = kind(3, 4, num_layers=2, dropout=0.5, batch_first=True)
+            self.outer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.outer(self.inner(x)[0].mean(1))
+            return out
+
+    model, loss = Network(), nn.CrossEntropyLoss()
+    optimizer = optim.KFAC(model, loss, factors_every=1)
+    x, y = torch.randn(8, 5, 3), torch.randint(3, (8,))
+    loss(model.eval()(x), y).backward()
+    optimizer.step()
+    with pytest.raises(ModelError, match="drops out"):
+        model.train()(x)
+
+
+def test_a_model_that_changes_its_parameters_in_a_sweep() -> None:
+    """The risk's own parameters are used for all batches, wherever the model's went."""
+    model = mlp()
+    data = [(normal(4, 3), normal(4, 2)) for _ in range(3)]
+
+    class Swapping:
+        def __iter__(self) -> Any:
+            for place, batch in enumerate(data):
+                if place == 1:
+                    model[2] = nn.Linear(4, 2).double()
+                yield batch
+
+    risk = EmpiricalRisk(model, nn.MSELoss(), Swapping())
+    expected = KFAC(EmpiricalRisk(mlp_like(model), nn.MSELoss(), data))
+    close(KFAC(risk).blocks["2"].B, expected.blocks["2"].B)
+
+
+def mlp_like(model: nn.Sequential) -> nn.Sequential:
+    copy = mlp()
+    copy.load_state_dict(model.state_dict())
+    return copy
