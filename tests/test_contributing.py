@@ -81,6 +81,15 @@ def test_glossary_names_exist_where_it_says() -> None:
             assert all(re.search(rf"\b{part}\b", source) for part in name.split(".")), row
 
 
+def test_names_are_where_the_text_says() -> None:
+    """Tables and functions that the text sends people to are in the files that it names."""
+    found = re.findall(r"`(\w+)`\s+(?:of|in)\s+`([\w/]+/\w+\.py)`", re.sub(r"\|.*\|", "", TEXT))
+    assert {"RULES", "CASES", "ONE_POSITION", "STRUCTURES", "OPERATORS", "EXACT", "PAGES"} & {name for name, _ in found}
+    assert len(found) >= 10
+    for name, file in found:
+        assert re.search(rf"\b{name}\b", (ROOT / file).read_text(encoding="utf-8")), (name, file)
+
+
 def test_rooms_are_those_of_the_contract() -> None:
     """The list of rooms is that of the import contract, line by line."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
