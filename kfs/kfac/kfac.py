@@ -57,32 +57,34 @@ class KFAC(BlockDiagonal):
 
     Args:
         risk: Model, loss, data and parameters.
-        fisher: Which curvature matrix is approximated: `"type-2"` (the Fisher, exactly), `"ggn"` (the generalized
+        fisher: The curvature matrix to approximate: `"type-2"` (the exact Fisher), `"ggn"` (the generalized
             Gauss-Newton matrix, which is the same for most losses), `"mc"` (the Fisher, with labels drawn from the
-            model's likelihood), `"empirical"` (with the labels at hand), or `"forward-only"` (gradients replaced by
+            model's likelihood), `"empirical"` (with the given labels), or `"forward-only"` (gradients are replaced by
             the identity).
-        sharing: How positions that share a weight (pixels, tokens) enter: `"expand"` treats them like further data,
-            `"reduce"` sums over them first. For all parameters, or by the name of a parameter or module (others
-            expand).
-        mc_samples: Draws per datum for `"mc"`.
-        seed: Of the draws. They depend on seed, datum and draw alone.
+        sharing: How to treat positions that share a weight (pixels, tokens): `"expand"` treats them like further
+            data, `"reduce"` sums over them first. One value for all parameters, or a dictionary by the name of a
+            parameter or module; others expand.
+        mc_samples: Number of labels to draw per datum for `"mc"`.
+        seed: Seed for drawing labels. Draws depend on seed, datum and sample alone.
         joint_bias: Whether a bias shares the block of its weight.
-        max_dim: Factors wider than this keep their diagonal only, which is announced by a warning.
+        max_dim: Factors wider than this keep only their diagonal. A warning says which.
         uncovered: What to do about parameters that no rule covers: `"error"`, `"skip"` (leave them out of this
             operator), or `"diagonal"` (compute the exact diagonal of their curvature, slowly).
-        batch_axis: Where the batch axis is in activations, if it is not first; `"reduce"` needs to know.
-        first_datum: Index of the first datum, for draws, if these data are a part of a larger set.
-        columns_at_once: How many backpropagated vectors are sent back together: more take more memory.
-        factor_device: Where factors live, if not with the model: `"cpu"` saves memory of a GPU, and takes longer.
-        factor_dtype: Precision of the factors, if not the model's (or float32 for half precision). They are summed up
+        batch_axis: Position of the batch axis in activations, if it is not the first. `"reduce"` needs it.
+        first_datum: Index of the first datum, for draws, if these data are part of a larger set.
+        columns_at_once: Number of columns that are sent back together. More columns take more memory.
+        factor_device: Device of the factors, if not the model's. `"cpu"` saves GPU memory and takes longer.
+        factor_dtype: Precision of the factors. By default the model's, or float32 for half precision. Sums are taken
             in float32 or better in any case.
-        checkpoint: Where to write intermediate results, and to resume from if they are there: a path, or a
-            `Checkpoint` that also says how often.
+        checkpoint: File for intermediate results, or a `Checkpoint` that also says how often to write. If the file
+            exists, the computation is resumed.
 
     Attributes:
         blocks: Blocks by name. Each has `A` and `B`.
-        num_data: How many data were seen.
+        num_data: Number of data seen.
         settings: All of the above.
+        loss: What the factors depend on in the loss.
+        count: What a mean over all targets seen divides by.
 
     Raises:
         ModelError: If a parameter is not covered.

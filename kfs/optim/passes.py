@@ -71,7 +71,7 @@ class Pass:
         """Leave the capture."""
         self._stack.close()
         if self._capture is not None:
-            self._capture.forget_marks()
+            self._capture.leave_nothing_behind()
             self._capture.running = False
 
     def watch_output(self, output: Any, receive: "weakref.WeakMethod[Any]") -> Any:

@@ -42,15 +42,7 @@ def follow(
     out: Tensor,
     key: Any,
 ) -> Tensor | None:
-    """Follow the output of a use whose inputs do not depend on the data.
-
-    Args:
-        capture: The forward pass.
-        plan: What a rule returned.
-        call: The call.
-        x: What the plan's inputs are read from.
-        out: The operation's output.
-        key: What identifies the call in every batch.
+    """Follow the output of a use whose inputs `x` do not depend on the data; `key` identifies the call.
 
     Returns:
         The output; `None` if it cannot be followed, because a bias would need gradients of its own.

@@ -86,7 +86,7 @@ class Capture(TorchFunctionMode):
         """Start without any tap."""
         super().__init__()
         # Plans die if parameters have other storages than before, or if ever new shapes have made too many of them.
-        if session.tracker.begin() or len(session.plans) > _MOST_PLANS:
+        if session.tracker.has_moved() or len(session.plans) > _MOST_PLANS:
             session.forget_plans()
             sums.adders.clear()
         self.session = session
@@ -285,8 +285,9 @@ class Capture(TorchFunctionMode):
         self._set_mark(alias, data)
         return alias
 
-    def forget_marks(self) -> None:
-        """Leave nothing behind on tensors that a model has kept."""
+    def leave_nothing_behind(self) -> None:
+        """After the forward pass: take marks off tensors that a model has kept, and forget tensors of this batch."""
+        self.tracker.forget_batch()
         for reference in self._marked:
             t = reference()
             if t is not None:
@@ -366,7 +367,7 @@ def forward(
         capture.finished = True
         raise
     finally:
-        capture.forget_marks()
+        capture.leave_nothing_behind()
     capture.running = False
     capture.find_hidden_uses(f)
     return f, capture

@@ -84,17 +84,20 @@ class Tracker:
         """Start with parameters."""
         self.params = dict(params)
         self._by_storage: dict[int, list[Tracked]] = {}
-        self._added: list[int] = []
+        self._added: set[int] = set()
         self._register()
 
-    def begin(self) -> bool:
-        """Forget what only the last batch had; return whether parameters have other storages than before."""
+    def forget_batch(self) -> None:
+        """Forget tensors that only a batch had: they may be large."""
         for storage in self._added:
             inside = self._by_storage[storage]
             self._by_storage[storage] = [tracked for tracked in inside if tracked.token is tracked.name]
             if not self._by_storage[storage]:
                 del self._by_storage[storage]
         self._added.clear()
+
+    def has_moved(self) -> bool:
+        """Look where parameters are now, and return whether they have other storages than before."""
         if [_place(p) for p in self.params.values()] == self._places:
             return False
         self._register()
@@ -104,7 +107,7 @@ class Tracker:
         """Track another tensor, for this batch."""
         storage = _storage(tracked.tensor)
         self._by_storage.setdefault(storage, []).append(tracked)
-        self._added.append(storage)
+        self._added.add(storage)
 
     def find(self, t: Tensor) -> Tracked | None:
         """Return what a tensor is a view of; `None` also if it was detached from a trainable parameter."""

@@ -89,20 +89,7 @@ def _plan(
     out: int,
     prepare: Any = None,
 ) -> Planned:
-    """Plan a linear map of patches.
-
-    Args:
-        call: The call.
-        x: The image.
-        weight: The kernel.
-        bias: The bias.
-        patches: How patches are cut out.
-        shape: That of the kernel, or one that it is reshaped to.
-        order: As in `Layout`.
-        split: As in `Layout`.
-        out: Number of output channels.
-        prepare: As in `Plan`.
-    """
+    """Plan a linear map of patches to `out` channels; `shape`, `order` and `split` are those of the layout."""
     if not x.data:
         return None
     leading = (x.shape[0], prod(patches.out))

@@ -112,18 +112,9 @@ def multiply(
     prepare: Callable[[Tensor], Tensor] | None = None,
     read: Read | None = None,
 ) -> Planned:
-    """Plan a product of vectors `x` `[*leading, in]` with a weight `[out, in]`.
+    """Plan a product of vectors `[*leading, in]` with a weight `[out, in]`, or `[in, out]` if `flip`.
 
-    Args:
-        call: The call.
-        operation: What to call it.
-        x: The vectors, or what `prepare` makes them from.
-        weight: The weight.
-        bias: What is added to the product.
-        flip: Whether the weight is `[in, out]`.
-        leading: Leading axes of the vectors, if they are not those of `x`.
-        prepare: As in `Plan`.
-        read: As in `Plan`.
+    The vectors are `x`, or what `prepare` makes from it; then `leading` has their leading axes.
     """
     leading = x.shape[:-1] if leading is None else leading
     if weight.ndim != 2:
@@ -186,14 +177,7 @@ def vector_plan(
 ) -> Plan:
     """Plan a use of a vector that is added to, or scales, the output's features.
 
-    Args:
-        operation: What to call it.
-        vector: The vector.
-        leading: The axes of positions in what `read` returns.
-        arguments: As in `Plan`.
-        read: Turns the output's gradients into those of the vector, one for each position.
-        prepare: As in `Plan`.
-        mixes: As in `Plan`.
+    What `read` returns has axes `leading` for positions. Other arguments are those of `Plan`.
     """
     view = vector.view
     assert view is not None  # noqa: S101 (who calls this has made sure)

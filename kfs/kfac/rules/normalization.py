@@ -109,16 +109,8 @@ def _scaled(
 ) -> Planned:
     """Plan the uses of a scale and a shift.
 
-    Args:
-        operation: What to call it.
-        x: What it is applied to.
-        weight: The scale, if there is one.
-        bias: The shift, if there is one.
-        normalized: Returns what the scale multiplies; evaluated when gradients arrive.
-        along: Where both lie: along the `"last axes"`, along `"channels"` (the second axis), or along `"nothing"` if
-            the scale is one number for everything.
-        statistics: What `normalized` takes beside `x`.
-        mixes: As in `Plan`.
+    Both lie `along` the `"last axes"`, `"channels"` (the second axis), or `"nothing"` if there is one number for
+    everything. The scale multiplies `normalized(x, *statistics)`, which is computed when gradients arrive.
     """
     if not x.data:
         return None
