@@ -211,3 +211,16 @@ def test_no_activation_is_kept_alive() -> None:
         assert alive(seen) == 0
     assert sweep.settled
     assert sweep.sums.adders
+
+
+def test_a_batch_leaves_nothing_behind() -> None:
+    """Copies and derived parameters of a batch are forgotten with it, and so is what has seen it."""
+    sweep = Sweep(of_all_kinds())
+    for _ in range(2):
+        X, capture = sweep.batch()
+        assert capture.derived  # there was something to forget
+        references: list[weakref.ref[Any]] = [weakref.ref(capture), *map(weakref.ref, capture.derived)]
+        del X, capture
+        assert alive(references) == 0
+    for name, p in sweep.model.named_parameters():
+        assert sweep.session.tracker.get(p).name == name
