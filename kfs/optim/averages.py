@@ -64,7 +64,7 @@ class Average:
         return Squares(torch.zeros_like(self.eigen.values), Q_A, Q_B)
 
     def invert(self, damping: float, unit: Unit, method: Method, eigen: bool) -> None:
-        """Recompute the damped inverse, with corrected eigenvalues if `eigen`. If it raises, nothing has changed."""
+        """Recompute the damped inverse, with corrected eigenvalues if `eigen`; on an error, change nothing."""
         K = Kronecker(_without_bias(self.factors.A, self.weight), _without_bias(self.factors.B, self.weight))
         corrected = self._in_eigenbasis_of(K) if eigen else None
         structure: Structure = K if corrected is None else corrected

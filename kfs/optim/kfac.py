@@ -265,7 +265,7 @@ class KFAC(Optimizer):
         self, quadratic: QuadraticModel, closure: Callable[[], Any], before: Any, random_state: Tensor
     ) -> None:
         """Evaluate the loss after the step, and change damping by how well the quadratic model predicts it."""
-        self._paused = True
+        self._paused = True  # Factors are not needed.
         try:
             with restored(self._model, self._device, refuse=False), torch.enable_grad():
                 torch.set_rng_state(random_state)
@@ -275,8 +275,8 @@ class KFAC(Optimizer):
             self._watch.collect()  # Passes of this evaluation do not count.
         old, new = (float(torch.as_tensor(value).detach()) / self._unit for value in (before, after))
         noise = torch.finfo(torch.float32).eps * abs(old)
-        lr = float(self.param_groups[0]["lr"])
-        self._curvature.scale_damping(quadratic.damping_factor(new - old, lr, noise))
+        factor = quadratic.damping_factor(new - old, float(self.param_groups[0]["lr"]), noise)
+        self._curvature.scale_damping(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a continued training needs to equal one that was never stopped."""
@@ -308,7 +308,10 @@ class KFAC(Optimizer):
         sizes = {n: p.numel() for n, p in self._params.tensors.items()}
         strange = [x.name for x in layouts if sizes.get(x.weight) != prod(x.shape) or (x.bias or x.weight) not in sizes]
         if strange:
-            raise StorageError(f"The state has blocks {strange}, which this model has not.", "Use the model it is of.")
+            raise StorageError(
+                f"The state has blocks {strange}, which this model does not have.",
+                "Load it for the model that it was saved for.",
+            )
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
         # PyTorch converts state to the precision of its parameter. Averages may have a better one: read them again.
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -394,5 +397,4 @@ class KFAC(Optimizer):
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = self.param_groups[0]["params"][0].device
-        return device
+        return next(iter(self._params.tensors.values())).device

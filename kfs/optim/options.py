@@ -32,11 +32,11 @@ def check_options(given: Mapping[str, Any]) -> None:
         value = given[name]
         number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
         if value is not None and not (number and low <= value < high):
-            raise ModelError(f"{name} is {value!r}.", f"Use a number from {low:g} on, below {high:g}.")
+            raise ModelError(f"{name} is {value!r}.", f"Use a number of at least {low:g} and below {high:g}.")
     for name in _INTERVALS:
         value = given[name]
         if value is not None and not callable(value) and not (type(value) is int and value >= 1):
-            raise ModelError(f"{name} is {value!r}.", "Use an integer from 1 on (or a function of the step).")
+            raise ModelError(f"{name} is {value!r}.", "Use a positive integer (or a function of the step).")
     for name, allowed in _CHOICES.items():
         if given[name] not in allowed:
             raise ModelError(f"{name} is {given[name]!r}.", f"Choose from {list(allowed)}.")

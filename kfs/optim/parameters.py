@@ -45,7 +45,7 @@ class Parameters:
         if strange:
             raise ModelError(
                 f"Parameters of shapes {strange} are not parameters of the model.",
-                "Pass those of the model itself, not of a copy: its forward pass is what is watched.",
+                "Pass parameters of the model itself, not of a copy: its forward pass is watched.",
             )
         methods = {str(group["method"]) for group in groups} - {"kfac", "adamw"}
         if methods:
@@ -86,7 +86,7 @@ class Parameters:
         if device not in where:
             raise ModelError(
                 f"The model is on {', '.join(sorted(map(str, where)))}, but the optimizer's state is on {device}.",
-                "Move the model first and make the optimizer then; a state can be taken over with load_state_dict().",
+                "Move the model first, then make the optimizer; load_state_dict() takes over a state.",
             )
 
     def _shapes_now(self) -> dict[int, torch.Size]:
@@ -115,5 +115,5 @@ def check_one_process() -> None:
     if several and torch.distributed.get_world_size() > 1:
         raise ModelError(
             f"There are {torch.distributed.get_world_size()} processes, and curvature is not exchanged between them.",
-            "Train in one process; more GPUs' worth of data fit through accumulated gradients.",
+            "Train in one process; accumulate gradients for larger batches.",
         )

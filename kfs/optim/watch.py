@@ -36,7 +36,7 @@ class _Call:
 
     frame: FrameType | None
     depth: int = 1  # number of nested calls, the outermost one included
-    watched: Pass | None = None  # `None` if nothing has to be known about this call
+    watched: Pass | None = None  # `None` if neither factors nor counts are needed
 
 
 @dataclass(eq=False)
@@ -79,8 +79,9 @@ class Watch:
     def collect(self) -> StepSums | None:
         """Return the sum over all passes with a backward pass since the last call, or `None` if there were none."""
         self._forget_interrupted()
-        results = [one.collect() for one in self._complete]
-        self.forget()
+        passes = self._complete
+        self._complete = []
+        results = [one.collect() for one in passes]
         for other in results[1:]:
             results[0].merge(other)
         return results[0] if results else None
@@ -220,6 +221,6 @@ def _refuse_compiled(frame: FrameType | None) -> None:
     names = [caller.f_code.co_name for caller in _callers(frame)]
     if any(name.startswith("torch_dynamo_resume") or name == "compile_wrapper" for name in names):
         raise ModelError(
-            "The model is compiled, but the optimizer has the model that was not.",
-            "Compile it first, model = torch.compile(model), and make the optimizer of the result.",
+            "The model is compiled, but the optimizer was made for the model before that.",
+            "Compile it first, model = torch.compile(model), and make the optimizer for the result.",
         )

@@ -262,7 +262,7 @@ def test_states_of_others() -> None:
     named.add_module("net", mlp())
     other = KFAC(named, LOSS)
     train(named, other, [(X, y)], LOSS)
-    with pytest.raises(StorageError, match="this model has not"):
+    with pytest.raises(StorageError, match="this model does not have"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.steps == 0
 
@@ -295,7 +295,7 @@ def test_states_of_other_widths() -> None:
     )
     first, second = KFAC(narrow, LOSS), KFAC(wide, LOSS)
     train(narrow, first, [(X, y)], LOSS)
-    with pytest.raises(StorageError, match="this model has not"):
+    with pytest.raises(StorageError, match="this model does not have"):
         second.load_state_dict(first.state_dict())
 
 
