@@ -5,6 +5,7 @@ verified. Pages in docs/*.md are added as they are, then a reference of public n
 Nothing needs a network, neither to build nor to read.
 """
 
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ PAGES = {
     "howto_train": "How to train with natural gradients",
     "howto_compare": "How to compare structures",
     "howto_checkpoints": "How to save, load and resume",
+    "engine": "How the engine works",
     "test_your_kfac": "Test your KFAC",
     "errata": "Errata",
 }
@@ -100,8 +102,22 @@ def build(site: Path) -> int:
 
 
 def read(name: str) -> str:
-    """Return a Markdown page."""
-    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    """Return a Markdown page. A line `<!-- CONTRIBUTING: title -->` stands for a section of CONTRIBUTING.md."""
+    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    return re.sub(r"^<!-- CONTRIBUTING: (.+) -->$", lambda line: contributing(line[1]), text, flags=re.MULTILINE)
+
+
+def contributing(title: str) -> str:
+    """Return a section of CONTRIBUTING.md with its title.
+
+    Raises:
+        RuntimeError: If there is no such section.
+    """
+    text = (DOCS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    _, found, rest = text.partition(f"\n## {title}\n")
+    if not found:
+        raise RuntimeError(f"CONTRIBUTING.md has no section {title!r}. Mend the page that shows it.")
+    return found + rest.partition("\n## ")[0]
 
 
 def check_names(names: list[str]) -> None:

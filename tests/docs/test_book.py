@@ -143,7 +143,7 @@ def test_reference_shows_signature_and_sections(site: Path) -> None:
     assert "mc_samples" in text.partition("</pre>")[0]
     for word in ("Args", "Attributes", "Raises", "Example"):
         assert f"<strong>{word}</strong>" in text
-    assert "<li><code>sharing</code>: How positions" in text
+    assert "<li><code>sharing</code>: How " in text
     assert 'href="kfac.kfac.html"' in text
 
 
@@ -167,6 +167,17 @@ def test_errata_name_existing_files(site: Path) -> None:
     assert files
     for name in files:
         assert (ROOT / name).is_file() or (ROOT / "kfs" / "basics" / name).is_file(), name
+
+
+def test_sections_of_contributing(site: Path) -> None:
+    """They are written once, and the page of the engine shows them."""
+    text = read(site, "engine")
+    for title in ("The way of a batch", "The rooms of kfac", "Glossary"):
+        assert re.search(rf"<h2[^>]*>{title}</h2>", text)
+    assert "CONTRIBUTING:" not in text
+    assert "OuterProductSum.add(g)" in html.unescape(re.sub(r"<[^>]+>", "", text))
+    with pytest.raises(RuntimeError, match="no section 'Nonsense'"):
+        build.contributing("Nonsense")
 
 
 def test_benchmarks_with_and_without_results(tmp_path: Path) -> None:
