@@ -236,7 +236,7 @@ def _statistics(K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], S | None])
         layouts = {block.layout.key: block.layout for block in K.blocks.values()}
         made = {name: statistic for name, block in K.blocks.items() if (statistic := make(block)) is not None}
         sums = PerDatumSums(settings, layouts, {K.blocks[name].layout.key: made[name] for name in made})
-        sweep(risk, sums, settings, "gradients", layouts=layouts.values())
+        sweep(risk, sums, settings, "gradients")
         return made
 
     return one_by_one_if_needed(K.settings, run)

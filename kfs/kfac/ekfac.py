@@ -178,7 +178,7 @@ class EKFAC(BlockDiagonal):
         def run(settings: Settings) -> tuple[list[Stack], Progress]:
             stacks = [_zeros(stack) for stack in self._sums]
             sums = PerDatumSums(settings, layouts, self._statistics(stacks))
-            progress = sweep(risk, sums, settings, "EKFAC", journal, layouts.values())
+            progress = sweep(risk, sums, settings, "EKFAC", journal)
             sums.check_complete(resumed=journal is not None)
             return stacks, progress
 

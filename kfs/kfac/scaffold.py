@@ -13,7 +13,6 @@ operation, `expand_Linear` for the rule in its simplest form, `capture` for how 
 their inputs and gradients are added up.
 """
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
@@ -22,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kfs.exact_derivatives import explained
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors, columns_at_once
 from kfs.kfac.capture import forward, send_back
-from kfs.kfac.layout import Layout
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Journal, Progress
@@ -57,7 +55,6 @@ def sweep(
     settings: Settings,
     task: str,
     journal: Journal | None = None,
-    layouts: Iterable[Layout] = (),
 ) -> Progress:
     """Show all inputs and gradients of all parametric operations to some sums.
 
@@ -67,13 +64,12 @@ def sweep(
         settings: Which curvature matrix, and how.
         task: What to call it in a progress bar.
         journal: Keeps intermediate results in a file, and may have some already.
-        layouts: Blocks that are known from before.
 
     Returns:
         What was counted on the way.
     """
     progress = Progress() if journal is None else journal.resume(sums)
-    session = new_session(risk.params, settings.joint_bias, layouts=[*layouts, *sums.layouts])
+    session = new_session(risk.params, settings.joint_bias)
     at_once = columns_at_once(settings, risk.device)
     # vmap does not know the faster attention kernels.
     attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)

@@ -16,6 +16,7 @@ from kfs.errors import KfsError
 from kfs.kfac.block import Block
 from kfs.kfac.layout import Key
 from kfs.kfac.structures import BlockError, Method, Stack, stacked
+from kfs.kfac.sums import Placement
 from kfs.optim.averages import Average, Unit
 from kfs.optim.rule import limited
 from kfs.optim.step_sums import Bases, StepSums
@@ -92,6 +93,9 @@ class Curvature:
             self.events.refused_statistics += 1
             self.note_trouble("statistics of a batch are not finite, and were not used")
             return False
+        # A weight that is used in another way than before, such as by rows, has other blocks now.
+        placement = Placement(block.layout for block in blocks.values())
+        self._remove([key for key, average in self.averages.items() if not placement.fits(average.layout)])
         for key, block_sums in blocks.items():
             block = Block(block_sums, 1 / sums.examples)
             average = self.averages.get(key)
@@ -178,7 +182,10 @@ class Curvature:
     def forget(self, names: Iterable[str]) -> None:
         """Forget the blocks of some parameters."""
         gone = set(names)
-        for key in [k for k, a in self.averages.items() if gone & set(a.layout.params)]:
+        self._remove([key for key, average in self.averages.items() if gone & set(average.layout.params)])
+
+    def _remove(self, keys: Iterable[Key]) -> None:
+        for key in keys:
             del self.averages[key]
             self._stacks = None
 

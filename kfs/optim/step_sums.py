@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kfs.kfac.layout import Key, Layout
 from kfs.kfac.settings import Settings
-from kfs.kfac.sums import Adder, BlockSums, FactorSums, PerDatumSums, Planned, Receiver, Squares
+from kfs.kfac.sums import Adder, BlockSums, FactorSums, PerDatumSums, PlannedUse, Receiver, Squares
 
 # By block: its layout, and a sum of its squared gradients that starts at zero.
 Bases = Mapping[Key, tuple[Layout, Squares]]
@@ -63,7 +63,7 @@ class FactorAndSquareSums(FactorSums):
         squares = {key: squares for key, (_, squares) in bases.items()}
         self._squares = PerDatumSums(settings, layouts, squares)
 
-    def adder_of(self, plan: Planned) -> Adder:
+    def adder_of(self, plan: PlannedUse) -> Adder:
         """Return what adds the uses of a plan to both sums."""
         return _Both(super().adder_of(plan), self._squares.adder_of(plan))
 

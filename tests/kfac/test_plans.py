@@ -226,3 +226,70 @@ def mlp_like(model: nn.Sequential) -> nn.Sequential:
     copy = mlp()
     copy.load_state_dict(model.state_dict())
     return copy
+
+
+class Custom(torch.autograd.Function):
+    """A product that modes do not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return torch.mm(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g @ w.T, x.T @ g
+
+
+@pytest.mark.parametrize("plain_first", [False, True])
+def test_hidden_uses_in_later_batches(plain_first: bool) -> None:
+    """As many operations and uses as in a batch before, but one of them is hidden."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        if float(x.detach().sum()) > 0:
+            return torch.mm(((x @ m.A) @ m.B).tanh(), m.C).neg()
+        hidden: Tensor = Custom.apply((((x @ m.A) @ m.A) @ m.B).tanh(), m.C)  # type: ignore[no-untyped-call]
+        return hidden
+
+    model = Function(compute, A=normal(4, 4), B=normal(4, 4), C=normal(4, 4))
+    X, y = torch.rand(4, 4, dtype=torch.float64), torch.randint(3, (4,))
+    data = [(X, y), (-X, y)] if plain_first else [(-X, y), (X, y)]
+    with pytest.raises(ModelError, match="Custom"):
+        KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), data))
+
+
+def test_other_uses_of_a_weight_in_a_later_step() -> None:
+    """Every step decides anew which blocks there are: rows that are used apart get curvature, too."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        if m.apart:
+            return torch.cat([F.linear(x, m.W[:2], m.b[:2]), F.linear(x, m.W[2:], m.b[2:])], 1)
+        return F.linear(x, m.W, m.b)
+
+    model = Function(compute, W=normal(4, 3), b=normal(4))
+    loss = nn.MSELoss()
+    optimizer = optim.KFAC(model, loss, factors_every=1)
+    for apart in (False, True, False):
+        model.apart = apart  # type: ignore[assignment]
+        optimizer.zero_grad()
+        loss(model(normal(8, 3)), normal(8, 4)).backward()
+        optimizer.step()
+        assert not optimizer.uncovered
+        averages = optimizer.state_dict()["kfac"]["curvature"]["averages"]
+        rows = [tuple(average["layout"]["rows"]) for average in averages]
+        assert rows == ([(0, 2), (2, 4)] if apart else [(0, 4)])
+
+
+@pytest.mark.parametrize("convert", [Tensor.type_as, Tensor.to])
+def test_parameters_that_give_a_type_only(convert: Any) -> None:
+    """`x.to(weight)` does not use the weight; `weight.to(x)` is a copy of it."""
+    plain = Function(lambda m, x: (x @ m.W).tanh() @ m.V, W=normal(3, 4), V=normal(4, 2))
+    typed = Function(
+        lambda m, x: convert((x @ m.W).tanh(), m.V) @ convert(m.V, x.float()).double(),
+        W=plain.get_parameter("W").detach(),
+        V=plain.get_parameter("V").detach(),
+    )
+    X, y = normal(5, 3), normal(5, 2)
+    one, other = (KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y))).to_dense() for model in (plain, typed))
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # weights were rounded to float32

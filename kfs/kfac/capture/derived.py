@@ -25,7 +25,7 @@ def tap_broadcast(capture: "Capture", step: Broadcast, t: Tensor, call: Call) ->
 def _broadcast_receiver(capture: "Capture", step: Broadcast, t: Tensor, z: Tensor, call: Call) -> Receiver:
     """Take note of the use of a parameter that is broadcast, and return what takes its gradients."""
     if step.plan is not None:
-        (plan,) = _settled(capture, step.plan, call, z)
+        (plan,) = settled(capture, step.plan, call, z)
         return capture.use(plan, None)
     derived = capture.tracker.get(t).derived
     assert derived is not None  # noqa: S101 (there is no third kind)
@@ -47,12 +47,12 @@ def follow(
     Returns:
         The output; `None` if it cannot be followed, because a bias would need gradients of its own.
     """
-    if len(capture.session.settle(plan, call, out, firmly=False)) > 1:
+    if len(capture.session.settle(plan, call, out, capture.sums.placement, firmly=False)) > 1:
         return None
 
     def record(with_batch: bool) -> Receiver:
-        (settled,) = _settled(capture, plan, call, out)
-        return capture.use(settled, x if with_batch else x.expand(capture.num_data, *x.shape))
+        (mine,) = settled(capture, plan, call, out)
+        return capture.use(mine, x if with_batch else x.expand(capture.num_data, *x.shape))
 
     return add_derived(capture, out, plan.layout.weight, key, record)
 
@@ -69,14 +69,13 @@ def add_derived(capture: "Capture", out: Tensor, name: str, token: Any, record: 
 def track_copy(capture: "Capture", copy: Copy, result: Any, key: Any) -> Any:
     """Take a copy of a whole parameter for it; a view needs nothing."""
     if isinstance(result, Tensor) and capture.tracker.find(result) is None:
-        capture.tracker.add(Tracked(copy.name, result, ("copy", key)))
+        capture.tracker.add(Tracked(copy.name, result, ("copy", key, result.dtype)))
     return result
 
 
-def _settled(capture: "Capture", plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
+def settled(capture: "Capture", plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
     """Settle a plan once; it may meet the data in many batches."""
-    plans = capture.session.plans
-    if plan not in plans:
-        plans[plan] = capture.session.settle(plan, call, like)
-    settled: tuple[Plan, ...] = plans[plan]
-    return settled
+    known = capture.session.settled
+    if plan not in known or not capture.fit(known[plan]):
+        known[plan] = capture.session.settle(plan, call, like, capture.sums.placement)
+    return known[plan]

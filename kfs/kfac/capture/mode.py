@@ -55,7 +55,7 @@ _PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_s
 _METHODS = ("dim", "size", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
 _QUESTIONS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
 
-_MOST_PLANS = 20_000
+_MOST_PLANS = 10_000
 
 
 class Capture(TorchFunctionMode):
@@ -75,8 +75,7 @@ class Capture(TorchFunctionMode):
         keep_graph: Whether further backward passes will follow.
         together: Whether a backward pass is for several columns, by `vmap`.
         precise: Whether a backward pass runs in full precision already.
-        operations: How many operations were seen.
-        taps: How many taps there are.
+        operations: A hash of all operations that were seen, in order.
         derived: Derived parameters, in the order in which they were met.
         unexplained: `(parameter, operation)` of uses that no rule explains and that influence the predictions, or
             may do so. It is complete after a backward pass.
@@ -100,7 +99,6 @@ class Capture(TorchFunctionMode):
         self.running = True
         self.finished = False
         self.operations = 0
-        self.taps = 0
         self.unexplained: set[tuple[str, str]] = set()
         self._marked: list[weakref.ref[Tensor]] = []
         self.derived: list[Derived] = []
@@ -115,7 +113,7 @@ class Capture(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _QUESTIONS:
             return func(*args, **kwargs)
-        self.operations += 1
+        self.operations = hash((self.operations, func))
         inputs = tensors_of((*args, *kwargs.values()) if kwargs else args)
         if not torch.is_grad_enabled():  # what has no gradient is no use
             refuse_reentrant_checkpoint()
@@ -124,6 +122,8 @@ class Capture(TorchFunctionMode):
             found = [tracked for t in plain if (tracked := self.tracker.find(t)) is not None]
             self.unexplained.update((tracked.name, f"{func.__name__} inside of torch.func") for tracked in found)
         else:
+            if func in _FIRST_ONLY:  # the second argument gives type or shape only
+                inputs = inputs[:1]
             sources = list(map(self.tracker.find, inputs))
             if any(sources):
                 return self._run(func, args, kwargs, inputs, sources)
@@ -142,7 +142,7 @@ class Capture(TorchFunctionMode):
         """Run an operation that uses a tracked parameter: by its plan if that is known."""
         key = self._key(func, args, kwargs, inputs, sources)
         settled = self.session.plans.get(key)
-        if type(settled) is not list:
+        if type(settled) is not list or not self.fit(settled):
             result = self._run_unsettled(key, func, args, kwargs)
             self._mark(func, inputs, args, result)
             return result
@@ -173,7 +173,8 @@ class Capture(TorchFunctionMode):
                 x = prepared(planned[0], args, kwargs)
             followed = follow(self, planned[0], call, x, out, key)
             return self.session.fallback(self, func, args, kwargs) if followed is None else followed
-        settled = [one for plan in planned for one in self.session.settle(plan, call, out)]
+        placement = self.sums.placement
+        settled = [one for plan in planned for one in self.session.settle(plan, call, out, placement)]
         self.session.plans[key] = settled
         for plan in settled:
             out = self._tap_output(plan, args, kwargs, out)
@@ -185,7 +186,7 @@ class Capture(TorchFunctionMode):
         if rule is None:
             return None
         plans = self.session.plans
-        if key not in plans:
+        if key not in plans or type(plans[key]) is list:  # they do not fit the blocks of this pass
             described = [self._describe(part, (place,)) for place, part in enumerate(args)]
             named = {name: self._describe(part, (name,)) for name, part in kwargs.items()}
             plans[key] = rule(call, *described, **named)
@@ -215,6 +216,11 @@ class Capture(TorchFunctionMode):
             key.append(without_tensors((args, tuple(kwargs.items()))))
         return tuple(key)
 
+    def fit(self, plans: Iterable[Plan]) -> bool:
+        """Whether settled plans fit the blocks that are there; in training, every pass starts without blocks."""
+        adders, placement = self.sums.adders, self.sums.placement
+        return all([plan in adders or not plan.fits or placement.admit(plan.layout) for plan in plans])  # noqa: C419
+
     def use(self, plan: Plan, x: Any) -> Receiver:
         """Add the inputs of a use, and return what takes gradients `[columns, *shape of the output]`.
 
@@ -234,21 +240,18 @@ class Capture(TorchFunctionMode):
         """Return `z` such that gradients with respect to it are shown to a receiver."""
         if self.handle is None:
             self.handle = torch.empty(0, requires_grad=True)
-        self.taps += 1
         tapped: Tensor = Tap.apply(z, self.handle, self, receive)  # type: ignore[no-untyped-call]
         return tapped
 
     def find_hidden_uses(self, f: Tensor) -> None:
         """Look for uses that were not seen.
 
-        A pass that consists of as many operations and taps as one before is taken for the same, and not looked at
-        again.
+        A pass that consists of the same operations as one before is not looked at again.
         """
-        signature = (f.shape, self.operations, self.taps)
         known = self.session.hidden_uses
-        if signature not in known:
-            known[signature] = hidden_uses(f, self.tracker.params)
-        self.unexplained |= known[signature]
+        if self.operations not in known:
+            known[self.operations] = hidden_uses(f, self.tracker.params)
+        self.unexplained |= known[self.operations]
 
     def is_data(self, t: Tensor) -> bool:
         """Whether a tensor depends on the data. One that comes from code that this mode does not see may do so."""
@@ -327,7 +330,7 @@ class Capture(TorchFunctionMode):
         """
         data = False
         if func not in _SHAPES_ONLY:
-            for t in inputs[:1] if func in _FIRST_ONLY else inputs:  # the second argument of `to` gives its type only
+            for t in inputs[:1] if func in _FIRST_ONLY else inputs:
                 if self.is_data(t):
                     data = True
                     break

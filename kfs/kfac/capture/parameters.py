@@ -140,6 +140,6 @@ def _storage(t: Tensor) -> int:
     return identity
 
 
-def _place(t: Tensor) -> tuple[int, int, tuple[int, ...], torch.dtype]:
+def _place(t: Tensor) -> tuple[Any, ...]:
     """Return where a tensor is, and how it is read."""
-    return t.untyped_storage()._cdata, t.data_ptr(), t.shape, t.dtype
+    return t.untyped_storage()._cdata, t.data_ptr(), t.shape, t.stride(), t.dtype

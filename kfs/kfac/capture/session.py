@@ -1,10 +1,10 @@
-"""A session: what outlives batches. Which parameters are tracked, which blocks they make, and all plans.
+"""A session: what outlives batches. Which parameters are tracked, and all plans for their uses.
 
 It serves a sweep over data and a training loop alike. A plan belongs to a call of an operation with arguments of some
 shapes and strides, under some `autocast`, with some number of data. It dies with the storage of a parameter.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from kfs.errors import ModelError
 from kfs.kfac.capture.parameters import Tracker
 from kfs.kfac.capture.plan import Call, Plan, Planned
-from kfs.kfac.layout import Key, Layout, Side
+from kfs.kfac.sums.placement import Placement
 
 Rule = Callable[..., Planned]
 
 
 class Session:
-    """Tracked parameters, their blocks, and plans for their uses.
+    """Tracked parameters, and plans for their uses.
 
     Args:
         params: The tracked parameters, by name.
@@ -28,13 +28,13 @@ class Session:
             arguments and its keyword arguments.
         joint_bias: Whether a bias shares the block of its weight.
         mixing: Whether data of a batch may influence each other, as by batch normalization in training.
-        layouts: Blocks that are known from before.
 
     Attributes:
         tracker: Finds tracked parameters.
         device_type: Where they are.
         plans: What a rule returned, by call; a list of settled plans after the first use of an output that is tapped.
-        hidden_uses: Hidden uses that were found in passes, by what a pass consists of.
+        settled: Settled plans of parameters that meet the data later, by what a rule returned.
+        hidden_uses: Hidden uses that were found in passes, by the operations of a pass.
     """
 
     def __init__(
@@ -44,7 +44,6 @@ class Session:
         fallback: Callable[..., Any],
         joint_bias: bool = True,
         mixing: bool = False,
-        layouts: Iterable[Layout] = (),
     ) -> None:
         """Start without plans."""
         self.tracker = Tracker(params)
@@ -52,26 +51,27 @@ class Session:
         self.rules = rules
         self.fallback = fallback
         self.plans: dict[Any, Any] = {}
+        self.settled: dict[Plan, tuple[Plan, ...]] = {}
         self.hidden_uses: dict[Any, set[tuple[str, str]]] = {}
         self._joint_bias = joint_bias
         self._mixing = mixing
-        self._layouts: dict[Key, Layout] = {}
-        self._blocks_of: dict[str, list[Layout]] = {}
-        for layout in layouts:
-            self._register(layout)
 
     def forget_plans(self) -> None:
         """Forget everything that depends on where parameters are stored."""
         self.plans.clear()
+        self.settled.clear()
         self.hidden_uses.clear()
 
-    def settle(self, plan: Plan, call: Call, like: Tensor, *, firmly: bool = True) -> tuple[Plan, ...]:
+    def settle(
+        self, plan: Plan, call: Call, like: Tensor, placement: Placement, *, firmly: bool = True
+    ) -> tuple[Plan, ...]:
         """Decide to which block a use belongs: that of the weight joint with its bias, or one for each of them.
 
         Args:
             plan: What a rule returned.
             call: The call that it is for.
             like: The operation's output; has dtype and device.
+            placement: The blocks that are there already.
             firmly: Whether the decision counts for further uses.
 
         Returns:
@@ -85,10 +85,8 @@ class Session:
             )
         bias = plan.bias
         name = bias.layout.weight if bias is not None and plan.joins else None
-        layout, side = self._place(plan.layout, name)
-        fits = self._fits(layout)
-        if fits and firmly and layout.key not in self._layouts:
-            self._register(layout)
+        layout, side = placement.place(plan.layout, name if self._joint_bias else None)
+        fits = placement.admit(layout) if firmly else placement.fits(layout)
         joint = name is not None and layout.bias == name and side == "A"
         settled = replace(
             plan,
@@ -103,37 +101,4 @@ class Session:
         )
         if bias is None or joint:
             return (settled,)
-        return (settled, *self.settle(bias, call, like, firmly=firmly))
-
-    def _place(self, layout: Layout, bias: str | None) -> tuple[Layout, Side]:
-        """Return the layout of a weight's block, and on which side of it inputs are.
-
-        The bias joins if that is wanted and does not contradict earlier uses. A weight that was used the other way
-        round before (an embedding whose transpose computes the logits) has its inputs on the side of the gradients.
-        """
-        there = self._layouts.get(layout.key)
-        if there is not None:
-            turned = there.order == layout.order[layout.split :] + layout.order[: layout.split]
-            if there.order != layout.order and turned and there.bias is None:
-                return there, "B"
-            return replace(layout, bias=there.bias), "A"
-        if bias is None or not self._joint_bias:
-            return layout, "A"
-        taken = any(other.weight != layout.weight for other in self._blocks_of.get(bias, ()))
-        return layout if taken else replace(layout, bias=bias), "A"
-
-    def _fits(self, layout: Layout) -> bool:
-        """Whether no other block has the same parameters in another way."""
-        if layout.key in self._layouts:
-            return layout == self._layouts[layout.key]
-        start, stop = layout.rows
-        others = [other for name in layout.params for other in self._blocks_of.get(name, ())]
-        return all(
-            other.weight == layout.weight and (other.rows[1] <= start or stop <= other.rows[0]) for other in others
-        )
-
-    def _register(self, layout: Layout) -> None:
-        """Take note of a block."""
-        self._layouts[layout.key] = layout
-        for name in layout.params:
-            self._blocks_of.setdefault(name, []).append(layout)
+        return (settled, *self.settle(bias, call, like, placement, firmly=firmly))

@@ -18,7 +18,7 @@ from kfs.kfac.sums.interface import Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
 
 
-class Pass(Protocol):
+class CapturedPass(Protocol):
     """What taps need to know of the forward pass that they belong to; see `Capture`."""
 
     handle: Tensor | None
@@ -35,8 +35,8 @@ class Tap(torch.autograd.Function):
     """The identity, with a backward pass that shows gradients to a receiver."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, handle: Tensor, one: Pass, receive: Receiver) -> Tensor:  # noqa: ARG004, D102
-        ctx.one = one
+    def forward(ctx: Any, z: Tensor, handle: Tensor, capture: CapturedPass, receive: Receiver) -> Tensor:  # noqa: ARG004, D102
+        ctx.capture = capture
         ctx.receive = receive
         # The same memory, but for autograd it is no view: operations in place may follow, and cost nothing extra in
         # the backward pass. Nobody else uses z any more, and no operation that has a rule keeps its output.
@@ -45,24 +45,24 @@ class Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         """Show the gradients; nothing needs to be computed for the second input."""
-        one, receive = ctx.one, ctx.receive
-        if one.finished or receive is None:  # somebody differentiates what the model has kept, or again
+        capture, receive = ctx.capture, ctx.receive
+        if capture.finished or receive is None:  # somebody differentiates what the model has kept, or again
             return g, None, None, None
-        if one.running:
+        if capture.running:
             raise ModelError(
                 "The model differentiates its own predictions (torch.autograd.grad in its forward pass).",
                 "Leave the parameters behind that derivative out with params=; KFAC is not defined for them here.",
             )
         if g.is_cuda:  # pragma: no cover (the thread's first operation may be a product: cuBLAS wants a context)
             torch.cuda.set_device(g.device)
-        if one.together:
+        if capture.together:
             Show.apply(g, receive)  # type: ignore[no-untyped-call]
-        elif one.precise:
+        elif capture.precise:
             receive(g.unsqueeze(0))
         else:  # somebody else's backward pass
             with full_precision(g.device.type):
                 receive(g.unsqueeze(0))
-        if not one.keep_graph:
+        if not capture.keep_graph:
             ctx.receive = None  # it may hold activations
         return g, None, None, None
 
@@ -88,7 +88,7 @@ class Show(torch.autograd.Function):
 
 def send_back(
     f: Tensor | GradientEdge,
-    one: Pass,
+    capture: CapturedPass,
     vectors: Iterable[Tensor],
     keep_graph: bool = False,
 ) -> None:
@@ -96,48 +96,48 @@ def send_back(
 
     Args:
         f: Predictions.
-        one: The forward pass that they come from.
+        capture: The forward pass that they come from.
         vectors: Chunks of some columns, `[columns, *f.shape]`.
         keep_graph: Whether somebody needs the graph afterwards.
     """
     try:
-        one.sums.finish_forward()
+        capture.sums.finish_forward()
         for columns, last in _and_whether_last(iter(vectors)):
-            backward(f, one, columns, keep_graph or not last)
-            one.sums.finish_backward()
-        one.sums.finish_batch()
+            backward(f, capture, columns, keep_graph or not last)
+            capture.sums.finish_backward()
+        capture.sums.finish_batch()
     finally:
-        one.finished = True
+        capture.finished = True
 
 
-def backward(f: Tensor | GradientEdge, one: Pass, vectors: Tensor, keep_graph: bool = False) -> None:
+def backward(f: Tensor | GradientEdge, capture: CapturedPass, vectors: Tensor, keep_graph: bool = False) -> None:
     """Send vectors `[columns, *f.shape]` back to all taps, which take note of what arrives."""
-    handle = one.handle
+    handle = capture.handle
     if handle is None or (isinstance(f, Tensor) and not f.requires_grad):  # no parameter was used
         return
-    one.keep_graph = keep_graph
-    one.together = len(vectors) > 1
+    capture.keep_graph = keep_graph
+    capture.together = len(vectors) > 1
 
     def send(v: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(f, handle, v, retain_graph=keep_graph, materialize_grads=True)
 
     with full_precision(vectors.device.type):
-        one.precise = True
+        capture.precise = True
         try:
-            vmap(send)(vectors) if one.together else send(vectors[0])
-            pass_derived(one)
+            vmap(send)(vectors) if capture.together else send(vectors[0])
+            pass_derived(capture)
         finally:
-            one.precise = False
+            capture.precise = False
 
 
-def pass_derived(one: Pass) -> None:
+def pass_derived(capture: CapturedPass) -> None:
     """After a backward pass: pass on what arrived at derived parameters, the latest ones first."""
-    for derived in reversed(one.derived):
+    for derived in reversed(capture.derived):
         derived.pass_on()
 
 
 def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-    """Say of every chunk of vectors whether it is the last one."""
+    """Say of every chunk of vectors whether it is the last capture."""
     chunk = next(vectors, None)
     while chunk is not None:
         following = next(vectors, None)

@@ -3,12 +3,11 @@
 A rule is a pure function that returns a plan; see `kfs.kfac.capture.plan`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from kfs.kfac.capture.session import Session
-from kfs.kfac.layout import Layout
 from kfs.kfac.rules import attention, convolution, elementwise, embedding, linear, normalization, recurrent
 from kfs.kfac.rules.fallback import without_rule
 
@@ -23,14 +22,9 @@ RULES = {
 }
 
 
-def new_session(
-    params: Mapping[str, Tensor],
-    joint_bias: bool = True,
-    mixing: bool = False,
-    layouts: Iterable[Layout] = (),
-) -> Session:
+def new_session(params: Mapping[str, Tensor], joint_bias: bool = True, mixing: bool = False) -> Session:
     """Start a session with all rules; arguments are those of `Session`."""
-    return Session(params, RULES, without_rule, joint_bias, mixing, layouts)
+    return Session(params, RULES, without_rule, joint_bias, mixing)
 
 
 __all__ = ["RULES", "new_session"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.kfac.capture.derived import add_derived
+from kfs.kfac.capture.derived import add_derived, settled
 from kfs.kfac.capture.mode import Capture, tensors_of
 from kfs.kfac.capture.plan import Argument, Call, Plan, is_in_place
 from kfs.kfac.rules.elementwise import all_rows, entries_layout, scattered
@@ -94,8 +94,9 @@ def _record_per_datum(capture: Capture, call: Call, argument: Argument, like: Te
     plans, key = capture.session.plans, ("per datum", call.func, layout, call.num_data)
     if key not in plans:
         inputs = Rows(all_rows(layout, device), layout.column_size, (call.num_data,), argument.dtype, device)
-        plans[key] = capture.session.settle(Plan(call.name, layout, inputs, read=by_rows), call, like)
-    return capture.use(plans[key][0], None)
+        plans[key] = Plan(call.name, layout, inputs, read=by_rows)
+    (plan,) = settled(capture, plans[key], call, like)
+    return capture.use(plan, None)
 
 
 def _probed(capture: Capture, result: Any, names: set[str], operation: str) -> Any:

@@ -3,15 +3,17 @@
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.inputs import Use
-from kfs.kfac.sums.interface import Adder, Planned, Receiver, Sums
+from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic
+from kfs.kfac.sums.placement import Placement
 
 __all__ = [
     "Adder",
     "BlockSums",
     "FactorSums",
     "PerDatumSums",
-    "Planned",
+    "Placement",
+    "PlannedUse",
     "Receiver",
     "Squares",
     "Statistic",

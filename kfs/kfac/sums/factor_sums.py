@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.kfac.layout import Key, Layout, Side
+from kfs.kfac.layout import Key, Side
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.block_sums import BlockSums, RoleSums
 from kfs.kfac.sums.inputs import Vectors
-from kfs.kfac.sums.interface import Adder, Ignore, Planned, Receiver, Sums, ignore
+from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums, ignore
 from kfs.kfac.sums.outer_products import OuterProductSum, full_precision
+from kfs.kfac.sums.placement import Placement
 
 
 class FactorSums(Sums):
@@ -37,9 +38,9 @@ class FactorSums(Sums):
         self.dry = dry
         self.blocks: dict[Key, BlockSums] = {}
         self.conflicts: set[tuple[str, str]] = set()
-        self._collected: dict[tuple[Key, Side], _PerDatumSums] = {}
+        self._collected: dict[tuple[Key, Side], _Collected] = {}
 
-    def adder_of(self, plan: Planned) -> Adder:
+    def adder_of(self, plan: PlannedUse) -> Adder:
         """Return what adds the uses of a plan; the first use of a block decides how it is stored."""
         layout = plan.layout
         if layout.key not in self.blocks:
@@ -61,12 +62,7 @@ class FactorSums(Sums):
             return _Expand(plan, role, block.forward_only)
         return _Reduce(plan, role, block.forward_only, self._collected)
 
-    @property
-    def layouts(self) -> list[Layout]:
-        """The blocks that are known already, from a file."""
-        return [block.layout for block in self.blocks.values()]
-
-    def note_conflict(self, plan: Planned) -> None:
+    def note_conflict(self, plan: PlannedUse) -> None:
         """Take note of a use that does not fit together with other uses of its parameter."""
         self.conflicts.add((plan.layout.weight, plan.operation))
 
@@ -105,8 +101,9 @@ class FactorSums(Sums):
         self.conflicts = {(str(name), str(operation)) for name, operation in state["conflicts"]}
         blocks = map(BlockSums.from_state, state["blocks"])
         self.blocks = {block.layout.key: block for block in blocks}
+        self.placement = Placement(block.layout for block in self.blocks.values())
 
-    def _new_role(self, block: BlockSums, plan: Planned) -> RoleSums:
+    def _new_role(self, block: BlockSums, plan: PlannedUse) -> RoleSums:
         """Return zeros for the first use of a parameter in a role."""
         layout, s = block.layout, self.settings
         rows, columns = layout.row_size, layout.column_size
@@ -125,7 +122,7 @@ class FactorSums(Sums):
 class _Expand(Adder):
     """Treats shared positions like further data."""
 
-    def __init__(self, plan: Planned, role: RoleSums, forward_only: bool) -> None:
+    def __init__(self, plan: PlannedUse, role: RoleSums, forward_only: bool) -> None:
         self.inputs = plan.inputs
         self.are_vectors = isinstance(plan.inputs, Vectors)
         self.ones = plan.ones
@@ -155,7 +152,7 @@ class _Expand(Adder):
 
 
 @dataclass
-class _PerDatumSums:
+class _Collected:
     """Sums over the shared positions of all uses of a parameter in one batch, in one role.
 
     Attributes:
@@ -176,10 +173,10 @@ class _Reduce(Adder):
 
     def __init__(
         self,
-        plan: Planned,
+        plan: PlannedUse,
         role: RoleSums,
         forward_only: bool,
-        collected: dict[tuple[Key, Side], _PerDatumSums],
+        collected: dict[tuple[Key, Side], _Collected],
     ) -> None:
         self.plan = plan
         self.role = role
@@ -195,7 +192,7 @@ class _Reduce(Adder):
             inputs = torch.cat([inputs, last], dim=2)
         before = self.collected.get(self.key)
         if before is None:
-            self.collected[self.key] = _PerDatumSums(self.role, inputs, counts)
+            self.collected[self.key] = _Collected(self.role, inputs, counts)
         else:
             before.inputs = before.inputs + inputs
             before.counts = before.counts + counts

@@ -1,7 +1,7 @@
 """What all sums over uses offer: `FactorSums` for Kronecker factors, `PerDatumSums` for statistics of gradients."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -10,12 +10,13 @@ from torch import Tensor
 from kfs.kfac.layout import Layout, Side
 from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.inputs import Inputs
+from kfs.kfac.sums.placement import Placement
 
 # Takes the gradients of some columns, [columns, *leading, features].
 Receiver = Callable[[Tensor], None]
 
 
-class Planned(Protocol):
+class PlannedUse(Protocol):
     """What sums need to know of a plan.
 
     Attributes:
@@ -66,22 +67,19 @@ class Sums(ABC):
 
     Attributes:
         adders: What adds the uses of each plan that is known.
+        placement: The blocks that are known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layouts: Iterable[Layout] = ()) -> None:
         """Start without plans."""
         self.adders: dict[Any, Adder] = {}
+        self.placement = Placement(layouts)
 
     @abstractmethod
-    def adder_of(self, plan: Planned) -> Adder:
+    def adder_of(self, plan: PlannedUse) -> Adder:
         """Return what adds the uses of a plan; called once for every plan."""
 
-    @property
-    def layouts(self) -> list[Layout]:
-        """The blocks that are known already."""
-        return []
-
-    def note_conflict(self, plan: Planned) -> None:  # noqa: B027 (most have nothing to do)
+    def note_conflict(self, plan: PlannedUse) -> None:  # noqa: B027 (most have nothing to do)
         """Take note of a use that does not fit together with other uses of its parameter."""
 
     def finish_forward(self) -> None:  # noqa: B027 (most have nothing to do)

@@ -18,7 +18,7 @@ from kfs.errors import ModelError
 from kfs.kfac.layout import Key, Layout
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.inputs import Use, add_rotated_squares
-from kfs.kfac.sums.interface import Adder, Ignore, Planned, Receiver, Sums
+from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
 
 
@@ -89,7 +89,7 @@ class PerDatumSums(Sums):
 
     def __init__(self, settings: Settings, layouts: Mapping[Key, Layout], statistics: Mapping[Key, Statistic]) -> None:
         """Know all blocks from the start."""
-        super().__init__()
+        super().__init__(layouts.values())
         self.settings = settings
         self._layouts = layouts
         self._statistics = statistics
@@ -98,7 +98,7 @@ class PerDatumSums(Sums):
         self._seen: set[Key] = set()
         self._unknown: set[str] = set()
 
-    def adder_of(self, plan: Planned) -> Adder:
+    def adder_of(self, plan: PlannedUse) -> Adder:
         """Return what shows the gradients of a plan's uses to the block's statistic."""
         key = plan.layout.key
         self._seen.add(key)
@@ -107,7 +107,7 @@ class PerDatumSums(Sums):
             return Ignore()
         return _Show(plan, self._statistics[key], self._times_used, self._several_uses)
 
-    def note_conflict(self, plan: Planned) -> None:
+    def note_conflict(self, plan: PlannedUse) -> None:
         """Take note of a use that does not fit together with other uses of its parameter."""
         self._unknown.add(plan.layout.name)
 
@@ -152,7 +152,7 @@ class _Show(Adder):
 
     def __init__(
         self,
-        plan: Planned,
+        plan: PlannedUse,
         statistic: Statistic,
         times_used: dict[Key, int],
         several_uses: dict[Key, Tensor],

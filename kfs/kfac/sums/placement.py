@@ -1,0 +1,58 @@
+"""Placement: which blocks there are, and to which one a use belongs."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from kfs.kfac.layout import Key, Layout, Side
+
+
+class Placement:
+    """The layouts of all blocks.
+
+    Args:
+        layouts: Blocks that are known from before.
+    """
+
+    def __init__(self, layouts: Iterable[Layout] = ()) -> None:
+        """Start with known blocks."""
+        self._layouts: dict[Key, Layout] = {}
+        self._blocks_of: dict[str, list[Layout]] = {}
+        for layout in layouts:
+            self.admit(layout)
+
+    def place(self, layout: Layout, bias: str | None) -> tuple[Layout, Side]:
+        """Return the layout of a weight's block, and on which side of it inputs are.
+
+        The bias joins if that is wanted and does not contradict earlier uses. A weight that was used the other way
+        round before (an embedding whose transpose computes the logits) has its inputs on the side of the gradients.
+        """
+        there = self._layouts.get(layout.key)
+        if there is not None:
+            turned = there.order == layout.order[layout.split :] + layout.order[: layout.split]
+            if there.order != layout.order and turned and there.bias is None:
+                return there, "B"
+            return replace(layout, bias=there.bias), "A"
+        if bias is None:
+            return layout, "A"
+        taken = any(other.weight != layout.weight for other in self._blocks_of.get(bias, ()))
+        return layout if taken else replace(layout, bias=bias), "A"
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether no other block has the same parameters in another way."""
+        if layout.key in self._layouts:
+            return layout == self._layouts[layout.key]
+        start, stop = layout.rows
+        others = [other for name in layout.params for other in self._blocks_of.get(name, ())]
+        return all(
+            other.weight == layout.weight and (other.rows[1] <= start or stop <= other.rows[0]) for other in others
+        )
+
+    def admit(self, layout: Layout) -> bool:
+        """Take note of a block if it fits, and return whether it does."""
+        if not self.fits(layout):
+            return False
+        if layout.key not in self._layouts:
+            self._layouts[layout.key] = layout
+            for name in layout.params:
+                self._blocks_of.setdefault(name, []).append(layout)
+        return True
