@@ -39,7 +39,7 @@ from kfs.kfac.capture.plan import (
     without_tensors,
 )
 from kfs.kfac.capture.session import Session
-from kfs.kfac.capture.tap import Tap
+from kfs.kfac.capture.tap import Tap, apply_tap_directly
 from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.interface import Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
@@ -240,8 +240,10 @@ class Capture(TorchFunctionMode):
         """Return `z` such that gradients with respect to it are shown to a receiver."""
         if self.handle is None:
             self.handle = torch.empty(0, requires_grad=True)
-        tapped: Tensor = Tap.apply(z, self.handle, self, receive)  # type: ignore[no-untyped-call]
-        return tapped
+        if _are_functorch_transforms_active():
+            tapped: Tensor = Tap.apply(z, self.handle, self, receive)  # type: ignore[no-untyped-call]
+            return tapped
+        return apply_tap_directly(z, self.handle, self, receive)
 
     def find_hidden_uses(self, f: Tensor) -> None:
         """Look for uses that were not seen.
