@@ -66,19 +66,6 @@ class Capture(TorchFunctionMode):
         sums: What inputs and gradients are added to.
         num_data: Number of data in the batch.
         batch_axis: Where the batch axis is in activations, if not first.
-
-    Attributes:
-        batch: Where the batch axis is.
-        handle: The zero-size second input of all taps; `None` if there is no tap.
-        running: Whether the forward pass is still running.
-        finished: Whether gradients are of no interest any more.
-        keep_graph: Whether further backward passes will follow.
-        together: Whether a backward pass is for several columns, by `vmap`.
-        precise: Whether a backward pass runs in full precision already.
-        operations: A hash of all operations that were seen, in order.
-        derived: Derived parameters, in the order in which they were met.
-        unexplained: `(parameter, operation)` of uses that no rule explains and that influence the predictions, or
-            may do so. It is complete after a backward pass.
     """
 
     def __init__(self, session: Session, sums: Sums, num_data: int, batch_axis: int | None = None) -> None:
@@ -92,16 +79,18 @@ class Capture(TorchFunctionMode):
         self.tracker = session.tracker
         self.sums = sums
         self.batch = BatchAxis(num_data, batch_axis)
-        self.handle: Tensor | None = None
-        self.keep_graph = True
-        self.together = False
-        self.precise = False
-        self.running = True
-        self.finished = False
-        self.operations = 0
+        self.handle: Tensor | None = None  # the zero-size second input of all taps
+        self.keep_graph = True  # whether further backward passes will follow
+        self.together = False  # whether a backward pass is for several columns, by `vmap`
+        self.precise = False  # whether a backward pass runs in full precision already
+        self.running = True  # whether the forward pass is still running
+        self.finished = False  # whether gradients are of no interest any more
+        self.operations = 0  # a hash of all operations that were seen, in order
+        self.derived: list[Derived] = []  # in the order in which they were met
+        # `(parameter, operation)` of uses that no rule explains and that influence the predictions, or may do so. It is
+        # complete after a backward pass.
         self.unexplained: set[tuple[str, str]] = set()
         self._marked: list[weakref.ref[Tensor]] = []
-        self.derived: list[Derived] = []
 
     @property
     def num_data(self) -> int:

@@ -14,20 +14,13 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Tracked:
-    """A tensor that is tracked: a parameter, a copy of one, or a derived parameter.
+    """A tensor that is tracked: a parameter, a copy of one, or a derived parameter."""
 
-    Attributes:
-        name: The parameter's name.
-        tensor: The parameter, or what stands for it; kept, so that its storage stays its own.
-        token: What identifies it in plans; the same for every batch.
-        derived: How gradients of a derived parameter are taken; `None` for a parameter.
-    """
-
-    name: str
-    tensor: Tensor
-    token: Any
-    derived: "Derived | None" = None
-    start: int = field(init=False)
+    name: str  # the parameter's
+    tensor: Tensor  # kept, so that its storage stays its own
+    token: Any  # what identifies it in plans; the same for every batch
+    derived: "Derived | None" = None  # how gradients of a derived parameter are taken
+    start: int = field(init=False)  # half-open range of bytes in the storage
     stop: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -34,17 +34,11 @@ Read = Callable[[Tensor, Any], Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operation.
+    """One call of an operation."""
 
-    Attributes:
-        func: The operation.
-        batch: Number of data, and where the batch axis is.
-        narrow: The precision in which `autocast` multiplies, if it is on.
-    """
-
-    func: Any
-    batch: BatchAxis
-    narrow: torch.dtype | None = None
+    func: Any  # the operation
+    batch: BatchAxis  # number of data, and where the batch axis is
+    narrow: torch.dtype | None = None  # the precision in which `autocast` multiplies, if it is on
 
     @property
     def name(self) -> str:
@@ -59,18 +53,11 @@ class Call:
 
 @dataclass(frozen=True)
 class View:
-    """Some consecutive rows of a parameter, perhaps transposed.
-
-    Attributes:
-        name: The parameter's name.
-        shape: The parameter's shape.
-        rows: Half-open range of rows.
-        transposed: Whether the view is transposed.
-    """
+    """Some consecutive rows of a parameter, perhaps transposed."""
 
     name: str
-    shape: tuple[int, ...]
-    rows: tuple[int, int]
+    shape: tuple[int, ...]  # that of the parameter
+    rows: tuple[int, int]  # half-open range
     transposed: bool
 
     @property
@@ -81,31 +68,18 @@ class View:
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor among the arguments of an operation, as rules see it.
-
-    Attributes:
-        place: Where it is among the arguments.
-        shape: Its shape.
-        stride: Its strides.
-        offset: Its place in its storage, relative to that of the parameter that it is a view of.
-        dtype: Its dtype.
-        device: Its device.
-        data: Whether it depends on the data.
-        name: The parameter that it is a view of; `None` if it is not.
-        source: Shape, strides and dtype of that parameter.
-        derived: Whether it is a view of a derived parameter.
-    """
+    """A tensor among the arguments of an operation, as rules see it."""
 
     place: Place
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    data: bool
-    name: str | None = None
-    offset: int = 0
-    source: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None
-    derived: bool = False
+    data: bool  # whether it depends on the data
+    name: str | None = None  # the parameter that it is a view of
+    offset: int = 0  # its place in its storage, relative to that of the parameter
+    source: tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None = None  # the parameter's shape, strides, dtype
+    derived: bool = False  # whether it is a view of a derived parameter
 
     @classmethod
     def of(cls, place: Place, t: Tensor, tracked: Tracked | None, data: bool) -> "Argument":
@@ -179,60 +153,35 @@ class Argument:
 
 @dataclass(eq=False)
 class Plan:
-    """What is known about a use of a parameter before it runs (again). Nobody changes it.
+    """What is known about a use of a parameter before it runs (again). Nobody changes it."""
 
-    Attributes:
-        operation: What the user calls the operation.
-        layout: How the parameter becomes a matrix.
-        inputs: How the vectors that multiply it are read.
-        arguments: What `prepare` takes.
-        prepare: Turns arguments into what `inputs` reads. By default, the first argument as it is.
-        read: Reads the output's gradients. By default they are as they should be.
-        bias: The use of a bias by the same operation. It joins the block of the weight if `joins`.
-        joins: Whether `bias` may join: it is all of a parameter, or the part that belongs to the weight's rows.
-        follows: Whether the inputs do not depend on the data: the output is then followed as a derived parameter.
-        mixes: Whether the operation lets data of a batch influence each other.
+    operation: str  # what the user calls the operation
+    layout: Layout  # how the parameter becomes a matrix
+    inputs: Inputs  # how the vectors that multiply it are read
+    arguments: tuple[Argument, ...] = ()  # what `prepare` takes
+    prepare: Callable[..., Any] | None = None  # makes what `inputs` reads; by default the first argument as it is
+    read: Read | None = None  # reads the output's gradients; by default they are as they should be
+    bias: "Plan | None" = None  # the use of a bias by the same operation
+    joins: bool = False  # whether the bias is the part of a parameter that may join the weight's block
+    follows: bool = False  # whether inputs do not depend on the data: the output is then a derived parameter
+    mixes: bool = False  # whether the operation lets data of a batch influence each other
 
-        side: On which side of the block inputs are.
-        ones: Whether the bias of the block is used.
-        fits: Whether the use fits together with the other uses of its parameter.
-        batch: Where the batch axis is.
-        narrow: The precision in which `autocast` multiplies, if it is on.
-        dtype: That of the operation's output.
-        device: That of the operation's output.
-    """
-
-    operation: str
-    layout: Layout
-    inputs: Inputs
-    arguments: tuple[Argument, ...] = ()
-    prepare: Callable[..., Tensor] | None = None
-    read: Read | None = None
-    bias: "Plan | None" = None
-    joins: bool = False
-    follows: bool = False
-    mixes: bool = False
-    # What the session decides.
-    side: Side = "A"
-    ones: bool = False
-    fits: bool = True
+    # What the session decides when it settles the plan.
+    side: Side = "A"  # on which side of the block inputs are
+    ones: bool = False  # whether the bias of the block is used
+    fits: bool = True  # whether the use fits together with the other uses of its parameter
     batch: BatchAxis = ONE_DATUM
     narrow: torch.dtype | None = None
-    dtype: torch.dtype = torch.float32
-    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32  # that of the operation's output
+    device: torch.device = CPU  # that of the operation's output
 
 
 @dataclass(frozen=True, eq=False)
 class Broadcast:
     """A parameter that is expanded to a shape with batch axis, and tapped there, before the operation runs.
 
-    Attributes:
-        argument: The parameter, or a view of it.
-        shape: What it is expanded to.
-        plan: The use of a parameter; `None` for a derived one.
-        read: For a derived parameter: reads gradients as `[columns, N, *its shape]`.
-        aligned: For a derived parameter: its first axis has turned out to be the batch axis, and `read` returns
-            `[columns, *its shape]`.
+    For a derived parameter there is no plan. Then `read` reads gradients as `[columns, N, *its shape]`; or as
+    `[columns, *its shape]` if it is aligned: its first axis has turned out to be the batch axis.
     """
 
     argument: Argument
@@ -251,13 +200,9 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Copy:
-    """An operation whose result has all of a parameter's entries at the same places, and stands for it.
+    """An operation whose result has all entries of a parameter at the same places, and stands for it."""
 
-    Attributes:
-        name: The parameter's name.
-    """
-
-    name: str
+    name: str  # the parameter's
 
 
 Planned = tuple[Plan | Broadcast, ...] | Rewrite | Copy | None

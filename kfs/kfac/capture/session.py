@@ -28,13 +28,6 @@ class Session:
             arguments and its keyword arguments.
         joint_bias: Whether a bias shares the block of its weight.
         mixing: Whether data of a batch may influence each other, as by batch normalization in training.
-
-    Attributes:
-        tracker: Finds tracked parameters.
-        device_type: Where they are.
-        plans: What a rule returned, by call; a list of settled plans after the first use of an output that is tapped.
-        settled: Settled plans of parameters that meet the data later, by what a rule returned.
-        hidden_uses: Hidden uses that were found in passes, by the operations of a pass.
     """
 
     def __init__(
@@ -50,8 +43,11 @@ class Session:
         self.device_type = next((p.device.type for p in params.values()), "cpu")
         self.rules = rules
         self.fallback = fallback
+        # What a rule returned, by call; a list of settled plans after the first use of an output that is tapped.
         self.plans: dict[Any, Any] = {}
+        # Settled plans of parameters that meet the data later, by what a rule returned.
         self.settled: dict[Plan, tuple[Plan, ...]] = {}
+        # Hidden uses that were found in passes, by the operations of a pass.
         self.hidden_uses: dict[Any, set[tuple[str, str]]] = {}
         self._joint_bias = joint_bias
         self._mixing = mixing

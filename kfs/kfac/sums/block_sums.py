@@ -34,20 +34,15 @@ class RoleSums:
 class BlockSums:
     """All sums of one block.
 
-    Attributes:
-        layout: How the parameter becomes a matrix.
-        sharing: `"expand"` or `"reduce"`; `"exact"` for the diagonal of a parameter that no rule covers.
-        forward_only: Whether gradients are left out: `B` is the identity.
-        roles: By the side that inputs are on: `"A"`, and also `"B"` for a parameter that is used in a second role,
-            such as an embedding whose transpose computes the logits.
-        operations: What used the parameter.
+    Roles are by the side that inputs are on: `"A"`, and also `"B"` for a parameter that is used in a second role, such
+    as an embedding whose transpose computes the logits.
     """
 
     layout: Layout
-    sharing: str
-    forward_only: bool = False
+    sharing: str  # "expand" or "reduce"; "exact" for the diagonal of a parameter that no rule covers
+    forward_only: bool = False  # whether gradients are left out: `B` is the identity
     roles: dict[Side, RoleSums] = field(default_factory=dict)
-    operations: set[str] = field(default_factory=set)
+    operations: set[str] = field(default_factory=set)  # what used the parameter
 
     @classmethod
     def of_diagonal(cls, name: str, entries: Tensor) -> "BlockSums":

@@ -25,10 +25,6 @@ class FactorSums(Sums):
     Args:
         settings: What was asked for.
         dry: Whether to take note of blocks only, and to compute nothing.
-
-    Attributes:
-        blocks: By what identifies a block.
-        conflicts: `(parameter, operation)` of uses that do not fit together with other uses of the parameter.
     """
 
     def __init__(self, settings: Settings, dry: bool = False) -> None:
@@ -37,6 +33,7 @@ class FactorSums(Sums):
         self.settings = settings
         self.dry = dry
         self.blocks: dict[Key, BlockSums] = {}
+        # `(parameter, operation)` of uses that do not fit together with other uses of the parameter.
         self.conflicts: set[tuple[str, str]] = set()
         self._collected: dict[tuple[Key, Side], _Collected] = {}
 
@@ -153,19 +150,12 @@ class _Expand(Adder):
 
 @dataclass
 class _Collected:
-    """Sums over the shared positions of all uses of a parameter in one batch, in one role.
+    """Sums over the shared positions of all uses of a parameter in one batch, in one role."""
 
-    Attributes:
-        role: Where they go.
-        inputs: `[batch, groups, d]`.
-        counts: Number of positions, `[batch]`.
-        gradients: `[columns, batch, groups * d]`, once there are some.
-    """
-
-    role: RoleSums
-    inputs: Tensor
-    counts: Tensor
-    gradients: Tensor | None = None
+    role: RoleSums  # where they go
+    inputs: Tensor  # [batch, groups, d]
+    counts: Tensor  # number of positions, [batch]
+    gradients: Tensor | None = None  # [columns, batch, groups * d]
 
 
 class _Reduce(Adder):

@@ -22,17 +22,11 @@ _GRADIENT_BYTES = {False: 2**24, True: 2**28}  # on a CPU, on an accelerator
 
 
 class Inputs(ABC):
-    """What every kind of input offers.
+    """What every kind of input offers."""
 
-    Attributes:
-        size: Number of features (of one group).
-        groups: Number of groups of features.
-        sparse: Whether outer products have nothing off the diagonal, so that only the diagonal is kept.
-    """
-
-    size: int
-    groups: int = 1
-    sparse: bool = False
+    size: int  # number of features (of one group)
+    groups: int = 1  # number of groups of features
+    sparse: bool = False  # whether outer products are diagonal, so that only the diagonal is kept
 
     @abstractmethod
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
@@ -59,14 +53,10 @@ class Inputs(ABC):
         """
 
     def add_squares(self, total: Tensor, use: "Use", g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
-        """Add squared per-datum gradients, seen in other bases, to a total `[groups, d_B, d_A]`.
+        """Add squared per-datum gradients, seen in other bases, to a total `[groups, d_B, d_A]`, in place.
 
-        Args:
-            total: Changed in place.
-            use: As in `gradients`.
-            g: As in `gradients`.
-            Q_A: Basis of the input side, the columns of `[groups, d_A, d_A]`; `None` for the standard basis.
-            Q_B: Basis of the gradient side, `[groups, d_B, d_B]`; `None` for the standard basis.
+        The bases of the input side and of the gradient side are the columns of `[groups, d_A, d_A]` and
+        `[groups, d_B, d_B]`; `None` stands for the standard basis.
         """
         for gradients in self.gradients(use, g):
             add_rotated_squares(total, gradients, Q_A, Q_B)
@@ -74,21 +64,13 @@ class Inputs(ABC):
 
 @dataclass
 class Use:
-    """One use of a parameter: what multiplied it, for all columns of gradients that come back to it.
+    """One use of a parameter: what multiplied it, for all columns of gradients that come back to it."""
 
-    Attributes:
-        inputs: How vectors are read.
-        x: What they are read from.
-        batch: Where the batch axis is.
-        ones: Whether vectors have a bias coordinate of one.
-        cache: Keeps what is the same for all columns.
-    """
-
-    inputs: Inputs
-    x: Tensor
+    inputs: Inputs  # how vectors are read
+    x: Tensor  # what they are read from
     batch: BatchAxis
-    ones: bool
-    cache: dict[str, Tensor] = field(default_factory=dict)
+    ones: bool  # whether vectors have a bias coordinate of one
+    cache: dict[str, Tensor] = field(default_factory=dict)  # what is the same for all columns
 
     def gradients(self, g: Tensor) -> Iterator[Tensor]:
         """Yield the parameter's gradients for one column; see `Inputs.gradients`."""

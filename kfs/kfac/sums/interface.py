@@ -17,29 +17,17 @@ Receiver = Callable[[Tensor], None]
 
 
 class PlannedUse(Protocol):
-    """What sums need to know of a plan.
+    """What sums need to know of a plan."""
 
-    Attributes:
-        operation: What the user calls the operation.
-        layout: The block that the parameters belong to.
-        side: On which side of the block inputs are.
-        inputs: How inputs are read.
-        ones: Whether the bias of the block was used.
-        batch: Where the batch axis is.
-        narrow: The precision in which `autocast` multiplies, if it is on.
-        dtype: That of the operation's output.
-        device: That of the operation's output.
-    """
-
-    operation: str
-    layout: Layout
-    side: Side
+    operation: str  # what the user calls the operation
+    layout: Layout  # the block that the parameters belong to
+    side: Side  # on which side of the block inputs are
     inputs: Inputs
-    ones: bool
+    ones: bool  # whether the bias of the block was used
     batch: BatchAxis
-    narrow: torch.dtype | None
-    dtype: torch.dtype
-    device: torch.device
+    narrow: torch.dtype | None  # the precision in which `autocast` multiplies, if it is on
+    dtype: torch.dtype  # that of the operation's output
+    device: torch.device  # that of the operation's output
 
 
 class Adder(ABC):
@@ -63,16 +51,11 @@ def ignore(g: Tensor) -> None:
 
 
 class Sums(ABC):
-    """Sums over the uses of tracked parameters.
-
-    Attributes:
-        adders: What adds the uses of each plan that is known.
-        placement: The blocks that are known.
-    """
+    """Sums over the uses of tracked parameters."""
 
     def __init__(self, layouts: Iterable[Layout] = ()) -> None:
-        """Start without plans."""
-        self.adders: dict[Any, Adder] = {}
+        """Start with some known blocks, and without plans."""
+        self.adders: dict[Any, Adder] = {}  # what adds the uses of each plan that is known
         self.placement = Placement(layouts)
 
     @abstractmethod
