@@ -120,14 +120,7 @@ class Capture(TorchFunctionMode):
         self._mark(func, inputs, args, result)
         return result
 
-    def _run(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[Tensor],
-        sources: list[Tracked | None],
-    ) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
         """Run an operation that uses a tracked parameter: by its plan if that is known."""
         key = self._key(func, args, kwargs, inputs, sources)
         settled = self.session.plans.get(key)
@@ -181,14 +174,7 @@ class Capture(TorchFunctionMode):
             plans[key] = rule(call, *described, **named)
         return plans[key]
 
-    def _key(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[Tensor],
-        sources: list[Tracked | None],
-    ) -> Any:
+    def _key(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
         """Return all that a plan depends on: operation, arguments, number of data, batch axis and `autocast`."""
         kind = self.session.device_type
         key = [func, self.batch.num_data, self.batch.axis]

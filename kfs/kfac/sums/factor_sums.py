@@ -158,21 +158,17 @@ class _Collected:
     gradients: Tensor | None = None  # [columns, batch, groups * d]
 
 
+@dataclass
 class _Reduce(Adder):
     """Sums over shared positions first."""
 
-    def __init__(
-        self,
-        plan: PlannedUse,
-        role: RoleSums,
-        forward_only: bool,
-        collected: dict[tuple[Key, Side], _Collected],
-    ) -> None:
-        self.plan = plan
-        self.role = role
-        self.forward_only = forward_only
-        self.collected = collected
-        self.key = (plan.layout.key, plan.side)
+    plan: PlannedUse
+    role: RoleSums
+    forward_only: bool
+    collected: dict[tuple[Key, Side], _Collected]
+
+    def __post_init__(self) -> None:
+        self.key = (self.plan.layout.key, self.plan.side)
 
     def add(self, x: Tensor | None) -> Receiver:
         inputs, counts = self.plan.inputs.sums(x, self.plan.batch)  # type: ignore[arg-type]

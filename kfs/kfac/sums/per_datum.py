@@ -9,6 +9,7 @@ keeps a sum.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,20 +42,13 @@ class Statistic(ABC):
             self.add(gradients)
 
 
+@dataclass
 class Squares(Statistic):
-    """Sums of squared gradients, seen in other bases.
+    """Sums of squared gradients, seen in other bases, whose vectors are columns. `None` is the standard basis."""
 
-    Args:
-        total: `[groups, d_B, d_A]`, changed in place.
-        Q_A: Basis of the input side, the columns of `[groups, d_A, d_A]`; `None` for the standard basis.
-        Q_B: Basis of the gradient side, `[groups, d_B, d_B]`; `None` for the standard basis.
-    """
-
-    def __init__(self, total: Tensor, Q_A: Tensor | None = None, Q_B: Tensor | None = None) -> None:
-        """Start with what the total has."""
-        self.total = total
-        self.Q_A = Q_A
-        self.Q_B = Q_B
+    total: Tensor  # [groups, d_B, d_A], changed in place
+    Q_A: Tensor | None = None  # basis of the input side, [groups, d_A, d_A]
+    Q_B: Tensor | None = None  # basis of the gradient side, [groups, d_B, d_B]
 
     def add(self, gradients: Tensor) -> None:
         """Rotate and square."""
@@ -147,21 +141,17 @@ class PerDatumSums(Sums):
             statistic.total.copy_(total)
 
 
+@dataclass
 class _Show(Adder):
     """Shows gradients at once if a parameter is used once in a batch; otherwise collects those of all its uses."""
 
-    def __init__(
-        self,
-        plan: PlannedUse,
-        statistic: Statistic,
-        times_used: dict[Key, int],
-        several_uses: dict[Key, Tensor],
-    ) -> None:
-        self.plan = plan
-        self.statistic = statistic
-        self.times_used = times_used
-        self.several_uses = several_uses
-        self.key = plan.layout.key
+    plan: PlannedUse
+    statistic: Statistic
+    times_used: dict[Key, int]
+    several_uses: dict[Key, Tensor]
+
+    def __post_init__(self) -> None:
+        self.key = self.plan.layout.key
 
     def add(self, x: Tensor | None) -> Receiver:
         use = Use(self.plan.inputs, x, self.plan.batch, self.plan.ones)  # type: ignore[arg-type]
