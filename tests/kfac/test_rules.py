@@ -291,3 +291,44 @@ def test_what_rules_do_not_understand() -> None:
     assert isinstance(plan_of(Tensor.repeat, parameter(1, 4), N, 1), Rewrite)
     with pytest.raises(ModelError, match="max_norm"):
         plan_of(F.embedding, x, w, max_norm=1.0)
+
+
+CELLS = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)
+NETWORKS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def test_operations_that_consist_of_others() -> None:
+    x, state, weights = data(N, 5, 4), data(1, N, 4), (parameter(4, 4),)
+    for network in NETWORKS:
+        assert isinstance(plan_of(network, x, state, weights, False, 1, 0.0, False, False, True), Rewrite)
+        packed = Argument.of((1,), torch.ones(5, dtype=torch.int64), None, data=False)
+        assert plan_of(network, x, packed, state, weights, False, 1, 0.0, False, False) is None
+        assert isinstance(plan_of(network, x, state, weights, False, 2, 0.5, False, False, True), Rewrite)
+        with pytest.raises(ModelError, match="drops out"):
+            plan_of(network, x, state, weights, False, 2, 0.5, True, False, True)
+    for cell in CELLS:
+        assert isinstance(plan_of(cell, data(N, 4), data(N, 4), parameter(4, 4), parameter(4, 4)), Rewrite)
+    assert isinstance(plan_of(F.multi_head_attention_forward, x, x, x), Rewrite)
+
+
+def test_parameters_that_meet_attention_or_are_joined_to_data() -> None:
+    q = data(N, 2, 5, 4)
+    (step,) = plan_of(F.scaled_dot_product_attention, q, q, q, parameter(1, 2, 5, 5, place=3))
+    assert step.shape == (N, 2, 5, 5)
+    token = parameter(1, 1, 4, view=lambda t: t.expand(N, -1, -1))
+    (step,) = plan_of(torch.cat, (token, data(N, 5, 4)), 1)
+    assert step.argument == token
+    assert step.shape == (N, 1, 4)
+
+
+def test_every_rule_is_tested_here() -> None:
+    tested = [case.func for case in CASES]
+    tested += [*CELLS, *NETWORKS, F.multi_head_attention_forward, F.scaled_dot_product_attention]
+    tested += [torch.cat, Tensor.clone, Tensor.repeat, Tensor.__rmatmul__]
+    assert {RULES[func] for func in tested} == set(RULES.values())
+
+
+def test_products_from_the_right() -> None:
+    (plan,) = plan_of(Tensor.__rmatmul__, parameter(4, 2, place=0), data(N, 4, place=1))
+    assert plan.layout.order == (1, 0)
+    assert plan.arguments[0].place == (1,)
