@@ -136,10 +136,10 @@ class Pass:
     def _capture_gradients(self, capture: Capture, f: Tensor, y: Tensor | None, first_datum: int) -> None:
         """Send vectors back through the graph, or let the user's backward pass show gradients."""
         if y is None or not self._result.examples:
-            capture.finished = True
-        elif self.settings.fisher in {"empirical", "forward-only"}:
+            return
+        if self.settings.fisher in {"empirical", "forward-only"}:
             capture.keep_graph = False
-            capture.together = False
+            capture.listening = True
             self._sums.finish_forward()
         else:
             at_once = self.settings.columns_at_once or 1
@@ -153,12 +153,12 @@ class Pass:
         result.mismatch = float(self.targets.mismatch)
         if capture is None or not result.examples:
             return result
-        if not capture.finished:  # The user's backward pass has shown gradients.
+        if capture.listening:  # The user's backward pass has shown gradients.
             with torch.no_grad():
                 pass_derived(capture)
             self._sums.finish_backward()
             self._sums.finish_batch()
-            capture.finished = True
+            capture.listening = False
         result.blocks = self._sums.blocks
         result.squares = {key: squares.total for key, (_, squares) in self.bases.items()}
         gradients = []

@@ -256,3 +256,13 @@ def test_wrong_shapes_are_named(file_of_ours: Path) -> None:
         storage.write(target, {"kind": "KFAC"}, replaced(state, ("blocks", 0, key), wrong))
         with pytest.raises(StorageError, match="does not hold what its header says"):
             load(target)
+
+
+def test_files_that_lack_a_block(tmp_path: Path) -> None:
+    path = tmp_path / "k"
+    kfac().inverse(0.1).save(path)
+    header, state = storage.read(path)
+    state["groups"].pop()
+    storage.write(path, {"kind": header["kind"]}, state)
+    with pytest.raises(StorageError, match="do not cover all parameters once"):
+        load(path)

@@ -441,3 +441,12 @@ def test_bad_arguments() -> None:
         K.inverse(0.1).inverse(0.1, "factored")
     with pytest.raises(DtypeError, match="subtracted from it"):
         K - 1.0  # type: ignore[operator]
+
+
+def test_operators_with_other_blocks_are_combined_as_operators() -> None:
+    """Blocks of (W b) and blocks of W and b: there is no block by block, but there are sums and products."""
+    X, y = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(nn.Linear(3, 2).double(), nn.MSELoss(), (X, y))
+    joint, separate = KFAC(risk), KFAC(risk, joint_bias=False)
+    close((joint + separate).to_dense(), joint.to_dense() + separate.to_dense())
+    close((joint @ separate).to_dense(), joint.to_dense() @ separate.to_dense())

@@ -293,3 +293,22 @@ def test_parameters_that_give_a_type_only(convert: Any) -> None:
     X, y = normal(5, 3), normal(5, 2)
     one, other = (KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y))).to_dense() for model in (plain, typed))
     torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)  # weights were rounded to float32
+
+
+def test_plain_operations_while_torch_func_runs() -> None:
+    """An operation on plain tensors inside of a function that `vmap` transforms is like any other."""
+
+    def inside(m: Any, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+
+        def function(s: Tensor) -> Tensor:
+            seen.append(F.linear(x, m.W))
+            return s
+
+        torch.func.vmap(function)(torch.ones(2))
+        return seen[0].tanh() @ m.V
+
+    W, V, X, y = normal(4, 3), normal(4, 2), normal(5, 3), normal(5, 2)
+    plain = Function(lambda m, x: F.linear(x, m.W).tanh() @ m.V, W=W, V=V)
+    one, other = (KFAC(EmpiricalRisk(m, nn.MSELoss(), (X, y))) for m in (plain, Function(inside, W=W, V=V)))
+    close(one.to_dense(), other.to_dense())

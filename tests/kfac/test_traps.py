@@ -317,3 +317,31 @@ def test_autocast() -> None:
         assert K.blocks[name].A.dtype == K.blocks[name].B.dtype == torch.float32
         torch.testing.assert_close(K.blocks[name].A, L.blocks[name].A, rtol=0.05, atol=0.02)
         torch.testing.assert_close(K.blocks[name].B, L.blocks[name].B, rtol=0.1, atol=5e-3)
+
+
+@pytest.mark.parametrize("fails", ["in the forward pass", "at predictions that are not finite", "nowhere"])
+def test_what_a_model_has_kept_can_be_differentiated_afterwards(fails: str) -> None:
+    """Taps do not listen any more, whatever happened."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+            self.kept: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.first(x)
+            if fails == "in the forward pass":
+                raise ValueError("stop")
+            out: Tensor = self.second(self.kept)
+            return out * torch.inf if fails == "at predictions that are not finite" else out
+
+    model = Keeps()
+    risk = EmpiricalRisk(model, nn.MSELoss(), (normal(5, 3), normal(5, 2)))
+    try:
+        KFAC(risk)
+    except (ValueError, DataError):
+        assert fails != "nowhere"
+    assert model.kept is not None
+    (g,) = torch.autograd.grad(model.kept.sum(), model.first.bias)
+    close(g, torch.full((4,), 5.0, dtype=torch.float64))

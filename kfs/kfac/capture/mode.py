@@ -82,9 +82,9 @@ class Capture(TorchFunctionMode):
         self.handle: Tensor | None = None  # the zero-size second input of all taps
         self.keep_graph = True  # whether further backward passes will follow
         self.together = False  # whether a backward pass is for several columns, by `vmap`
-        self.precise = False  # whether a backward pass runs in full precision already
         self.running = True  # whether the forward pass is still running
-        self.finished = False  # whether gradients are of no interest any more
+        self.sending = False  # whether a backward pass runs that sends vectors back, in full precision
+        self.listening = False  # whether gradients of somebody else's backward pass are of interest
         self.operations = 0  # a hash of all operations that were seen, in order
         self.derived: list[Derived] = []  # in the order in which they were met
         # `(parameter, operation)` of uses that no rule explains and that influence the predictions, or may do so. It is
@@ -343,12 +343,9 @@ def forward(
     try:
         with torch.compiler.set_stance("force_eager"):  # a compiled model hides its operations
             f = risk.predict(risk.params, marked, within=capture)
-    except BaseException:
-        capture.finished = True
-        raise
     finally:
         capture.leave_nothing_behind()
-    capture.running = False
+        capture.running = False
     capture.find_hidden_uses(f)
     return f, capture
 

@@ -24,10 +24,10 @@ class CapturedPass(Protocol):
     handle: Tensor | None
     sums: Sums
     running: bool
-    finished: bool
+    sending: bool
+    listening: bool
     keep_graph: bool
     together: bool
-    precise: bool
     derived: list[Derived]
 
 
@@ -46,20 +46,21 @@ class Tap(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         """Show the gradients; nothing needs to be computed for the second input."""
         capture, receive = ctx.capture, ctx.receive
-        if capture.finished or receive is None:  # somebody differentiates what the model has kept, or again
-            return g, None, None, None
         if capture.running:
             raise ModelError(
                 "The model differentiates its own predictions (torch.autograd.grad in its forward pass).",
                 "Leave the parameters behind that derivative out with params=; KFAC is not defined for them here.",
             )
+        ours, theirs = capture.sending, capture.listening
+        if receive is None or not (ours or theirs):  # somebody differentiates what the model has kept, or again
+            return g, None, None, None
         if g.is_cuda:  # pragma: no cover (the thread's first operation may be a product: cuBLAS wants a context)
             torch.cuda.set_device(g.device)
-        if capture.together:
+        if ours and capture.together:
             Show.apply(g, receive)  # type: ignore[no-untyped-call]
-        elif capture.precise:
+        elif ours:
             receive(g.unsqueeze(0))
-        else:  # somebody else's backward pass
+        else:
             with full_precision(g.device.type):
                 receive(g.unsqueeze(0))
         if not capture.keep_graph:
@@ -104,14 +105,11 @@ def send_back(
         vectors: Chunks of some columns, `[columns, *f.shape]`.
         keep_graph: Whether somebody needs the graph afterwards.
     """
-    try:
-        capture.sums.finish_forward()
-        for columns, last in _and_whether_last(iter(vectors)):
-            backward(f, capture, columns, keep_graph or not last)
-            capture.sums.finish_backward()
-        capture.sums.finish_batch()
-    finally:
-        capture.finished = True
+    capture.sums.finish_forward()
+    for columns, last in _and_whether_last(iter(vectors)):
+        backward(f, capture, columns, keep_graph or not last)
+        capture.sums.finish_backward()
+    capture.sums.finish_batch()
 
 
 def backward(f: Tensor | GradientEdge, capture: CapturedPass, vectors: Tensor, keep_graph: bool = False) -> None:
@@ -126,12 +124,12 @@ def backward(f: Tensor | GradientEdge, capture: CapturedPass, vectors: Tensor, k
         return torch.autograd.grad(f, handle, v, retain_graph=keep_graph, materialize_grads=True)
 
     with full_precision(vectors.device.type):
-        capture.precise = True
+        capture.sending = True
         try:
             vmap(send)(vectors) if capture.together else send(vectors[0])
             pass_derived(capture)
         finally:
-            capture.precise = False
+            capture.sending = False
 
 
 def pass_derived(capture: CapturedPass) -> None:
