@@ -39,7 +39,7 @@ from kfs.kfac.capture.plan import (
     without_tensors,
 )
 from kfs.kfac.capture.session import Session
-from kfs.kfac.capture.tap import Tap, apply_tap_directly
+from kfs.kfac.capture.tap import apply_tap
 from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.interface import Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
@@ -106,7 +106,7 @@ class Capture(TorchFunctionMode):
         inputs = tensors_of((*args, *kwargs.values()) if kwargs else args)
         if not torch.is_grad_enabled():  # what has no gradient is no use
             refuse_reentrant_checkpoint()
-        elif _are_functorch_transforms_active() and any(map(is_functorch_wrapped_tensor, inputs)):
+        elif _are_functorch_transforms_active():  # taps do not work there
             plain = [t for t in inputs if not is_functorch_wrapped_tensor(t)]
             found = [tracked for t in plain if (tracked := self.tracker.find(t)) is not None]
             self.unexplained.update((tracked.name, f"{func.__name__} inside of torch.func") for tracked in found)
@@ -215,10 +215,7 @@ class Capture(TorchFunctionMode):
         """Return `z` such that gradients with respect to it are shown to a receiver."""
         if self.handle is None:
             self.handle = torch.empty(0, requires_grad=True)
-        if _are_functorch_transforms_active():
-            tapped: Tensor = Tap.apply(z, self.handle, self, receive)  # type: ignore[no-untyped-call]
-            return tapped
-        return apply_tap_directly(z, self.handle, self, receive)
+        return apply_tap(z, self.handle, self, receive)
 
     def find_hidden_uses(self, f: Tensor) -> None:
         """Look for uses that were not seen.

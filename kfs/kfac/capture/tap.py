@@ -69,7 +69,7 @@ class Tap(torch.autograd.Function):
 
 
 # What `Tap.apply` calls after it has looked for transformations of torch.func: that takes a third of its time.
-apply_tap_directly: Callable[..., Tensor] = super(torch.autograd.Function, Tap).apply
+apply_tap: Callable[..., Tensor] = super(torch.autograd.Function, Tap).apply
 
 
 class Show(torch.autograd.Function):
