@@ -125,7 +125,10 @@ def draw(rows: list[Row], title: str, file: Path) -> None:
             counted = [(place, row.flop_ratio) for place, row in zip(places, chosen, strict=True) if row.flop_ratio]
             for place, flops in counted:
                 axes.hlines(flops, place - width / 2, place + width / 2, colors="black")
-        axes.set_xticks(range(len(programs)), programs)
+        crowded = sum(map(len, programs)) > 60  # characters that fit beside each other
+        axes.set_xticks(
+            range(len(programs)), programs, rotation=20 if crowded else 0, ha="right" if crowded else "center"
+        )
         axes.set_ylabel("time / (forward+backward)")
         axes.set_title(f"{title}: {problem}")
         axes.legend(frameon=False)
