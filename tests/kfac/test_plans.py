@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, optim
 from kfs.errors import ModelError
@@ -313,3 +314,18 @@ def test_operations_while_torch_func_runs() -> None:
     with pytest.raises(ModelError, match=r"'W': it is used by linear inside of torch\.func"):
         KFAC(risk)
     assert list(KFAC(risk, uncovered="skip").blocks) == ["V"]
+
+
+def test_functions_of_a_parameter_inside_of_a_checkpoint() -> None:
+    """A parameter is expanded before it is tapped, which a checkpoint notices when it runs again; the error says so."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        h = checkpoint(lambda h: h * torch.sigmoid(m.p), x @ m.W, use_reentrant=False)
+        out: Tensor = h.tanh() @ m.V
+        return out
+
+    model = Function(compute, W=normal(3, 4), p=normal(4), V=normal(4, 2))
+    data = normal(5, 3), normal(5, 2)
+    with pytest.raises(ModelError, match="leave the parameters before it out with params="):
+        KFAC(EmpiricalRisk(model, nn.MSELoss(), data))
+    assert list(KFAC(EmpiricalRisk(model, nn.MSELoss(), data, params=["W", "V"])).blocks) == ["W", "V"]

@@ -69,11 +69,13 @@ def _derived(
             receive = _record_per_datum(capture, call, argument, parameter.tensor)
         else:
             receive = parameter.derived.receiver() if with_batch else parameter.derived.collector()
-        pull_back = torch.func.vjp(again, t.detach())[1]
+        pull_back: list[Any] = []  # made when gradients arrive: inside of a checkpoint, PyTorch refuses to make it
 
         def pass_on(g: Tensor) -> None:
+            if not pull_back:
+                pull_back.append(torch.func.vjp(again, t.detach())[1])
             leading = g.shape[: g.ndim - result.ndim]
-            (back,) = torch.func.vmap(pull_back)(g.reshape(-1, *result.shape))
+            (back,) = torch.func.vmap(pull_back[0])(g.reshape(-1, *result.shape))
             receive(scattered(back.reshape(*leading, -1), index, shape))
 
         return pass_on
