@@ -50,17 +50,17 @@ def follow(
     if len(capture.session.settle(plan, call, out, capture.sums.placement, firmly=False)) > 1:
         return None
 
-    def record(with_batch: bool) -> Receiver:
+    def add_use(with_batch: bool) -> Receiver:
         (mine,) = settled(capture, plan, call, out)
         return capture.use(mine, x if with_batch else x.expand(capture.num_data, *x.shape))
 
-    return add_derived(capture, out, plan.layout.weight, key, record)
+    return add_derived(capture, out, plan.layout.weight, key, add_use)
 
 
-def add_derived(capture: "Capture", out: Tensor, name: str, token: Any, record: Callable[[bool], Receiver]) -> Tensor:
-    """Follow the output of an operation that has met no data yet; `record` is that of `Derived`."""
+def add_derived(capture: "Capture", out: Tensor, name: str, token: Any, add_use: Callable[[bool], Receiver]) -> Tensor:
+    """Follow the output of an operation that has met no data yet; `add_use` is that of `Derived`."""
     out = out.contiguous()
-    derived = Derived(record)
+    derived = Derived(add_use)
     capture.derived.append(derived)
     capture.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived))
     return out

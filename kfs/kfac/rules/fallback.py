@@ -64,9 +64,9 @@ def _derived(
         out: Tensor = func(*_replaced(args, swap), **{key: _replaced(part, swap) for key, part in kwargs.items()})
         return out
 
-    def record(with_batch: bool) -> Receiver:
+    def add_use(with_batch: bool) -> Receiver:
         if parameter.derived is None:
-            receive = _record_per_datum(capture, call, argument, parameter.tensor)
+            receive = _use_per_datum(capture, call, argument, parameter.tensor)
         else:
             receive = parameter.derived.receiver() if with_batch else parameter.derived.collector()
         pull_back: list[Any] = []  # made when gradients arrive: inside of a checkpoint, PyTorch refuses to make it
@@ -81,10 +81,10 @@ def _derived(
         return pass_on
 
     token = (func, parameter.token, argument.offset, argument.shape, argument.stride)
-    return add_derived(capture, result, parameter.name, token, record)
+    return add_derived(capture, result, parameter.name, token, add_use)
 
 
-def _record_per_datum(capture: Capture, call: Call, argument: Argument, like: Tensor) -> Receiver:
+def _use_per_datum(capture: Capture, call: Call, argument: Argument, like: Tensor) -> Receiver:
     """Take note of a use of all entries of a parameter, once for every datum; gradients are `[columns, N, *shape]`."""
     layout = entries_layout(argument)
     device = argument.device

@@ -26,7 +26,7 @@ class BatchAxis:
     num_data: int
     axis: int | None = None
 
-    def canonical(self, t: Tensor, trailing: int = 1) -> Tensor:
+    def by_datum(self, t: Tensor, trailing: int = 1) -> Tensor:
         """Bring a tensor `[*leading, *trailing]` into the form `[batch, shared, *trailing]`.
 
         Args:

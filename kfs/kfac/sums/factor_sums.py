@@ -186,7 +186,7 @@ class _Reduce(Adder):
 
     def add_gradients(self, g: Tensor) -> None:
         dtype = torch.promote_types(g.dtype, torch.float32)
-        columns = [self.plan.batch.canonical(column).sum(1, dtype=dtype) for column in g]
+        columns = [self.plan.batch.by_datum(column).sum(1, dtype=dtype) for column in g]
         collected = self.collected[self.key]
         sums = torch.stack(columns)
         collected.gradients = sums if collected.gradients is None else collected.gradients + sums

@@ -115,7 +115,7 @@ class Vectors(Inputs):
 
     def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
         """Sum over positions."""
-        x = batch.canonical(x)
+        x = batch.by_datum(x)
         sums = x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
         return sums.unsqueeze(1), sums.new_full((len(x),), x.shape[1])
 
@@ -146,7 +146,7 @@ class Vectors(Inputs):
 
     def both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return vectors and gradients as `[batch, shared, features]`, in one precision."""
-        x, g = use.batch.canonical(use.x), use.batch.canonical(g)
+        x, g = use.batch.by_datum(use.x), use.batch.by_datum(g)
         dtype = torch.promote_types(x.dtype, g.dtype)
         return x.to(dtype), g.to(dtype)
 
@@ -196,7 +196,7 @@ class OneHot(Inputs):
 
     def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
         """Count every index, datum by datum."""
-        index = batch.canonical(x, trailing=0)
+        index = batch.by_datum(x, trailing=0)
         counts = self.counted(index).to(self.dtype)
         sums = torch.zeros(len(index), self.size, dtype=self.dtype, device=index.device)
         return sums.scatter_add(1, index, counts).unsqueeze(1), counts.sum(1)
@@ -222,8 +222,8 @@ class OneHot(Inputs):
 
     def _both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return indices `[batch, shared]` and gradients `[batch, shared, d_B]`, zero where they do not count."""
-        index = use.batch.canonical(use.x, trailing=0)
-        return index, self.masked(use.batch.canonical(g), index)
+        index = use.batch.by_datum(use.x, trailing=0)
+        return index, self.masked(use.batch.by_datum(g), index)
 
 
 class Rows(Inputs):
@@ -266,7 +266,7 @@ class Rows(Inputs):
 
     def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
         """Count the places of each datum."""
-        places = batch.canonical(self.zero.expand(*self.leading, 1)).shape[1]
+        places = batch.by_datum(self.zero.expand(*self.leading, 1)).shape[1]
         num_data = self.places // places
         if self.rows is None:
             return self.zero.new_full((num_data, 1, 1), places), self.zero.new_full((num_data,), places)
@@ -276,7 +276,7 @@ class Rows(Inputs):
     def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
         """Sum over the places of each datum."""
         g = g if g.ndim == len(self.leading) + 2 else g.unsqueeze(-2)
-        sums = use.batch.canonical(g, trailing=2).sum(1, dtype=self.zero.dtype)
+        sums = use.batch.by_datum(g, trailing=2).sum(1, dtype=self.zero.dtype)
         if self.rows is not None:
             sums = sums.new_zeros(len(sums), self.size, sums.shape[2]).index_add_(1, self.rows, sums)
         yield sums.transpose(1, 2).unsqueeze(1)

@@ -82,7 +82,7 @@ class Patches(Inputs):
 
     def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
         """Sum every datum's patches."""
-        sums = batch.canonical(self._sums(self._cropped(x)))  # a datum may have several images
+        sums = batch.by_datum(self._sums(self._cropped(x)))  # a datum may have several images
         positions = sums.shape[1] * prod(self.out)
         return sums.sum(1).unflatten(1, (self.groups, -1)), sums.new_full((len(sums),), positions)
 
@@ -94,7 +94,7 @@ class Patches(Inputs):
             gradients = some_g.permute(0, 2, 3, 1) @ patches.transpose(1, 2)
             if use.ones:
                 gradients = torch.cat([gradients, some_g.sum(1).unsqueeze(3)], 3)
-            yield use.batch.canonical(gradients, trailing=3).sum(1) if several else gradients
+            yield use.batch.by_datum(gradients, trailing=3).sum(1) if several else gradients
 
     def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Treat patches of a few images at a time like any other vectors; rotating them is a convolution."""
@@ -132,7 +132,7 @@ class Patches(Inputs):
 
     def _has_several_images(self, use: Use) -> bool:
         """Whether a datum has more than one image."""
-        return use.batch.canonical(use.x.new_empty(len(use.x), 1)).shape[1] > 1
+        return use.batch.by_datum(use.x.new_empty(len(use.x), 1)).shape[1] > 1
 
     def _with_gradients(self, x: Tensor, g: Tensor, all_at_once: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Write patches down, a few images at a time, with their gradients: `[images, positions, features]` each."""
