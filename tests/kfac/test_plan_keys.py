@@ -106,3 +106,18 @@ def test_precision_of_autocast() -> None:
     expected = sum((torch.outer(x, x) for x in rounded), torch.zeros(3, 3, dtype=torch.float64))
     # Up to a common factor, and to the sums' precision of 1e-7; bfloat16 rounds by 4e-3.
     torch.testing.assert_close(A.double() / A.double().trace(), expected / expected.trace(), rtol=0, atol=1e-6)
+
+
+def test_copies_of_two_parameters() -> None:
+    model = Function(lambda m, x: (x @ m.W.clone()).tanh() @ m.V.clone(), W=normal(3, 3), V=normal(3, 3))
+    trace_is_exact(model, (normal(5, 3), normal(5, 3)), "W", "V")
+
+
+def test_the_same_function_of_two_parameters() -> None:
+    model = Function(lambda m, x: (x * torch.sigmoid(m.p)).tanh() * torch.sigmoid(m.q), p=normal(3), q=normal(3))
+    trace_is_exact(model, (normal(5, 3), normal(5, 3)), "p", "q")
+
+
+def test_results_of_one_function_with_different_shapes() -> None:
+    model = Function(lambda m, x: (x * m.p.sum()).tanh() * m.p.sum(0), p=normal(3, 4))
+    trace_is_exact(model, (normal(5, 4), normal(5, 4)), "p")

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import kfs
 from kfs.errors import KfsWarning, LossError
+from kfs.kfac.block import Block
 from kfs.optim import KFAC
+from tests.kfac.models import Function
 from tests.optim.training import data, mlp, train, weights
 
 LOSS = nn.CrossEntropyLoss()
@@ -255,3 +258,17 @@ def test_objects_without_tensors() -> None:
     optimizer = KFAC(model, LOSS)
     assert model(torch.ones(2, 4)) == 3
     assert optimizer.steps == 0
+
+
+def test_empirical_fisher_of_functions_of_parameters() -> None:
+    """What arrives at them in the user's backward pass reaches their factors."""
+    X, y = data()
+    p, W = torch.randn(4, dtype=X.dtype), torch.randn(4, 3, dtype=X.dtype)
+    model = Function(lambda m, x: (x * torch.sigmoid(m.p)) @ m.W, p=p, W=W)
+    expected = kfs.KFAC(kfs.EmpiricalRisk(model, LOSS, (X, y)), "empirical")
+    optimizer = KFAC(model, LOSS, fisher="empirical", factors_every=1)
+    LOSS(model(X), y).backward()
+    sums = optimizer._watch.collect()
+    assert sums is not None
+    for block in sums.blocks.values():
+        torch.testing.assert_close(Block(block).B, expected.blocks[block.layout.name].B)
