@@ -121,3 +121,15 @@ def test_the_same_function_of_two_parameters() -> None:
 def test_results_of_one_function_with_different_shapes() -> None:
     model = Function(lambda m, x: (x * m.p.sum()).tanh() * m.p.sum(0), p=normal(3, 4))
     trace_is_exact(model, (normal(5, 4), normal(5, 4)), "p")
+
+
+def test_a_bias_that_only_some_batches_use() -> None:
+    """The trace over weight and bias is exact, since a product without bias has no gradient there."""
+    model = Function(
+        lambda m, x: F.linear(x, m.W, m.b if float(x.detach()[0, 0]) > 0 else None).tanh(),
+        W=normal(2, 3),
+        b=normal(2),
+    )
+    X = torch.rand(4, 3, dtype=torch.float64)
+    risk = EmpiricalRisk(model, nn.MSELoss(), [(X, normal(4, 2)), (-X, normal(4, 2))])
+    close(EKFAC(risk).to_dense().trace(), GGN(risk).to_dense().trace())
