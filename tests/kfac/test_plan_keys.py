@@ -133,3 +133,9 @@ def test_a_bias_that_only_some_batches_use() -> None:
     X = torch.rand(4, 3, dtype=torch.float64)
     risk = EmpiricalRisk(model, nn.MSELoss(), [(X, normal(4, 2)), (-X, normal(4, 2))])
     close(EKFAC(risk).to_dense().trace(), GGN(risk).to_dense().trace())
+
+
+def test_convolutions_that_crop() -> None:
+    """A transposed convolution with more padding than its kernel leaves pixels out."""
+    model = nn.Sequential(nn.ConvTranspose1d(2, 4, 1, padding=1, bias=False), nn.Tanh(), nn.Flatten()).double()
+    trace_is_exact(model, (normal(3, 2, 5), normal(3, 12)), "0.weight")

@@ -321,7 +321,7 @@ def test_plans_that_fit_one_by_one_but_not_together() -> None:
     def compute(m: Any, x: Tensor) -> Tensor:
         whole = F.linear(x, m.W) if "whole" in m.uses else 0.0
         parts = torch.cat([F.linear(x, m.W[:2]), F.linear(x, m.W[2:])], 1) if "parts" in m.uses else 0.0
-        return whole + parts
+        return torch.as_tensor(whole + parts)
 
     model, loss = Function(compute, W=normal(4, 3)), nn.MSELoss()
     optimizer = optim.KFAC(model, loss, factors_every=1)
