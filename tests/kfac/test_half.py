@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from kfs import KFAC, EmpiricalRisk
+from kfs import EKFAC, KFAC, EmpiricalRisk
 from tests.kfac.models import Function
 
 HALF = [torch.bfloat16, torch.float16]
@@ -132,3 +132,30 @@ def test_more_data_for_factors_that_were_rounded(dtype: torch.dtype) -> None:
     assert actual.dtype == dtype
     # A sum in float32 may fall on the other side of a tie; rounded twice, one of ten or so would differ.
     assert (actual != expected).sum() < 0.01 * actual.numel()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_sums_beside_a_bias(dtype: torch.dtype) -> None:
+    """The bias' column of the input-based factor is the sum of all inputs."""
+    X, y = torch.rand(300, 3).to(dtype), torch.randn(300, 2).to(dtype)
+    risk = EmpiricalRisk(nn.Linear(3, 2).to(dtype), nn.MSELoss(reduction="sum"), (X, y))
+    close(KFAC(risk).blocks["weight"].A[-1], 2 * torch.cat([X.double().sum(0), torch.tensor([300.0])]))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_gradients_of_one_datum_over_positions(dtype: torch.dtype) -> None:
+    """EKFAC adds up the gradients of a shift's 100 positions, and squares the sums afterwards."""
+    X, y = torch.rand(6, 100, 3).to(dtype), torch.randn(6, 3).to(dtype)
+    model = Function(lambda m, x: (x + m.p).mean(1), p=torch.randn(3).to(dtype))
+    found = EKFAC(EmpiricalRisk(model, nn.MSELoss(reduction="sum"), (X, y))).trace()
+    each = float(torch.tensor(1.0).to(dtype).div(100))
+    expected = 2 * 6 * 3 * (100 * each) ** 2  # the loss is twice the criterion; six data, three outputs
+    assert abs(float(found) - expected) < FLOAT32 * expected
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_sums_of_patches_beside_a_bias(dtype: torch.dtype) -> None:
+    """Patches of one pixel: their sum is that of the image."""
+    X, y = torch.rand(6, 3, 100).to(dtype), torch.randn(6, 2, 100).to(dtype)
+    risk = EmpiricalRisk(nn.Conv1d(3, 2, 1).to(dtype), nn.MSELoss(reduction="sum"), (X, y))
+    close(KFAC(risk).blocks["weight"].A[-1], 2 * torch.cat([X.double().sum((0, 2)), torch.tensor([600.0])]))

@@ -106,3 +106,36 @@ def test_precision_of_autocast() -> None:
     expected = sum((torch.outer(x, x) for x in rounded), torch.zeros(3, 3, dtype=torch.float64))
     # Up to a common factor, and to the sums' precision of 1e-7; bfloat16 rounds by 4e-3.
     torch.testing.assert_close(A.double() / A.double().trace(), expected / expected.trace(), rtol=0, atol=1e-6)
+
+
+def test_copies_of_two_parameters() -> None:
+    model = Function(lambda m, x: (x @ m.W.clone()).tanh() @ m.V.clone(), W=normal(3, 3), V=normal(3, 3))
+    trace_is_exact(model, (normal(5, 3), normal(5, 3)), "W", "V")
+
+
+def test_the_same_function_of_two_parameters() -> None:
+    model = Function(lambda m, x: (x * torch.sigmoid(m.p)).tanh() * torch.sigmoid(m.q), p=normal(3), q=normal(3))
+    trace_is_exact(model, (normal(5, 3), normal(5, 3)), "p", "q")
+
+
+def test_results_of_one_function_with_different_shapes() -> None:
+    model = Function(lambda m, x: (x * m.p.sum()).tanh() * m.p.sum(0), p=normal(3, 4))
+    trace_is_exact(model, (normal(5, 4), normal(5, 4)), "p")
+
+
+def test_a_bias_that_only_some_batches_use() -> None:
+    """The trace over weight and bias is exact, since a product without bias has no gradient there."""
+    model = Function(
+        lambda m, x: F.linear(x, m.W, m.b if float(x.detach()[0, 0]) > 0 else None).tanh(),
+        W=normal(2, 3),
+        b=normal(2),
+    )
+    X = torch.rand(4, 3, dtype=torch.float64)
+    risk = EmpiricalRisk(model, nn.MSELoss(), [(X, normal(4, 2)), (-X, normal(4, 2))])
+    close(EKFAC(risk).to_dense().trace(), GGN(risk).to_dense().trace())
+
+
+def test_convolutions_that_crop() -> None:
+    """A transposed convolution with more padding than its kernel leaves pixels out."""
+    model = nn.Sequential(nn.ConvTranspose1d(2, 4, 1, padding=1, bias=False), nn.Tanh(), nn.Flatten()).double()
+    trace_is_exact(model, (normal(3, 2, 5), normal(3, 12)), "0.weight")

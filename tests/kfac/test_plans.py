@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, optim
-from kfs.errors import ModelError
+from kfs.errors import KfsWarning, ModelError
 from kfs.kfac import backpropagated_vectors
 from kfs.kfac.capture import Session, forward, mode, send_back
 from kfs.kfac.rules import RULES, new_session
@@ -329,3 +329,28 @@ def test_functions_of_a_parameter_inside_of_a_checkpoint() -> None:
     with pytest.raises(ModelError, match="leave the parameters before it out with params="):
         KFAC(EmpiricalRisk(model, nn.MSELoss(), data))
     assert list(KFAC(EmpiricalRisk(model, nn.MSELoss(), data, params=["W", "V"])).blocks) == ["W", "V"]
+
+
+def test_plans_that_fit_one_by_one_but_not_together() -> None:
+    """A weight that is used as a whole in one step and by rows in another cannot be used in both ways in a third."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        whole = F.linear(x, m.W) if "whole" in m.uses else 0.0
+        parts = torch.cat([F.linear(x, m.W[:2]), F.linear(x, m.W[2:])], 1) if "parts" in m.uses else 0.0
+        return torch.as_tensor(whole + parts)
+
+    model, loss = Function(compute, W=normal(4, 3)), nn.MSELoss()
+    optimizer = optim.KFAC(model, loss, factors_every=1)
+
+    def step(*uses: str) -> None:
+        model.uses = uses  # type: ignore[assignment]
+        optimizer.zero_grad()
+        loss(model(normal(8, 3)), normal(8, 4)).backward()
+        optimizer.step()
+
+    step("whole")
+    step("parts")
+    assert not optimizer.uncovered
+    with pytest.warns(KfsWarning, match="does not fit together"):
+        step("whole", "parts")
+    assert set(optimizer.uncovered) == {"W"}

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import kfs
 from kfs.errors import KfsWarning, LossError
+from kfs.kfac.block import Block
 from kfs.optim import KFAC
+from tests.kfac.models import Function
 from tests.optim.training import data, mlp, train, weights
 
 LOSS = nn.CrossEntropyLoss()
@@ -255,3 +258,46 @@ def test_objects_without_tensors() -> None:
     optimizer = KFAC(model, LOSS)
     assert model(torch.ones(2, 4)) == 3
     assert optimizer.steps == 0
+
+
+def test_empirical_fisher_of_functions_of_parameters() -> None:
+    """What arrives at them in the user's backward pass reaches their factors."""
+    X, y = data()
+    p, W = torch.randn(4, dtype=X.dtype), torch.randn(4, 3, dtype=X.dtype)
+    model = Function(lambda m, x: (x * torch.sigmoid(m.p)) @ m.W, p=p, W=W)
+    expected = kfs.KFAC(kfs.EmpiricalRisk(model, LOSS, (X, y)), "empirical")
+    optimizer = KFAC(model, LOSS, fisher="empirical", factors_every=1)
+    LOSS(model(X), y).backward()
+    sums = optimizer._watch.collect()
+    assert sums is not None
+    for block in sums.blocks.values():
+        torch.testing.assert_close(Block(block).B, expected.blocks[block.layout.name].B)
+
+
+def test_labels_of_a_second_pass_are_drawn_anew() -> None:
+    """Two passes with the same data before one step: draws continue, so that two samples differ from one."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS, fisher="mc", factors_every=1)
+
+    def gradient_factor(passes: int) -> Tensor:
+        optimizer.zero_grad()
+        for _ in range(passes):
+            LOSS(model(X), y).backward()
+        sums = optimizer._watch.collect()
+        assert sums is not None
+        return next(Block(block).B for block in sums.blocks.values())
+
+    one, two = gradient_factor(1), gradient_factor(2)
+    torch.testing.assert_close(one, gradient_factor(1))  # no step has come between: these are the same draws
+    assert (one - two).norm() > 1e-3 * one.norm()
+
+
+def test_batch_axis_of_sequences() -> None:
+    """As many times as data: which axis is the batch axis has to be said, and counts where positions are summed."""
+    W, X, y = torch.randn(2, 3), torch.randn(4, 4, 3), torch.randint(2, (4,))
+    first = Function(lambda m, x: nn.functional.linear(x, m.W).tanh().mean(1), W=W.clone())
+    second = Function(lambda m, x: nn.functional.linear(x, m.W).tanh().mean(0), W=W.clone())
+    train(first, KFAC(first, LOSS, sharing="reduce"), [(X, y)], LOSS)
+    train(second, KFAC(second, LOSS, sharing="reduce", batch_axis=1), [(X.transpose(0, 1), y)], LOSS)
+    torch.testing.assert_close(weights(first), weights(second))
