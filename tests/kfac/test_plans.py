@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, optim
-from kfs.errors import KfsWarning, ModelError
+from kfs.errors import ModelError
 from kfs.kfac import backpropagated_vectors
 from kfs.kfac.capture import Session, forward, mode, send_back
 from kfs.kfac.rules import RULES, new_session
@@ -260,28 +260,6 @@ def test_hidden_uses_in_later_batches(plain_first: bool) -> None:
         KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), data))
 
 
-def test_other_uses_of_a_weight_in_a_later_step() -> None:
-    """Every step decides anew which blocks there are: rows that are used apart get curvature, too."""
-
-    def compute(m: Any, x: Tensor) -> Tensor:
-        if m.apart:
-            return torch.cat([F.linear(x, m.W[:2], m.b[:2]), F.linear(x, m.W[2:], m.b[2:])], 1)
-        return F.linear(x, m.W, m.b)
-
-    model = Function(compute, W=normal(4, 3), b=normal(4))
-    loss = nn.MSELoss()
-    optimizer = optim.KFAC(model, loss, factors_every=1)
-    for apart in (False, True, False):
-        model.apart = apart  # type: ignore[assignment]
-        optimizer.zero_grad()
-        loss(model(normal(8, 3)), normal(8, 4)).backward()
-        optimizer.step()
-        assert not optimizer.uncovered
-        averages = optimizer.state_dict()["kfac"]["curvature"]["averages"]
-        rows = [tuple(average["layout"]["rows"]) for average in averages]
-        assert rows == ([(0, 2), (2, 4)] if apart else [(0, 4)])
-
-
 @pytest.mark.parametrize("convert", [Tensor.type_as, Tensor.to])
 def test_parameters_that_give_a_type_only(convert: Any) -> None:
     """`x.to(weight)` does not use the weight; `weight.to(x)` is a copy of it."""
@@ -331,26 +309,17 @@ def test_functions_of_a_parameter_inside_of_a_checkpoint() -> None:
     assert list(KFAC(EmpiricalRisk(model, nn.MSELoss(), data, params=["W", "V"])).blocks) == ["W", "V"]
 
 
-def test_plans_that_fit_one_by_one_but_not_together() -> None:
-    """A weight that is used as a whole in one step and by rows in another cannot be used in both ways in a third."""
-
-    def compute(m: Any, x: Tensor) -> Tensor:
-        whole = F.linear(x, m.W) if "whole" in m.uses else 0.0
-        parts = torch.cat([F.linear(x, m.W[:2]), F.linear(x, m.W[2:])], 1) if "parts" in m.uses else 0.0
-        return torch.as_tensor(whole + parts)
-
-    model, loss = Function(compute, W=normal(4, 3)), nn.MSELoss()
-    optimizer = optim.KFAC(model, loss, factors_every=1)
-
-    def step(*uses: str) -> None:
-        model.uses = uses  # type: ignore[assignment]
-        optimizer.zero_grad()
-        loss(model(normal(8, 3)), normal(8, 4)).backward()
-        optimizer.step()
-
-    step("whole")
-    step("parts")
-    assert not optimizer.uncovered
-    with pytest.warns(KfsWarning, match="does not fit together"):
-        step("whole", "parts")
-    assert set(optimizer.uncovered) == {"W"}
+def test_plans_die_with_the_strides_of_a_parameter() -> None:
+    model, asked, sums = (
+        nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 2)).double(),
+        Asked(),
+        FactorSums(Settings()),
+    )
+    session = Session(dict(model.named_parameters()), asked.rules, without_rule)
+    weight = model.get_parameter("0.weight")
+    for times in (2, 2):
+        run(session, sums, model, normal(5, 3))
+        assert asked.times == times
+    weight.data = weight.data.T  # the same storage, address and shape
+    run(session, sums, model, normal(5, 3))
+    assert asked.times == 4
