@@ -215,8 +215,10 @@ class KFAC(BlockDiagonal):
             raise ModelError(
                 f"The blocks differ: {list(self.blocks)} and {list(others)}.", "Use the same model and parameters."
             )
+        # All of them are computed before the first one is replaced: an error leaves this object as it was.
+        merged = {name: block.sums.plus(others[name]) for name, block in self.blocks.items()}
         for name, block in self.blocks.items():
-            block.sums.merge(others[name])
+            block.sums = merged[name]
         self.num_data += num_data
         self.count += count
         self._update_scale()

@@ -36,7 +36,7 @@ class StepSums:
         reasons = [(one, name, why) for one in (self, other) for name, why in one.uncovered.items()]
         self.uncovered = {name: why for one, name, why in reasons if name in both or name in one.covered}
         for key in self.blocks.keys() & other.blocks.keys():
-            self.blocks[key].merge(other.blocks[key])
+            self.blocks[key] = self.blocks[key].plus(other.blocks[key])
         self.blocks |= {key: block for key, block in other.blocks.items() if key not in self.blocks}
         for key, squares in other.squares.items():
             self.squares[key] = self.squares.get(key, 0) + squares

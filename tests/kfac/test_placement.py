@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs import KFAC, Checkpoint, EmpiricalRisk, optim
 from kfs.errors import KfsWarning
+from kfs.kfac.sums.outer_products import OuterProductSum
 from tests.kfac.models import Function
 from tests.operators.contract import close
 
@@ -117,3 +118,22 @@ def test_a_bias_that_is_added_by_itself_in_another_step() -> None:
     with pytest.warns(KfsWarning, match="does not fit together with its other uses"):
         step("both")
     assert set(optimizer.uncovered) == {"W", "b"}
+
+
+def test_data_that_cannot_be_added_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if an error comes after the first block: memory may be short."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    one, other = (KFAC(EmpiricalRisk(model, nn.MSELoss(), (normal(5, 3), normal(5, 2)))) for _ in range(2))
+    before, plus, calls = one.to_dense(), OuterProductSum.plus, []
+
+    def fails_later(self: OuterProductSum, more: OuterProductSum) -> OuterProductSum:
+        calls.append(more)
+        if len(calls) == 3:
+            raise MemoryError
+        return plus(self, more)
+
+    monkeypatch.setattr(OuterProductSum, "plus", fails_later)
+    with pytest.raises(MemoryError):
+        one.merge(other)
+    close(one.to_dense(), before)
+    assert one.num_data == 5

@@ -85,11 +85,10 @@ class BlockSums:
         roles = {side: RoleSums(copy(r.input), copy(r.gradient), r.terms) for side, r in self.roles.items()}
         return replace(self, roles=roles, operations=set(self.operations))
 
-    def merge(self, other: "BlockSums") -> None:
-        """Add sums of other data, in place; one may have a role that the other does not have."""
+    def plus(self, other: "BlockSums") -> "BlockSums":
+        """Return the sums over both; one may have a role that the other does not have."""
         both = {side: role.plus(other.roles[side]) for side, role in self.roles.items() if side in other.roles}
-        self.roles = other.roles | self.roles | both
-        self.operations |= other.operations
+        return replace(self, roles=other.roles | self.roles | both, operations=self.operations | other.operations)
 
     def side_total(self, side: Side) -> Tensor:
         """Combine the sums on one side, over both roles that a parameter may have: `[G, d, d]` or `[G, d]`.
