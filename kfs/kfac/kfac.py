@@ -70,12 +70,16 @@ class KFAC(BlockDiagonal):
         max_dim: Factors wider than this keep only their diagonal. A warning says which.
         uncovered: What to do about parameters that no rule covers: `"error"`, `"skip"` (leave them out of this
             operator), or `"diagonal"` (compute the exact diagonal of their curvature, slowly).
-        batch_axis: Position of the batch axis in activations, if it is not the first. `"reduce"` needs it.
+        batch_axis: Position of the batch axis in inputs, if it is not the first. In activations it is measured; without
+            audit, it is expected there, too.
         first_datum: Index of the first datum, for draws, if these data are part of a larger set.
         columns_at_once: Number of columns that are sent back together. More columns take more memory.
         factor_device: Device of the factors, if not the model's. `"cpu"` saves GPU memory and takes longer.
         factor_dtype: Precision of the factors. By default the model's, or float32 for half precision. Sums are taken
             in float32 or better in any case.
+        audit: Whether to check, on a few data of the first batch (and of the first one of every other shape), that what
+            is captured is what the model computes; see `kfs.kfac.capture.audit`. Without, the batch axis is guessed by
+            its length.
         checkpoint: File for intermediate results, or a `Checkpoint` that also says how often to write. If the file
             exists, the computation is resumed.
 
@@ -85,6 +89,7 @@ class KFAC(BlockDiagonal):
         settings: All of the above.
         loss: What the factors depend on in the loss.
         count: What a mean over all targets seen divides by.
+        audit: What was checked, and how closely; `None` if nothing was.
 
     Raises:
         ModelError: If a parameter is not covered.
@@ -119,6 +124,7 @@ class KFAC(BlockDiagonal):
         columns_at_once: int | None = None,
         factor_device: str | torch.device | None = None,
         factor_dtype: torch.dtype | None = None,
+        audit: bool = True,
         checkpoint: str | Path | Checkpoint | None = None,
     ) -> None:
         """Compute all factors."""
@@ -135,6 +141,7 @@ class KFAC(BlockDiagonal):
             columns_at_once,
             None if factor_device is None else str(factor_device),
             factor_dtype,
+            audit,
         )
         self._check_names(risk)
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
@@ -145,6 +152,7 @@ class KFAC(BlockDiagonal):
         self.loss = LossScale.of(risk)
         self.count = progress.count
         self.num_data = progress.num_data
+        self.audit = progress.audit
         order = {name: place for place, name in enumerate(risk.params)}
         blocks.sort(key=lambda block: (order[block.layout.weight], block.layout.rows))
         self.blocks = {block.layout.name: Block(block) for block in blocks}
@@ -253,6 +261,7 @@ class KFAC(BlockDiagonal):
         K.loss = LossScale(**state["loss"])
         K.count = float(state["count"])
         K.num_data = int(state["num_data"])
+        K.audit = None
         blocks = list(map(BlockSums.from_state, state["blocks"]))
         layouts = [block.layout for block in blocks]
         check_coverage([*layouts, *layouts_of_unused_rows(layouts, space)], space)

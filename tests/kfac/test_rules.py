@@ -19,7 +19,7 @@ from kfs.kfac.capture.parameters import Tracked
 from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Rewrite, with_argument
 from kfs.kfac.rules import RULES
 from kfs.kfac.sums import Use
-from kfs.kfac.sums.batch_axis import BatchAxis
+from kfs.kfac.sums.owners import by_length
 from kfs.kfac.sums.inputs import OneHot, Rows, Vectors
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.kfac.sums.patches import Patches
@@ -129,7 +129,7 @@ def gradient(case: Case, step: Plan | Broadcast, args: tuple[Any, ...]) -> tuple
     x = prepared(plan, args, {})
     read = g.unsqueeze(0) if plan.read is None else plan.read(g.unsqueeze(0), x)
     with torch.no_grad():
-        use = Use(plan.inputs, x, BatchAxis(N), ones=False)
+        use = Use(plan.inputs, x, by_length(N, plan.inputs.leading(x)), ones=False)
         found = torch.cat(list(use.gradients(read[0])))
     assert len(found) == N
     exact = exact.reshape(plan.layout.shape) if exact.ndim == 0 else exact
@@ -139,7 +139,7 @@ def gradient(case: Case, step: Plan | Broadcast, args: tuple[Any, ...]) -> tuple
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plans_give_the_parameters_gradients(case: Case) -> None:
     args = case.make()
-    call = Call(case.func, BatchAxis(N))
+    call = Call(case.func, N)
     steps = uses(RULES[case.func](call, *described(case, args)))
     assert len(steps) == len(case.params)
     for step in steps:
@@ -153,7 +153,7 @@ def test_plans_give_the_parameters_gradients(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rules_look_at_no_values(case: Case) -> None:
     """Tensors without values give the same plans: layouts, kinds of inputs, and places of arguments."""
-    args, call = case.make(), Call(case.func, BatchAxis(N))
+    args, call = case.make(), Call(case.func, N)
     rule = RULES[case.func]
     real, meta = (uses(rule(call, *described(case, args, meta))) for meta in (False, True))
     for one, other in zip(real, meta, strict=True):
@@ -166,7 +166,7 @@ def test_rules_look_at_no_values(case: Case) -> None:
 
 
 def plan_of(func: Any, *args: Any, narrow: torch.dtype | None = None, num_data: int = N, **named: Any) -> Any:
-    return RULES[func](Call(func, BatchAxis(num_data), narrow), *args, **named)
+    return RULES[func](Call(func, num_data, narrow), *args, **named)
 
 
 def data(*shape: int, place: Any = 0) -> Argument:

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from kfs.kfac.capture.parameters import Tracked
 from kfs.kfac.layout import Layout, Side
-from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.inputs import Inputs
 
 CPU = torch.device("cpu")
-ONE_DATUM = BatchAxis(1)
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow")} | {"__setitem__"}
 # Where an argument is: its position, its keyword, or a position followed by one within a list.
 Place = tuple[int | str, ...]
@@ -37,18 +35,13 @@ class Call:
     """One call of an operation."""
 
     func: Any  # the operation
-    batch: BatchAxis  # number of data, and where the batch axis is
+    num_data: int  # in the batch
     narrow: torch.dtype | None = None  # the precision in which `autocast` multiplies, if it is on
 
     @property
     def name(self) -> str:
         """What the user calls the operation."""
         return str(getattr(self.func, "__name__", self.func))
-
-    @property
-    def num_data(self) -> int:
-        """The number of data in the batch."""
-        return self.batch.num_data
 
 
 @dataclass(frozen=True)
@@ -170,7 +163,6 @@ class Plan:
     side: Side = "A"  # on which side of the block inputs are
     ones: bool = False  # whether the bias of the block is used
     fits: bool = True  # whether the use fits together with the other uses of its parameter
-    batch: BatchAxis = ONE_DATUM
     narrow: torch.dtype | None = None
     dtype: torch.dtype = torch.float32  # that of the operation's output
     device: torch.device = CPU  # that of the operation's output
@@ -180,15 +172,13 @@ class Plan:
 class Broadcast:
     """A parameter that is expanded to a shape with batch axis, and tapped there, before the operation runs.
 
-    For a derived parameter there is no plan. Then `read` reads gradients as `[columns, N, *its shape]`; or as
-    `[columns, *its shape]` if it is aligned: its first axis has turned out to be the batch axis.
+    For a derived parameter there is no plan: its gradients are brought back to the parameter, datum by datum.
     """
 
     argument: Argument
     shape: tuple[int, ...]
     plan: Plan | None
-    read: Callable[[Tensor], Tensor] | None = None
-    aligned: bool = False
+    spread: Any = None  # for a derived parameter: which entries are where, a `Spread`
 
 
 @dataclass(frozen=True)
