@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from kfs.data import tensors_in
 from kfs.errors import DataError
-from kfs.kfac.capture import backward, forward
+from kfs.kfac.capture import Audit, Audits, backward, forward, measure_rows
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.layout import Side
 from kfs.kfac.rules import new_session
@@ -93,6 +93,7 @@ def inspect(
     joint_bias: bool = True,
     max_dim: int | None = None,
     batch_axis: int | None = None,
+    audit: bool = True,
 ) -> Inspection:
     """Find out what KFAC covers, with one forward and one backward pass, without computing any factor.
 
@@ -105,6 +106,7 @@ def inspect(
         joint_bias: As in `KFAC`.
         max_dim: As in `KFAC`.
         batch_axis: As in `KFAC`.
+        audit: As in `KFAC`.
 
     Returns:
         A table with one row per parameter, or per part of it if parts have factors of their own.
@@ -123,11 +125,15 @@ def inspect(
     settings = Settings(sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, batch_axis=batch_axis)
     sums = FactorSums(settings, dry=True)
     session = new_session(risk.params, joint_bias)
+    audits = Audits(risk.model, session, batch_axis)
     with risk.untouched(first_order=True), torch.enable_grad():
         for batch in risk.batches():
-            f, capture = forward(risk, batch, session, sums, batch_axis)
+            known = audits.of_batch(risk, batch) if audit else None
+            f, capture = forward(risk, batch, session, sums, batch_axis, known)
+            measure_rows(f, capture)
             backward(f, capture, torch.ones_like(f).unsqueeze(0))
-    why_not = not_covered(risk.params, sums.blocks.values(), capture.unexplained, sums.conflicts)
+    unexplained = capture.unexplained | audits.unexplained
+    why_not = not_covered(risk.params, sums.blocks.values(), unexplained, sums.conflicts)
     rows = []
     for name, p in risk.params.items():
         blocks = [block for block in sums.blocks.values() if name in block.layout.params and name not in why_not]

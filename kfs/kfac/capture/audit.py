@@ -12,7 +12,7 @@ Next to that, the audit finds the order in which rows belong to data, and which 
 row for every datum all the same (a table that is repeated over the batch).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kfs.data import mapped
+from kfs.data import cut, mapped
 from kfs.errors import ModelError
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.mode import Capture, tensors_of
@@ -164,27 +164,6 @@ def audit(
     return _Audit(run, x, num_data, session, batch_axis, halves, whole=True).result()
 
 
-def cut(x: Any, num_data: int, few: int, batch_axis: int | None = None) -> Any:
-    """Return the inputs of the first few data: tensors that have a batch axis are cut there."""
-    if few == num_data:
-        return x
-
-    def first(t: Tensor) -> Tensor:
-        axis = axis_to_cut(t.shape, num_data, batch_axis)
-        return t if axis is None else t.narrow(axis, 0, few)
-
-    return mapped(x, first)
-
-
-def axis_to_cut(shape: Sequence[int], num_data: int, batch_axis: int | None) -> int | None:
-    """Return which axis of an input is the batch axis, by its length; whether that is right shows in the audit."""
-    axes = [axis for axis, length in enumerate(shape) if length == num_data]
-    preferred = [axis for axis in (batch_axis, 0) if axis in axes]
-    if not preferred and len(axes) != 1:
-        return None
-    return (preferred or axes)[0]
-
-
 class _Audit:
     """One audit, of all data in a batch."""
 
@@ -214,7 +193,8 @@ class _Audit:
         predictions = self._compare_predictions(f.detach(), tolerance)
         with _without_hooks(self.params.values()):
             gradients, unexplained = self._compare_gradients(f, capture, sums, tolerance)
-        uses = [site for site in capture.sites.waiting if not site.meeting]
+        sites = _waiting(capture)
+        uses = [site for site in sites if not site.meeting]
         report = Audit(
             self.num_data,
             predictions,
@@ -225,8 +205,9 @@ class _Audit:
         known = replace(
             self.known,
             uses=tuple(self._placed(site, capture.routes) for site in uses),
-            meetings=tuple(self._placed(site, capture.routes) for site in capture.sites.waiting if site.meeting),
+            meetings=tuple(self._placed(site, capture.routes) for site in sites if site.meeting),
         )
+        _forget(capture)
         return Audited(report, known, unexplained, self.whole), f.detach()
 
     def _captured(self) -> tuple[Tensor, Capture, GradientSums]:
@@ -241,7 +222,7 @@ class _Audit:
             if changed and not last:
                 self.known = replace(self.known, answers={**self.known.answers, **changed})
                 continue
-            mixed = [site for site in capture.sites.waiting if site.measured is not None and site.measured.mixes]
+            mixed = [site for site in _waiting(capture) if site.measured is not None and site.measured.mixes]
             if not mixed or self.session.mixing:
                 return f, capture, sums
             constants = self._more_constants(capture)
@@ -266,6 +247,7 @@ class _Audit:
         """Return answers that turned out to be wrong."""
         changed: dict[Question, bool] = {}
         for question, answer, waiting, observed in capture.questions:
+            assert capture.sites is not None  # noqa: S101 (a question makes them)
             sites = capture.sites.waiting[waiting] if answer else capture.sites.observed[observed]
             found = [site.measured for site in sites if site.measured is not None and site.measured.has_votes]
             if not found:
@@ -316,7 +298,8 @@ class _Audit:
             t = capture.mark_data(t)
             if not t.is_floating_point() or t.shape[:1] != (self.num_data,):
                 return t
-            t = capture.tap(t, capture.sites.observe(("input", ""), tuple(t.shape)))
+            t = capture.observed(t, ("input", ""))
+            assert capture.sites is not None  # noqa: S101 (it has just been made)
             sites.append(capture.sites.observed[-1])
             return capture.as_data(t)
 
@@ -326,8 +309,8 @@ class _Audit:
             capture.leave_nothing_behind()
             capture.running = False
         measure_rows(f, capture)
-        in_order = [site.inner == prod(site.leading[1:]) for site in sites if site.measured is not None]
-        return all(in_order)
+        _forget(capture)
+        return all(site.inner == prod(site.leading[1:]) for site in sites if site.measured is not None)
 
     def _compare_gradients(
         self, f: Tensor, capture: Capture, sums: GradientSums, tolerance: float
@@ -335,7 +318,7 @@ class _Audit:
         """Compare sums over uses with gradients by autograd."""
         names = [name for name, p in self.params.items() if p.requires_grad]
         v = next(probes(f, self.num_data))
-        exact = backward(f, capture, v.unsqueeze(0), keep_graph=True, also=[self.params[name] for name in names])
+        exact = backward(f, capture, v.unsqueeze(0), also=[self.params[name] for name in names])
         left_out = {name for name, _ in capture.unexplained | sums.conflicts}
         found, sizes = sums.by_parameter(self.params)
         differences: dict[str, float] = {}
@@ -383,7 +366,7 @@ class _Audit:
 
     def _mixing(self, capture: Capture) -> ModelError:
         """Say between which operations data mix."""
-        sites = [site for site in capture.sites.waiting if site.measured is not None]
+        sites = [site for site in _waiting(capture) if site.measured is not None]
         last = max(place for place, site in enumerate(sites) if site.measured.mixes)  # type: ignore[union-attr]
         operation, parameter = sites[last].what
         after = f", and before {sites[last + 1].what[0]} ({sites[last + 1].what[1]!r})" if last + 1 < len(sites) else ""
@@ -464,6 +447,17 @@ def _mixing_error(cause: str) -> ModelError:
         "Change the model such that it treats data one by one, or let a datum be what influences each other (a graph, "
         "a group). If you know better, pass audit=False.",
     )
+
+
+def _waiting(capture: Capture) -> list[Site]:
+    """Return all places that were measured."""
+    return [] if capture.sites is None else list(capture.sites.waiting)
+
+
+def _forget(capture: Capture) -> None:
+    """Let a pass go."""
+    if capture.sites is not None:
+        capture.sites.forget()
 
 
 def _misfit(site: Site) -> float:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from kfs.data import Batch, mapped, tensors_in
-from kfs.kfac.capture.audit import FEW, Audit, Audited, Run, audit, axis_to_cut, compare_whole
+from kfs.data import Batch, axis_to_cut, tensors_in, without_tensors
+from kfs.kfac.capture.audit import FEW, Audit, Audited, Run, audit, compare_whole
 from kfs.kfac.capture.ownership import Known
-from kfs.kfac.capture.plan import without_tensors
 from kfs.kfac.capture.session import Session
 from kfs.risk import EmpiricalRisk
 
@@ -65,8 +64,8 @@ class Audits:
         """
         kind = self._session.device_type
         context = (self._key, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
-        key = (context, _shapes(x, num_data, self._batch_axis))
-        loose = (context, _ranks(x))
+        strict, less_strict = _shapes(x, num_data, self._batch_axis)
+        key, loose = (context, strict), (context, less_strict)
         found = self._done.get(key) or self._done.get(loose)
         if found is None or (found.report.num_data == 1 and num_data > 1):
             found, self._predictions = audit(run, x, num_data, self._session, self._batch_axis, self._halves)
@@ -119,21 +118,12 @@ def _described(model: Any, session: Session) -> Any:
     )
 
 
-def _shapes(x: Any, num_data: int, batch_axis: int | None) -> Any:
-    """Return the shapes of one datum's inputs, and all arguments that are not tensors."""
-    shapes = []
+def _shapes(x: Any, num_data: int, batch_axis: int | None) -> tuple[Any, Any]:
+    """Return the shapes of one datum's inputs, and what does not change with sizes, which is less."""
+    shapes, ranks = [], []
     for t in tensors_in(x):
         axis = axis_to_cut(t.shape, num_data, batch_axis)
-        shapes.append((t.dtype, axis, tuple(length for place, length in enumerate(t.shape) if place != axis)))
-    return tuple(shapes), _without_tensors(x)
-
-
-def _ranks(x: Any) -> Any:
-    """Return what does not change with the sizes of inputs."""
-    return tuple((t.dtype, t.ndim) for t in tensors_in(x)), _without_tensors(x)
-
-
-def _without_tensors(x: Any) -> Any:
-    """Return all arguments that are not tensors, such that they can be hashed."""
-    x = mapped(x, lambda _: None)  # type: ignore[arg-type,return-value]
-    return without_tensors(tuple(x.items()) if isinstance(x, dict) else x)
+        shapes.append((axis, *(length for place, length in enumerate(t.shape) if place != axis)))
+        ranks.append((t.dtype, t.ndim))
+    loose = (tuple(ranks), without_tensors(x))
+    return (tuple(shapes), loose), loose

@@ -145,7 +145,7 @@ def tap_spread(
         return lambda g: collect(read(g.squeeze(-1)))
 
     # Every number counts as a row: data may lie along any axis.
-    receive = capture.sites.open(what, tuple(z.shape), start, meeting=True)
+    receive = capture.open(what, tuple(z.shape), start, meeting=True)
     return capture.tap(z, lambda g: receive(g.unsqueeze(-1)))
 
 
@@ -170,8 +170,8 @@ def add_derived(
 ) -> Tensor:
     """Follow the output of an operation that has met no data yet; `add_use` is that of `Derived`."""
     out = out.contiguous()
-    if capture.sites.measuring and capture.num_data > 1:
-        out = capture.tap(out, capture.sites.observe((operation, name), tuple(out.shape)))
+    if capture.measuring and capture.num_data > 1:
+        out = capture.observed(out, (operation, name))
     derived = Derived(add_use)
     capture.derived.append(derived)
     capture.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived))

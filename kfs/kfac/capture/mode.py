@@ -11,7 +11,7 @@ per datum.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -22,11 +22,11 @@ from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
-from kfs.data import Batch, mapped
+from kfs.data import Batch, mapped, without_tensors
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
 from kfs.kfac.capture.derived import follow, tap_broadcast, track_copy
 from kfs.kfac.capture.hidden_uses import hidden_uses
-from kfs.kfac.capture.ownership import Known, Question, Sites
+from kfs.kfac.capture.ownership import Known, Question, Sites, What
 from kfs.kfac.capture.parameters import Derived, Tracked
 from kfs.kfac.capture.plan import (
     Argument,
@@ -39,7 +39,6 @@ from kfs.kfac.capture.plan import (
     argument_at,
     is_in_place,
     with_argument,
-    without_tensors,
 )
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.tap import apply_tap
@@ -97,7 +96,8 @@ class Capture(TorchFunctionMode):
         self.sums = sums
         self.num_data = num_data
         self.batch_axis = batch_axis
-        self.sites = Sites(num_data, batch_axis, known, measuring, session.mixing)
+        self.measuring = measuring
+        self.sites: Sites | None = None  # where it matters whose rows are, if anywhere
         self.questions: list[tuple[Question, bool, slice, slice]] = []
         self.inputs: list[tuple[tuple[int, ...], bool, bool]] = []  # shape, whether integers, whether taken for data
         self.routes = False  # whether data decide which rows are picked
@@ -113,7 +113,8 @@ class Capture(TorchFunctionMode):
         # `(parameter, operation)` of uses that no rule explains and that influence the predictions, or may do so. It is
         # complete after a backward pass.
         self.unexplained: set[tuple[str, str]] = set()
-        self._known = Known() if known is None else known
+        self._known = known
+        self._waits = False  # whether the next tap belongs to a place that waits to be measured
         self._asked: Counter[tuple[Any, str]] = Counter()
         self._marked: list[weakref.ref[Tensor]] = []
 
@@ -209,12 +210,34 @@ class Capture(TorchFunctionMode):
         """
         question = (func, name, self._asked[func, name])
         self._asked[func, name] += 1
-        answer = self._known.answers.get(question, guess)
-        sites = self.sites
+        answer = guess if self._known is None else self._known.answers.get(question, guess)
+        sites = self._sites()
         waiting, observed = len(sites.waiting), len(sites.observed)
         yield answer
         opened = slice(waiting, len(sites.waiting)), slice(observed, len(sites.observed))
         self.questions.append((question, answer, *opened))
+
+    def open(
+        self, what: What, leading: tuple[int, ...], start: Callable[[Owners], Receiver], meeting: bool = False
+    ) -> Receiver:
+        """Open a place at which it matters whose rows are, right before its tap; arguments are those of `Sites`."""
+        sites = self._sites()
+        before = len(sites.waiting)
+        receive = sites.open(what, leading, start, meeting)
+        self._waits = len(sites.waiting) > before
+        return receive
+
+    def observed(self, t: Tensor, what: What) -> Tensor:
+        """Return a tensor such that an audit learns to which data its numbers belong."""
+        receive = self._sites().observe(what, tuple(t.shape))
+        self._waits = True
+        return self.tap(t, receive)
+
+    def _sites(self) -> Sites:
+        """Return all places at which it matters whose rows are."""
+        if self.sites is None:
+            self.sites = Sites(self.num_data, self.batch_axis, self._known, self.measuring, self.session.mixing)
+        return self.sites
 
     def _plan(self, key: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the rule for an operation says; it is asked once."""
@@ -277,13 +300,16 @@ class Capture(TorchFunctionMode):
                 return adder.add(x, owners)
 
         what = (plan.operation, plan.layout.weight)
-        return self.sites.open(what, leading, start)
+        return self.open(what, leading, start)
 
     def tap(self, z: Tensor, receive: Receiver) -> Tensor:
         """Return `z` such that gradients with respect to it are shown to a receiver."""
         if self.handle is None:
             self.handle = torch.empty(0, requires_grad=True)
-        return apply_tap(z, self.handle, self, receive, self.sites.has_opened())
+        waits = self._waits
+        if waits:
+            self._waits = False
+        return apply_tap(z, self.handle, self, receive, waits)
 
     def find_hidden_uses(self, f: Tensor) -> None:
         """Look for uses that were not seen.
@@ -306,12 +332,13 @@ class Capture(TorchFunctionMode):
     @contextmanager
     def with_batch_axis(self, axis: int | None) -> Iterator[None]:
         """Override the batch axis in this context."""
-        before = self.sites.axis
-        self.sites.axis = before if axis is None else axis
+        sites = self._sites()
+        before = sites.axis
+        sites.axis = before if axis is None else axis
         try:
             yield
         finally:
-            self.sites.axis = before
+            sites.axis = before
 
     def mark_data(self, t: Tensor) -> Tensor:
         """Return a batch's input such that what is computed from it is known to depend on data.
@@ -323,7 +350,8 @@ class Capture(TorchFunctionMode):
         divides = first > 1 and (first % self.num_data == 0 or self.num_data % first == 0)
         elsewhere = self.num_data in t.shape and (t.shape[0] > 1 or self.num_data == 1)
         data = divides or elsewhere or self.num_data == first
-        data = data and len(self.inputs) not in self._known.constants
+        if self._known is not None and len(self.inputs) in self._known.constants:
+            data = False
         self.inputs.append((tuple(t.shape), not t.is_floating_point(), data))
         return self.as_data(t, data)
 

@@ -241,6 +241,7 @@ class Site:
         if self.receiver is not None:
             self.receiver(g)
             return
+        g = torch.view_as_real(g).flatten(-2) if g.is_complex() else g
         self.dtype = g.dtype
         rows = g[0].reshape(-1, g.shape[-1])
         rows = rows.to(torch.promote_types(g.dtype, torch.float32))
@@ -331,7 +332,6 @@ class Sites:
         self._known = known
         self._mixing = mixing
         self._next = [0, 0]
-        self._opened = False
 
     def open(
         self, what: What, leading: tuple[int, ...], start: Callable[[Owners], Receiver], meeting: bool = False
@@ -355,26 +355,23 @@ class Sites:
                 return start(owners)
         site = Site(what, leading, start, self, meeting)
         self.waiting.append(site)
-        self._opened = True
         return site.receive
 
     def observe(self, what: What, shape: tuple[int, ...]) -> Receiver:
         """Measure a result number by number, and do nothing else with its gradients."""
         site = Site(what, shape, nothing, self, meeting=True)
         self.observed.append(site)
-        self._opened = True
         return lambda g: site.receive(g.unsqueeze(-1))
-
-    def has_opened(self) -> bool:
-        """Whether a place that waits was opened since this was asked last: the next tap belongs to it."""
-        opened = self._opened
-        self._opened = False
-        return opened
 
     def settle(self) -> None:
         """Find out whose the rows are, after all probes were sent back."""
         for site in (*self.waiting, *self.observed):
             site.settle(self.num_data, self._mixing)
+
+    def forget(self) -> None:
+        """Forget all places, which may hold activations."""
+        self.waiting.clear()
+        self.observed.clear()
 
     def _look_up(self, what: What, leading: tuple[int, ...], known: Sequence[Placed], meeting: bool) -> Regular | None:
         """Return what is known about the next place; `None` if that is another one, or nothing."""

@@ -218,19 +218,6 @@ def with_argument(
     return (*args[:first], value, *args[first + 1 :]), kwargs
 
 
-def without_tensors(part: Any) -> Any:
-    """Return arguments, or what identifies them, with `None` for tensors, such that they can be hashed."""
-    if isinstance(part, Tensor):
-        return None
-    if isinstance(part, (tuple, list)):
-        return tuple(map(without_tensors, part))
-    try:
-        hash(part)
-    except TypeError:
-        return repr(part)
-    return part
-
-
 def is_in_place(func: Any) -> bool:
     """Whether an operation changes its first argument, judging by its name."""
     name: str = getattr(func, "__name__", "")

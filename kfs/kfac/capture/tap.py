@@ -32,7 +32,7 @@ class CapturedPass(Protocol):
     keep_graph: bool
     together: bool
     derived: list[Derived]
-    sites: Sites
+    sites: Sites | None
 
 
 class Tap(torch.autograd.Function):
@@ -122,11 +122,14 @@ def send_back(
         backward(f, capture, columns, keep_graph or not last)
         capture.sums.finish_backward()
     capture.sums.finish_batch()
+    if capture.sites is not None:
+        capture.sites.forget()
 
 
 def measure_rows(f: Tensor | GradientEdge, capture: CapturedPass, like: Tensor | None = None) -> None:
     """Find out to which data rows belong that wait for it; arguments are those of `send_back`."""
-    if not capture.sites.waiting and not capture.sites.observed:
+    sites = capture.sites
+    if sites is None or not (sites.waiting or sites.observed):
         return
     predictions = f if isinstance(f, Tensor) else like
     assert predictions is not None  # noqa: S101 (whoever has no predictions gives their values)
@@ -136,7 +139,7 @@ def measure_rows(f: Tensor | GradientEdge, capture: CapturedPass, like: Tensor |
             backward(f, capture, v.unsqueeze(0), keep_graph=True)
     finally:
         capture.probing = False
-    capture.sites.settle()
+    sites.settle()
 
 
 def backward(

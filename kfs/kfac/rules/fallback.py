@@ -85,9 +85,9 @@ class _Following:
 
     def result(self) -> Tensor:
         """Return the result such that its gradients are brought to the parameter, datum by datum."""
-        shape = tuple(self.plain.shape)
-        grown = self.t.ndim < len(shape) or self.t.shape[:1] != self.plain.shape[:1]
-        guess = self.capture.is_first(shape) and grown
+        num_data = self.capture.num_data
+        # Without an audit: there is an axis as long as the batch that was not there before.
+        guess = num_data > 1 and self.plain.shape.count(num_data) > self.t.shape.count(num_data)
         with self.capture.question(self.func, self.parameter.name, guess) as has_data:
             return self._with_rows_of_data() if has_data else self._derived()
 
@@ -108,7 +108,7 @@ class _Following:
             mine = [data == n for n in range(capture.num_data)]
             return lambda g: receive(torch.stack([pull_back(g.squeeze(-1) * of_datum) for of_datum in mine], 1))
 
-        opened = capture.sites.open(self.what, shape, start, meeting=True)
+        opened = capture.open(self.what, shape, start, meeting=True)
         return capture.tap(self.plain, lambda g: opened(g.unsqueeze(-1)))
 
     def _derived(self) -> Tensor:
