@@ -161,7 +161,7 @@ class EmpiricalRisk:
         Returns:
             Predictions `[N, ...]`: the model's output, or its `logits` (as in Hugging Face).
         """
-        with no_randomness(self.device), unchanged(tensors_in(batch.x)), within or nullcontext():
+        with no_randomness(self.device), unchanged(tensors_in(batch.x)), _evaluating(), within or nullcontext():
             if isinstance(self.model, nn.Module):
                 args, kwargs = arguments(batch.x)
                 own = params is self.params and self._at_own_params(frozen=True)
@@ -291,6 +291,25 @@ class EmpiricalRisk:
                 "weights have changed.",
                 "Make a new EmpiricalRisk after such a change.",
             )
+
+
+_evaluations = 0  # how many predictions are being computed
+
+
+@contextmanager
+def _evaluating() -> Iterator[None]:
+    """Let `is_evaluating` return true in this context."""
+    global _evaluations  # noqa: PLW0603 (models are called, and do not tell anybody what for)
+    _evaluations += 1
+    try:
+        yield
+    finally:
+        _evaluations -= 1
+
+
+def is_evaluating() -> bool:
+    """Whether a model is running for a risk, so that nobody trains with what it computes."""
+    return _evaluations > 0
 
 
 def _places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:

@@ -88,8 +88,10 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
     finally:
         changed = [name for name, (b, version, _) in buffers.items() if b._version != version]
         with torch.no_grad():
-            for name in changed:
-                buffers[name][0].copy_(buffers[name][2])
+            for name in changed if refuse else buffers:
+                # Batch normalization does not count its changes. And a graph that somebody needs may hold the buffer:
+                # writing to its data does not count either.
+                buffers[name][0].data.copy_(buffers[name][2])
         for name, (b, _, _) in buffers.items():
             path, _, leaf = name.rpartition(".")
             owner = cast("Module", model).get_submodule(path)
@@ -101,6 +103,21 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
             f"The model changed its buffers {changed} in the forward pass, so its prediction depends on its past.",
             "Call model.eval() first.",
         )
+
+
+@contextmanager
+def unchanged_attributes(model: Module) -> Iterator[None]:
+    """Restore what a model's modules keep in attributes, such as the last state of a recurrent network.
+
+    What is changed in place, such as a list, is not restored.
+    """
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
 
 
 @contextmanager

@@ -132,8 +132,7 @@ def inspect(
             f, capture = forward(risk, batch, session, sums, batch_axis, known)
             measure_rows(f, capture)
             backward(f, capture, torch.ones_like(f).unsqueeze(0))
-    unexplained = capture.unexplained | audits.unexplained
-    why_not = not_covered(risk.params, sums.blocks.values(), unexplained, sums.conflicts)
+    why_not = not_covered(risk.params, sums.blocks.values(), capture.unexplained, sums.conflicts)
     rows = []
     for name, p in risk.params.items():
         blocks = [block for block in sums.blocks.values() if name in block.layout.params and name not in why_not]

@@ -91,7 +91,7 @@ def sweep(
             progress.batches += 1
             progress.num_data += len(batch.y)
             progress.count += risk.loss.count(batch.y)
-            progress.unexplained |= capture.unexplained | audits.unexplained
+            progress.unexplained |= capture.unexplained
             del f, capture  # their graph is large, and the next one comes before they are replaced
             if journal is not None:
                 journal.note(progress, sums)

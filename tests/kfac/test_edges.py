@@ -200,7 +200,7 @@ def test_other_ways_to_call() -> None:
         lambda m, x: F.linear(x, x.detach().T @ x.detach(), m.s) @ m.W,
     ):
         model = Function(wrong, W=W, s=normal(1), M=normal(3, 4)).double()
-        assert inspect(model, X).uncovered
+        assert inspect(model, X, audit=False).uncovered  # the last one mixes data, too
 
 
 def test_parts_that_do_not_matter_are_no_obstacle() -> None:

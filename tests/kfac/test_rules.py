@@ -284,11 +284,9 @@ def test_what_rules_do_not_understand() -> None:
         plan_of(torch.add, data(N, 4), parameter(N, 4)),
         plan_of(torch.cat, (data(N, 4), parameter(1, 4))),
         plan_of(Tensor.clone, parameter(4, 2, view=lambda t: t[1:])),
-        plan_of(Tensor.repeat, parameter(2, 4), N, 1),
     ):
         assert nothing is None
     assert plan_of(Tensor.clone, parameter(4, 2)) == Copy("w")
-    assert isinstance(plan_of(Tensor.repeat, parameter(1, 4), N, 1), Rewrite)
     with pytest.raises(ModelError, match="max_norm"):
         plan_of(F.embedding, x, w, max_norm=1.0)
 
@@ -324,7 +322,7 @@ def test_parameters_that_meet_attention_or_are_joined_to_data() -> None:
 def test_every_rule_is_tested_here() -> None:
     tested = [case.func for case in CASES]
     tested += [*CELLS, *NETWORKS, F.multi_head_attention_forward, F.scaled_dot_product_attention]
-    tested += [torch.cat, Tensor.clone, Tensor.repeat, Tensor.__rmatmul__]
+    tested += [torch.cat, Tensor.clone, Tensor.__rmatmul__]
     assert {RULES[func] for func in tested} == set(RULES.values())
 
 

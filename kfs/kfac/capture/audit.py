@@ -117,7 +117,6 @@ class Audited:
 
     report: Audit
     known: Known
-    unexplained: set[tuple[str, str]]  # `(parameter, operation)` of uses that were missed or misread
     whole: bool  # whether it is about all data of a batch, because that cannot be cut
 
 
@@ -199,16 +198,19 @@ class _Audit:
             self.num_data,
             predictions,
             gradients,
-            tuple(AuditedUse(*reversed(site.what), self._rows(site, capture.routes), _misfit(site)) for site in uses),
+            tuple(
+                AuditedUse(site.what[1], site.what[0], self._rows(site, capture.routes), _misfit(site)) for site in uses
+            ),
             tolerance,
         )
         known = replace(
             self.known,
             uses=tuple(self._placed(site, capture.routes) for site in uses),
             meetings=tuple(self._placed(site, capture.routes) for site in sites if site.meeting),
+            unexplained=frozenset(unexplained),
         )
         _forget(capture)
-        return Audited(report, known, unexplained, self.whole), f.detach()
+        return Audited(report, known, self.whole), f.detach()
 
     def _captured(self) -> tuple[Tensor, Capture, GradientSums]:
         """Run the model until it is clear which results have a row for every datum, and which inputs are constant."""

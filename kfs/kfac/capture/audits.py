@@ -32,13 +32,11 @@ class Audits:
 
     Attributes:
         report: What was checked for all batches that were asked for; `None` if there was no batch.
-        unexplained: `(parameter, operation)` of uses that were missed or misread.
     """
 
     def __init__(self, model: Any, session: Session, batch_axis: int | None = None, halves: bool = True) -> None:
         """Describe the model."""
         self.report: Audit | None = None
-        self.unexplained: set[tuple[str, str]] = set()
         self._session = session
         self._batch_axis = batch_axis
         self._halves = halves
@@ -76,7 +74,6 @@ class Audits:
             self._done[loose if cannot_be_cut else key] = found
         if all(found is not one for one in self._seen):
             self._seen.append(found)
-            self.unexplained |= found.unexplained
             self.report = found.report if self.report is None else self.report.merged(found.report)
         return found.known
 

@@ -112,7 +112,7 @@ class Capture(TorchFunctionMode):
         self.derived: list[Derived] = []  # in the order in which they were met
         # `(parameter, operation)` of uses that no rule explains and that influence the predictions, or may do so. It is
         # complete after a backward pass.
-        self.unexplained: set[tuple[str, str]] = set()
+        self.unexplained: set[tuple[str, str]] = set() if known is None else set(known.unexplained)
         self._known = known
         self._waits = False  # whether the next tap belongs to a place that waits to be measured
         self._asked: Counter[tuple[Any, str]] = Counter()
@@ -185,7 +185,13 @@ class Capture(TorchFunctionMode):
         return self.session.fallback(self, func, args, kwargs) if followed is None else followed
 
     def _settle_and_tap(
-        self, planned: tuple[Plan, ...], call: Call, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+        self,
+        planned: tuple[Plan, ...],
+        call: Call,
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Tensor,
     ) -> Tensor:
         """Settle plans, and return the operation's output with a tap for each of them."""
         placement = self.sums.placement

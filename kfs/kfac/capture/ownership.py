@@ -218,6 +218,9 @@ class Known:
     # Whether results that do not depend on data have a row for every datum.
     answers: Mapping[Question, bool] = field(default_factory=dict)
     constants: frozenset[int] = frozenset()  # which inputs of the model are the same for all data, by their number
+    unexplained: frozenset[tuple[str, str]] = (
+        frozenset()
+    )  # `(parameter, operation)` of uses that were missed or misread
 
 
 @dataclass(eq=False)

@@ -40,7 +40,12 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, z: Tensor, handle: Tensor, capture: CapturedPass, receive: Receiver, waits: bool  # noqa: ARG004
+        ctx: Any,
+        z: Tensor,
+        handle: Tensor,
+        capture: CapturedPass,
+        receive: Receiver,
+        waits: bool,  # noqa: ARG004
     ) -> Tensor:
         ctx.capture = capture
         ctx.receive = receive
@@ -168,7 +173,9 @@ def backward(
         capture.sending = True
         try:
             if also:
-                found = torch.autograd.grad(f, (handle, *also), vectors[0], retain_graph=keep_graph, allow_unused=True)[1:]
+                found = torch.autograd.grad(f, (handle, *also), vectors[0], retain_graph=keep_graph, allow_unused=True)[
+                    1:
+                ]
             elif capture.together:
                 vmap(send)(vectors)
             else:
