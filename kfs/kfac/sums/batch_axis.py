@@ -38,6 +38,8 @@ class BatchAxis:
         """
         leading = t.ndim - trailing
         shape = t.shape[:leading]
+        if 0 in shape:  # no vector at all, as for an expert that no token was sent to
+            return t.new_zeros(self.num_data, 0, *t.shape[leading:])
         if self.axis == 1 and leading == 1 and shape[0] % self.num_data == 0:  # sequence and batch share an axis
             return t.reshape(-1, self.num_data, *t.shape[1:]).transpose(0, 1)
         found = self._find(shape)
