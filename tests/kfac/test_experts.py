@@ -203,6 +203,26 @@ def test_factors_are_those_of_layers(style: str, sharing: Any) -> None:
         close(block.B, layer.B)
 
 
+@pytest.mark.parametrize("style", ["bmm from the left", "baddbmm", "einsum of stacks", "grouped_mm"])
+def test_columns_together(style: str) -> None:
+    close(KFAC(risk_of(make(style), 5), columns_at_once=3).to_dense(), KFAC(risk_of(make(style), 5)).to_dense())
+
+
+@pytest.mark.parametrize("style", ["linear", "addmm", "baddbmm"])
+def test_joint_and_separate_biases(style: str) -> None:
+    model = make(style)
+    joint, separate = KFAC(risk_of(model, 5)), KFAC(risk_of(model, 5), joint_bias=False)
+    weight = STYLES[style][0][0]
+    assert list(joint.blocks) == [f"{weight}[{e}]" for e in range(EXPERTS)]
+    assert list(separate.blocks) == [f"{name}[{e}]" for name in (weight, "b") for e in range(EXPERTS)]
+    for name in (weight, "b"):
+        close(separate.submatrix(name).to_dense(), joint.submatrix(name).to_dense())
+    for block in joint.blocks.values():
+        params = {name: normal(1, *joint.domain.shapes[name]) for name in block.layout.params}
+        flat = torch.cat([p.flatten() for p in params.values()])
+        assert torch.equal(flat[block.layout.flat_index()], block.layout.matrix(params)[0])
+
+
 @pytest.mark.parametrize("style", IN_FLOAT64)
 def test_corrected_eigenvalues(style: str) -> None:
     risk = risk_of(make(style), 5)
