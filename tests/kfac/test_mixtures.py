@@ -294,14 +294,16 @@ def test_scaled_baddbmm(alpha: float, beta: float) -> None:
     close(K.trace(), GGN(risk).to_dense().trace())
 
 
+@pytest.mark.parametrize("shape", [(2, 1, 3), (2, 1), (1, 3)], ids=str)
 @pytest.mark.parametrize("names", [["W"], ["c"], ["W", "c"]], ids=str)
-def test_baddbmm_with_another_input(names: list[str]) -> None:
-    """Biases `[E, 1, out]` are added; what is no parameter is not looked at."""
+def test_baddbmm_with_another_input(names: list[str], shape: tuple[int, ...]) -> None:
+    """What is not a bias of each expert, `[E, out]`, is added; what is no parameter is not looked at."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
-        return torch.baddbmm(m.c, x.expand(2, -1, -1), m.W).tanh().transpose(0, 1).flatten(1)
+        c = m.c if m.c.ndim == 3 else m.c.unsqueeze(1)
+        return torch.baddbmm(c, x.expand(2, -1, -1), m.W).tanh().transpose(0, 1).flatten(1)
 
-    model = Function(compute, W=normal(2, 4, 3), c=normal(2, 1, 3))
+    model = Function(compute, W=normal(2, 4, 3), c=normal(*shape))
     risk = EmpiricalRisk(model, nn.MSELoss(), (normal(3, 4), normal(3, 6)), params=names)
     same_predictions(risk)
     K = EKFAC(risk)

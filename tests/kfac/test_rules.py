@@ -300,6 +300,8 @@ def test_what_rules_do_not_understand() -> None:
         plan_of(torch.bmm, stack, parameter(4, 3, 2, view=lambda t: t.transpose(0, 1))),
         plan_of(torch.bmm, stack, parameter(3, 4, 4, view=lambda t: t[:, :, :2])),
         plan_of(torch.bmm, parameter(3, 2, 4, name="x"), parameter(3, 4, 2)),
+        plan_of(torch.bmm, data(0, N, 4), parameter(3, 4, 2, view=lambda t: t[:0])),
+        plan_of(torch.einsum, "eni,eio->eno", data(0, N, 4), parameter(3, 4, 2, view=lambda t: t[:0])),
         plan_of(torch.matmul, data(4), parameter(3, 4, 2)),
         plan_of(torch.baddbmm, stack, stack, parameter(3, 4, 2), out=stack),
         plan_of(torch.baddbmm, stack, constant, parameter(3, 4, 2)),

@@ -47,8 +47,8 @@ def einsum(weight: Argument, x: Argument, letters: tuple[str, str, str]) -> Plan
     one_by_one = expert in v and expert in result and not contracted & set(result)
     if not one_by_one or not contracted or set(w) <= set(v) or not x.data:
         return None
-    axis = v.index(expert)
-    if weight.shape[0] != x.shape[axis] or any(part.view is None for part in _parts(weight)):
+    axis, parts = v.index(expert), _parts(weight)
+    if weight.shape[0] != x.shape[axis] or not parts or any(part.view is None for part in parts):
         return None
     repeated = _is_repeated(weight)
     matrix, vectors, output = (part.replace(expert, "") for part in letters)
@@ -141,7 +141,8 @@ def _is_stack(weight: Argument) -> bool:
     """Whether a tensor with more than two axes consists of matrices that are simple views of a parameter."""
     if weight.ndim < 3 or not weight.tracked:
         return False
-    return all(_is_stack(part) if part.ndim > 2 else part.view is not None for part in _parts(weight))
+    known = [_is_stack(part) if part.ndim > 2 else part.view is not None for part in _parts(weight)]
+    return bool(known) and all(known)
 
 
 def _are_biases(input: Argument, x: Argument, weight: Argument) -> bool:
@@ -149,7 +150,8 @@ def _are_biases(input: Argument, x: Argument, weight: Argument) -> bool:
     if input.ndim != 3 or input.shape[1] != 1 or not x.data or not _is_stack(weight):
         return False
     biases = [part.part(0) for part in _parts(input)]
-    return len(biases) == len(_parts(weight)) and all(bias.view is not None for bias in biases)
+    known = all(bias.view is not None and bias.shape == weight.shape[2:] for bias in biases)
+    return known and len(biases) == len(_parts(weight))
 
 
 def _parts(weight: Argument) -> list[Argument]:
