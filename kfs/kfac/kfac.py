@@ -11,6 +11,7 @@ from kfs.errors import DataError, ModelError
 from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.block import Block
 from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shared_with, warn_of_wide
+from kfs.kfac.layout import Layout
 from kfs.kfac.scaffold import kfac
 from kfs.kfac.settings import Fisher, Settings, Sharing, Uncovered
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress, details
@@ -19,6 +20,7 @@ from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked_with_zeros
 from kfs.kfac.sums.block_sums import BlockSums
+from kfs.kfac.sums.placement import Placement
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
 
@@ -154,7 +156,7 @@ class KFAC(BlockDiagonal):
         self.num_data = progress.num_data
         self.audit = progress.audit
         order = {name: place for place, name in enumerate(risk.params)}
-        blocks.sort(key=lambda block: (order[block.layout.weight], block.layout.rows))
+        blocks.sort(key=lambda block: _place(block.layout, order))
         self.blocks = {block.layout.name: Block(block) for block in blocks}
         self._update_scale()
         warn_of_wide(self.blocks.values(), self.settings, stacklevel=3)
@@ -217,16 +219,22 @@ class KFAC(BlockDiagonal):
         return K
 
     def _add(self, blocks: Iterable[BlockSums], num_data: int, count: float) -> None:
-        """Add sums of other data."""
+        """Add sums of other data. Some of them may use rows of a parameter (experts) that the others do not use."""
         others = {block.layout.name: block for block in blocks}
-        if {n: b.layout for n, b in self.blocks.items()} != {n: b.layout for n, b in others.items()}:
+        mine = [block.layout for block in self.blocks.values()]
+        placement = Placement(mine)
+        fit = all(placement.admit(block.layout) for block in others.values())
+        if not fit or _params(mine) != _params(block.layout for block in others.values()):
             raise ModelError(
                 f"The blocks differ: {list(self.blocks)} and {list(others)}.", "Use the same model and parameters."
             )
         # All of them are computed before the first one is replaced: an error leaves this object as it was.
-        merged = {name: block.sums.plus(others[name]) for name, block in self.blocks.items()}
-        for name, block in self.blocks.items():
-            block.sums = merged[name]
+        merged = {name: block.shared() for name, block in others.items()}
+        merged |= {n: b.sums.plus(others[n]) for n, b in self.blocks.items() if n in others}
+        for name, sums in merged.items():
+            self.blocks.setdefault(name, Block(sums)).sums = sums
+        order = {name: place for place, name in enumerate(self.domain.shapes)}
+        self.blocks = dict(sorted(self.blocks.items(), key=lambda item: _place(item[1].layout, order)))
         self.num_data += num_data
         self.count += count
         self._update_scale()
@@ -316,6 +324,16 @@ def _compute(
     if not blocks:
         raise coverage_error(uncovered)
     return blocks, progress
+
+
+def _place(layout: Layout, order: Mapping[str, int]) -> tuple[int, tuple[int, int]]:
+    """Return the place of a block among others, given those of parameters."""
+    return order[layout.weight], layout.rows
+
+
+def _params(layouts: Iterable[Layout]) -> set[str]:
+    """Return all parameters that some blocks have."""
+    return {name for layout in layouts for name in layout.params}
 
 
 def _check_finite(blocks: list[BlockSums]) -> None:

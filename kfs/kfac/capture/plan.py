@@ -46,17 +46,29 @@ class Call:
 
 @dataclass(frozen=True)
 class View:
-    """Some consecutive rows of a parameter, perhaps transposed."""
+    """Some consecutive rows of a parameter, or one of those tensors that it stacks; a matrix perhaps transposed."""
 
     name: str
     shape: tuple[int, ...]  # that of the parameter
     rows: tuple[int, int]  # half-open range
     transposed: bool
+    stacked: bool = False  # whether it is a single index of the first axis, and does not have this axis any more
 
     @property
     def is_whole(self) -> bool:
         """Whether it has all rows."""
         return self.rows == (0, self.shape[0])
+
+    def matrix_layout(self, flip: bool = False) -> Layout:
+        """Return the layout of a view with two axes, which is `[out, in]`, or `[in, out]` if `flip`."""
+        return self.layout((1, 0) if self.transposed != flip else (0, 1), 1)
+
+    def layout(self, order: tuple[int, ...], split: int) -> Layout:
+        """Return the layout of a view, given the order of its axes, and how many of them make the rows."""
+        if self.stacked:  # the axis that the view lacks has length one in the block
+            order = (0, *(1 + axis for axis in order))
+            split += 1
+        return Layout(self.name, self.shape, self.rows, order, split)
 
 
 @dataclass(frozen=True)
@@ -103,20 +115,29 @@ class Argument:
 
     @property
     def view(self) -> View | None:
-        """Which rows of a parameter it is; `None` if it is not such a simple view of a parameter."""
+        """Which part of a parameter it is; `None` if it is not such a simple view of a parameter."""
         if self.name is None or self.source is None or self.derived:
             return None
         shape, stride, dtype = self.source
-        if self.dtype != dtype:
+        if self.dtype != dtype or not shape:
+            return None
+        first, between = divmod(self.offset, max(stride[0], 1))
+        if between:  # it starts in the middle of a row
             return None
         candidates = [(self.shape, self.stride, False)]
         if self.ndim == 2:
             candidates.append((self.shape[::-1], self.stride[::-1], True))
         for mine, strides, transposed in candidates:
-            if len(mine) == len(shape) > 0 and mine[1:] == shape[1:] and strides == stride:
-                first = self.offset // max(stride[0], 1)
+            if len(mine) == len(shape) and mine[1:] == shape[1:] and strides == stride:
                 return View(self.name, shape, (first, first + mine[0]), transposed)
+            if mine and mine == shape[1:] and strides == stride[1:]:
+                return View(self.name, shape, (first, first + 1), transposed, stacked=True)
         return None
+
+    def part(self, index: int) -> "Argument":
+        """Describe what an index of the first axis selects."""
+        offset = self.offset + index * self.stride[0]
+        return replace(self, shape=self.shape[1:], stride=self.stride[1:], offset=offset)
 
     @property
     def by_rows(self) -> bool:

@@ -80,6 +80,8 @@ class Regular(Owners):
         """Reshape; this copies nothing if the batch axis comes first."""
         shape = t.shape[t.ndim - trailing :]
         rows = prod(t.shape[: t.ndim - trailing])
+        if rows == 0:  # an expert without tokens
+            return t.reshape(self.num_data, 0, *shape)
         if self.num_data * self.inner == rows:
             return t.reshape(self.num_data, self.inner, *shape)
         t = t.reshape(-1, self.num_data, self.inner, *shape).movedim(1, 0)
@@ -164,8 +166,8 @@ def by_length(num_data: int, leading: Sequence[int], axis: int | None = None) ->
         DataError: If it is not found.
     """
     rows = prod(leading)
-    if num_data == 1:
-        return Regular.batch_first(1, rows)
+    if num_data == 1 or rows == 0:
+        return Regular.batch_first(num_data, rows)
     if axis == 1 and len(leading) == 1 and rows % num_data == 0:  # sequence and batch share an axis
         return Regular(num_data, 1)
     if axis is not None and axis < len(leading):
