@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from kfs.data import tensors_in
 from kfs.errors import DataError
-from kfs.kfac.capture import Audit, Audits, backward, forward, measure_rows
+from kfs.kfac.capture import Audits, backward, forward, measure_rows
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.layout import Side
 from kfs.kfac.rules import new_session

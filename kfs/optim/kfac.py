@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from kfs.errors import KfsWarning, LossError, ModelError, StorageError
 from kfs.kfac.block import Block
+from kfs.kfac.capture import Audit
 from kfs.kfac.coverage import listed, shared_with, warn_of_wide
 from kfs.kfac.layout import Key, Layout
-from kfs.kfac.capture import Audit
 from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.kfac.structures import Method
 from kfs.losses import describe

@@ -22,6 +22,8 @@ from tests.kfac.models import Function
 from tests.kfac.test_composites import same_predictions
 from tests.operators.contract import close
 
+pytestmark = pytest.mark.usefixtures("grouped_in_double")
+
 EXPERTS, INPUTS, OUTPUTS = 3, 4, 2
 SHARING = ("expand", "reduce")
 Style = Callable[..., Tensor]

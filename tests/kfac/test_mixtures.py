@@ -19,6 +19,8 @@ from tests.kfac.models import Function
 from tests.kfac.test_composites import same_predictions
 from tests.operators.contract import close
 
+pytestmark = pytest.mark.usefixtures("grouped_in_double")
+
 EXPERTS, WIDTH, HIDDEN = 3, 4, 8
 STYLES = ("loop", "capacity", "grouped")
 

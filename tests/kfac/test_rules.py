@@ -20,9 +20,9 @@ from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Rewrite
 from kfs.kfac.layout import Layout
 from kfs.kfac.rules import RULES
 from kfs.kfac.sums import Use
-from kfs.kfac.sums.owners import by_length
 from kfs.kfac.sums.inputs import OneHot, Rows, Vectors
 from kfs.kfac.sums.outer_products import OuterProductSum
+from kfs.kfac.sums.owners import by_length
 from kfs.kfac.sums.patches import Patches
 from tests.operators.contract import close
 

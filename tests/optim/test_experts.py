@@ -11,6 +11,8 @@ from tests.kfac.test_mixtures import EXPERTS, Mixture, Skips, sent_to
 from tests.operators.contract import close
 from tests.optim.training import train
 
+pytestmark = pytest.mark.usefixtures("grouped_in_double")
+
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     """Return batches of one token per datum; the second one leaves an expert out."""

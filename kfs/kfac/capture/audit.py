@@ -120,14 +120,14 @@ class Audited:
     whole: bool  # whether it is about all data of a batch, because that cannot be cut
 
 
-def compare_whole(f: Tensor, few: Tensor) -> None:
+def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
     """Compare predictions of a whole batch with those of its first data alone.
 
     Raises:
         ModelError: If they differ.
     """
     difference = _difference(f[: len(few)], few)
-    if difference > _tolerance(f):
+    if difference > tolerance:
         raise _mixing_error(
             f"The predictions for the first {len(few)} data differ by {difference:.0%} if they are computed in a batch "
             f"of {len(f)}."
@@ -188,7 +188,7 @@ class _Audit:
     def result(self) -> tuple[Audited, Tensor]:
         """Run it."""
         f, capture, sums = self._captured()
-        tolerance = _tolerance(f)
+        tolerance = _IN_HALF_PRECISION if sums.narrow else _tolerance(f)
         predictions = self._compare_predictions(f.detach(), tolerance)
         with _without_hooks(self.params.values()):
             gradients, unexplained = self._compare_gradients(f, capture, sums, tolerance)

@@ -85,7 +85,7 @@ class Audits:
         """
         few, self._predictions = self._predictions, None
         if few is not None and self._halves:
-            compare_whole(f, few)
+            compare_whole(f, few, self._seen[-1].report.tolerance)
 
 
 def _evaluate(

@@ -45,7 +45,7 @@ class Tap(torch.autograd.Function):
         handle: Tensor,
         capture: CapturedPass,
         receive: Receiver,
-        waits: bool,  # noqa: ARG004
+        waits: bool,
     ) -> Tensor:
         ctx.capture = capture
         ctx.receive = receive

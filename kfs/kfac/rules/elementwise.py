@@ -6,7 +6,6 @@ others are rows: it is like an embedding whose rows are all looked up once for e
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch

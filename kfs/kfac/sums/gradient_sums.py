@@ -14,6 +14,8 @@ from kfs.kfac.sums.inputs import Use
 from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.owners import Owners, Regular
 
+_HALF = {torch.float16, torch.bfloat16}
+
 
 class GradientSums(Sums):
     """Adds gradients times inputs up over all uses, for one column.
@@ -21,6 +23,7 @@ class GradientSums(Sums):
     Attributes:
         operations: By parameter, what used it.
         conflicts: `(parameter, operation)` of uses that do not fit together with other uses of the parameter.
+        narrow: Parameters that are used in half precision.
     """
 
     by_datum = True
@@ -32,11 +35,14 @@ class GradientSums(Sums):
         self.conflicts: set[tuple[str, str]] = set()
         self.totals: dict[Key, tuple[Layout, Tensor]] = {}
         self.sizes: dict[Key, float] = {}
+        self.narrow: set[str] = set()
 
     def adder_of(self, plan: PlannedUse) -> Adder:
         """Return what adds the uses of a plan."""
         for name in plan.layout.params:
             self.operations.setdefault(name, set()).add(plan.operation)
+            if plan.narrow is not None or plan.dtype in _HALF:
+                self.narrow.add(name)
         return _Add(self, plan)
 
     def note_conflict(self, plan: PlannedUse) -> None:
