@@ -1,0 +1,140 @@
+"""Which datum a row belongs to: all models, with data along axes in all ways, against loops over data one by one.
+
+Two oracles. The trace of EKFAC, restricted to a parameter, is the sum of squares of the gradients of every datum alone.
+And nothing changes if data come in other batches, or in another order.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs.basics.hessian_factorizations import hessian_factor
+from kfs.basics.reduction_factors import reduction_factor
+from kfs.kfac import EKFAC, KFAC
+from tests.kfac.arrangements import ARRANGEMENTS, Instance, N, Problem
+from tests.kfac.problems import KNOWN
+from tests.operators.contract import close
+
+SHARING: tuple[Any, ...] = ("expand", "reduce")
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # PyTorch's own
+
+
+@pytest.fixture(autouse=True)
+def _groups(request: pytest.FixtureRequest) -> None:
+    """Let models with `torch._grouped_mm` run in float64. Others run without, which takes less time."""
+    if "grouped" in request.node.name:
+        request.getfixturevalue("grouped_in_double")
+
+
+@cache
+def instance(problem: Problem, num_data: int = N) -> Instance:
+    """Make a problem once."""
+    return problem.instance(num_data)
+
+
+def columns(one: Instance, f: Tensor, y: Tensor, fisher: str) -> Iterator[Tensor]:
+    """Yield what is sent back for one datum, given its prediction and target without batch axis."""
+    if fisher == "type-2":
+        factor = hessian_factor(one.loss, f.detach(), y)
+        yield from factor.reshape(f.numel(), -1).T.reshape(-1, *f.shape)
+        return
+    total = type(one.loss)(reduction="sum")
+    f, y = f.detach().unsqueeze(0).requires_grad_(), y.unsqueeze(0)
+    (g,) = torch.autograd.grad(total(f, y), f)
+    yield g.squeeze(0) / reduction_factor(total, y)
+
+
+def squares(one: Instance, fisher: str) -> dict[str, float]:
+    """Sum squared gradients of every parameter: one datum and one column after the other, by autograd."""
+    params = {name: p for name, p in one.model.named_parameters() if p.requires_grad}
+    totals = dict.fromkeys(params, 0.0)
+    for n, y in enumerate(one.ys):
+        f = one.predict(n)
+        for v in columns(one, f, y.squeeze(0), fisher):
+            gradients = torch.autograd.grad(f, list(params.values()), v, retain_graph=True, allow_unused=True)
+            for name, g in zip(params, gradients, strict=True):
+                totals[name] += 0.0 if g is None else float(g.square().sum())
+    R = reduction_factor(one.loss, torch.cat(one.ys))
+    return {name: R * total for name, total in totals.items()}
+
+
+def traces(E: EKFAC) -> dict[str, float]:
+    """Return the trace of every parameter's part."""
+    return {name: float(d.sum()) for name, d in E.domain.unflatten(E.diagonal().unsqueeze(0)).items()}
+
+
+def check_traces(one: Instance, fisher: Any, sharing: Any) -> None:
+    """Compare traces with sums of squares. Biases have blocks of their own, so that traces are exact for each."""
+    E = EKFAC(one.risk(), fisher, sharing, joint_bias=False)
+    assert traces(E) == pytest.approx(squares(one, fisher), rel=1e-9, abs=1e-12)
+
+
+def check_batches(one: Instance, *splits: Sequence[Sequence[int]]) -> None:
+    """Compare factors, and eigenvalues in one basis, of one batch with those of other batches."""
+    whole = one.risk()
+    for sharing in SHARING:
+        K = KFAC(whole, "empirical", sharing)
+        for split in splits:
+            L = KFAC(one.risk(*split), "empirical", sharing)
+            assert K.blocks.keys() == L.blocks.keys()
+            for name, block in K.blocks.items():
+                close(L.blocks[name].A, block.A)
+                close(L.blocks[name].B, block.B)
+    E = EKFAC.from_kfac(K, whole)
+    for split in splits:
+        close(EKFAC.from_kfac(K, one.risk(*split)).diagonal(), E.diagonal())
+
+
+def expected(problem: Problem, *refused: str, why: str) -> Any:
+    """Return a problem for a test that is known to fail for some problems."""
+    marks = [pytest.mark.xfail(reason=why, strict=True)] if problem.name in refused else []
+    return pytest.param(problem, marks=marks, id=problem.name)
+
+
+class TestKnownModels:
+    """All models of other tests."""
+
+    @pytest.mark.parametrize("problem", KNOWN, ids=str)
+    def test_traces(self, problem: Problem) -> None:
+        check_traces(instance(problem), "type-2", "expand")
+
+    @pytest.mark.parametrize("problem", KNOWN, ids=str)
+    def test_batches_and_order(self, problem: Problem) -> None:
+        check_batches(instance(problem), [[2], [3, 0, 1]])
+
+    @pytest.mark.parametrize("problem", [p for p in KNOWN if p.name.startswith("derived")], ids=str)
+    def test_other_numbers_of_data(self, problem: Problem) -> None:
+        """What was found out for four data holds for two, also if a table has two rows."""
+        check_batches(instance(problem), [[3, 0], [1, 2]])
+
+
+class TestArrangements:
+    """Data along axes in all ways."""
+
+    @pytest.mark.parametrize("num_data", [1, 2, N, 9])
+    @pytest.mark.parametrize("problem", ARRANGEMENTS, ids=str)
+    def test_traces(self, problem: Problem, num_data: int) -> None:
+        one = instance(problem, num_data)
+        check_traces(one, "type-2", "expand")
+        if num_data > 1:
+            check_traces(one, "empirical", "reduce")
+
+    @pytest.mark.parametrize("problem", ARRANGEMENTS, ids=str)
+    def test_batches(self, problem: Problem) -> None:
+        check_batches(instance(problem), [[0], [1], [2], [3]], [[0, 1, 2], [3]])
+
+    @pytest.mark.parametrize("problem", ARRANGEMENTS, ids=str)
+    def test_order(self, problem: Problem) -> None:
+        check_batches(instance(problem), [[2, 0, 3, 1]])
+
+    @pytest.mark.parametrize("num_data", [65, 513])
+    @pytest.mark.parametrize("name", ["siamese", "sorted", "experts, masks", "graphs, all of one size"])
+    def test_many_data(self, name: str, num_data: int) -> None:
+        """Where every batch is measured, indices of data have several digits."""
+        (problem,) = [one for one in ARRANGEMENTS if one.name == name]
+        check_traces(instance(problem, num_data), "empirical", "reduce")
