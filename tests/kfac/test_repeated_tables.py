@@ -280,3 +280,20 @@ def test_other_models(name: str, num_data: int) -> None:
     check_traces(one, "empirical", "reduce")
     if num_data > 1:
         check_batches(one, [[2], [1, 0], [3]])
+
+
+@pytest.mark.parametrize("like", [torch.ones_like, torch.zeros_like, lambda p: p.new_full(p.shape, 2.0)])
+def test_the_shape_of_a_parameter_is_not_a_use(like: Any) -> None:
+    """A mask that is made like a weight has none of its values."""
+    W, b, X, y = normal(3, 3), normal(3), normal(4, 3), torch.arange(4) % 3
+    found = []
+    for mask in (like, lambda p: like(p.detach())):
+        model = Function(
+            lambda m, x, mask=mask: F.linear(x, m.W) + m.b + (x.unsqueeze(1) * mask(m.W)).sum(2) + mask(m.b), W=W, b=b
+        )
+        found.append(KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y))))
+    K, L = found
+    for name, block in L.blocks.items():
+        assert K.blocks[name].operations == block.operations
+        close(K.blocks[name].A, block.A)
+        close(K.blocks[name].B, block.B)

@@ -136,7 +136,8 @@ class Capture(TorchFunctionMode):
         else:
             if func in _FIRST_ONLY:  # the second argument gives type or shape only
                 inputs = inputs[:1]
-            sources = list(map(self.tracker.find, inputs))
+            # A mask made by torch.ones_like(weight) has the shape of a parameter, and none of its values.
+            sources = [] if func in _SHAPES_ONLY else list(map(self.tracker.find, inputs))
             if any(sources):
                 return self._run(func, args, kwargs, inputs, sources)
         result = func(*args, **kwargs)
