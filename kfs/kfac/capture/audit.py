@@ -12,7 +12,7 @@ Next to that, the audit finds the order in which rows belong to data, and which 
 row for every datum all the same (a table that is repeated over the batch).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -28,11 +28,12 @@ from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.mode import Capture, tensors_of
 from kfs.kfac.capture.ownership import Known, Placed, Question, Site, probes
 from kfs.kfac.capture.session import Session
-from kfs.kfac.capture.tap import backward, measure_rows
+from kfs.kfac.capture.tap import backward, measure_rows, pass_derived
 from kfs.kfac.sums.gradient_sums import GradientSums
+from kfs.kfac.sums.outer_products import full_precision
 
 # How many data an audit looks at.
-FEW = 8
+FEW = 4
 # Up to which relative difference two results count as the same. Batches of different size are rounded differently.
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 _ON_ACCELERATOR = 1e-2  # products may be rounded to TF32
@@ -187,11 +188,12 @@ class _Audit:
 
     def result(self) -> tuple[Audited, Tensor]:
         """Run it."""
-        f, capture, sums = self._captured()
+        names = [name for name, p in self.params.items() if p.requires_grad]
+        with _without_hooks(self.params.values()):
+            f, capture, sums, exact = self._captured([self.params[name] for name in names])
         tolerance = _IN_HALF_PRECISION if sums.narrow else _tolerance(f)
         predictions = self._compare_predictions(f.detach(), tolerance)
-        with _without_hooks(self.params.values()):
-            gradients, unexplained = self._compare_gradients(f, capture, sums, tolerance)
+        gradients, unexplained = self._compare_gradients(f, capture, sums, dict(zip(names, exact, strict=True)), tolerance)
         sites = _waiting(capture)
         uses = [site for site in sites if not site.meeting]
         report = Audit(
@@ -205,6 +207,7 @@ class _Audit:
         )
         known = replace(
             self.known,
+            answers={question: answer for question, answer, *_ in capture.questions},
             uses=tuple(self._placed(site, capture.routes) for site in uses),
             meetings=tuple(self._placed(site, capture.routes) for site in sites if site.meeting),
             unexplained=frozenset(unexplained),
@@ -212,26 +215,41 @@ class _Audit:
         _forget(capture)
         return Audited(report, known, self.whole), f.detach()
 
-    def _captured(self) -> tuple[Tensor, Capture, GradientSums]:
-        """Run the model until it is clear which results have a row for every datum, and which inputs are constant."""
+    def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, Capture, GradientSums, Sequence[Tensor | None]]:
+        """Run the model until it is clear which results have a row for every datum, and which inputs are constant.
+
+        Returns:
+            Predictions, the pass, sums over uses, and gradients by autograd of what was asked for.
+        """
         self.known = Known()
         for last in (False,) * (_ROUNDS - 1) + (True,):
             sums = GradientSums()
             capture = Capture(self.session, sums, self.num_data, self.batch_axis, self.known, measuring=True)
             f = self._forward(capture)
-            measure_rows(f, capture)
+            exact = self._send_back(f, capture, params)
             changed = self._changed_answers(capture)
             if changed and not last:
                 self.known = replace(self.known, answers={**self.known.answers, **changed})
                 continue
             mixed = [site for site in _waiting(capture) if site.measured is not None and site.measured.mixes]
             if not mixed or self.session.mixing:
-                return f, capture, sums
+                return f, capture, sums, exact
             constants = self._more_constants(capture)
             if constants == self.known.constants or last:
                 break
             self.known = Known(constants=constants)
         raise self._mixing(capture)
+
+    def _send_back(self, f: Tensor, capture: Capture, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Measure rows, add gradients times inputs up, and return gradients by autograd for the same vectors."""
+        if self.num_data == 1:  # all rows are those of the only datum, so that nobody waits
+            return backward(f, capture, next(probes(f, 1)).unsqueeze(0), also=params)
+        exact = measure_rows(f, capture, also=params)
+        if capture.sites is not None:
+            with full_precision(f.device.type):
+                capture.sites.replay()
+                pass_derived(capture)
+        return exact
 
     def _forward(self, capture: Capture, within: AbstractContextManager[Any] | None = None) -> Tensor:
         """Run the model with taps."""
@@ -315,18 +333,15 @@ class _Audit:
         return all(site.inner == prod(site.leading[1:]) for site in sites if site.measured is not None)
 
     def _compare_gradients(
-        self, f: Tensor, capture: Capture, sums: GradientSums, tolerance: float
+        self, f: Tensor, capture: Capture, sums: GradientSums, exact: Mapping[str, Tensor | None], tolerance: float
     ) -> tuple[dict[str, float], set[tuple[str, str]]]:
         """Compare sums over uses with gradients by autograd."""
-        names = [name for name, p in self.params.items() if p.requires_grad]
-        v = next(probes(f, self.num_data))
-        exact = backward(f, capture, v.unsqueeze(0), also=[self.params[name] for name in names])
         left_out = {name for name, _ in capture.unexplained | sums.conflicts}
         found, sizes = sums.by_parameter(self.params)
         differences: dict[str, float] = {}
         unexplained: set[tuple[str, str]] = set()
         eps = torch.finfo(f.dtype).eps
-        for name, g in zip(names, exact, strict=True):
+        for name, g in exact.items():
             if name not in found or name in left_out:
                 continue
             expected = torch.zeros_like(found[name]) if g is None else g.to(found[name].dtype)

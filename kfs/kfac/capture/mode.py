@@ -288,6 +288,7 @@ class Capture(TorchFunctionMode):
             by_construction: Whether rows were brought into the order of data.
         """
         if not plan.fits:
+            self._waits = True  # probes show it, too
             return lambda _: self.sums.note_conflict(plan)
         adder = self.sums.adders.get(plan)
         if adder is None:
@@ -308,11 +309,11 @@ class Capture(TorchFunctionMode):
         what = (plan.operation, plan.layout.weight)
         return self.open(what, leading, start)
 
-    def tap(self, z: Tensor, receive: Receiver) -> Tensor:
-        """Return `z` such that gradients with respect to it are shown to a receiver."""
+    def tap(self, z: Tensor, receive: Receiver, probed: bool = False) -> Tensor:
+        """Return `z` such that gradients with respect to it are shown to a receiver, those of probes if `probed`."""
         if self.handle is None:
             self.handle = torch.empty(0, requires_grad=True)
-        waits = self._waits
+        waits = self._waits or probed
         if waits:
             self._waits = False
         return apply_tap(z, self.handle, self, receive, waits)

@@ -234,6 +234,7 @@ class Site:
     meeting: bool  # whether a derived parameter meets the batch there
     receiver: Receiver | None = None
     probed: list[Tensor] = field(default_factory=list)
+    first: Tensor | None = None  # gradients of the first probe, if somebody wants them again
     dtype: torch.dtype = torch.float32
     measured: Measured | None = None
     inner: int | None = None
@@ -244,6 +245,8 @@ class Site:
         if self.receiver is not None:
             self.receiver(g)
             return
+        if self.sites.measuring and self.first is None:
+            self.first = g
         g = torch.view_as_real(g).flatten(-2) if g.is_complex() else g
         self.dtype = g.dtype
         rows = g[0].reshape(-1, g.shape[-1])
@@ -370,6 +373,12 @@ class Sites:
         """Find out whose the rows are, after all probes were sent back."""
         for site in (*self.waiting, *self.observed):
             site.settle(self.num_data, self._mixing)
+
+    def replay(self) -> None:
+        """Pass gradients of the first probe on, now that it is known whose they are; the latest places come first."""
+        for site in reversed(self.waiting):
+            if site.first is not None and site.receiver is not None:
+                site.receiver(site.first)
 
     def forget(self) -> None:
         """Forget all places, which may hold activations."""

@@ -184,7 +184,7 @@ def _probed(capture: Capture, result: Any, names: set[str], operation: str) -> A
         capture.unexplained.update((name, operation) for name in names)
 
     if isinstance(result, Tensor):
-        return capture.tap(result, fire)
+        return capture.tap(result, fire, probed=True)
     fire(tensors_of(result)[0])  # several results are not followed one by one
     return result
 
