@@ -13,8 +13,9 @@ from torch.autograd.graph import GradientEdge
 from torch.func import vmap
 
 from kfs.errors import ModelError
-from kfs.kfac.capture.ownership import Sites, probes
-from kfs.kfac.capture.parameters import Derived
+from kfs.kfac.capture.ownership import probes
+from kfs.kfac.capture.sites import Sites
+from kfs.kfac.capture.tracking import Derived
 from kfs.kfac.sums.interface import Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
 
@@ -42,7 +43,7 @@ class Tap(torch.autograd.Function):
     def forward(  # noqa: D102
         ctx: Any,
         z: Tensor,
-        handle: Tensor,
+        handle: Tensor,  # noqa: ARG004
         capture: CapturedPass,
         receive: Receiver,
         waits: bool,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kfs.kfac.capture.derived import Spread, add_derived, scattered, settled, tap_spread
-from kfs.kfac.capture.mode import Capture, tensors_of
-from kfs.kfac.capture.parameters import Tracked
-from kfs.kfac.capture.plan import Argument, Call, Plan, is_in_place
+from kfs.kfac.capture.mode import Capture
+from kfs.kfac.capture.plan import Argument, Call, Plan
+from kfs.kfac.capture.tracking import Tracked, is_in_place, tensors_of
 from kfs.kfac.rules import elementwise
 from kfs.kfac.rules.elementwise import all_rows, entries_layout
 from kfs.kfac.sums.inputs import Rows
