@@ -141,7 +141,7 @@ class _Audit:
         )
         known = replace(
             self.known,
-            answers={question: answer for question, answer, *_ in capture.questions},
+            answers={question: answer for question, answer, _ in capture.places().questions},
             uses=tuple(self._placed(site, capture.routes) for site in uses),
             meetings=tuple(self._placed(site, capture.routes) for site in sites if site.meeting),
             unexplained=frozenset(unexplained),
@@ -200,9 +200,7 @@ class _Audit:
     def _changed_answers(self, capture: Capture) -> dict[Question, bool]:
         """Return answers that turned out to be wrong."""
         changed: dict[Question, bool] = {}
-        for question, answer, waiting, observed in capture.questions:
-            assert capture.sites is not None  # noqa: S101 (a question makes them)
-            sites = capture.sites.waiting[waiting] if answer else capture.sites.observed[observed]
+        for question, answer, sites in capture.places().questions:
             found = [site.measured for site in sites if site.measured is not None and site.measured.has_votes]
             if not found:
                 continue

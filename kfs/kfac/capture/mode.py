@@ -9,7 +9,6 @@ Where a parameter meets no data yet (an embedding of positions `0, ..., T - 1` w
 per datum.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -34,11 +33,10 @@ from kfs.kfac.capture.plan import (
     Read,
     Rewrite,
     argument_at,
-    prepared,
     with_argument,
 )
 from kfs.kfac.capture.session import Session
-from kfs.kfac.capture.sites import Known, Question, Sites, What
+from kfs.kfac.capture.sites import Known, Sites, What
 from kfs.kfac.capture.tap import apply_tap
 from kfs.kfac.capture.tracking import FIRST_ONLY, Derived, Marks, Tracked, tensors_of
 from kfs.kfac.sums.interface import Adder, Receiver, Sums
@@ -92,7 +90,6 @@ class Capture(TorchFunctionMode):
         self.batch_axis = batch_axis
         self.measuring = measuring
         self.sites: Sites | None = None  # where it matters whose rows are, if anywhere
-        self.questions: list[tuple[Question, bool, slice, slice]] = []
         self.marks = Marks(self.tracker, num_data, batch_axis, known.constants if known is not None else ())
         self.is_data = self.marks.is_data
         self.as_data = self.marks.as_data
@@ -112,7 +109,6 @@ class Capture(TorchFunctionMode):
         self.unexplained: set[tuple[str, str]] = set() if known is None else set(known.unexplained)
         self._known = known
         self._waits = False  # whether the next tap belongs to a place that waits to be measured
-        self._asked: Counter[tuple[Any, str]] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, by a plan if it uses a tracked parameter."""
@@ -188,7 +184,7 @@ class Capture(TorchFunctionMode):
             x = prepared(planned[0], args, kwargs)
         leading, axis = planned[0].inputs.leading(x), self.batch_axis or 0
         guess = self.num_data > 1 and leading[axis : axis + 1] == (self.num_data,)
-        with self.question(func, planned[0].layout.weight, guess) as has_data:
+        with self.places().question(func, planned[0].layout.weight, guess) as has_data:
             if has_data:  # what is multiplied does not depend on data, but it has a row for every datum
                 return self._settle_and_tap(planned, call, (key, "rows of data"), args, kwargs, out)
             followed = follow(self, planned[0], call, x, out, key)
@@ -213,26 +209,11 @@ class Capture(TorchFunctionMode):
             out = self._tap_output(plan, args, kwargs, out)
         return out
 
-    @contextmanager
-    def question(self, func: Any, name: str, guess: bool) -> Iterator[bool]:
-        """Ask whether the result of an operation on a parameter and constants has a row for every datum.
-
-        An audit finds out; without one, the answer is a guess. It goes over what happens in this context.
-        """
-        question = (func, name, self._asked[func, name])
-        self._asked[func, name] += 1
-        answer = guess if self._known is None else self._known.answers.get(question, guess)
-        sites = self._sites()
-        waiting, observed = len(sites.waiting), len(sites.observed)
-        yield answer
-        opened = slice(waiting, len(sites.waiting)), slice(observed, len(sites.observed))
-        self.questions.append((question, answer, *opened))
-
     def open(
         self, what: What, leading: tuple[int, ...], start: Callable[[Owners], Receiver], meeting: bool = False
     ) -> Receiver:
         """Open a place at which it matters whose rows are, right before its tap; arguments are those of `Sites`."""
-        sites = self._sites()
+        sites = self.places()
         before = len(sites.waiting)
         receive = sites.open(what, leading, start, meeting)
         self._waits = len(sites.waiting) > before
@@ -240,11 +221,11 @@ class Capture(TorchFunctionMode):
 
     def observed(self, t: Tensor, what: What) -> Tensor:
         """Return a tensor such that an audit learns to which data its numbers belong."""
-        receive = self._sites().observe(what, tuple(t.shape))
+        receive = self.places().observe(what, tuple(t.shape))
         self._waits = True
         return self.tap(t, receive)
 
-    def _sites(self) -> Sites:
+    def places(self) -> Sites:
         """Return all places at which it matters whose rows are."""
         if self.sites is None:
             self.sites = Sites(self.num_data, self.batch_axis, self._known, self.measuring, self.session.mixing)
@@ -336,7 +317,7 @@ class Capture(TorchFunctionMode):
     @contextmanager
     def with_batch_axis(self, axis: int | None) -> Iterator[None]:
         """Override the batch axis in this context."""
-        sites = self._sites()
+        sites = self.places()
         before = sites.axis
         sites.axis = before if axis is None else axis
         try:
@@ -402,6 +383,17 @@ def forward(
         capture.running = False
     capture.find_hidden_uses(f)
     return f, capture
+
+
+def prepared(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a plan's inputs are read from; `None` if they are not read from anything."""
+    tensors = [
+        args[argument.place[0]] if argument.is_positional else argument_at(argument.place, args, kwargs)  # type: ignore[index]
+        for argument in plan.arguments
+    ]
+    if plan.prepare is not None:
+        return plan.prepare(*tensors)
+    return tensors[0] if tensors else None
 
 
 def _reading(read: Read, x: Any, receive: Receiver) -> Receiver:

@@ -225,17 +225,6 @@ def argument_at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return found if len(place) == 1 else found[place[1]]
 
 
-def prepared(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a plan's inputs are read from; `None` if they are not read from anything."""
-    tensors = [
-        args[argument.place[0]] if argument.is_positional else argument_at(argument.place, args, kwargs)  # type: ignore[index]
-        for argument in plan.arguments
-    ]
-    if plan.prepare is not None:
-        return plan.prepare(*tensors)
-    return tensors[0] if tensors else None
-
-
 def with_argument(
     place: Place, value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -3,7 +3,9 @@
 Where it is known from an audit, a place starts at once. Where it is not, it waits until its rows were measured.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -185,7 +187,9 @@ class Sites:
         self.observed: list[Site] = []
         self._known = known
         self._mixing = mixing
+        self.questions: list[tuple[Question, bool, list[Site]]] = []  # with answers, and the places that they are about
         self._next = [0, 0]
+        self._asked: Counter[tuple[Any, str]] = Counter()
 
     def open(
         self, what: What, leading: tuple[int, ...], start: Callable[[Owners], Receiver], meeting: bool = False
@@ -217,6 +221,20 @@ class Sites:
         self.observed.append(site)
         return lambda g: site.receive(g.unsqueeze(-1))
 
+    @contextmanager
+    def question(self, func: Any, name: str, guess: bool) -> Iterator[bool]:
+        """Ask whether the result of an operation on a parameter and constants has a row for every datum.
+
+        An audit finds out; without one, the answer is a guess. It is about the places that are opened in this context.
+        """
+        question = (func, name, self._asked[func, name])
+        self._asked[func, name] += 1
+        answer = guess if self._known is None else self._known.answers.get(question, guess)
+        waiting, observed = len(self.waiting), len(self.observed)
+        yield answer
+        opened = self.waiting[waiting:] if answer else self.observed[observed:]
+        self.questions.append((question, answer, opened))
+
     def settle(self) -> None:
         """Find out whose the rows are, after all probes were sent back."""
         for site in (*self.waiting, *self.observed):
@@ -232,6 +250,7 @@ class Sites:
         """Forget all places, which may hold activations."""
         self.waiting.clear()
         self.observed.clear()
+        self.questions.clear()
 
     def _look_up(self, what: What, leading: tuple[int, ...], known: Sequence[Placed], meeting: bool) -> Regular | None:
         """Return what is known about the next place; `None` if that is another one, or nothing."""

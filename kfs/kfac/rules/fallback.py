@@ -88,7 +88,7 @@ class _Following:
         num_data = self.capture.num_data
         # Without an audit: there is an axis as long as the batch that was not there before.
         guess = num_data > 1 and self.plain.shape.count(num_data) > self.t.shape.count(num_data)
-        with self.capture.question(self.func, self.parameter.name, guess) as has_data:
+        with self.capture.places().question(self.func, self.parameter.name, guess) as has_data:
             return self._with_rows_of_data() if has_data else self._derived()
 
     def _with_rows_of_data(self) -> Tensor:
