@@ -6,7 +6,7 @@ The curvature of each datum is $J_n^\top [\sum_c \blacktriangle_{n,c} \blacktria
 - `"ggn"`: the columns of a factor of the criterion's Hessian (the same for most losses),
 - `"mc"`: gradients for labels drawn from the model's likelihood, over the root of their number,
 - `"empirical"`: the gradient for the label at hand,
-- `"forward-only"`: zeros. The gradient-based factor is then the identity.
+- `"forward-only"`: zeros. The gradient-based factor is then a multiple of the identity.
 """
 
 from collections.abc import Callable, Iterator
