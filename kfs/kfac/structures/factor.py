@@ -74,6 +74,11 @@ class Factor(Stackable):
         return self.values.shape[-1]
 
     @property
+    def is_multiple_of_identity(self) -> bool:
+        """Whether one can tell from kind and size that all matrices are multiples of the identity."""
+        return self.kind == "identity" or self.size == 1
+
+    @property
     def T(self) -> "Factor":  # noqa: N802
         """The transposes."""
         return self if self.symmetric else replace(self, values=self.values.transpose(1, 2))
