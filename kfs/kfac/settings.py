@@ -13,7 +13,7 @@ Sharing = Literal["expand", "reduce"]
 Uncovered = Literal["error", "skip", "diagonal"]
 _CHOICES = {"fisher": get_args(Fisher), "uncovered": get_args(Uncovered), "sharing": get_args(Sharing)}
 # The smallest value of each number.
-_SMALLEST = {"mc_samples": 1, "seed": 0, "max_dim": 1, "first_datum": 0, "columns_at_once": 1}
+_SMALLEST = {"mc_samples": 1, "seed": 0, "max_dim": 1, "first_datum": 0, "columns_at_once": 1, "first_sample": 0}
 
 
 def check_device(device: str | torch.device) -> None:
@@ -29,6 +29,9 @@ def check_device(device: str | torch.device) -> None:
 @dataclass(frozen=True)
 class Settings:
     """The settings of `kfs.KFAC`, which documents them.
+
+    Attributes:
+        first_sample: Index of the first draw for each datum: zero for factors; `kfs.EKFAC` sets it for eigenvalues.
 
     Raises:
         ModelError: If a setting is unknown or out of range.
@@ -46,6 +49,7 @@ class Settings:
     columns_at_once: int | None = None
     factor_device: str | None = None
     factor_dtype: torch.dtype | None = None
+    first_sample: int = 0
 
     def __post_init__(self) -> None:
         """Check all settings."""
@@ -69,7 +73,16 @@ class Settings:
         """Return all settings, for a file."""
         dtype = None if self.factor_dtype is None else str(self.factor_dtype).removeprefix("torch.")
         sharing = dict(self.sharing) if isinstance(self.sharing, Mapping) else self.sharing
-        return asdict(self) | {"sharing": sharing, "factor_dtype": dtype}
+        state = asdict(self) | {"sharing": sharing, "factor_dtype": dtype}
+        if self.first_sample == 0:
+            del state[
+                "first_sample"
+            ]  # files of earlier versions do not have it, and checkpoints are compared with them
+        return state
+
+    def with_fresh_draws(self) -> "Settings":
+        """Return the same settings with other draws, of which there are as many for each datum."""
+        return replace(self, first_sample=self.first_sample + self.mc_samples) if self.fisher == "mc" else self
 
     @classmethod
     def from_state(cls, state: Any) -> "Settings":
