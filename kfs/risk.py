@@ -22,7 +22,18 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.basics._checks import check_no_inference_mode
-from kfs.data import Batch, arguments, as_batches, default_unpack, move, repeatably, tensors_in, unpacked
+from kfs.data import (
+    Batch,
+    Fingerprint,
+    arguments,
+    as_batches,
+    default_unpack,
+    fingerprint,
+    move,
+    repeatably,
+    tensors_in,
+    unpacked,
+)
 from kfs.errors import DataError, DtypeError, ModelError
 from kfs.exact_derivatives import ExactDerivatives, explained, no_hooks_on_saved_tensors
 from kfs.losses import Loss, describe
@@ -38,7 +49,10 @@ class EmpiricalRisk:
         model: A `torch.nn.Module`, or a function `f(params, x)` with `params` a dictionary of tensors.
         loss: A loss module of `torch.nn`, a `kfs.losses.Loss`, or a function of one datum's prediction and target.
         data: One `(X, y)`, a mapping (a batch as in Hugging Face), an iterable of batches, or a `DataLoader`. It is
-            iterated more than once and must give the same data in the same order every time.
+            iterated more than once and must give the same data in the same order every time. Numbers that PyTorch draws
+            for that (shuffling, augmentation) are made the same; those of NumPy and others are not. Every pass checks
+            its first batch. After changing data on purpose, also in place, make a new `EmpiricalRisk`: this one
+            remembers what it has counted.
         params: For a module, which parameters to consider: a list of names, or a dictionary of names and values. By
             default all that require gradients. For a function, the dictionary of its parameters.
         unpack: Splits a batch into `(x, y)`. By default pairs are taken apart, and mappings at their key `"labels"`.
@@ -53,7 +67,7 @@ class EmpiricalRisk:
 
     Raises:
         ModelError: If the model draws random numbers or mixes data, or a parameter is unknown.
-        DataError: If the data can be iterated only once, or a batch cannot be taken apart.
+        DataError: If the data can be iterated only once, or a batch cannot be taken apart. Later, if data change.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -82,6 +96,7 @@ class EmpiricalRisk:
         self._data = as_batches(data)
         self._unpack = default_unpack if unpack is None else unpack
         self._counted: tuple[int, float] | None = None
+        self._first_batch: Fingerprint | None = None
         self._places: list[tuple[dict[str, Any], str, Any]] = []  # where parameters were when they were the model's
         self.check_model()
 
@@ -197,20 +212,26 @@ class EmpiricalRisk:
     def batches(self, task: str = "") -> Iterator[Batch]:
         """Iterate over the data, on the parameters' device, with progress if asked for; empty batches are left out.
 
-        A loader that shuffles does so in the same way every time. What counts is counted, and must not change.
+        A loader that shuffles does so in the same way every time. What counts is counted, and must not change; nor must
+        the first batch.
         """
         data: Iterable[Any] = repeatably(self._data)
         if self.progress:
             data = track(data, task, total=len(self._data) if isinstance(self._data, Sized) else None, transient=True)
         first, count = 0, 0.0
+        seen: Fingerprint | None = None
         for raw in data:
             x, y = unpacked(self._unpack, raw)
             if len(y):
+                if seen is None:
+                    seen = fingerprint(x, y)  # where the data are: those on a CPU need not wait for an accelerator
+                    self._check_first_batch(seen)
                 batch = Batch(move(x, self.device), y.to(self.device), first)
                 yield batch
                 count += self.loss.count(batch.y)
             first += len(y)
         self._check_count(first, count)
+        self._first_batch = seen
 
     def count(self) -> tuple[int, float]:
         """Return the number of data and what a mean over them divides by; the first complete pass over them counts.
@@ -267,6 +288,23 @@ class EmpiricalRisk:
                 return False
             self._places = _places(self.model, self.params)
         return frozen or all(p.requires_grad for p in self.params.values())
+
+    def _check_first_batch(self, seen: Fingerprint) -> None:
+        """Refuse data whose first batch differs from that of the first complete pass over them."""
+        before = self._first_batch
+        if before is None or seen == before:
+            return
+        if seen.tensors != before.tensors:
+            cause = (
+                f"The first batch had the tensors {', '.join(before.tensors)}, and has {', '.join(seen.tensors)} now."
+            )
+        else:
+            cause = "The first batch has other values than in the first pass over the data."
+        raise DataError(
+            cause,
+            "Pass data that give the same batches in the same order every time: draw random numbers for them with "
+            "PyTorch, not NumPy, or pass list(data). After changing data on purpose, make a new EmpiricalRisk.",
+        )
 
     def _check_count(self, num_data: int, count: float) -> None:
         """Remember what one pass over the data counted, and refuse data that are empty or have changed."""
