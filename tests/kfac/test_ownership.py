@@ -4,16 +4,18 @@ Two oracles. The trace of EKFAC, restricted to a parameter, is the sum of square
 And nothing changes if data come in other batches, or in another order.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kfs.basics.hessian_factorizations import hessian_factor
 from kfs.basics.reduction_factors import reduction_factor
+from kfs.data import mapped
 from kfs.kfac import EKFAC, KFAC
 from tests.kfac.arrangements import ARRANGEMENTS, Instance, N, Problem
 from tests.kfac.problems import KNOWN
@@ -111,6 +113,48 @@ class TestKnownModels:
     def test_other_numbers_of_data(self, problem: Problem) -> None:
         """What was found out for four data holds for two, also if a table has two rows."""
         check_batches(instance(problem), [[3, 0], [1, 2]])
+
+
+def in_precision(one: Instance, dtype: torch.dtype) -> Instance:
+    """Convert a model and its data."""
+
+    def convert(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() else t
+
+    model = copy.deepcopy(one.model).to(dtype)
+    return Instance(model, [mapped(x, convert) for x in one.xs], list(map(convert, one.ys)), one.join)
+
+
+class TestPrecision:
+    """Rows are found in any precision; factors are those in float64, up to rounding errors of the passes."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("num_data", [N, 9])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "positions: index",
+            "positions: scaled",
+            "derived: exponential",
+            "siamese",
+            "time-major, as long as the batch",
+            "sequence first, as long as the batch",
+            "sorted",
+            "experts, masks",
+            "graphs, all of one size",
+        ],
+    )
+    def test_precision(self, name: str, num_data: int, dtype: torch.dtype) -> None:
+        (problem,) = [one for one in (*KNOWN, *ARRANGEMENTS) if one.name == name]
+        low = in_precision(instance(problem, num_data), dtype)
+        high = in_precision(low, torch.float64)  # of the very same numbers
+        for sharing in SHARING:
+            K, L = (KFAC(each.risk(), "empirical", sharing) for each in (low, high))
+            for name, block in L.blocks.items():
+                for one, other in ((K.blocks[name].A, block.A), (K.blocks[name].B, block.B)):
+                    # Each of some ten operations in a row loses 8 bits at worst; a row that goes to a wrong datum, or
+                    # a sum over data, changes far more.
+                    assert float((one.double() - other).norm()) < 0.05 * float(other.norm()) + 1e-6, name
 
 
 class TestArrangements:

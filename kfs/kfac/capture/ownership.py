@@ -25,6 +25,8 @@ BASE = 8
 _DIRECTIONS = 4
 # A row whose gradient is smaller than this many times the precision, relative to the largest one, has none.
 _NOTHING = 8
+# A row whose gradient is larger than this, relative to the largest one, is never too small for its misfit to count.
+_LOUD = 0.1
 # Up to which relative misfit a row belongs to one datum. Powers of two leave no rounding errors, except where a GPU
 # adds numbers up in varying order.
 _MISFIT = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -111,7 +113,8 @@ def measured(gradients: Sequence[Tensor], num_data: int, dtype: torch.dtype) -> 
         owners += digit.long() * BASE**place
     misfit[owners >= num_data] = torch.inf
     owners[~votes | (owners >= num_data)] = -1
-    loud = size > (64 * eps / tolerance) ** 2 * largest
+    # Rounding errors of half precision would leave no row at all: there, the largest ones have to do.
+    loud = size > min(64 * eps / tolerance, _LOUD) ** 2 * largest
     return Measured(owners, misfit, loud & votes, tolerance)
 
 
