@@ -4,7 +4,7 @@ What is exported here is the interface for applications that watch passes which 
 """
 
 from kfs.kfac.capture.audit_report import Audit
-from kfs.kfac.capture.audits import Audits
+from kfs.kfac.capture.audits import Audits, forget_audits
 from kfs.kfac.capture.mode import Capture, forward
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known
@@ -17,6 +17,7 @@ __all__ = [
     "Known",
     "Session",
     "backward",
+    "forget_audits",
     "forward",
     "measure_rows",
     "pass_derived",

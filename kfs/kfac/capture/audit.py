@@ -120,7 +120,7 @@ class _Audit:
 
     def result(self) -> tuple[Audited, Tensor]:
         """Run it."""
-        names = [name for name, p in self.params.items() if p.requires_grad]
+        names = list(self.params)
         with _without_hooks(self.params.values()):
             f, capture, sums, exact = self._captured([self.params[name] for name in names])
         tolerance = IN_HALF_PRECISION if sums.narrow else tolerance_for(f)
@@ -271,22 +271,19 @@ class _Audit:
     ) -> tuple[dict[str, float], set[tuple[str, str]]]:
         """Compare sums over uses with gradients by autograd."""
         left_out = {name for name, _ in capture.unexplained | sums.conflicts}
-        found, sizes = sums.by_parameter(self.params)
+        gradients = {name: torch.zeros_like(self.params[name]) if g is None else g for name, g in exact.items()}
         differences: dict[str, float] = {}
         unexplained: set[tuple[str, str]] = set()
-        eps = torch.finfo(f.dtype).eps
-        for name, g in exact.items():
-            if name not in found or name in left_out:
+        for name, (distance, size, terms) in sums.differences(gradients).items():
+            if name in left_out:
                 continue
-            expected = torch.zeros_like(found[name]) if g is None else g.to(found[name].dtype)
-            distance = float((found[name] - expected).norm())
-            size = float(expected.norm())
-            differences[name] = distance / size if size > 0 else float(distance > 0)
-            noise = _ROUNDINGS * eps * sizes[name]
-            if distance > tolerance * size and distance > noise:
+            noise = _ROUNDINGS * torch.finfo(f.dtype).eps * terms
+            if distance <= noise:  # terms may cancel, so that nothing but rounding errors is left
+                differences[name] = distance / terms if terms > 0 else 0.0
+                continue
+            differences[name] = distance / size if size > 0 else torch.inf
+            if differences[name] > (IN_HALF_PRECISION if name in sums.narrow else tolerance):
                 unexplained.add((name, self._missed(name, f, sums, differences[name])))
-            elif distance <= noise and differences[name] > tolerance:
-                differences[name] = distance / sizes[name]  # terms cancel, up to rounding errors
         return differences, unexplained
 
     def _missed(self, name: str, f: Tensor, sums: GradientSums, difference: float) -> str:

@@ -89,6 +89,11 @@ class Audits:
             compare_whole(f, few, self._seen[-1].report.tolerance)
 
 
+def forget_audits() -> None:
+    """Forget all audits of this process, so that every model is audited anew."""
+    _DONE.clear()
+
+
 def _evaluate(
     risk: EmpiricalRisk, batch: Batch, x: Any, num_data: int, within: AbstractContextManager[Any] | None
 ) -> Tensor:
