@@ -10,6 +10,7 @@ after an error. What the loss knows lives in `kfs.losses`, how data are taken ap
 beyond the gradient live in `kfs.operators`.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isclose, isfinite
@@ -331,23 +332,23 @@ class EmpiricalRisk:
             )
 
 
-_evaluations = 0  # how many predictions are being computed
+_evaluations = threading.local()  # in each thread: how many predictions are being computed
 
 
 @contextmanager
 def _evaluating() -> Iterator[None]:
     """Let `is_evaluating` return true in this context."""
-    global _evaluations  # noqa: PLW0603 (models are called, and do not tell anybody what for)
-    _evaluations += 1
+    before = getattr(_evaluations, "number", 0)
+    _evaluations.number = before + 1
     try:
         yield
     finally:
-        _evaluations -= 1
+        _evaluations.number = before
 
 
 def is_evaluating() -> bool:
     """Whether a model is running for a risk, so that nobody trains with what it computes."""
-    return _evaluations > 0
+    return getattr(_evaluations, "number", 0) > 0
 
 
 def _places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:

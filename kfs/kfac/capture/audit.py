@@ -12,8 +12,9 @@ Next to that, the audit finds the order in which rows belong to data, and which 
 a row for every datum all the same (a table that is repeated over the batch).
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -34,6 +35,7 @@ from kfs.kfac.capture.tap import backward, measure_rows, pass_derived
 from kfs.kfac.sums.gradient_sums import GradientSums
 from kfs.kfac.sums.outer_products import full_precision
 
+log = logging.getLogger("kfs.kfac")
 # How many data an audit looks at.
 FEW = 4
 # A gradient may be off by this many roundings of its largest terms.
@@ -86,14 +88,14 @@ def audit(
     Raises:
         ModelError: If a rule runs something else than the user's operation, or if data mix.
     """
-    few = min(FEW, num_data)
-    if few < num_data:
-        try:
-            part = cut(x, num_data, few, batch_axis)
-            return _Audit(run, part, few, session, batch_axis, halves).result()
-        except Exception:  # noqa: BLE001 (whatever it is: perhaps one cannot cut this batch)
-            pass
-    return _Audit(run, x, num_data, session, batch_axis, halves, whole=True).result()
+    with torch.compiler.set_stance("force_eager"):  # a compiled model hides its operations
+        if num_data > FEW:
+            try:
+                part = cut(x, num_data, FEW, batch_axis)
+                return _Audit(run, part, FEW, session, batch_axis, halves).result()
+            except Exception:
+                log.debug("The audit of %d data did not go through; now all %d.", FEW, num_data, exc_info=True)
+        return _Audit(run, x, num_data, session, batch_axis, halves, whole=True).result()
 
 
 class _Audit:
@@ -188,14 +190,11 @@ class _Audit:
     def _forward(self, capture: Capture, within: AbstractContextManager[Any] | None = None) -> Tensor:
         """Run the model with taps."""
         marked = mapped(self.x, capture.mark_data)
-        with ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            try:
-                f = self.run(marked, self.num_data, capture if within is None else within)
-            finally:
-                capture.leave_nothing_behind()
-                capture.running = False
-        return f
+        try:
+            return self.run(marked, self.num_data, capture if within is None else within)
+        finally:
+            capture.leave_nothing_behind()
+            capture.running = False
 
     def _changed_answers(self, capture: Capture) -> dict[Question, bool]:
         """Return answers that turned out to be wrong."""
@@ -277,12 +276,13 @@ class _Audit:
         for name, (distance, size, terms) in sums.differences(gradients).items():
             if name in left_out:
                 continue
-            noise = _ROUNDINGS * torch.finfo(f.dtype).eps * terms
+            narrow = name in sums.narrow
+            noise = terms * (2 * torch.finfo(torch.bfloat16).eps if narrow else _ROUNDINGS * torch.finfo(f.dtype).eps)
             if distance <= noise:  # terms may cancel, so that nothing but rounding errors is left
                 differences[name] = distance / terms if terms > 0 else 0.0
                 continue
             differences[name] = distance / size if size > 0 else torch.inf
-            if differences[name] > (IN_HALF_PRECISION if name in sums.narrow else tolerance):
+            if differences[name] > (IN_HALF_PRECISION if narrow else tolerance):
                 unexplained.add((name, self._missed(name, f, sums, differences[name])))
         return differences, unexplained
 
@@ -290,8 +290,8 @@ class _Audit:
         """Say which use may have been missed."""
         seen = ", ".join(sorted(sums.operations[name]))
         hidden = sorted({function for parameter, function in hidden_uses(f, self.params) if parameter == name})
-        other = f"{', '.join(hidden)}, and" if hidden else "something that is hidden from PyTorch's modes, or misread"
-        return f"{other} next to {seen} (without it, the gradient differs by {difference:.0%})"
+        other = ", ".join(hidden) or "something that PyTorch hides"
+        return f"{seen} and by {other}, or {seen} was misread (without it, the gradient differs by {difference:.0%})"
 
     def _wrong_rule(self, difference: float, tolerance: float) -> ModelError:
         """Find the first operation whose result is another one under capture."""
