@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from math import prod
+from math import isfinite, isnan, nan, prod
 from typing import Any
 
 import torch
@@ -53,6 +53,11 @@ class Audited:
     report: Audit
     known: Known
     whole: bool  # whether it is about all data of a batch, because that cannot be cut
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether all numbers were finite; otherwise one has to look again, at other data."""
+        return not any(map(isnan, (self.report.predictions, *self.report.gradients.values())))
 
 
 def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
@@ -270,11 +275,15 @@ class _Audit:
     ) -> tuple[dict[str, float], set[tuple[str, str]]]:
         """Compare sums over uses with gradients by autograd."""
         left_out = {name for name, _ in capture.unexplained | sums.conflicts}
-        gradients = {name: torch.zeros_like(self.params[name]) if g is None else g for name, g in exact.items()}
+        zeros = torch.zeros_like
+        gradients = {name: zeros(self.params[name]) if g is None else g.to_dense() for name, g in exact.items()}
         differences: dict[str, float] = {}
         unexplained: set[tuple[str, str]] = set()
         for name, (distance, size, terms) in sums.differences(gradients).items():
             if name in left_out:
+                continue
+            if not isfinite(distance + size + terms):
+                differences[name] = nan
                 continue
             narrow = name in sums.narrow
             noise = terms * (2 * torch.finfo(torch.bfloat16).eps if narrow else _ROUNDINGS * torch.finfo(f.dtype).eps)

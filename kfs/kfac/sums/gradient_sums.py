@@ -71,7 +71,7 @@ class GradientSums(Sums):
                     difference = found - g.reshape(found.shape).to(found.dtype)
                     squares[name] += float(difference.norm()) ** 2 - float(g.norm()) ** 2
                     terms[name] += self.sizes[key]
-        return {name: (max(squares[name], 0.0) ** 0.5, sizes[name], terms[name]) for name in sizes}
+        return {name: (abs(squares[name]) ** 0.5, sizes[name], terms[name]) for name in sizes}
 
     def state(self) -> dict[str, Any]:
         """Return nothing: these sums are not kept."""
