@@ -26,6 +26,7 @@ from kfs.data import Batch, arguments, as_batches, default_unpack, move, repeata
 from kfs.errors import DataError, DtypeError, ModelError
 from kfs.exact_derivatives import ExactDerivatives, explained, no_hooks_on_saved_tensors
 from kfs.losses import Loss, describe
+from kfs.outputs import prediction_in
 from kfs.state import check_module, no_randomness, restored, unchanged
 
 Params = dict[str, Tensor]
@@ -35,7 +36,8 @@ class EmpiricalRisk:
     """The empirical risk of a model on a data set, as a function of (some of) its parameters.
 
     Args:
-        model: A `torch.nn.Module`, or a function `f(params, x)` with `params` a dictionary of tensors.
+        model: A `torch.nn.Module`, or a function `f(params, x)` with `params` a dictionary of tensors. It returns a
+            tensor of predictions, an object or mapping with `logits`, or a tuple that starts with the predictions.
         loss: A loss module of `torch.nn`, a `kfs.losses.Loss`, or a function of one datum's prediction and target.
         data: One `(X, y)`, a mapping (a batch as in Hugging Face), an iterable of batches, or a `DataLoader`. It is
             iterated more than once and must give the same data in the same order every time.
@@ -67,7 +69,7 @@ class EmpiricalRisk:
 
     def __init__(
         self,
-        model: nn.Module | Callable[[Params, Any], Tensor],
+        model: nn.Module | Callable[[Params, Any], Any],
         loss: object,
         data: object,
         params: Sequence[str] | Mapping[str, Tensor] | None = None,
@@ -159,21 +161,16 @@ class EmpiricalRisk:
             within: A context to run the model in, and nothing but the model.
 
         Returns:
-            Predictions `[N, ...]`: the model's output, or its `logits` (as in Hugging Face).
+            Predictions `[N, ...]`: the model's output, its `logits` (as in Hugging Face), or the first of several.
         """
         with no_randomness(self.device), unchanged(tensors_in(batch.x)), within or nullcontext():
             if isinstance(self.model, nn.Module):
                 args, kwargs = arguments(batch.x)
                 own = params is self.params and self._at_own_params(frozen=True)
-                f = self.model(*args, **kwargs) if own else functional_call(self.model, params, args, kwargs)
+                output = self.model(*args, **kwargs) if own else functional_call(self.model, params, args, kwargs)
             else:
-                f = self.model(params, batch.x)
-        f = getattr(f, "logits", f)
-        if not isinstance(f, Tensor):
-            raise ModelError(
-                f"The model returned a {type(f).__name__}, expected a tensor of predictions (or one in .logits).",
-                "Wrap the model such that it returns the tensor that the loss takes.",
-            )
+                output = self.model(params, batch.x)
+        f = prediction_in(output)
         if f.shape[:1] != batch.y.shape[:1]:
             raise DataError(
                 f"The model returned shape {list(f.shape)} for targets of shape {list(batch.y.shape)}: not one "
