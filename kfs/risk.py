@@ -40,7 +40,9 @@ class EmpiricalRisk:
             tensor of predictions, an object or mapping with `logits`, or a tuple that starts with the predictions.
         loss: A loss module of `torch.nn`, a `kfs.losses.Loss`, or a function of one datum's prediction and target.
         data: One `(X, y)`, a mapping (a batch as in Hugging Face), an iterable of batches, or a `DataLoader`. It is
-            iterated more than once and must give the same data in the same order every time.
+            iterated more than once and must give the same data in the same order every time. Inputs that are a tuple
+            or a list are the arguments of a module. A mapping has its keyword arguments if `forward` takes them, and
+            is its only argument otherwise.
         params: For a module, which parameters to consider: a list of names, or a dictionary of names and values. By
             default all that require gradients. For a function, the dictionary of its parameters.
         unpack: Splits a batch into `(x, y)`. By default pairs are taken apart, and mappings at their key `"labels"`.
@@ -165,7 +167,7 @@ class EmpiricalRisk:
         """
         with no_randomness(self.device), unchanged(tensors_in(batch.x)), within or nullcontext():
             if isinstance(self.model, nn.Module):
-                args, kwargs = arguments(batch.x)
+                args, kwargs = arguments(batch.x, self.model)
                 own = params is self.params and self._at_own_params(frozen=True)
                 output = self.model(*args, **kwargs) if own else functional_call(self.model, params, args, kwargs)
             else:
