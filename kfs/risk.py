@@ -27,7 +27,18 @@ from kfs.errors import DataError, DtypeError, ModelError
 from kfs.exact_derivatives import ExactDerivatives, explained, no_hooks_on_saved_tensors
 from kfs.losses import Loss, describe
 from kfs.outputs import prediction_in
-from kfs.state import check_module, no_randomness, restored, unchanged
+from kfs.state import (
+    ExtremeDraws,
+    check_module,
+    equal_up_to_round_off,
+    is_same,
+    random_model,
+    random_state,
+    restored,
+    seeded,
+    set_random_state,
+    unchanged,
+)
 
 Params = dict[str, Tensor]
 
@@ -56,7 +67,7 @@ class EmpiricalRisk:
         params: The parameters that are considered, by name.
 
     Raises:
-        ModelError: If the model draws random numbers or mixes data, or a parameter is unknown.
+        ModelError: If the model's predictions depend on chance or on other data, or a parameter is unknown.
         DataError: If the data can be iterated only once, or a batch cannot be taken apart.
 
     Example:
@@ -86,6 +97,10 @@ class EmpiricalRisk:
         self._data = as_batches(data)
         self._unpack = default_unpack if unpack is None else unpack
         self._counted: tuple[int, float] | None = None
+        # The random state after a prediction, for which the draws have turned out to be unused. Draws of another number
+        # of random numbers are not known.
+        self._state_after_draws: list[Tensor] | None = None
+        self._differentiates = False  # whether the model needs a graph in its forward pass
         self._places: list[tuple[dict[str, Any], str, Any]] = []  # where parameters were when they were the model's
         self.check_model()
 
@@ -123,7 +138,7 @@ class EmpiricalRisk:
         total = 0.0
         with self.untouched(), torch.no_grad():
             for batch in self.batches("value"):
-                f = self.predict(self.params, batch)
+                f = self.evaluate(batch)
                 self.finite(f, batch)
                 total += float(self.loss.criterion(f, batch.y).double().sum())
         if not isfinite(total):
@@ -165,13 +180,15 @@ class EmpiricalRisk:
         Returns:
             Predictions `[N, ...]`: the model's output, its `logits` (as in Hugging Face), or the first of several.
         """
-        with no_randomness(self.device), unchanged(tensors_in(batch.x)), within or nullcontext():
-            if isinstance(self.model, nn.Module):
-                args, kwargs = arguments(batch.x, self.model)
-                own = params is self.params and self._at_own_params(frozen=True)
-                output = self.model(*args, **kwargs) if own else functional_call(self.model, params, args, kwargs)
-            else:
-                output = self.model(params, batch.x)
+        before = random_state(self.device)
+        with unchanged(tensors_in(batch.x)), within or nullcontext():
+            output = self._output(params, batch)
+        after = random_state(self.device)
+        if not is_same(after, before):
+            set_random_state(before, self.device)
+            if not is_same(after, self._state_after_draws):
+                self._refuse_used_draws(batch)
+                self._state_after_draws = after
         f = prediction_in(output)
         if f.shape[:1] != batch.y.shape[:1]:
             raise DataError(
@@ -181,6 +198,10 @@ class EmpiricalRisk:
             )
         self.loss.check(f, batch.y)
         return f
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Evaluate the model on a batch, at `params`, for its values alone: without a graph."""
+        return self._without_graph(lambda: self.predict(self.params, batch))
 
     def finite(self, f: Tensor, batch: Batch) -> None:
         """Refuse predictions with NaN or positive infinity (negative infinity masks a class)."""
@@ -244,6 +265,7 @@ class EmpiricalRisk:
         """
         self.check_model()
         check_no_inference_mode()
+        self._state_after_draws = None  # the model may have been changed since
         # The faster attention kernels cannot be differentiated twice or forward. A checkpoint runs the module again
         # during the backward pass: with the same operations as before, but with the module's own parameters.
         with (
@@ -253,6 +275,41 @@ class EmpiricalRisk:
             nullcontext() if self._at_own_params(first_order) else no_hooks_on_saved_tensors(),
         ):
             yield
+
+    def _output(self, params: Params, batch: Batch) -> Any:
+        """Evaluate the model, and return what it returns."""
+        if not isinstance(self.model, nn.Module):
+            return self.model(params, batch.x)
+        args, kwargs = arguments(batch.x, self.model)
+        if params is self.params and self._at_own_params(frozen=True):
+            return self.model(*args, **kwargs)
+        return functional_call(self.model, params, args, kwargs)
+
+    def _without_graph(self, run: Callable[[], Tensor]) -> Tensor:
+        """Run something without recording a graph, or with one if the model itself differentiates."""
+        if not self._differentiates:
+            try:
+                with torch.no_grad():
+                    return run()
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                self._differentiates = True
+        with torch.enable_grad():
+            return run().detach()
+
+    def _refuse_used_draws(self, batch: Batch) -> None:
+        """Refuse a model that has drawn random numbers, unless its predictions are the same for other numbers.
+
+        The model is evaluated at the parameters as they are: those of a prediction may be tracked by autograd, `vmap`
+        or a capture.
+        """
+        predictions = []
+        for seed in (0, 1):
+            with seeded(seed, self.device), ExtremeDraws(largest=seed == 1):
+                predictions.append(self._without_graph(lambda: prediction_in(self._output(self.params, batch))))
+        if not equal_up_to_round_off(*predictions):
+            raise random_model()
 
     def _at_own_params(self, frozen: bool) -> bool:
         """Whether parameters are the model's own tensors as it uses them: not other values, frozen only if allowed."""

@@ -5,7 +5,7 @@ A model that needs them changed is not a function of its input, and is refused.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 from kfs.errors import ModelError
 
@@ -103,6 +104,62 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
         )
 
 
+def random_state(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators of the CPU and of a device."""
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def set_random_state(states: Sequence[Tensor], device: torch.device) -> None:
+    """Undo `random_state`."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:  # pragma: no cover (there is one on a GPU)
+        torch.cuda.set_rng_state(state, device)
+
+
+def is_same(states: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
+    """Whether random states are equal."""
+    return others is not None and all(map(torch.equal, states, others))
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the generators of the CPU and of a device in this context, and leave them as before."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":  # pragma: no cover (tested on a GPU)
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+class ExtremeDraws(TorchFunctionMode):
+    """Replaces uniform random numbers by the smallest or by the largest possible ones.
+
+    A model that compares them with a small probability, as one that leaves out layers in training does, would behave
+    in the same way for most random states.
+
+    Args:
+        largest: Whether to take the largest ones.
+    """
+
+    # Further draws are as they are: a loop may wait for a number between the extremes.
+    most = 1000
+
+    def __init__(self, largest: bool) -> None:
+        """Start without draws."""
+        super().__init__()
+        self.largest = largest
+        self.draws = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+        result = func(*args, **(kwargs or {}))
+        if func in {torch.rand, torch.rand_like}:
+            self.draws += 1
+            if self.draws <= self.most:
+                result = torch.full_like(result, 1 - torch.finfo(result.dtype).eps if self.largest else 0)
+        return result
+
+
 @contextmanager
 def no_randomness(device: torch.device) -> Iterator[None]:
     """Refuse a model that draws random numbers in this context.
@@ -113,19 +170,27 @@ def no_randomness(device: torch.device) -> Iterator[None]:
     Raises:
         ModelError: If random numbers were drawn.
     """
-
-    def states() -> list[Tensor]:
-        return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-    before = states()
+    before = random_state(device)
     yield
-    if not all(map(torch.equal, states(), before)):
+    if not is_same(random_state(device), before):
         raise random_model()
 
 
 def random_model() -> ModelError:
-    """Return the error for a model that draws random numbers."""
+    """Return the error for a model that draws random numbers and uses them."""
     return ModelError(
         "The model drew random numbers in the forward pass, so its prediction is not a function of its input.",
         "Call model.eval() first, and remove randomness that does not depend on the mode.",
     )
+
+
+def equal_up_to_round_off(a: Tensor, b: Tensor) -> bool:
+    """Whether predictions are equal, up to the order in which a device adds numbers up."""
+    if torch.equal(a, b):
+        return True
+    if a.shape != b.shape or not a.is_floating_point():
+        return False
+    # A hundred roundings of the largest number.
+    tolerance = 100 * torch.finfo(a.dtype).eps
+    scale = float(a.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)
