@@ -226,7 +226,7 @@ class EmpiricalRisk:
         for raw in data:
             x, y = unpacked(self._unpack, raw)
             if len(y):
-                batch = Batch(move(x, self.device), y.to(self.device), first)
+                batch = self._moved(x, y, first)
                 yield batch
                 count += self.loss.count(batch.y)
             first += len(y)
@@ -249,8 +249,17 @@ class EmpiricalRisk:
 
     def check_model(self) -> None:
         """Refuse a module whose prediction for one datum depends on chance or on other data."""
+        self.check_values()
         if isinstance(self.model, nn.Module):
             check_module(self.model)
+
+    def check_values(self) -> None:
+        """Refuse parameters without values."""
+        if self.device.type == "meta":
+            raise ModelError(
+                "The parameters are on the meta device, where tensors have shapes but no values.",
+                "Move the model to another device, or see what KFAC would cost with kfs.inspect(model, sample).",
+            )
 
     @contextmanager
     def untouched(self, first_order: bool = False) -> Iterator[None]:
@@ -323,6 +332,18 @@ class EmpiricalRisk:
                 return False
             self._places = _places(self.model, self.params)
         return frozen or all(p.requires_grad for p in self.params.values())
+
+    def _moved(self, x: Any, y: Tensor, first: int) -> Batch:
+        """Return a batch on the parameters' device."""
+        try:
+            return Batch(move(x, self.device), y.to(self.device), first)
+        except NotImplementedError as error:
+            if "meta" not in str(error):
+                raise
+            raise DataError(
+                "A batch is on the meta device, where tensors have shapes but no values.",
+                f"Pass data with values: the model is on {self.device}.",
+            ) from error
 
     def _check_count(self, num_data: int, count: float) -> None:
         """Remember what one pass over the data counted, and refuse data that are empty or have changed."""
