@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from kfs.data import tensors_in
 from kfs.errors import DataError, KfsError, ModelError
+from kfs.exact_derivatives import explained
 from kfs.kfac.capture import backward, forward
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.layout import Side
@@ -132,12 +133,13 @@ def inspect(
         raise DataError("The sample has no tensor with a batch axis.", "Pass a batch of inputs, as the model takes it.")
     if params is None and isinstance(model, Module) and not any(p.requires_grad for p in model.parameters()):
         params = [name for name, _ in model.named_parameters()]
-    targets = torch.zeros(len(tensors[0]), device=tensors[0].device)
+    with explained():
+        targets = torch.zeros(len(tensors[0]), device=tensors[0].device)
     risk = _Sample(model, _anything, [(sample, targets)], params=params)
     settings = Settings(sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, batch_axis=batch_axis)
     sums = FactorSums(settings, dry=True)
     session = new_session(risk.params, joint_bias)
-    with risk.untouched(first_order=True), torch.enable_grad(), _without_values(risk.device):
+    with risk.untouched(first_order=True), torch.enable_grad(), _without_values(risk.device), explained():
         for batch in risk.batches():
             f, capture = forward(risk, batch, session, sums, batch_axis)
             backward(f, capture, torch.ones_like(f).unsqueeze(0))

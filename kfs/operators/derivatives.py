@@ -18,7 +18,15 @@ from kfs.operators.space import Columns
 from kfs.risk import EmpiricalRisk, Params
 
 # What PyTorch's messages contain where an operation, or a custom autograd.Function, has no forward mode.
-_NO_FORWARD_MODE = ("forward AD", "forward mode AD", "forward-mode AD", "setup_context", "saves no tensors")
+_NO_FORWARD_MODE = (
+    "forward AD",
+    "forward mode AD",
+    "forward-mode AD",
+    "setup_context",
+    "saves no tensors",
+    "from the 'Sparse",
+    "Sparse CSR",
+)
 # What they contain where several columns cannot be pushed forward together.
 _ONE_BY_ONE = ("vmap", "functorch", "mutate a captured Tensor")
 
