@@ -266,8 +266,9 @@ class EmpiricalRisk:
         """Run the model such that random state and buffers are as before, and that every derivative exists.
 
         Args:
-            first_order: Whether the model is run at `params` as they are, for plain gradients with respect to its
-                activations. Then no operation needs a replacement.
+            first_order: Whether the model is run at `params`, for plain gradients with respect to its activations. Then
+                no operation needs a replacement, and all of `params` require gradients in this context: otherwise
+                nobody could tell a parameter from what was detached from it.
 
         Raises:
             ModelError: If the model is in a training mode that matters, or changed a buffer.
@@ -282,8 +283,32 @@ class EmpiricalRisk:
             nullcontext() if first_order else sdpa_kernel(SDPBackend.MATH),
             nullcontext() if first_order else ExactDerivatives(),
             nullcontext() if self._at_own_params(first_order) else no_hooks_on_saved_tensors(),
+            self._trainable() if first_order else nullcontext(),
         ):
             yield
+
+    @contextmanager
+    def _trainable(self) -> Iterator[None]:
+        """Let all parameters require gradients, and leave them as before.
+
+        Those of the model itself are switched on, so that a checkpoint, which runs it again, finds them so, too. Others
+        are replaced by leaves with the same values.
+        """
+        given = self.params
+        frozen = [p for p in given.values() if not p.requires_grad]
+        own = isinstance(self.model, nn.Module) and self._at_own_params(frozen=True)
+        try:
+            if own:
+                for p in frozen:
+                    p.requires_grad_()
+            elif frozen:
+                self.params = {n: p if p.requires_grad else p.detach().requires_grad_() for n, p in given.items()}
+            yield
+        finally:
+            self.params = given
+            if own:
+                for p in frozen:
+                    p.requires_grad_(False)
 
     def _output(self, params: Params, batch: Batch) -> Any:
         """Evaluate the model, and return what it returns."""

@@ -138,8 +138,8 @@ def inspect(
     risk = _Sample(model, _anything, [(sample, targets)], params=params)
     settings = Settings(sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, batch_axis=batch_axis)
     sums = FactorSums(settings, dry=True)
-    session = new_session(risk.params, joint_bias)
     with risk.untouched(first_order=True), torch.enable_grad(), _without_values(risk.device), explained():
+        session = new_session(risk.params, joint_bias)
         for batch in risk.batches():
             f, capture = forward(risk, batch, session, sums, batch_axis)
             backward(f, capture, torch.ones_like(f).unsqueeze(0))

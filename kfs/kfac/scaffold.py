@@ -69,11 +69,11 @@ def sweep(
         What was counted on the way.
     """
     progress = Progress() if journal is None else journal.resume(sums)
-    session = new_session(risk.params, settings.joint_bias)
     at_once = columns_at_once(settings, risk.device)
     # vmap does not know the faster attention kernels.
     attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
     with risk.untouched(first_order=True), attention, torch.enable_grad(), explained():
+        session = new_session(risk.params, settings.joint_bias)
         for place, batch in enumerate(risk.batches(task)):
             if journal is not None and journal.knows(place, batch):
                 continue
