@@ -6,8 +6,8 @@ $$
 
 The reduction factor $R$ is that of the whole data set, counted once, whatever the batches are. Nothing that is
 computed here or from here changes the model, its gradients, its mode, its buffers or the random state, not even
-after an error. What the loss knows lives in `kfs.losses`, how data are taken apart in `kfs.data`; derivatives
-beyond the gradient live in `kfs.operators`.
+after an error. What the loss knows lives in `kfs.losses`, how data are taken apart in `kfs.data`, which parameters are
+considered in `kfs.parameters`; derivatives beyond the gradient live in `kfs.operators`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -23,10 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.basics._checks import check_no_inference_mode
 from kfs.data import Batch, arguments, as_batches, default_unpack, move, repeatably, tensors_in, unpacked
-from kfs.errors import DataError, DtypeError, ModelError
+from kfs.errors import DataError, ModelError
 from kfs.exact_derivatives import ExactDerivatives, explained, no_hooks_on_saved_tensors
 from kfs.losses import Loss, describe
 from kfs.outputs import prediction_in
+from kfs.parameters import Params, function_params, module_params, places
 from kfs.state import (
     ExtremeDraws,
     check_module,
@@ -39,8 +40,6 @@ from kfs.state import (
     set_random_state,
     unchanged,
 )
-
-Params = dict[str, Tensor]
 
 
 class EmpiricalRisk:
@@ -92,7 +91,7 @@ class EmpiricalRisk:
         """Check what can be checked without running the model."""
         self.model = model
         self.loss: Loss = describe(loss)
-        self.params = _module_params(model, params) if isinstance(model, nn.Module) else _function_params(params)
+        self.params = module_params(model, params) if isinstance(model, nn.Module) else function_params(params)
         self.progress = progress
         self._data = as_batches(data)
         self._unpack = default_unpack if unpack is None else unpack
@@ -355,7 +354,7 @@ class EmpiricalRisk:
             own = dict(self.model.named_parameters())
             if not all(p is own[name] for name, p in self.params.items()):
                 return False
-            self._places = _places(self.model, self.params)
+            self._places = places(self.model, self.params)
         return frozen or all(p.requires_grad for p in self.params.values())
 
     def _moved(self, x: Any, y: Tensor, first: int) -> Batch:
@@ -393,75 +392,3 @@ class EmpiricalRisk:
                 "weights have changed.",
                 "Make a new EmpiricalRisk after such a change.",
             )
-
-
-def _places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return where parameters, and the modules on the way to them, are: in which dictionary, by which name."""
-    found: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
-    for full_name in params:
-        module, *path, leaf = model, *full_name.split(".")
-        for name in path:
-            child = module._modules[name]
-            found[id(module), name] = (module._modules, name, child)
-            module = cast("nn.Module", child)
-        found[id(module), leaf] = (module._parameters, leaf, module._parameters[leaf])
-    return list(found.values())
-
-
-def _module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor] | None) -> Params:
-    """Choose parameters of a module, all trainable ones by default."""
-    named = dict(model.named_parameters())
-    if params is None:
-        chosen: Params = {name: p for name, p in named.items() if p.requires_grad}
-        if not chosen:
-            raise ModelError(
-                "No parameter of the model requires gradients, so there is nothing to differentiate.",
-                f"Name those to consider: params=[...] with names from {list(named)}.",
-            )
-        return _checked(chosen)
-    if isinstance(params, str):
-        params = [params]
-    if not isinstance(params, Iterable):
-        raise ModelError(f"params is {params!r}.", f"Pass a list of names, or a dictionary, from {list(named)}.")
-    unknown = [name for name in params if name not in named]
-    if unknown:
-        raise ModelError(f"The model has no parameters {unknown}.", f"Choose from {list(named)}.")
-    values = params if isinstance(params, Mapping) else named
-    for name in params:
-        if values[name].shape != named[name].shape:
-            raise ModelError(
-                f"Parameter {name!r} has shape {list(named[name].shape)}, but the given value has shape "
-                f"{list(values[name].shape)}.",
-                "Pass values shaped like the model's.",
-            )
-    return _checked({name: values[name] for name in params})
-
-
-def _function_params(params: object) -> Params:
-    """Check the parameters of a function."""
-    if not isinstance(params, Mapping):
-        raise ModelError(
-            f"The model is a function, but params is {type(params).__name__}.",
-            "Pass its parameters as a dictionary: params={'W': W, ...}; the function is called as f(params, x).",
-        )
-    return _checked(dict(params))
-
-
-def _checked(params: Params) -> Params:
-    """Refuse no parameters, integers, and mixed dtypes or devices."""
-    if not params:
-        raise ModelError("There are no parameters to consider.", "Name at least one with params=.")
-    for name, p in params.items():
-        if not isinstance(p, Tensor) or not p.is_floating_point():
-            kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
-            raise DtypeError(
-                f"Parameter {name!r} is {kind}, expected a tensor of real floating-point numbers.",
-                "Leave it out with params=.",
-            )
-    kinds = {(p.dtype, p.device) for p in params.values()}
-    if len(kinds) > 1:
-        raise DtypeError(
-            f"Parameters have different dtypes or devices: {sorted(map(str, kinds))}.",
-            "Choose those of one kind with params=, or convert the model.",
-        )
-    return params

@@ -15,7 +15,8 @@ from torch.func import jvp, vmap
 from kfs.data import Batch
 from kfs.errors import ModelError
 from kfs.operators.space import Columns
-from kfs.risk import EmpiricalRisk, Params
+from kfs.parameters import Params
+from kfs.risk import EmpiricalRisk
 
 # What PyTorch's messages contain where an operation, or a custom autograd.Function, has no forward mode.
 _NO_FORWARD_MODE = (
