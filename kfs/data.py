@@ -171,10 +171,46 @@ def plain(x: Any) -> Any:
     return torch.empty(0) if isinstance(x, Tensor) else x
 
 
+def cut(x: Any, num_data: int, few: int, batch_axis: int | None = None) -> Any:
+    """Return the inputs of the first few data: tensors that have a batch axis are cut there."""
+    if few == num_data:
+        return x
+
+    def first(t: Tensor) -> Tensor:
+        axis = axis_to_cut(t.shape, num_data, batch_axis)
+        return t if axis is None else t.narrow(axis, 0, few)
+
+    return mapped(x, first)
+
+
+def axis_to_cut(shape: Sequence[int], num_data: int, batch_axis: int | None) -> int | None:
+    """Return which axis of an input is the batch axis, by its length; whether that is right shows in the audit."""
+    axes = [axis for axis, length in enumerate(shape) if length == num_data]
+    preferred = [axis for axis in (batch_axis, 0) if axis in axes]
+    if not preferred and len(axes) != 1:
+        return None
+    return (preferred or axes)[0]
+
+
 def tensors_in(x: Any) -> list[Tensor]:
     """Return all tensors in a batch's input."""
     parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
     return [x] if isinstance(x, Tensor) else [t for part in parts for t in tensors_in(part)]
+
+
+def without_tensors(x: Any) -> Any:
+    """Return what identifies all arguments that are not tensors, such that it can be hashed."""
+    if isinstance(x, Tensor):
+        return None
+    if isinstance(x, Mapping):
+        return tuple((key, without_tensors(value)) for key, value in x.items())
+    if isinstance(x, (tuple, list)):
+        return tuple(map(without_tensors, x))
+    try:
+        hash(x)
+    except TypeError:
+        return repr(x)
+    return x
 
 
 def repeatably(data: Iterable[Any]) -> Iterator[Any]:

@@ -32,6 +32,7 @@ from kfs.state import (
     ExtremeDraws,
     check_module,
     equal_up_to_round_off,
+    evaluating,
     is_same,
     random_model,
     random_state,
@@ -311,12 +312,13 @@ class EmpiricalRisk:
 
     def _output(self, params: Params, batch: Batch) -> Any:
         """Evaluate the model, and return what it returns."""
-        if not isinstance(self.model, nn.Module):
-            return self.model(params, batch.x)
-        args, kwargs = arguments(batch.x, self.model)
-        if params is self.params and self._at_own_params(frozen=True):
-            return self.model(*args, **kwargs)
-        return functional_call(self.model, params, args, kwargs)
+        with evaluating():
+            if not isinstance(self.model, nn.Module):
+                return self.model(params, batch.x)
+            args, kwargs = arguments(batch.x, self.model)
+            if params is self.params and self._at_own_params(frozen=True):
+                return self.model(*args, **kwargs)
+            return functional_call(self.model, params, args, kwargs)
 
     def _without_graph(self, run: Callable[[], Tensor]) -> Tensor:
         """Run something without recording a graph, or with one if the model itself differentiates."""

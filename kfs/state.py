@@ -89,8 +89,10 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
     finally:
         changed = [name for name, (b, version, _) in buffers.items() if b._version != version]
         with torch.no_grad():
-            for name in changed:
-                buffers[name][0].copy_(buffers[name][2])
+            for name in changed if refuse else buffers:
+                # Batch normalization does not count its changes. And a graph that somebody needs may hold the buffer:
+                # writing to its data does not count either.
+                buffers[name][0].data.copy_(buffers[name][2])
         for name, (b, _, _) in buffers.items():
             path, _, leaf = name.rpartition(".")
             owner = cast("Module", model).get_submodule(path)
@@ -161,6 +163,21 @@ class ExtremeDraws(TorchFunctionMode):
 
 
 @contextmanager
+def unchanged_attributes(model: Module) -> Iterator[None]:
+    """Restore what a model's modules keep in attributes, such as the last state of a recurrent network.
+
+    What is changed in place, such as a list, is not restored.
+    """
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
+
+@contextmanager
 def no_randomness(device: torch.device) -> Iterator[None]:
     """Refuse a model that draws random numbers in this context.
 
@@ -194,3 +211,22 @@ def equal_up_to_round_off(a: Tensor, b: Tensor) -> bool:
     tolerance = 100 * torch.finfo(a.dtype).eps
     scale = float(a.nan_to_num(0.0, 0.0, 0.0).abs().max())
     return torch.allclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)
+
+
+_evaluations = 0  # how many predictions are being computed
+
+
+@contextmanager
+def evaluating() -> Iterator[None]:
+    """Let `is_evaluating` return true in this context."""
+    global _evaluations  # noqa: PLW0603 (models are called, and do not tell anybody what for)
+    _evaluations += 1
+    try:
+        yield
+    finally:
+        _evaluations -= 1
+
+
+def is_evaluating() -> bool:
+    """Whether a model is running for a risk, so that nobody trains with what it computes."""
+    return _evaluations > 0

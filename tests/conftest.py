@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from torch.overrides import TorchFunctionMode
 from xdist.scheduler import LoadFileScheduling
 
 # On some CPUs oneDNN chooses instructions for bfloat16 products that they do not have.
@@ -42,3 +43,27 @@ class FilesAndTheBook(LoadFileScheduling):  # type: ignore[misc]
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesAndTheBook | None:
     """Distribute tests as above if `--dist loadfile` was chosen."""
     return FilesAndTheBook(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+class GroupedInDouble(TorchFunctionMode):
+    """Lets `torch._grouped_mm` take float64 on the CPU, which PyTorch's own does not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Multiply group by group."""
+        kwargs = kwargs or {}
+        if func is not torch._grouped_mm or args[0].dtype != torch.float64:
+            return func(*args, **kwargs)
+        a, b, *rest = args
+        offs = rest[0] if rest else kwargs.get("offs")
+        if offs is None:
+            return torch.bmm(a, b)
+        ends = offs.tolist()
+        parts = zip([0, *ends[:-1]], ends, b, strict=True)
+        return torch.cat([a[start:stop] @ one for start, stop, one in parts])
+
+
+@pytest.fixture
+def grouped_in_double() -> Iterator[None]:
+    """Let models with `torch._grouped_mm` run in float64."""
+    with GroupedInDouble():
+        yield

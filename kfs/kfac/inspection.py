@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from kfs.data import tensors_in
 from kfs.errors import DataError, KfsError, ModelError
 from kfs.exact_derivatives import explained
-from kfs.kfac.capture import backward, forward
+from kfs.kfac.capture import Audits, backward, forward, measure_rows
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.layout import Side
 from kfs.kfac.rules import new_session
@@ -99,6 +99,7 @@ def inspect(
     joint_bias: bool = True,
     max_dim: int | None = None,
     batch_axis: int | None = None,
+    audit: bool = True,
 ) -> Inspection:
     """Find out what KFAC covers, with one forward and one backward pass, without computing any factor.
 
@@ -113,6 +114,7 @@ def inspect(
         joint_bias: As in `KFAC`.
         max_dim: As in `KFAC`.
         batch_axis: As in `KFAC`.
+        audit: As in `KFAC`.
 
     Returns:
         A table with one row per parameter, or per part of it if parts have factors of their own.
@@ -140,8 +142,12 @@ def inspect(
     sums = FactorSums(settings, dry=True)
     with risk.untouched(first_order=True), torch.enable_grad(), _without_values(risk.device), explained():
         session = new_session(risk.params, joint_bias)
+        audits = Audits(risk.model, session, batch_axis)
         for batch in risk.batches():
-            f, capture = forward(risk, batch, session, sums, batch_axis)
+            # Without values there is nothing to audit.
+            known = audits.of_batch(risk, batch) if audit and risk.device.type != "meta" else None
+            f, capture = forward(risk, batch, session, sums, batch_axis, known)
+            measure_rows(f, capture)
             backward(f, capture, torch.ones_like(f).unsqueeze(0))
     why_not = not_covered(risk.params, sums.blocks.values(), capture.unexplained, sums.conflicts)
     rows = []

@@ -11,6 +11,7 @@ from kfs.errors import DataError, ModelError
 from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.block import Block
 from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shared_with, warn_of_wide
+from kfs.kfac.layout import Layout
 from kfs.kfac.scaffold import kfac
 from kfs.kfac.settings import Fisher, Settings, Sharing, Uncovered
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress, details
@@ -19,6 +20,7 @@ from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked_with_zeros
 from kfs.kfac.sums.block_sums import BlockSums
+from kfs.kfac.sums.placement import Placement
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
 
@@ -70,12 +72,16 @@ class KFAC(BlockDiagonal):
         max_dim: Factors wider than this keep only their diagonal. A warning says which.
         uncovered: What to do about parameters that no rule covers: `"error"`, `"skip"` (leave them out of this
             operator), or `"diagonal"` (compute the exact diagonal of their curvature, slowly).
-        batch_axis: Position of the batch axis in activations, if it is not the first. `"reduce"` needs it.
+        batch_axis: Position of the batch axis in inputs, if it is not the first. In activations it is measured; without
+            audit, it is expected there, too.
         first_datum: Index of the first datum, for draws, if these data are part of a larger set.
         columns_at_once: Number of columns that are sent back together. More columns take more memory.
         factor_device: Device of the factors, if not the model's. `"cpu"` saves GPU memory and takes longer.
         factor_dtype: Precision of the factors. By default the model's, or float32 for half precision. Sums are taken
             in float32 or better in any case.
+        audit: Whether to check, on a few data of the first batch (and of the first one of every other shape), that what
+            is captured is what the model computes; see `kfs.kfac.capture.audit`. Without, the batch axis is guessed by
+            its length.
         checkpoint: File for intermediate results, or a `Checkpoint` that also says how often to write. If the file
             exists, the computation is resumed.
 
@@ -85,6 +91,7 @@ class KFAC(BlockDiagonal):
         settings: All of the above.
         loss: What the factors depend on in the loss.
         count: What a mean over all targets seen divides by.
+        audit: What was checked, and how closely; `None` if nothing was.
 
     Raises:
         ModelError: If a parameter is not covered.
@@ -119,6 +126,7 @@ class KFAC(BlockDiagonal):
         columns_at_once: int | None = None,
         factor_device: str | torch.device | None = None,
         factor_dtype: torch.dtype | None = None,
+        audit: bool = True,
         checkpoint: str | Path | Checkpoint | None = None,
     ) -> None:
         """Compute all factors."""
@@ -135,6 +143,7 @@ class KFAC(BlockDiagonal):
             columns_at_once,
             None if factor_device is None else str(factor_device),
             factor_dtype,
+            audit,
         )
         self._check_names(risk)
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
@@ -145,8 +154,9 @@ class KFAC(BlockDiagonal):
         self.loss = LossScale.of(risk)
         self.count = progress.count
         self.num_data = progress.num_data
+        self.audit = progress.audit
         order = {name: place for place, name in enumerate(risk.params)}
-        blocks.sort(key=lambda block: (order[block.layout.weight], block.layout.rows))
+        blocks.sort(key=lambda block: _place(block.layout, order))
         self.blocks = {block.layout.name: Block(block) for block in blocks}
         self._update_scale()
         warn_of_wide(self.blocks.values(), self.settings, stacklevel=3)
@@ -209,16 +219,22 @@ class KFAC(BlockDiagonal):
         return K
 
     def _add(self, blocks: Iterable[BlockSums], num_data: int, count: float) -> None:
-        """Add sums of other data."""
+        """Add sums of other data. Some of them may use rows of a parameter (experts) that the others do not use."""
         others = {block.layout.name: block for block in blocks}
-        if {n: b.layout for n, b in self.blocks.items()} != {n: b.layout for n, b in others.items()}:
+        mine = [block.layout for block in self.blocks.values()]
+        placement = Placement(mine)
+        fit = all(placement.admit(block.layout) for block in others.values())
+        if not fit or _params(mine) != _params(block.layout for block in others.values()):
             raise ModelError(
                 f"The blocks differ: {list(self.blocks)} and {list(others)}.", "Use the same model and parameters."
             )
         # All of them are computed before the first one is replaced: an error leaves this object as it was.
-        merged = {name: block.sums.plus(others[name]) for name, block in self.blocks.items()}
-        for name, block in self.blocks.items():
-            block.sums = merged[name]
+        merged = {name: block.shared() for name, block in others.items()}
+        merged |= {n: b.sums.plus(others[n]) for n, b in self.blocks.items() if n in others}
+        for name, sums in merged.items():
+            self.blocks.setdefault(name, Block(sums)).sums = sums
+        order = {name: place for place, name in enumerate(self.domain.shapes)}
+        self.blocks = dict(sorted(self.blocks.items(), key=lambda item: _place(item[1].layout, order)))
         self.num_data += num_data
         self.count += count
         self._update_scale()
@@ -253,6 +269,7 @@ class KFAC(BlockDiagonal):
         K.loss = LossScale(**state["loss"])
         K.count = float(state["count"])
         K.num_data = int(state["num_data"])
+        K.audit = None
         blocks = list(map(BlockSums.from_state, state["blocks"]))
         layouts = [block.layout for block in blocks]
         check_coverage([*layouts, *layouts_of_unused_rows(layouts, space)], space)
@@ -307,6 +324,16 @@ def _compute(
     if not blocks:
         raise coverage_error(uncovered)
     return blocks, progress
+
+
+def _place(layout: Layout, order: Mapping[str, int]) -> tuple[int, tuple[int, int]]:
+    """Return the place of a block among others, given those of parameters."""
+    return order[layout.weight], layout.rows
+
+
+def _params(layouts: Iterable[Layout]) -> set[str]:
+    """Return all parameters that some blocks have."""
+    return {name for layout in layouts for name in layout.params}
 
 
 def _check_finite(blocks: list[BlockSums]) -> None:

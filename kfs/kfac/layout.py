@@ -76,7 +76,8 @@ class Layout:
         """The module's name if the block has its `weight` and a bias, else the weight's; with rows if not all."""
         module, _, leaf = self.weight.rpartition(".")
         is_module = module and leaf == "weight" and self.bias is not None
-        part = "" if self._has_all_rows else f"[{self.rows[0]}:{self.rows[1]}]"
+        index = str(self.rows[0]) if self.is_one_of_stack else f"{self.rows[0]}:{self.rows[1]}"
+        part = "" if self._has_all_rows else f"[{index}]"
         return (module if is_module else self.weight) + part
 
     @property
@@ -134,11 +135,12 @@ class Layout:
                      [3, 4, 5, 7]]])
         """
         size = prod(self.shape)
-        bias_size = self.shape[0] if self.bias_has_rows else self.groups * self.row_size
+        bias_size = prod(self.shape[axis] for axis in self.order[: self.split])
         places = torch.arange(size + bias_size).unsqueeze(0)
         columns = {self.weight: places[:, :size]}
         if self.bias is not None:
-            columns[self.bias] = places[:, size:]
+            bias = places[:, size:]
+            columns[self.bias] = bias.unflatten(1, (self.shape[0], -1)) if self.bias_has_rows else bias
         return self.matrix(columns).squeeze(0)
 
     @property
@@ -149,6 +151,17 @@ class Layout:
     @property
     def _has_all_rows(self) -> bool:
         return self.rows == (0, self.shape[0])
+
+    @property
+    def is_one_of_stack(self) -> bool:
+        """Whether the block has one of those matrices (or vectors) that a parameter stacks along its first axis."""
+        return self.rows[1] - self.rows[0] == 1 and self.order[0] == 0 and self.split > 1
+
+    @property
+    def turned_order(self) -> tuple[int, ...]:
+        """The order of axes for the transposed matrix."""
+        fixed = 1 if self.is_one_of_stack else 0  # an axis of length one stays where it is
+        return self.order[:fixed] + self.order[self.split :] + self.order[fixed : self.split]
 
     @property
     def bias_has_rows(self) -> bool:

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.exact_derivatives import explained
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors, columns_at_once
-from kfs.kfac.capture import forward, send_back
+from kfs.kfac.capture import Audits, forward, send_back
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Journal, Progress
@@ -74,12 +74,15 @@ def sweep(
     attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
     with risk.untouched(first_order=True), attention, torch.enable_grad(), explained():
         session = new_session(risk.params, settings.joint_bias)
+        audits = Audits(risk.model, session, settings.batch_axis)
         for place, batch in enumerate(risk.batches(task)):
             if journal is not None and journal.knows(place, batch):
                 continue
+            known = audits.of_batch(risk, batch) if settings.audit else None
             # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
-            f, capture = forward(risk, batch, session, sums, settings.batch_axis)
+            f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
             risk.finite(f.detach(), batch)
+            audits.compare(f.detach())
             # Step 3: generate vectors and send them back; gradients are added to the gradient-based factors on the way.
             first = settings.first_datum + batch.first
             vectors = backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, at_once)
@@ -92,6 +95,7 @@ def sweep(
             del f, capture  # their graph is large, and the next one comes before they are replaced
             if journal is not None:
                 journal.note(progress, sums)
+    progress.audit = audits.report
     if journal is not None:
         journal.close(progress, sums)
     return progress

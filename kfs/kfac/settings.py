@@ -46,6 +46,7 @@ class Settings:
     columns_at_once: int | None = None
     factor_device: str | None = None
     factor_dtype: torch.dtype | None = None
+    audit: bool = True
 
     def __post_init__(self) -> None:
         """Check all settings."""
@@ -69,7 +70,9 @@ class Settings:
         """Return all settings, for a file."""
         dtype = None if self.factor_dtype is None else str(self.factor_dtype).removeprefix("torch.")
         sharing = dict(self.sharing) if isinstance(self.sharing, Mapping) else self.sharing
-        return asdict(self) | {"sharing": sharing, "factor_dtype": dtype}
+        state = asdict(self) | {"sharing": sharing, "factor_dtype": dtype}
+        del state["audit"]  # whether results were checked does not change them
+        return state
 
     @classmethod
     def from_state(cls, state: Any) -> "Settings":
@@ -79,8 +82,8 @@ class Settings:
 
     def check_same(self, other: "Settings") -> None:
         """Raise a `ModelError` if a setting differs, except for which data were used."""
-        mine = replace(self, first_datum=0)
-        theirs = replace(other, first_datum=0)
+        mine = replace(self, first_datum=0, audit=True)
+        theirs = replace(other, first_datum=0, audit=True)
         if mine != theirs:
             raise ModelError(f"The settings differ: {mine} and {theirs}.", "Merge what was computed in the same way.")
 

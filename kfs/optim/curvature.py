@@ -86,7 +86,9 @@ class Curvature:
         Blocks of some parameters, which turned out not to be covered, are left out and forgotten.
         """
         without = set(without)
-        blocks = {key: block for key, block in sums.blocks.items() if not without & set(block.layout.params)}
+        # An expert that no token was sent to tells nothing, and keeps its average.
+        used = {key: block for key, block in sums.blocks.items() if block.terms}
+        blocks = {key: block for key, block in used.items() if not without & set(block.layout.params)}
         totals = [s.total for block in blocks.values() for s in block.sums]
         totals += sums.squares.values()
         if not sums.finite or (totals and not torch.nn.utils.get_total_norm(totals, 1.0).isfinite()):

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from kfs.errors import KfsWarning, LossError, ModelError, StorageError
 from kfs.kfac.block import Block
+from kfs.kfac.capture import Audit
 from kfs.kfac.coverage import listed, shared_with, warn_of_wide
 from kfs.kfac.layout import Key, Layout
 from kfs.kfac.settings import Fisher, Settings, Sharing
@@ -68,6 +69,9 @@ class KFAC(Optimizer):
         max_dim: Factors wider than this keep their diagonal only.
         batch_axis: The batch axis of inputs and activations, if it is not the first.
         seed: Seed for drawing labels with `fisher="mc"`.
+        audit: Whether to check, on a few data of the first pass (and of the first one of every other shape), that
+            watching the model does not change what it computes and sees all uses of its parameters. The model is called
+            some more times for it; buffers, random state and attributes of modules are restored.
 
     Attributes:
         steps: Number of steps that were taken.
@@ -117,10 +121,11 @@ class KFAC(Optimizer):
         max_dim: int | None = 4096,
         batch_axis: int | None = None,
         seed: int = 0,
+        audit: bool = True,
     ) -> None:
         """Check everything, then put hooks on the model."""
         self._loss = describe(loss)
-        self._settings = Settings(fisher, sharing, seed=seed, max_dim=max_dim, batch_axis=batch_axis)
+        self._settings = Settings(fisher, sharing, seed=seed, max_dim=max_dim, batch_axis=batch_axis, audit=audit)
         check_options(locals())
         defaults = {
             "lr": (1.0 if quadratic_model else 0.1) if lr is None else lr,
@@ -153,6 +158,11 @@ class KFAC(Optimizer):
     def events(self) -> Events:
         """How often something went wrong and was handled: skipped steps, refused statistics, failed inverses."""
         return self._curvature.events
+
+    @property
+    def audit(self) -> Audit | None:
+        """What was checked for the last watched pass, and how closely; `None` if nothing was."""
+        return self._watch.audit
 
     @property
     def damping_scale(self) -> float:

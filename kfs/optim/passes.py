@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from kfs.data import mapped, tensors_in
 from kfs.errors import DataError, KfsError
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors
-from kfs.kfac.capture import Capture, Session, pass_derived, send_back
+from kfs.kfac.capture import Capture, Known, Session, measure_rows, pass_derived, send_back
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.settings import Settings
 from kfs.kfac.structures import computable
@@ -25,6 +25,11 @@ from kfs.optim.targets import Targets
 from kfs.outputs import parts_of, prediction_in
 
 
+def number_of_data(arguments: Any, axis: int = 0) -> int | None:
+    """Return how many data a model is called with, by the first tensor that has a batch axis; `None` without one."""
+    return next((t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis), None)
+
+
 @dataclass(eq=False)
 class Pass:
     """One forward pass, and the backward pass that follows it."""
@@ -32,18 +37,18 @@ class Pass:
     loss: Loss  # the announced one
     settings: Settings
     session: InitVar[Session | None]  # tracks parameters; `None` to count examples only
+    known: InitVar[Known | None]  # what an audit found out
     bases: Bases  # in which to sum squared gradients
     arguments: InitVar[tuple[Any, Any]]  # of the model: positional and keyword arguments
     keep_inputs: bool  # whether the result has the arguments
     has_gradient: bool = False  # whether the gradient of a loss has arrived
 
-    def __post_init__(self, session: Session | None, arguments: tuple[Any, Any]) -> None:
+    def __post_init__(self, session: Session | None, known: Known | None, arguments: tuple[Any, Any]) -> None:
         """Find the number of data."""
         axis = self.settings.batch_axis or 0
-        inputs = [t for t in tensors_in(arguments) if t.ndim > axis]
-        self.num_data = inputs[0].shape[axis] if inputs else 1
+        self.num_data = number_of_data(arguments, axis) or 1
         self._problem: KfsError | None = None  # It is raised if somebody trains with this pass, and only then.
-        if not inputs:
+        if number_of_data(arguments, axis) is None:
             self._problem = DataError(
                 "The model was called without any tensor that has a batch axis.",
                 "Call it with a batch of inputs: model(x) with x of shape [N, ...].",
@@ -56,7 +61,7 @@ class Pass:
         self._sums = FactorAndSquareSums(self.settings, self.bases) if self.bases else FactorSums(self.settings)
         self._capture: Capture | None = None
         if session is not None:
-            self._capture = Capture(session, self._sums, self.num_data, self.settings.batch_axis)
+            self._capture = Capture(session, self._sums, self.num_data, self.settings.batch_axis, known)
 
     def start(self) -> Any:
         """Enter the capture, and return marked arguments for the model, or `None` to leave them as they are."""
@@ -140,13 +145,14 @@ class Pass:
             return
         if self.settings.fisher in {"empirical", "forward-only"}:
             capture.keep_graph = False
+            measure_rows(self._edge, capture, self._f)
             capture.listening = True
             self._sums.finish_forward()
         else:
             at_once = self.settings.columns_at_once or 1
             vectors = backpropagated_vectors(self.loss, f, y, self.settings, first_datum, at_once, Stream)
             # The user's backward pass needs the graph afterwards.
-            send_back(self._edge, capture, (columns.to(self._f.dtype) for columns in vectors), keep_graph=True)
+            send_back(self._edge, capture, (columns.to(self._f.dtype) for columns in vectors), True, self._f)
 
     def collect(self) -> StepSums:
         """Return what the pass has given, after its backward pass."""
@@ -160,6 +166,8 @@ class Pass:
             self._sums.finish_backward()
             self._sums.finish_batch()
             capture.listening = False
+            if capture.sites is not None:
+                capture.sites.forget()
         result.blocks = self._sums.blocks
         result.squares = {key: squares.total for key, (_, squares) in self.bases.items()}
         gradients = []

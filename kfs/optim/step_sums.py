@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kfs.kfac.layout import Key, Layout
 from kfs.kfac.settings import Settings
-from kfs.kfac.sums import Adder, BlockSums, FactorSums, PerDatumSums, PlannedUse, Receiver, Squares
+from kfs.kfac.sums import Adder, BlockSums, FactorSums, Owners, PerDatumSums, PlannedUse, Receiver, Squares
 
 # By block: its layout, and a sum of its squared gradients that starts at zero.
 Bases = Mapping[Key, tuple[Layout, Squares]]
@@ -62,6 +62,7 @@ class FactorAndSquareSums(FactorSums):
         layouts = {key: layout for key, (layout, _) in bases.items()}
         squares = {key: squares for key, (_, squares) in bases.items()}
         self._squares = PerDatumSums(settings, layouts, squares)
+        self.by_datum = True
 
     def adder_of(self, plan: PlannedUse) -> Adder:
         """Return what adds the uses of a plan to both sums."""
@@ -82,11 +83,13 @@ class FactorAndSquareSums(FactorSums):
 class _Both(Adder):
     """Adds a use to two sums."""
 
+    by_datum = True
+
     first: Adder
     second: Adder
 
-    def add(self, x: Tensor | None) -> Receiver:
-        first, second = self.first.add(x), self.second.add(x)
+    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
+        first, second = self.first.add(x, owners), self.second.add(x, owners)
 
         def receive(g: Tensor) -> None:
             first(g)

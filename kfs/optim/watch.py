@@ -11,8 +11,9 @@ What happens during one pass is in `passes`.
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -22,12 +23,14 @@ from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it 
 from torch.autograd.graph import get_gradient_edge
 
 from kfs.errors import ModelError
-from kfs.kfac.capture import Session
+from kfs.kfac.capture import Audit, Audits, Known, Session
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
-from kfs.optim.passes import Pass
+from kfs.optim.passes import Pass, number_of_data
 from kfs.optim.step_sums import Bases, StepSums
+from kfs.outputs import prediction_in
+from kfs.state import is_evaluating, restored, unchanged_attributes
 
 
 @dataclass
@@ -52,6 +55,7 @@ class Watch:
     settings: Settings
     keep_inputs: bool  # whether the result has the inputs of all passes
     first_datum: int = 0  # number of data in earlier steps, on which the labels that are drawn depend
+    audit: Audit | None = None  # what was checked for the last pass
     _session: Session | None = None
     _call: _Call | None = None
     _latest: "weakref.ref[Pass] | None" = None
@@ -99,6 +103,7 @@ class Watch:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Start to capture, unless the model calls itself."""
         elsewhere = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+        elsewhere = elsewhere or is_evaluating()  # nobody trains with what is computed for a risk
         if module is not self._model() or not torch.is_grad_enabled() or elsewhere:
             return None
         self._forget_interrupted()
@@ -117,9 +122,33 @@ class Watch:
         elif self.loss.reduction != "sum":
             # Examples have to be counted in every step if the loss is a sum over them, and only then.
             return None
-        one = Pass(self.loss, self.settings, session, bases, (args, kwargs), self.keep_inputs)
+        try:
+            known = (
+                None if session is None or not self.settings.audit else self._audited(module, session, (args, kwargs))
+            )
+        except BaseException:
+            self._call = None  # PyTorch calls no other hook then
+            raise
+        one = Pass(self.loss, self.settings, session, known, bases, (args, kwargs), self.keep_inputs)
         self._call.watched = one
         return one.start()
+
+    def _audited(self, model: nn.Module, session: Session, arguments: Any) -> Known | None:
+        """Check, on a few data, that watching changes nothing and sees everything.
+
+        Returns:
+            What was found; `None` if the model returns nothing that can be trained.
+        """
+        num_data = number_of_data(arguments, self.settings.batch_axis or 0)
+        if num_data is None:
+            return None
+        audits = Audits(model, session, self.settings.batch_axis, halves=False)
+        try:
+            known = audits.of(partial(_predictions, model), arguments, num_data)
+        except _NoPredictionsError:
+            return None
+        self.audit = audits.report
+        return known
 
     def _session_for(self, params: dict[str, Tensor]) -> Session:
         """Return the session that has plans from earlier passes, or a new one if other parameters are tracked."""
@@ -174,6 +203,25 @@ class Watch:
         if call.watched is not None:
             call.watched.stop()
         self._call = None
+
+
+class _NoPredictionsError(Exception):
+    """The model returned something that nobody trains."""
+
+
+def _predictions(model: nn.Module, arguments: Any, num_data: int, within: AbstractContextManager[Any] | None) -> Tensor:
+    """Evaluate a model on a few data, and leave it as it is."""
+    device = next(model.parameters()).device
+    # Layers that drop out draw the same numbers every time, and running statistics stay as they are.
+    with restored(model, device, refuse=False), unchanged_attributes(model), within or nullcontext():
+        output = model(*arguments[0], **arguments[1])
+    try:
+        f = prediction_in(output)
+    except ModelError as error:
+        raise _NoPredictionsError from error
+    if not f.requires_grad or f.shape[:1] != (num_data,):
+        raise _NoPredictionsError
+    return f
 
 
 class Hook:

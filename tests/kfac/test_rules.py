@@ -17,11 +17,12 @@ from kfs.errors import ModelError
 from kfs.kfac.capture.mode import prepared
 from kfs.kfac.capture.parameters import Tracked
 from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Rewrite, with_argument
+from kfs.kfac.layout import Layout
 from kfs.kfac.rules import RULES
 from kfs.kfac.sums import Use
-from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.inputs import OneHot, Rows, Vectors
 from kfs.kfac.sums.outer_products import OuterProductSum
+from kfs.kfac.sums.owners import by_length
 from kfs.kfac.sums.patches import Patches
 from tests.operators.contract import close
 
@@ -56,6 +57,7 @@ CASES = [
     Case("mm", torch.mm, lambda: (r(N, 4), r(4, 2))),
     Case("einsum", torch.einsum, lambda: ("nsi,io->nso", r(N, 5, 4), r(4, 2)), (2,)),
     Case("einsum, heads", torch.einsum, lambda: ("ohk,nhk->no", r(3, 2, 4), r(N, 2, 4)), (1,)),
+    Case("einsum, axes between", torch.einsum, lambda: ("nd,edf->nef", r(N, 4), r(3, 4, 2)), (2,)),
     Case("einsum, weight in front", torch.einsum, lambda: ("oi,nsi->nos", r(2, 4), r(N, 5, 4)), (1,)),
     Case("bilinear", F.bilinear, lambda: (r(N, 4), r(N, 3), r(2, 4, 3), r(2)), (2, 3)),
     Case("conv1d", F.conv1d, lambda: (r(N, 2, 7), r(4, 2, 3), r(4), 2, 1, 2), (1, 2)),
@@ -129,7 +131,7 @@ def gradient(case: Case, step: Plan | Broadcast, args: tuple[Any, ...]) -> tuple
     x = prepared(plan, args, {})
     read = g.unsqueeze(0) if plan.read is None else plan.read(g.unsqueeze(0), x)
     with torch.no_grad():
-        use = Use(plan.inputs, x, BatchAxis(N), ones=False)
+        use = Use(plan.inputs, x, by_length(N, plan.inputs.leading(x)), ones=False)
         found = torch.cat(list(use.gradients(read[0])))
     assert len(found) == N
     exact = exact.reshape(plan.layout.shape) if exact.ndim == 0 else exact
@@ -139,7 +141,7 @@ def gradient(case: Case, step: Plan | Broadcast, args: tuple[Any, ...]) -> tuple
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_plans_give_the_parameters_gradients(case: Case) -> None:
     args = case.make()
-    call = Call(case.func, BatchAxis(N))
+    call = Call(case.func, N)
     steps = uses(RULES[case.func](call, *described(case, args)))
     assert len(steps) == len(case.params)
     for step in steps:
@@ -153,7 +155,7 @@ def test_plans_give_the_parameters_gradients(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rules_look_at_no_values(case: Case) -> None:
     """Tensors without values give the same plans: layouts, kinds of inputs, and places of arguments."""
-    args, call = case.make(), Call(case.func, BatchAxis(N))
+    args, call = case.make(), Call(case.func, N)
     rule = RULES[case.func]
     real, meta = (uses(rule(call, *described(case, args, meta))) for meta in (False, True))
     for one, other in zip(real, meta, strict=True):
@@ -166,7 +168,7 @@ def test_rules_look_at_no_values(case: Case) -> None:
 
 
 def plan_of(func: Any, *args: Any, narrow: torch.dtype | None = None, num_data: int = N, **named: Any) -> Any:
-    return RULES[func](Call(func, BatchAxis(num_data), narrow), *args, **named)
+    return RULES[func](Call(func, num_data, narrow), *args, **named)
 
 
 def data(*shape: int, place: Any = 0) -> Argument:
@@ -192,6 +194,11 @@ def test_layouts() -> None:
     (plan,) = plan_of(F.linear, data(N, 4), parameter(6, 4, view=lambda t: t[2:5]))
     assert plan.layout.rows == (2, 5)
     assert plan.layout.name == "w[2:5]"
+    (plan,) = plan_of(F.linear, data(N, 4), parameter(3, 2, 4, view=lambda t: t[1]))
+    assert plan.layout == Layout("w", (3, 2, 4), (1, 2), (0, 1, 2), 2)
+    assert plan.layout.name == "w[1]"
+    (plan,) = plan_of(torch.matmul, data(N, 4), parameter(3, 4, 2, view=lambda t: t[2]))
+    assert plan.layout == Layout("w", (3, 4, 2), (2, 3), (0, 2, 1), 2)
     (plan,) = plan_of(F.conv2d, data(N, 4, 5, 5), parameter(6, 2, 3, 3), None, 1, 0, 1, 2)
     assert plan.layout.groups == 2
     assert isinstance(plan.inputs, Patches)
@@ -214,6 +221,15 @@ def test_which_biases_may_join() -> None:
         (parameter(6, name="b", place=2, view=lambda t: t[1:4]), False),
     ):
         (plan,) = plan_of(F.linear, x, rows, bias)
+        assert plan.joins is joins
+    expert = parameter(5, 3, 4, view=lambda t: t[2])
+    for bias, joins in (
+        (parameter(5, 3, name="b", place=2, view=lambda t: t[2]), True),
+        (parameter(5, 3, name="b", place=2, view=lambda t: t[1]), False),
+        (parameter(4, 3, name="b", place=2, view=lambda t: t[2]), False),
+        (parameter(3, name="b", place=2), False),
+    ):
+        (plan,) = plan_of(F.linear, x, expert, bias)
         assert plan.joins is joins
     assert plan_of(F.linear, x, parameter(3, 4), parameter(3, 3, name="b", place=2, view=lambda t: t[:, 0])) is None
 
@@ -263,7 +279,7 @@ def test_inputs_count_their_vectors() -> None:
 
 def test_what_rules_do_not_understand() -> None:
     x, w, constant = data(N, 4), parameter(2, 4), Argument.of((0,), r(N, 4), None, data=False)
-    columns = parameter(2, 8, view=lambda t: t[:, ::2])
+    columns, stack = parameter(2, 8, view=lambda t: t[:, ::2]), data(3, N, 4)
     for nothing in (
         plan_of(F.linear, x, columns),
         plan_of(F.linear, parameter(3, 4, name="x"), w),
@@ -271,6 +287,34 @@ def test_what_rules_do_not_understand() -> None:
         plan_of(torch.matmul, x, parameter(4)),
         plan_of(F.linear, x, parameter(4)),
         plan_of(F.linear, x, parameter(2, 4, view=lambda t: t.view(torch.int64))),
+        plan_of(F.linear, x, parameter(5, 4, view=lambda t: t.flatten()[2:10].view(2, 4))),
+        plan_of(F.linear, x, parameter(3, 2, 4, view=lambda t: t.flatten(0, 1)[1:3])),
+        plan_of(F.linear, x, parameter(3, 2, 4, view=lambda t: t[1, :1])),
+        plan_of(F.linear, x, parameter(2, 3, 4, view=lambda t: t[:, 1])),
+        plan_of(F.linear, x, parameter(2, 2, 2, 4, view=lambda t: t[1, 1])),
+        plan_of(F.bilinear, x, x, parameter(2, 2, 4, 4, view=lambda t: t[1])),
+        plan_of(torch.addmm, parameter(2, name="b"), x, parameter(4, 2), out=data(N, 2)),
+        plan_of(torch.matmul, x, parameter(4, 2), out=data(N, 2)),
+        plan_of(torch.bmm, stack, parameter(3, 4, 2), torch.float32),
+        plan_of(torch.bmm, stack, parameter(3, 4, 2), out_dtype=torch.float32),
+        plan_of(torch.bmm, stack, parameter(4, 3, 2, view=lambda t: t.transpose(0, 1))),
+        plan_of(torch.bmm, stack, parameter(3, 4, 4, view=lambda t: t[:, :, :2])),
+        plan_of(torch.bmm, parameter(3, 2, 4, name="x"), parameter(3, 4, 2)),
+        plan_of(torch.bmm, data(0, N, 4), parameter(3, 4, 2, view=lambda t: t[:0])),
+        plan_of(torch.einsum, "eni,eio->eno", data(0, N, 4), parameter(3, 4, 2, view=lambda t: t[:0])),
+        plan_of(torch.matmul, data(4), parameter(3, 4, 2)),
+        plan_of(torch.baddbmm, stack, stack, parameter(3, 4, 2), out=stack),
+        plan_of(torch.baddbmm, stack, constant, parameter(3, 4, 2)),
+        plan_of(torch._grouped_mm, x, parameter(3, 4, 2), bias=x),
+        plan_of(torch._grouped_mm, x, parameter(3, 4, 2), out_dtype=torch.float32),
+        plan_of(torch._grouped_mm, stack, x, parameter(3, name="offs")),
+        plan_of(torch.einsum, "ni,i->n", x, parameter(4)),
+        plan_of(torch.einsum, "eni,eij->eij", stack, parameter(3, 4, 2)),
+        plan_of(torch.einsum, "eni,ei->en", stack, parameter(3, 4)),
+        plan_of(torch.einsum, "eni,eio->eno", constant, parameter(3, 4, 2)),
+        plan_of(torch.einsum, "eni,eio->eno", data(1, N, 4), parameter(3, 4, 2)),
+        plan_of(torch.einsum, "eni,eio->eno", data(4, N, 3), parameter(3, 4, 2, view=lambda t: t.transpose(0, 1))),
+        plan_of(torch.einsum, "nei,ieo->neo", data(N, 3, 4), parameter(4, 3, 2)),
         plan_of(F.layer_norm, data(N, 2, 4), (2, 4), parameter(3, 4, view=lambda t: t[:2])),
         plan_of(torch.einsum, "ni,oi->n", x, w),
         plan_of(torch.einsum, "...i,oi->...o", x, w),
@@ -284,11 +328,13 @@ def test_what_rules_do_not_understand() -> None:
         plan_of(torch.add, data(N, 4), parameter(N, 4)),
         plan_of(torch.cat, (data(N, 4), parameter(1, 4))),
         plan_of(Tensor.clone, parameter(4, 2, view=lambda t: t[1:])),
-        plan_of(Tensor.repeat, parameter(2, 4), N, 1),
     ):
         assert nothing is None
     assert plan_of(Tensor.clone, parameter(4, 2)) == Copy("w")
-    assert isinstance(plan_of(Tensor.repeat, parameter(1, 4), N, 1), Rewrite)
+    assert isinstance(plan_of(torch.bmm, stack, parameter(3, 4, 2)), Rewrite)
+    assert isinstance(plan_of(torch.baddbmm, stack, stack, parameter(3, 4, 2)), Rewrite)
+    assert isinstance(plan_of(torch._grouped_mm, x, parameter(3, 4, 2), data(3)), Rewrite)
+    assert isinstance(plan_of(torch.einsum, "eni,eio->eno", stack, parameter(3, 4, 2)), Rewrite)
     with pytest.raises(ModelError, match="max_norm"):
         plan_of(F.embedding, x, w, max_norm=1.0)
 
@@ -324,7 +370,7 @@ def test_parameters_that_meet_attention_or_are_joined_to_data() -> None:
 def test_every_rule_is_tested_here() -> None:
     tested = [case.func for case in CASES]
     tested += [*CELLS, *NETWORKS, F.multi_head_attention_forward, F.scaled_dot_product_attention]
-    tested += [torch.cat, Tensor.clone, Tensor.repeat, Tensor.__rmatmul__]
+    tested += [torch.cat, Tensor.clone, Tensor.__rmatmul__, torch.baddbmm, torch._grouped_mm]
     assert {RULES[func] for func in tested} == set(RULES.values())
 
 

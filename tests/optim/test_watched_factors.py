@@ -22,13 +22,12 @@ class Interrupted(nn.Module):
     def __init__(self) -> None:
         """Start without anything to raise."""
         super().__init__()
-        self.error: BaseException | None = None
+        self.errors: list[BaseException] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input."""
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
+        if self.errors:
+            raise self.errors.pop()
         return x
 
 
@@ -39,7 +38,7 @@ def test_interrupts(closed: bool) -> None:
     layer = Interrupted()
     model = nn.Sequential(mlp(), layer)
     optimizer = KFAC(model, LOSS)
-    layer.error = KeyboardInterrupt()
+    layer.errors = [KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         model(X)
     if closed:
@@ -48,7 +47,7 @@ def test_interrupts(closed: bool) -> None:
         return
     train(model, optimizer, [(X, y)], LOSS)
     assert not torch.overrides._get_current_function_mode_stack()
-    layer.error = KeyboardInterrupt()
+    layer.errors = [KeyboardInterrupt()]
     optimizer._factors_every = 100
     with pytest.raises(KeyboardInterrupt):
         model(X)

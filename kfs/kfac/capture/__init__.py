@@ -3,8 +3,22 @@
 What is exported here is the interface for applications that watch passes which somebody else makes.
 """
 
+from kfs.kfac.capture.audit import Audit
+from kfs.kfac.capture.audits import Audits
 from kfs.kfac.capture.mode import Capture, forward
+from kfs.kfac.capture.ownership import Known
 from kfs.kfac.capture.session import Session
-from kfs.kfac.capture.tap import backward, pass_derived, send_back
+from kfs.kfac.capture.tap import backward, measure_rows, pass_derived, send_back
 
-__all__ = ["Capture", "Session", "backward", "forward", "pass_derived", "send_back"]
+__all__ = [
+    "Audit",
+    "Audits",
+    "Capture",
+    "Known",
+    "Session",
+    "backward",
+    "forward",
+    "measure_rows",
+    "pass_derived",
+    "send_back",
+]

@@ -1,47 +1,155 @@
 """Parameters that meet the batch later: broadcast parameters, derived parameters, copies."""
 
 from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from kfs.kfac.capture.parameters import Derived, Tracked
-from kfs.kfac.capture.plan import Broadcast, Call, Copy, Plan
+from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan
 from kfs.kfac.sums.interface import Receiver
 from kfs.kfac.sums.outer_products import full_precision
+from kfs.kfac.sums.owners import Owners, Regular
 
 if TYPE_CHECKING:
     from kfs.kfac.capture.mode import Capture
 
 
+class Spread:
+    """Entries of a parameter at the places of a tensor: how gradients there become those of every datum.
+
+    Args:
+        shape: The tensor's shape.
+        index: Which entry each number of the tensor is, of the tensor's shape.
+        source: The parameter's shape.
+        own: The axes of the tensor along which entries differ, if that is known: the same entries for all indices of the
+            other axes.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], index: Tensor, source: tuple[int, ...], own: tuple[int, ...] | None = None
+    ) -> None:
+        """Remember all of them."""
+        self.shape = shape
+        self.index = index
+        self.source = source
+        self.own = own
+        self._readers: dict[Regular, Callable[[Tensor], Tensor]] = {}
+
+    @classmethod
+    def expanded(cls, t: Argument, shape: tuple[int, ...]) -> "Spread":
+        """Describe (a view of) a parameter that is expanded to a shape."""
+        assert t.source is not None  # noqa: S101 (only tracked arguments get here)
+        padded = (1,) * (len(shape) - t.ndim) + t.shape
+        strides = (0,) * (len(shape) - t.ndim) + t.stride
+        strides = tuple(0 if n == 1 else stride for n, stride in zip(padded, strides, strict=True))
+        own = tuple(axis for axis, stride in enumerate(strides) if stride != 0 and shape[axis] != 1)
+        index = torch.arange(max(prod(t.source[0]), 1)).as_strided(shape, strides, t.offset)  # nothing is copied
+        return cls(shape, index, t.source[0], own)
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The axes along which entries do not differ."""
+        return tuple(axis for axis in range(len(self.shape)) if axis not in (self.own or ()))
+
+    def entries(self) -> Tensor:
+        """Return the entries along the axes where they differ, flattened."""
+        return self.index[tuple(0 if axis in self.free else slice(None) for axis in range(len(self.shape)))].flatten()
+
+    def reader(self, owners: Owners) -> Callable[[Tensor], Tensor]:
+        """Return what reads gradients `[columns, *shape]` as `[columns, N, *source]`."""
+        if not isinstance(owners, Regular):
+            return self._by_number(owners)
+        if owners not in self._readers:
+            self._readers[owners] = self._by_axes(owners) or self._data_by_data(owners) or self._by_number(owners)
+        return self._readers[owners]
+
+    def _by_axes(self, owners: Regular) -> Callable[[Tensor], Tensor] | None:
+        """Sum over axes along which neither entries nor data differ; `None` if entries differ along the batch axis."""
+        if self.own is None:
+            return None
+        free = self.free
+        for place, axis in enumerate(free):
+            tail = prod(self.shape[axis + 1 :])
+            inner = owners.inner // max(tail, 1)  # how many consecutive indices of this axis belong to a datum
+            if inner == 0 or inner * tail != owners.inner or self.shape[axis] % (owners.num_data * inner):
+                continue
+            lengths = [self.shape[other] for other in free]
+            rows = Regular(owners.num_data, inner * prod(lengths[place + 1 :]))
+            order = (*free, *self.own)
+            entries = self.entries()
+            index = None if _in_order(entries, prod(self.source)) else entries
+
+            def read(g: Tensor) -> Tensor:
+                columns = g.permute(0, *(1 + axis for axis in order)).reshape(len(g), prod(lengths), -1)
+                sums = torch.stack([rows.by_datum(column).sum(1) for column in columns])
+                return scattered(sums, index, self.source)
+
+            return read
+        return None
+
+    def _data_by_data(self, owners: Regular) -> Callable[[Tensor], Tensor] | None:
+        """Read datum by datum, if all numbers of one stand together, and if data do not differ in their entries."""
+        index = self.index.reshape(-1, owners.inner)
+        if len(index) != owners.num_data or not torch.equal(index, index[:1].expand_as(index)):
+            return None
+        entries = None if _in_order(index[0], prod(self.source)) else index[0]
+        return lambda g: scattered(g.reshape(len(g), owners.num_data, -1), entries, self.source)
+
+    def _by_number(self, owners: Owners) -> Callable[[Tensor], Tensor]:
+        """Add number by number."""
+        data = owners.index(prod(self.shape))
+        size = prod(self.source)
+        places = data * size + self.index.flatten().to(data.device)
+        counted = data >= 0
+
+        def read(g: Tensor) -> Tensor:
+            numbers = g.reshape(len(g), -1)[:, counted.to(g.device)]
+            sums = g.new_zeros(len(g), owners.num_data * size)
+            sums.index_add_(1, places[counted].to(g.device), numbers)
+            return sums.reshape(len(g), owners.num_data, *self.source)
+
+        return read
+
+
+def scattered(g: Tensor, index: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """Put entries `[..., k]` at their places in tensors of a shape, `[..., *shape]`."""
+    if index is None:
+        return g.reshape(*g.shape[:-1], *shape)
+    full = g.new_zeros(*g.shape[:-1], prod(shape))
+    return full.index_add_(-1, index.to(g.device), g).reshape(*g.shape[:-1], *shape)
+
+
 def tap_broadcast(capture: "Capture", step: Broadcast, t: Tensor, call: Call) -> Tensor:
     """Expand (a view of) a parameter to a shape with batch axis, and return it with a tap."""
     z = t.expand(step.shape)
+    if step.plan is None:
+        derived = capture.tracker.get(t).derived
+        assert derived is not None  # noqa: S101 (there is no third kind)
+        return tap_spread(capture, z, (call.name, step.argument.name or ""), step.spread, derived.collector())
     with full_precision(z.device.type):
-        receive = _broadcast_receiver(capture, step, t, z, call)
+        (plan,) = settled(capture, step.plan, call, z)
+        receive = capture.use(plan, None)
     return capture.tap(z, receive)
 
 
-def _broadcast_receiver(capture: "Capture", step: Broadcast, t: Tensor, z: Tensor, call: Call) -> Receiver:
-    """Take note of the use of a parameter that is broadcast, and return what takes its gradients."""
-    if step.plan is not None:
-        (plan,) = settled(capture, step.plan, call, z)
-        return capture.use(plan, None)
-    derived = capture.tracker.get(t).derived
-    assert derived is not None  # noqa: S101 (there is no third kind)
-    read: Any = step.read
-    collect = derived.receiver() if step.aligned else derived.collector()
-    return lambda g: collect(read(g))
+def tap_spread(
+    capture: "Capture", z: Tensor, what: tuple[str, str], spread: Spread, collect: Callable[[Tensor], None]
+) -> Tensor:
+    """Return a tensor with the entries of a parameter, with a tap that collects the parameter's gradients by datum."""
+
+    def start(owners: Owners) -> Receiver:
+        read = spread.reader(owners)
+        return lambda g: collect(read(g.squeeze(-1)))
+
+    # Every number counts as a row: data may lie along any axis.
+    receive = capture.open(what, tuple(z.shape), start, meeting=True)
+    return capture.tap(z, lambda g: receive(g.unsqueeze(-1)))
 
 
-def follow(
-    capture: "Capture",
-    plan: Plan,
-    call: Call,
-    x: Tensor,
-    out: Tensor,
-    key: Any,
-) -> Tensor | None:
+def follow(capture: "Capture", plan: Plan, call: Call, x: Tensor, out: Tensor, key: Any) -> Tensor | None:
     """Follow the output of a use whose inputs `x` do not depend on the data; `key` identifies the call.
 
     Returns:
@@ -50,16 +158,20 @@ def follow(
     if len(capture.session.settle(plan, call, out, capture.sums.placement, firmly=False)) > 1:
         return None
 
-    def add_use(with_batch: bool) -> Receiver:
+    def add_use() -> Receiver:
         (mine,) = settled(capture, plan, call, out)
-        return capture.use(mine, x if with_batch else x.expand(capture.num_data, *x.shape))
+        return capture.use(mine, x.expand(capture.num_data, *x.shape), by_construction=True)
 
-    return add_derived(capture, out, plan.layout.weight, key, add_use)
+    return add_derived(capture, out, plan.layout.weight, key, call.name, add_use)
 
 
-def add_derived(capture: "Capture", out: Tensor, name: str, token: Any, add_use: Callable[[bool], Receiver]) -> Tensor:
+def add_derived(
+    capture: "Capture", out: Tensor, name: str, token: Any, operation: str, add_use: Callable[[], Receiver]
+) -> Tensor:
     """Follow the output of an operation that has met no data yet; `add_use` is that of `Derived`."""
     out = out.contiguous()
+    if capture.measuring and capture.num_data > 1:
+        out = capture.observed(out, (operation, name))
     derived = Derived(add_use)
     capture.derived.append(derived)
     capture.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived))
@@ -79,3 +191,7 @@ def settled(capture: "Capture", plan: Plan, call: Call, like: Tensor) -> tuple[P
     if plan not in known or not capture.fit(known[plan]):
         known[plan] = capture.session.settle(plan, call, like, capture.sums.placement)
     return known[plan]
+
+
+def _in_order(entries: Tensor, size: int) -> bool:
+    return len(entries) == size and torch.equal(entries, torch.arange(size))

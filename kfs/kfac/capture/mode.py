@@ -10,8 +10,10 @@ per datum.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -20,10 +22,11 @@ from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
-from kfs.data import Batch, mapped
+from kfs.data import Batch, mapped, without_tensors
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
 from kfs.kfac.capture.derived import follow, tap_broadcast, track_copy
 from kfs.kfac.capture.hidden_uses import hidden_uses
+from kfs.kfac.capture.ownership import Known, Question, Sites, What
 from kfs.kfac.capture.parameters import Derived, Tracked
 from kfs.kfac.capture.plan import (
     Argument,
@@ -36,13 +39,12 @@ from kfs.kfac.capture.plan import (
     argument_at,
     is_in_place,
     with_argument,
-    without_tensors,
 )
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.tap import apply_tap
-from kfs.kfac.sums.batch_axis import BatchAxis
-from kfs.kfac.sums.interface import Receiver, Sums
+from kfs.kfac.sums.interface import Adder, Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
+from kfs.kfac.sums.owners import Owners, Regular
 from kfs.risk import EmpiricalRisk
 
 # Operations whose result does not depend on the values of their tensors, or only on those of the first one.
@@ -55,6 +57,10 @@ _PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_s
 _METHODS = ("dim", "size", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
 _QUESTIONS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
 
+# Operations that pick rows by an index.
+_PICK_NAMES = ("gather", "index_select", "masked_select", "take", "take_along_dim")
+_PICKS = {getattr(owner, name) for name in _PICK_NAMES for owner in (torch, Tensor)} | {Tensor.__getitem__}
+
 _MOST_PLANS = 10_000
 
 
@@ -66,9 +72,19 @@ class Capture(TorchFunctionMode):
         sums: What inputs and gradients are added to.
         num_data: Number of data in the batch.
         batch_axis: Where the batch axis is in activations, if not first.
+        known: What an audit found out about rows. `None` to guess it from lengths.
+        measuring: Whether rows are to be measured, for an audit.
     """
 
-    def __init__(self, session: Session, sums: Sums, num_data: int, batch_axis: int | None = None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        sums: Sums,
+        num_data: int,
+        batch_axis: int | None = None,
+        known: Known | None = None,
+        measuring: bool = False,
+    ) -> None:
         """Start without any tap."""
         super().__init__()
         # Plans die if parameters have other storages than before, or if ever new shapes have made too many of them.
@@ -78,24 +94,29 @@ class Capture(TorchFunctionMode):
         self.session = session
         self.tracker = session.tracker
         self.sums = sums
-        self.batch = BatchAxis(num_data, batch_axis)
+        self.num_data = num_data
+        self.batch_axis = batch_axis
+        self.measuring = measuring
+        self.sites: Sites | None = None  # where it matters whose rows are, if anywhere
+        self.questions: list[tuple[Question, bool, slice, slice]] = []
+        self.inputs: list[tuple[tuple[int, ...], bool, bool]] = []  # shape, whether integers, whether taken for data
+        self.routes = False  # whether data decide which rows are picked
         self.handle: Tensor | None = None  # the zero-size second input of all taps
         self.keep_graph = True  # whether further backward passes will follow
         self.together = False  # whether a backward pass is for several columns, by `vmap`
         self.running = True  # whether the forward pass is still running
         self.sending = False  # whether a backward pass runs that sends vectors back, in full precision
+        self.probing = False  # whether these vectors are there to find out to which data rows belong
         self.listening = False  # whether gradients of somebody else's backward pass are of interest
         self.operations = 0  # a hash of all operations that were seen, in order
         self.derived: list[Derived] = []  # in the order in which they were met
         # `(parameter, operation)` of uses that no rule explains and that influence the predictions, or may do so. It is
         # complete after a backward pass.
-        self.unexplained: set[tuple[str, str]] = set()
+        self.unexplained: set[tuple[str, str]] = set() if known is None else set(known.unexplained)
+        self._known = known
+        self._waits = False  # whether the next tap belongs to a place that waits to be measured
+        self._asked: Counter[tuple[Any, str]] = Counter()
         self._marked: list[weakref.ref[Tensor]] = []
-
-    @property
-    def num_data(self) -> int:
-        """The number of data in the batch."""
-        return self.batch.num_data
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, by a plan if it uses a tracked parameter."""
@@ -104,6 +125,8 @@ class Capture(TorchFunctionMode):
             return func(*args, **kwargs)
         self.operations = hash((self.operations, func))
         inputs = tensors_of((*args, *kwargs.values()) if kwargs else args)
+        if func in _PICKS and len(inputs) > 1:
+            self.routes = self.routes or any(map(self.is_data, inputs[1:]))
         if not torch.is_grad_enabled():  # what has no gradient is no use
             refuse_reentrant_checkpoint()
         elif _are_functorch_transforms_active():  # taps do not work there
@@ -136,7 +159,7 @@ class Capture(TorchFunctionMode):
     def _run_unsettled(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that uses a tracked parameter, and settle its plan if its output is tapped."""
         kind = self.session.device_type
-        call = Call(func, self.batch, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        call = Call(func, self.num_data, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
         planned = self._plan(key, call, args, kwargs)
         if planned is None:
             return self.session.fallback(self, func, args, kwargs)
@@ -150,17 +173,77 @@ class Capture(TorchFunctionMode):
                 args, kwargs = with_argument(step.argument.place, tapped, args, kwargs)
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        if planned[0].follows:
-            with full_precision(kind):
-                x = prepared(planned[0], args, kwargs)
+        if not planned[0].follows:
+            return self._settle_and_tap(planned, call, key, args, kwargs, out)
+        with full_precision(kind):
+            x = prepared(planned[0], args, kwargs)
+        leading = planned[0].inputs.leading(x)
+        with self.question(func, planned[0].layout.weight, self.is_first(leading)) as has_data:
+            if has_data:  # what is multiplied does not depend on data, but it has a row for every datum
+                return self._settle_and_tap(planned, call, (key, "rows of data"), args, kwargs, out)
             followed = follow(self, planned[0], call, x, out, key)
-            return self.session.fallback(self, func, args, kwargs) if followed is None else followed
+        return self.session.fallback(self, func, args, kwargs) if followed is None else followed
+
+    def _settle_and_tap(
+        self,
+        planned: tuple[Plan, ...],
+        call: Call,
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Tensor,
+    ) -> Tensor:
+        """Settle plans, and return the operation's output with a tap for each of them."""
         placement = self.sums.placement
-        settled = [one for plan in planned for one in self.session.settle(plan, call, out, placement)]
-        self.session.plans[key] = settled
+        settled = self.session.plans.get(key)
+        if type(settled) is not list or not self.fit(settled):
+            settled = [one for plan in planned for one in self.session.settle(plan, call, out, placement)]
+            self.session.plans[key] = settled
         for plan in settled:
             out = self._tap_output(plan, args, kwargs, out)
         return out
+
+    def is_first(self, shape: tuple[int, ...]) -> bool:
+        """Whether the batch axis of a shape is where it is expected: a guess."""
+        axis = self.batch_axis or 0
+        return self.num_data > 1 and len(shape) > axis and shape[axis] == self.num_data
+
+    @contextmanager
+    def question(self, func: Any, name: str, guess: bool) -> Iterator[bool]:
+        """Ask whether the result of an operation on a parameter and constants has a row for every datum.
+
+        An audit finds out; without one, the answer is a guess. It goes over what happens in this context.
+        """
+        question = (func, name, self._asked[func, name])
+        self._asked[func, name] += 1
+        answer = guess if self._known is None else self._known.answers.get(question, guess)
+        sites = self._sites()
+        waiting, observed = len(sites.waiting), len(sites.observed)
+        yield answer
+        opened = slice(waiting, len(sites.waiting)), slice(observed, len(sites.observed))
+        self.questions.append((question, answer, *opened))
+
+    def open(
+        self, what: What, leading: tuple[int, ...], start: Callable[[Owners], Receiver], meeting: bool = False
+    ) -> Receiver:
+        """Open a place at which it matters whose rows are, right before its tap; arguments are those of `Sites`."""
+        sites = self._sites()
+        before = len(sites.waiting)
+        receive = sites.open(what, leading, start, meeting)
+        self._waits = len(sites.waiting) > before
+        return receive
+
+    def observed(self, t: Tensor, what: What) -> Tensor:
+        """Return a tensor such that an audit learns to which data its numbers belong."""
+        receive = self._sites().observe(what, tuple(t.shape))
+        self._waits = True
+        return self.tap(t, receive)
+
+    def _sites(self) -> Sites:
+        """Return all places at which it matters whose rows are."""
+        if self.sites is None:
+            self.sites = Sites(self.num_data, self.batch_axis, self._known, self.measuring, self.session.mixing)
+        return self.sites
 
     def _plan(self, key: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the rule for an operation says; it is asked once."""
@@ -175,9 +258,9 @@ class Capture(TorchFunctionMode):
         return plans[key]
 
     def _key(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
-        """Return all that a plan depends on: operation, arguments, number of data, batch axis and `autocast`."""
+        """Return all that a plan depends on: operation, arguments, number of data and `autocast`."""
         kind = self.session.device_type
-        key = [func, self.batch.num_data, self.batch.axis]
+        key = [func, self.num_data]
         if torch.is_autocast_enabled(kind):
             key.append(torch.get_autocast_dtype(kind))
         for t, source in zip(inputs, sources, strict=True):
@@ -196,26 +279,43 @@ class Capture(TorchFunctionMode):
         adders, placement = self.sums.adders, self.sums.placement
         return all([plan in adders or not plan.fits or placement.admit(plan.layout) for plan in plans])  # noqa: C419
 
-    def use(self, plan: Plan, x: Any) -> Receiver:
+    def use(self, plan: Plan, x: Any, by_construction: bool = False) -> Receiver:
         """Add the inputs of a use, and return what takes gradients `[columns, *shape of the output]`.
 
         Args:
             plan: A plan that the session has settled.
             x: What the plan prepared.
+            by_construction: Whether rows were brought into the order of data.
         """
         if not plan.fits:
             return lambda _: self.sums.note_conflict(plan)
         adder = self.sums.adders.get(plan)
         if adder is None:
             adder = self.sums.adders[plan] = self.sums.adder_of(plan)
-        receive = adder.add(x)
+        receive = self._add_by_datum(adder, plan, x, by_construction) if self.sums.by_datum else adder.add(x)
         return receive if plan.read is None else _reading(plan.read, x, receive)
+
+    def _add_by_datum(self, adder: Adder, plan: Plan, x: Any, by_construction: bool) -> Receiver:
+        """Add the inputs of a use as soon as it is known whose they are."""
+        leading = plan.inputs.leading(x)
+        if by_construction:
+            return adder.add(x, Regular.batch_first(self.num_data, prod(leading)))
+
+        def start(owners: Owners) -> Receiver:
+            with full_precision(plan.device.type):
+                return adder.add(x, owners)
+
+        what = (plan.operation, plan.layout.weight)
+        return self.open(what, leading, start)
 
     def tap(self, z: Tensor, receive: Receiver) -> Tensor:
         """Return `z` such that gradients with respect to it are shown to a receiver."""
         if self.handle is None:
             self.handle = torch.empty(0, requires_grad=True)
-        return apply_tap(z, self.handle, self, receive)
+        waits = self._waits
+        if waits:
+            self._waits = False
+        return apply_tap(z, self.handle, self, receive, waits)
 
     def find_hidden_uses(self, f: Tensor) -> None:
         """Look for uses that were not seen.
@@ -238,23 +338,28 @@ class Capture(TorchFunctionMode):
     @contextmanager
     def with_batch_axis(self, axis: int | None) -> Iterator[None]:
         """Override the batch axis in this context."""
-        before = self.batch
-        self.batch = before if axis is None else BatchAxis(self.num_data, axis)
+        sites = self._sites()
+        before = sites.axis
+        sites.axis = before if axis is None else axis
         try:
             yield
         finally:
-            self.batch = before
+            sites.axis = before
 
     def mark_data(self, t: Tensor) -> Tensor:
         """Return a batch's input such that what is computed from it is known to depend on data.
 
         An input without batch axis, such as positions `[1, T]`, is the same for all data.
         """
-        axis = self.batch.axis or 0
+        axis = self.batch_axis or 0
         first = t.shape[axis] if t.ndim > axis else 1
         divides = first > 1 and (first % self.num_data == 0 or self.num_data % first == 0)
         elsewhere = self.num_data in t.shape and (t.shape[0] > 1 or self.num_data == 1)
-        return self.as_data(t, divides or elsewhere or self.num_data == first)
+        data = divides or elsewhere or self.num_data == first
+        if self._known is not None and len(self.inputs) in self._known.constants:
+            data = False
+        self.inputs.append((tuple(t.shape), not t.is_floating_point(), data))
+        return self.as_data(t, data)
 
     def as_data(self, t: Tensor, data: bool = True) -> Tensor:
         """Return a tensor such that what is computed from it is known to depend on data (or not)."""
@@ -321,7 +426,12 @@ class Capture(TorchFunctionMode):
 
 
 def forward(
-    risk: EmpiricalRisk, batch: Batch, session: Session, sums: Sums, batch_axis: int | None = None
+    risk: EmpiricalRisk,
+    batch: Batch,
+    session: Session,
+    sums: Sums,
+    batch_axis: int | None = None,
+    known: Known | None = None,
 ) -> tuple[Tensor, Capture]:
     """Evaluate the model with taps at the outputs of all parametric operations.
 
@@ -331,11 +441,12 @@ def forward(
         session: Has plans.
         sums: What inputs are added to, and gradients will be.
         batch_axis: Where the batch axis is in activations, if not first.
+        known: What an audit found out about rows.
 
     Returns:
         Predictions, and what is needed to send vectors back.
     """
-    capture = Capture(session, sums, len(batch.y), batch_axis)
+    capture = Capture(session, sums, len(batch.y), batch_axis, known)
     marked = Batch(mapped(batch.x, capture.mark_data), batch.y, batch.first)
     try:
         with torch.compiler.set_stance("force_eager"):  # a compiled model hides its operations

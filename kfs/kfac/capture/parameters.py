@@ -34,29 +34,21 @@ class Tracked:
 class Derived:
     """How gradients of a *derived parameter* are taken: of what is computed from one parameter and constants alone.
 
-    The operation in which it meets the data decides.
-
     Args:
-        add_use: Takes note of the use, and returns what takes gradients. Its argument says whether the first axis of
-            the derived parameter turned out to be the batch axis (as for zeros of shape `[N, ...]`). If not, gradients
-            are `[columns, N, *shape]`.
+        add_use: Takes note of the use, and returns what takes gradients `[columns, N, *shape]`.
     """
 
-    def __init__(self, add_use: Callable[[bool], Callable[[Tensor], None]]) -> None:
+    def __init__(self, add_use: Callable[[], Callable[[Tensor], None]]) -> None:
         """Decide nothing yet."""
         self._add_use = add_use
         self._receive: Callable[[Tensor], None] | None = None
         self._arrived: list[Tensor] = []
 
     def collector(self) -> Callable[[Tensor], None]:
-        """Return what collects gradients `[columns, N, *shape]` of one of several operations that broadcast it."""
+        """Return what collects gradients `[columns, N, *shape]` of one of several operations that use it."""
         if self._receive is None:
-            self._receive = self._add_use(False)
+            self._receive = self._add_use()
         return self._arrived.append
-
-    def receiver(self) -> Callable[[Tensor], None]:
-        """Return what takes gradients `[columns, *shape]`, if the first axis is the batch axis."""
-        return self._add_use(True)
 
     def pass_on(self) -> None:
         """After a backward pass: pass on the sum of what was collected."""

@@ -21,11 +21,9 @@ from torch import Tensor
 from kfs.exact_derivatives import refuse_sparse_and_nested
 from kfs.kfac.capture.parameters import Tracked
 from kfs.kfac.layout import Layout, Side
-from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.inputs import Inputs
 
 CPU = torch.device("cpu")
-ONE_DATUM = BatchAxis(1)
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow")} | {"__setitem__"}
 # Where an argument is: its position, its keyword, or a position followed by one within a list.
 Place = tuple[int | str, ...]
@@ -38,7 +36,7 @@ class Call:
     """One call of an operation."""
 
     func: Any  # the operation
-    batch: BatchAxis  # number of data, and where the batch axis is
+    num_data: int  # in the batch
     narrow: torch.dtype | None = None  # the precision in which `autocast` multiplies, if it is on
 
     @property
@@ -46,25 +44,32 @@ class Call:
         """What the user calls the operation."""
         return str(getattr(self.func, "__name__", self.func))
 
-    @property
-    def num_data(self) -> int:
-        """The number of data in the batch."""
-        return self.batch.num_data
-
 
 @dataclass(frozen=True)
 class View:
-    """Some consecutive rows of a parameter, perhaps transposed."""
+    """Some consecutive rows of a parameter, or one of those tensors that it stacks; a matrix perhaps transposed."""
 
     name: str
     shape: tuple[int, ...]  # that of the parameter
     rows: tuple[int, int]  # half-open range
     transposed: bool
+    stacked: bool = False  # whether it is a single index of the first axis, and does not have this axis any more
 
     @property
     def is_whole(self) -> bool:
         """Whether it has all rows."""
         return self.rows == (0, self.shape[0])
+
+    def matrix_layout(self, flip: bool = False) -> Layout:
+        """Return the layout of a view with two axes, which is `[out, in]`, or `[in, out]` if `flip`."""
+        return self.layout((1, 0) if self.transposed != flip else (0, 1), 1)
+
+    def layout(self, order: tuple[int, ...], split: int) -> Layout:
+        """Return the layout of a view, given the order of its axes, and how many of them make the rows."""
+        if self.stacked:  # the axis that the view lacks has length one in the block
+            order = (0, *(1 + axis for axis in order))
+            split += 1
+        return Layout(self.name, self.shape, self.rows, order, split)
 
 
 @dataclass(frozen=True)
@@ -112,20 +117,29 @@ class Argument:
 
     @property
     def view(self) -> View | None:
-        """Which rows of a parameter it is; `None` if it is not such a simple view of a parameter."""
+        """Which part of a parameter it is; `None` if it is not such a simple view of a parameter."""
         if self.name is None or self.source is None or self.derived:
             return None
         shape, stride, dtype = self.source
-        if self.dtype != dtype:
+        if self.dtype != dtype or not shape:
+            return None
+        first, between = divmod(self.offset, max(stride[0], 1))
+        if between:  # it starts in the middle of a row
             return None
         candidates = [(self.shape, self.stride, False)]
         if self.ndim == 2:
             candidates.append((self.shape[::-1], self.stride[::-1], True))
         for mine, strides, transposed in candidates:
-            if len(mine) == len(shape) > 0 and mine[1:] == shape[1:] and strides == stride:
-                first = self.offset // max(stride[0], 1)
+            if len(mine) == len(shape) and mine[1:] == shape[1:] and strides == stride:
                 return View(self.name, shape, (first, first + mine[0]), transposed)
+            if mine and mine == shape[1:] and strides == stride[1:]:
+                return View(self.name, shape, (first, first + 1), transposed, stacked=True)
         return None
+
+    def part(self, index: int) -> "Argument":
+        """Describe what an index of the first axis selects."""
+        offset = self.offset + index * self.stride[0]
+        return replace(self, shape=self.shape[1:], stride=self.stride[1:], offset=offset)
 
     @property
     def by_rows(self) -> bool:
@@ -172,7 +186,6 @@ class Plan:
     side: Side = "A"  # on which side of the block inputs are
     ones: bool = False  # whether the bias of the block is used
     fits: bool = True  # whether the use fits together with the other uses of its parameter
-    batch: BatchAxis = ONE_DATUM
     narrow: torch.dtype | None = None
     dtype: torch.dtype = torch.float32  # that of the operation's output
     device: torch.device = CPU  # that of the operation's output
@@ -182,15 +195,13 @@ class Plan:
 class Broadcast:
     """A parameter that is expanded to a shape with batch axis, and tapped there, before the operation runs.
 
-    For a derived parameter there is no plan. Then `read` reads gradients as `[columns, N, *its shape]`; or as
-    `[columns, *its shape]` if it is aligned: its first axis has turned out to be the batch axis.
+    For a derived parameter there is no plan: its gradients are brought back to the parameter, datum by datum.
     """
 
     argument: Argument
     shape: tuple[int, ...]
     plan: Plan | None
-    read: Callable[[Tensor], Tensor] | None = None
-    aligned: bool = False
+    spread: Any = None  # for a derived parameter: which entries are where, a `Spread`
 
 
 @dataclass(frozen=True)
@@ -228,19 +239,6 @@ def with_argument(
     if isinstance(first, str):
         return args, kwargs | {first: value}
     return (*args[:first], value, *args[first + 1 :]), kwargs
-
-
-def without_tensors(part: Any) -> Any:
-    """Return arguments, or what identifies them, with `None` for tensors, such that they can be hashed."""
-    if isinstance(part, Tensor):
-        return None
-    if isinstance(part, (tuple, list)):
-        return tuple(map(without_tensors, part))
-    try:
-        hash(part)
-    except TypeError:
-        return repr(part)
-    return part
 
 
 def is_in_place(func: Any) -> bool:

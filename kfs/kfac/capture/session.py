@@ -50,8 +50,12 @@ class Session:
         self.settled: dict[Plan, tuple[Plan, ...]] = {}
         # Hidden uses that were found in passes, by the operations of a pass.
         self.hidden_uses: dict[Any, set[tuple[str, str]]] = {}
-        self._joint_bias = joint_bias
-        self._mixing = mixing
+        self.joint_bias = joint_bias
+        self.mixing = mixing
+
+    def renewed(self) -> "Session":
+        """Return a session for the same parameters that has no plans."""
+        return Session(self.tracker.params, self.rules, self.fallback, self.joint_bias, self.mixing)
 
     def forget_plans(self) -> None:
         """Forget everything that depends on where parameters are stored."""
@@ -74,7 +78,7 @@ class Session:
         Returns:
             One plan, or two if there is a bias that does not join.
         """
-        if plan.mixes and not self._mixing:
+        if plan.mixes and not self.mixing:
             raise ModelError(
                 f"F.{plan.operation} is called with training=True: the prediction for one datum depends on the rest "
                 "of its batch.",
@@ -82,7 +86,7 @@ class Session:
             )
         bias = plan.bias
         name = bias.layout.weight if bias is not None and plan.joins else None
-        layout, side = placement.place(plan.layout, name if self._joint_bias else None)
+        layout, side = placement.place(plan.layout, name if self.joint_bias else None)
         fits = placement.admit(layout) if firmly else placement.fits(layout)
         joint = name is not None and layout.bias == name and side == "A"
         settled = replace(
@@ -91,7 +95,6 @@ class Session:
             side=side,
             ones=joint,
             fits=fits,
-            batch=call.batch,
             narrow=call.narrow,
             dtype=like.dtype,
             device=like.device,

@@ -4,7 +4,7 @@ A tap has a zero-size second input. Differentiating the predictions with respect
 taps: no weight gradient is computed, and a gradient is used where it arises and never stored.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from torch.func import vmap
 
 from kfs.errors import ModelError
+from kfs.kfac.capture.ownership import Sites, probes
 from kfs.kfac.capture.parameters import Derived
 from kfs.kfac.sums.interface import Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
@@ -23,27 +24,38 @@ class CapturedPass(Protocol):
 
     handle: Tensor | None
     sums: Sums
+    num_data: int
     running: bool
     sending: bool
     listening: bool
+    probing: bool
     keep_graph: bool
     together: bool
     derived: list[Derived]
+    sites: Sites | None
 
 
 class Tap(torch.autograd.Function):
     """The identity, with a backward pass that shows gradients to a receiver."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, handle: Tensor, capture: CapturedPass, receive: Receiver) -> Tensor:  # noqa: ARG004, D102
+    def forward(  # noqa: D102
+        ctx: Any,
+        z: Tensor,
+        handle: Tensor,
+        capture: CapturedPass,
+        receive: Receiver,
+        waits: bool,
+    ) -> Tensor:
         ctx.capture = capture
         ctx.receive = receive
+        ctx.waits = waits
         # The same memory, but for autograd it is no view: operations in place may follow, and cost nothing extra in
         # the backward pass. Nobody else uses z any more, and no operation that has a rule keeps its output.
         return z.detach()
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Show the gradients; nothing needs to be computed for the second input."""
         capture, receive = ctx.capture, ctx.receive
         if capture.running:
@@ -53,7 +65,9 @@ class Tap(torch.autograd.Function):
             )
         ours, theirs = capture.sending, capture.listening
         if receive is None or not (ours or theirs):  # somebody differentiates what the model has kept, or again
-            return g, None, None, None
+            return g, None, None, None, None
+        if capture.probing and not ctx.waits:
+            return g, None, None, None, None
         if g.is_cuda:  # pragma: no cover (the thread's first operation may be a product: cuBLAS wants a context)
             torch.cuda.set_device(g.device)
         if ours and capture.together:
@@ -65,7 +79,7 @@ class Tap(torch.autograd.Function):
                 receive(g.unsqueeze(0))
         if not capture.keep_graph:
             ctx.receive = None  # it may hold activations
-        return g, None, None, None
+        return g, None, None, None, None
 
 
 # What `Tap.apply` calls after it has looked for transformations of torch.func: that takes a third of its time.
@@ -96,6 +110,7 @@ def send_back(
     capture: CapturedPass,
     vectors: Iterable[Tensor],
     keep_graph: bool = False,
+    like: Tensor | None = None,
 ) -> None:
     """Send vectors back to all taps, chunk by chunk, and add what arrives to the sums.
 
@@ -104,32 +119,71 @@ def send_back(
         capture: The forward pass that they come from.
         vectors: Chunks of some columns, `[columns, *f.shape]`.
         keep_graph: Whether somebody needs the graph afterwards.
+        like: Values of the predictions, if `f` has none.
     """
+    measure_rows(f, capture, like)
     capture.sums.finish_forward()
     for columns, last in _and_whether_last(iter(vectors)):
         backward(f, capture, columns, keep_graph or not last)
         capture.sums.finish_backward()
     capture.sums.finish_batch()
+    if capture.sites is not None:
+        capture.sites.forget()
 
 
-def backward(f: Tensor | GradientEdge, capture: CapturedPass, vectors: Tensor, keep_graph: bool = False) -> None:
-    """Send vectors `[columns, *f.shape]` back to all taps, which take note of what arrives."""
+def measure_rows(f: Tensor | GradientEdge, capture: CapturedPass, like: Tensor | None = None) -> None:
+    """Find out to which data rows belong that wait for it; arguments are those of `send_back`."""
+    sites = capture.sites
+    if sites is None or not (sites.waiting or sites.observed):
+        return
+    predictions = f if isinstance(f, Tensor) else like
+    assert predictions is not None  # noqa: S101 (whoever has no predictions gives their values)
+    capture.probing = True
+    try:
+        for v in probes(predictions, capture.num_data):
+            backward(f, capture, v.unsqueeze(0), keep_graph=True)
+    finally:
+        capture.probing = False
+    sites.settle()
+
+
+def backward(
+    f: Tensor | GradientEdge,
+    capture: CapturedPass,
+    vectors: Tensor,
+    keep_graph: bool = False,
+    also: Sequence[Tensor] = (),
+) -> Sequence[Tensor | None]:
+    """Send vectors `[columns, *f.shape]` back to all taps, which take note of what arrives.
+
+    Returns:
+        Gradients with respect to what was asked for by `also`, for a single column.
+    """
     handle = capture.handle
     if handle is None or (isinstance(f, Tensor) and not f.requires_grad):  # no parameter was used
-        return
+        return [None] * len(also)
     capture.keep_graph = keep_graph
     capture.together = len(vectors) > 1
 
     def send(v: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(f, handle, v, retain_graph=keep_graph, materialize_grads=True)
 
+    found: Sequence[Tensor | None] = ()
     with full_precision(vectors.device.type):
         capture.sending = True
         try:
-            vmap(send)(vectors) if capture.together else send(vectors[0])
+            if also:
+                found = torch.autograd.grad(f, (handle, *also), vectors[0], retain_graph=keep_graph, allow_unused=True)[
+                    1:
+                ]
+            elif capture.together:
+                vmap(send)(vectors)
+            else:
+                send(vectors[0])
             pass_derived(capture)
         finally:
             capture.sending = False
+    return found
 
 
 def pass_derived(capture: CapturedPass) -> None:

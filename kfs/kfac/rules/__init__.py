@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from kfs.kfac.capture.session import Session
-from kfs.kfac.rules import attention, convolution, elementwise, embedding, linear, normalization, recurrent
+from kfs.kfac.rules import attention, convolution, elementwise, embedding, experts, linear, normalization, recurrent
 from kfs.kfac.rules.fallback import without_rule
 
 RULES = {
     **linear.RULES,
+    **experts.RULES,
     **convolution.RULES,
     **embedding.RULES,
     **normalization.RULES,

@@ -1,4 +1,4 @@
-"""Parameters that are broadcast over the batch: added, multiplied, repeated, joined. And copies of parameters.
+"""Parameters that are broadcast over the batch: added, multiplied, joined. And copies of parameters.
 
 Such a parameter is expanded to the shape that it is broadcast to, and tapped there, so that its gradients are still
 there for every datum and position. Sizes of one aside, the last axis of a parameter holds its features, and the
@@ -6,17 +6,13 @@ others are rows: it is like an embedding whose rows are all looked up once for e
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfs.errors import DataError
-from kfs.kfac.capture.derived import tap_broadcast
-from kfs.kfac.capture.mode import Capture
-from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Planned, Read, Rewrite, is_in_place
+from kfs.kfac.capture.derived import Spread
+from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Planned, Read, is_in_place
 from kfs.kfac.layout import Layout
 from kfs.kfac.sums.inputs import Rows
 
@@ -42,22 +38,7 @@ def joined(call: Call, *args: Any, **named: Any) -> Planned:
     tracked = [t for t in inputs if t.tracked]
     if not any(t.data for t in inputs) or not all(is_expanded(call, t) and t.by_rows for t in tracked):
         return None
-    return tuple(broadcast(call, t, t.shape, call.name) for t in tracked)
-
-
-def repeat(call: Call, t: Argument, *sizes: Any) -> Planned:
-    """Plan repeating over the batch, along one axis of length one, which is the same as expanding."""
-    sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-    repeated = [axis for axis, size in enumerate(sizes) if size != 1] or [0]
-    over_batch = len(sizes) == t.ndim > 1 and len(repeated) == 1 and sizes[repeated[0]] == call.num_data
-    if not over_batch or t.shape[repeated[0]] != 1 or not t.by_rows:
-        return None
-    step = broadcast(call, t, tuple(n * size for n, size in zip(t.shape, sizes, strict=True)), "repeat")
-
-    def body(capture: Capture, parameter: Tensor, *_: Any) -> Tensor:
-        return tap_broadcast(capture, step, parameter, call).clone()
-
-    return Rewrite(body)
+    return tuple(broadcast(t, t.shape, call.name) for t in tracked)
 
 
 def copied(call: Call, t: Argument, *args: Any, **named: Any) -> Planned:
@@ -69,33 +50,25 @@ def copied(call: Call, t: Argument, *args: Any, **named: Any) -> Planned:
 
 
 def meet_batch(call: Call, t: Argument, shape: tuple[int, ...], operation: str) -> Broadcast | None:
-    """Plan a tap of (a view of) a parameter that meets data of some shape; `None` if one does not see how."""
-    assert t.source is not None  # noqa: S101 (only tracked arguments get here)
-    aligned = t.ndim == len(shape) and t.shape[0] == shape[0] == call.num_data > 1
-    if aligned and t.derived and t.source[0][:1] == (call.num_data,):
-        # Its first axis has turned out to be the batch axis, as that of zeros for a first state.
-        index = t.entries(tuple(range(t.ndim)))
-        source = t.source[0]
-        return Broadcast(t, t.shape, None, lambda g: scattered(g.flatten(1), index, source), aligned=True)
-    if call.num_data > 1 and (1,) * (len(shape) - t.ndim) + t.shape == tuple(shape):
-        return None
-    return broadcast(call, t, tuple(shape), operation)
-
-
-def broadcast(call: Call, t: Argument, shape: tuple[int, ...], operation: str) -> Broadcast:
-    """Plan the expansion of (a view of) a parameter to a shape with batch axis."""
+    """Plan a tap of (a view of) a parameter that meets data of some shape; `None` if it is not broadcast at all."""
     padded = (1,) * (len(shape) - t.ndim) + t.shape
     strides = (0,) * (len(shape) - t.ndim) + t.stride
-    strides = tuple(0 if n == 1 else stride for n, stride in zip(padded, strides, strict=True))
-    expanded = replace(t, shape=shape, stride=strides)
-    own = tuple(axis for axis, stride in enumerate(strides) if stride != 0 and shape[axis] != 1)
-    free = tuple(axis for axis in range(len(shape)) if axis not in own)
-    index = expanded.entries(own)
-    own_last = _own_axes_last(free, own)
+    repeated = any(stride == 0 and n > 1 for n, stride in zip(padded, strides, strict=True))
+    if call.num_data > 1 and padded == tuple(shape) and not t.derived and not repeated:
+        return None
+    return broadcast(t, tuple(shape), operation)
+
+
+def broadcast(t: Argument, shape: tuple[int, ...], operation: str) -> Broadcast:
+    """Plan the expansion of (a view of) a parameter to a shape with batch axis."""
+    spread = Spread.expanded(t, shape)
     if t.derived:
-        return Broadcast(t, shape, None, _read_derived(call, expanded, free, index, own_last))
+        return Broadcast(t, shape, None, spread)
+    own = spread.own or ()
+    free = spread.free
+    own_last = _own_axes_last(free, own)
     layout = entries_layout(t)
-    rows, places = _rows_and_places(index, layout)
+    rows, places = _rows_and_places(spread.entries(), layout)
 
     def read(g: Tensor, _: Any) -> Tensor:
         g = own_last(g)
@@ -152,14 +125,6 @@ def is_expanded(call: Call, t: Argument) -> bool:
     return any(n == call.num_data and stride == 0 for n, stride in zip(t.shape, t.stride, strict=True))
 
 
-def scattered(g: Tensor, index: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """Put entries `[..., k]` at their places in tensors of a shape, `[..., *shape]`."""
-    if index is None:
-        return g.reshape(*g.shape[:-1], *shape)
-    full = g.new_zeros(*g.shape[:-1], prod(shape))
-    return full.index_add_(-1, index.to(g.device), g).reshape(*g.shape[:-1], *shape)
-
-
 def _own_axes_last(free: tuple[int, ...], own: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     """Return what brings gradients `[columns, *shape]` into the form `[columns, *free axes, entries]`."""
     order = (0, *(1 + axis for axis in (*free, *own)))
@@ -170,42 +135,13 @@ def _own_axes_last(free: tuple[int, ...], own: tuple[int, ...]) -> Callable[[Ten
     return own_last
 
 
-def _rows_and_places(index: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
+def _rows_and_places(index: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
     """Return which rows of a parameter are used, and where entries are among them; `None` if they are in order."""
     features = layout.row_size
-    if index is None:
-        return torch.arange(layout.column_size), None
     rows, order = torch.unique(index // features, return_inverse=True)
     places = order * features + index % features
     in_order = torch.equal(places, torch.arange(len(rows) * features))
     return rows, None if in_order else places
-
-
-def _read_derived(
-    call: Call,
-    t: Argument,
-    free: tuple[int, ...],
-    index: Tensor | None,
-    own_last: Callable[[Tensor], Tensor],
-) -> Callable[[Tensor], Tensor]:
-    """Return what reads gradients of a derived parameter that is expanded as `[columns, N, *its shape]`."""
-    assert t.source is not None  # noqa: S101 (only tracked arguments get here)
-    source = t.source[0]
-    lengths = [t.shape[axis] for axis in free]
-    if call.num_data not in lengths:
-        raise DataError(
-            f"A result that does not depend on the data is combined with them in the shape {list(t.shape)}, in which "
-            f"the batch of {call.num_data} data is not found.",
-            "Put the batch axis first, or leave the parameter out with params=.",
-        )
-    batch = call.batch.axis if call.batch.axis in free else free[lengths.index(call.num_data)]
-    others = [1 + free.index(axis) for axis in free if axis != batch]
-
-    def read(g: Tensor) -> Tensor:
-        g = own_last(g)
-        return scattered(g.sum(others) if others else g, index, source)
-
-    return read
 
 
 _NAMES = ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide")
@@ -217,7 +153,7 @@ RULES = (
     | {getattr(Tensor, name): elementwise for name in _NAMES}
     | {getattr(Tensor, f"{name}_"): elementwise for name in _NAMES}
     | {getattr(Tensor, f"__{name}__"): elementwise for name in _OPERATORS}
-    | {torch.where: elementwise, torch.rsub: elementwise, Tensor.repeat: repeat, torch.clone: copied}
+    | {torch.where: elementwise, torch.rsub: elementwise, torch.clone: copied}
     | {getattr(Tensor, name): copied for name in _COPIES}
     | {getattr(torch, name): joined for name in _JOINS}
 )

@@ -4,7 +4,6 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.exact_derivatives import refuse_changing_embedding
 from kfs.kfac.capture.plan import Argument, Call, Plan, Planned
-from kfs.kfac.layout import Layout
 from kfs.kfac.sums.inputs import OneHot
 
 
@@ -26,9 +25,8 @@ def embedding(
     rows = weight.shape[0]
     padding = None if padding_idx is None else padding_idx % rows
     tokens = OneHot(rows, weight.dtype, padding)
-    layout = Layout(view.name, view.shape, view.rows, (1, 0), 1)
     read = None if padding is None else tokens.masked
-    return (Plan("embedding", layout, tokens, (input,), read=read, follows=not input.data),)
+    return (Plan("embedding", view.matrix_layout(flip=True), tokens, (input,), read=read, follows=not input.data),)
 
 
 RULES = {F.embedding: embedding}

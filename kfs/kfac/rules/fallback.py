@@ -3,25 +3,37 @@
 A probe tells, in the backward pass, whether predictions depend on a use that nobody explains.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfs.kfac.capture.derived import add_derived, settled
+from kfs.kfac.capture.derived import Spread, add_derived, scattered, settled, tap_spread
 from kfs.kfac.capture.mode import Capture, tensors_of
+from kfs.kfac.capture.parameters import Tracked
 from kfs.kfac.capture.plan import Argument, Call, Plan, is_in_place
-from kfs.kfac.rules.elementwise import all_rows, entries_layout, scattered
-from kfs.kfac.sums.batch_axis import BatchAxis
+from kfs.kfac.rules import elementwise
+from kfs.kfac.rules.elementwise import all_rows, entries_layout
 from kfs.kfac.sums.inputs import Rows
 from kfs.kfac.sums.interface import Receiver
+from kfs.kfac.sums.owners import Owners
+
+# Operations whose results consist of entries of their first argument.
+_MOVE_NAMES = (
+    *("repeat", "tile", "index_select", "gather", "take", "take_along_dim", "repeat_interleave", "reshape", "flatten"),
+    *("flip", "roll", "clone", "contiguous", "__getitem__", "broadcast_to", "stack", "cat", "concat", "concatenate"),
+)
+_MOVES = {getattr(owner, name) for name in _MOVE_NAMES for owner in (torch, Tensor) if hasattr(owner, name)}
+_CASTS = {getattr(Tensor, name) for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16")}
+_ELEMENTWISE = {func for func, rule in elementwise.RULES.items() if rule is elementwise.elementwise}
 
 
 def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation without rule.
 
-    What is computed from one parameter and constants is a derived parameter. All other uses are probed: one learns
-    whether predictions depend on them.
+    What is computed from one parameter and constants is a derived parameter, unless it has a row for every datum. All
+    other uses are probed: one learns whether predictions depend on them.
     """
     inputs = tensors_of((*args, *kwargs.values()))
     tracked = [t for t in inputs if capture.tracker.find(t) is not None]
@@ -36,52 +48,116 @@ def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dic
     storages = {t.untyped_storage()._cdata for t in tracked}
     if not outputs or all(t.untyped_storage()._cdata in storages for t in outputs):
         return result  # a view of a parameter, or nothing to differentiate
-    if len(tracked) == 1 and isinstance(result, Tensor) and not any(map(capture.is_data, inputs)):
+    same = all(t is tracked[0] for t in tracked)
+    if same and isinstance(result, Tensor) and not any(map(capture.is_data, inputs)):
         argument = Argument.of((), tracked[0], parameters[0], data=False)
         if argument.by_rows:
-            return _derived(capture, func, args, kwargs, tracked[0], argument, result)
+            return _Following(capture, func, args, kwargs, tracked[0], argument, parameters[0], result).result()
     before = any(parameter.derived is not None for parameter in parameters)
     return _probed(capture, result, names, f"{operation} before it meets the batch" if before else operation)
 
 
-def _derived(
-    capture: Capture,
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    t: Tensor,
-    argument: Argument,
-    result: Tensor,
-) -> Tensor:
-    """Follow what is computed from a parameter and constants; gradients go back through the operation, per datum."""
-    parameter = capture.tracker.get(t)
-    index = argument.entries(tuple(range(t.ndim)))
-    shape = tuple(parameter.tensor.shape)
-    call = Call(func, BatchAxis(capture.num_data, 0))
+class _Following:
+    """An operation on one parameter and constants, and what gradients of its result mean for the parameter."""
 
-    def again(value: Tensor) -> Tensor:
-        swap = {id(t): value}
-        out: Tensor = func(*_replaced(args, swap), **{key: _replaced(part, swap) for key, part in kwargs.items()})
+    def __init__(
+        self,
+        capture: Capture,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        t: Tensor,
+        argument: Argument,
+        parameter: Tracked,
+        result: Tensor,
+    ) -> None:
+        self.capture = capture
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.t = t
+        self.argument = argument
+        self.parameter = parameter
+        self.plain = result
+        self.call = Call(func, capture.num_data)
+        self.what = (self.call.name, parameter.name)
+        self.shape = tuple(parameter.tensor.shape)
+
+    def result(self) -> Tensor:
+        """Return the result such that its gradients are brought to the parameter, datum by datum."""
+        num_data = self.capture.num_data
+        # Without an audit: there is an axis as long as the batch that was not there before.
+        guess = num_data > 1 and self.plain.shape.count(num_data) > self.t.shape.count(num_data)
+        with self.capture.question(self.func, self.parameter.name, guess) as has_data:
+            return self._with_rows_of_data() if has_data else self._derived()
+
+    def _with_rows_of_data(self) -> Tensor:
+        """Tap the result: it has a row for every datum, so that gradients are still there for each of them."""
+        capture, shape = self.capture, tuple(self.plain.shape)
+        if self.func in _ELEMENTWISE:
+            spread = Spread.expanded(self.argument, shape)
+            z = tap_spread(capture, self.t.expand(shape), self.what, spread, self._receiver())
+            return self._again(z)
+        if self.func in _MOVES or self.func in _CASTS:
+            spread = Spread(shape, self._entries_of_result(), self.shape)
+            return tap_spread(capture, self.plain, self.what, spread, self._receiver())
+        receive, pull_back = self._receiver(), self._pull_back()
+
+        def start(owners: Owners) -> Receiver:
+            data = owners.index(self.plain.numel()).to(self.plain.device).reshape(shape)
+            mine = [data == n for n in range(capture.num_data)]
+            return lambda g: receive(torch.stack([pull_back(g.squeeze(-1) * of_datum) for of_datum in mine], 1))
+
+        opened = capture.open(self.what, shape, start, meeting=True)
+        return capture.tap(self.plain, lambda g: opened(g.unsqueeze(-1)))
+
+    def _derived(self) -> Tensor:
+        """Follow the result; gradients go back through the operation when they have arrived for every datum."""
+
+        def add_use() -> Receiver:
+            receive = self._receiver()
+            pull_back = self._pull_back()
+            return lambda g: receive(pull_back(g))
+
+        token = (self.func, self.parameter.token, self.argument.offset, self.argument.shape, self.argument.stride)
+        return add_derived(self.capture, self.plain, self.parameter.name, token, self.call.name, add_use)
+
+    def _receiver(self) -> Receiver:
+        """Return what takes gradients `[columns, N, *shape of the parameter]`."""
+        if self.parameter.derived is None:
+            return _use_per_datum(self.capture, self.call, self.argument, self.parameter.tensor)
+        return self.parameter.derived.collector()
+
+    def _pull_back(self) -> Callable[[Tensor], Tensor]:
+        """Return what takes gradients `[..., *shape of the result]` back to the parameter."""
+        made: list[Any] = []  # made when gradients arrive: inside of a checkpoint, PyTorch refuses to make it
+        index = self.argument.entries(tuple(range(self.t.ndim)))
+        t, result = self.t.detach(), self.plain
+
+        def pull_back(g: Tensor) -> Tensor:
+            if not made:
+                made.append(torch.func.vjp(self._again, t)[1])
+            leading = g.shape[: g.ndim - result.ndim]
+            (back,) = torch.func.vmap(made[0])(g.reshape(-1, *result.shape))
+            return scattered(back.reshape(*leading, -1), index, self.shape)
+
+        return pull_back
+
+    def _again(self, value: Tensor) -> Tensor:
+        """Run the operation with another tensor in place of the parameter."""
+        swap = {id(self.t): value}
+        named = {key: _replaced(part, swap) for key, part in self.kwargs.items()}
+        out: Tensor = self.func(*_replaced(self.args, swap), **named)
         return out
 
-    def add_use(with_batch: bool) -> Receiver:
-        if parameter.derived is None:
-            receive = _use_per_datum(capture, call, argument, parameter.tensor)
-        else:
-            receive = parameter.derived.receiver() if with_batch else parameter.derived.collector()
-        pull_back: list[Any] = []  # made when gradients arrive: inside of a checkpoint, PyTorch refuses to make it
-
-        def pass_on(g: Tensor) -> None:
-            if not pull_back:
-                pull_back.append(torch.func.vjp(again, t.detach())[1])
-            leading = g.shape[: g.ndim - result.ndim]
-            (back,) = torch.func.vmap(pull_back[0])(g.reshape(-1, *result.shape))
-            receive(scattered(back.reshape(*leading, -1), index, shape))
-
-        return pass_on
-
-    token = (func, parameter.token, argument.offset, argument.shape, argument.stride)
-    return add_derived(capture, result, parameter.name, token, add_use)
+    def _entries_of_result(self) -> Tensor:
+        """Return which entry of the parameter each number of the result is."""
+        places = torch.arange(self.t.numel(), device=self.t.device).reshape(self.t.shape)
+        if self.func not in _CASTS:
+            places = self._again(places)
+        places = places.cpu()
+        index = self.argument.entries(tuple(range(self.t.ndim)))
+        return places if index is None else index[places]
 
 
 def _use_per_datum(capture: Capture, call: Call, argument: Argument, like: Tensor) -> Receiver:
@@ -98,7 +174,7 @@ def _use_per_datum(capture: Capture, call: Call, argument: Argument, like: Tenso
         inputs = Rows(all_rows(layout, device), layout.column_size, (call.num_data,), argument.dtype, device)
         plans[key] = Plan(call.name, layout, inputs, read=by_rows)
     (plan,) = settled(capture, plans[key], call, like)
-    return capture.use(plan, None)
+    return capture.use(plan, None, by_construction=True)
 
 
 def _probed(capture: Capture, result: Any, names: set[str], operation: str) -> Any:

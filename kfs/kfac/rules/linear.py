@@ -1,7 +1,8 @@
 """Linear operations: `F.linear`, `addmm`, products with `@`, simple `einsum`, bilinear maps.
 
 All multiply vectors $x$ of features with a weight matrix $W$: the input-based factor comes from $x$, the
-gradient-based one from gradients with respect to $W x$.
+gradient-based one from gradients with respect to $W x$. The matrix may be one of several that a parameter has; products
+with all of them at once are in `experts`.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
 
 from kfs.kfac.capture.plan import Argument, Call, Plan, Planned, Read
 from kfs.kfac.layout import Layout
+from kfs.kfac.rules import experts
 from kfs.kfac.sums.inputs import Inputs, Rows, Vectors
 
 
@@ -23,15 +25,18 @@ def linear(call: Call, input: Argument, weight: Argument, bias: Argument | None 
 
 def addmm(call: Call, *args: Argument, beta: float = 1, alpha: float = 1, **named: Argument) -> Planned:
     """Compute `bias + x @ weight`, as Hugging Face's `Conv1D` does."""
-    bias, x, weight = in_order(args, named, "input", "mat1", "mat2")
-    if beta != 1 or alpha != 1:
+    if beta != 1 or alpha != 1 or _has_result(named):
         return None
+    bias, x, weight = in_order(args, named, "input", "mat1", "mat2")
     return multiply(call, "addmm", x, weight, bias, flip=True)
 
 
 def matmul(call: Call, *args: Argument, **named: Argument) -> Planned:
-    """Compute `a @ b`, where one of them is a parameter with two axes."""
-    a, b = in_order(args, named, "input", "other", "mat2")
+    """Compute `a @ b`, where one of them is a parameter with two axes, or has a matrix for each expert."""
+    operands = in_order(args, named, "input", "other", "mat2")
+    if len(operands) != 2 or _has_result(named):
+        return None
+    a, b = operands
     if not isinstance(a, Argument) or not isinstance(b, Argument) or min(a.ndim, b.ndim) < 2:
         return None
     if b.ndim == 2 and b.tracked:
@@ -39,7 +44,7 @@ def matmul(call: Call, *args: Argument, **named: Argument) -> Planned:
     if a.ndim == 2 and b.data:
         leading = (*b.shape[:-2], b.shape[-1])
         return multiply(call, "matmul", b, a, leading=leading, prepare=_transposed, read=_transposed)
-    return None
+    return experts.product(a, b)
 
 
 def rmatmul(call: Call, b: Argument, a: Argument) -> Planned:
@@ -61,20 +66,20 @@ def einsum(call: Call, equation: Any, *operands: Any) -> Planned:
     weight, vectors = operands[which[0]], operands[1 - which[0]]
     into, out = [c for c in w if c in x], [c for c in w if c not in x]
     rest = [c for c in x if c not in into]
-    simple = all(len(set(part)) == len(part) for part in (w, x, result))
-    contracts = into and out and set(result) == {*rest, *out}
-    if not simple or not contracts or list(w) not in ([*into, *out], [*out, *into]):
+    if not all(len(set(part)) == len(part) for part in (w, x, result)):
         return None
+    if not into or not out or set(result) != {*rest, *out}:
+        return experts.einsum(weight, vectors, (w, x, result))
     view = weight.view
-    if view is None or view.transposed or not vectors.data:
+    if view is None or not vectors.data:
         return None
 
     def features_last(t: Tensor, axes: str, features: list[str], first: int) -> Tensor:
         permuted = t.permute(*range(first), *(first + axes.index(c) for c in (*rest, *features)))
         return permuted.flatten(first + len(rest))
 
-    order = tuple(w.index(c) for c in (*out, *into))
-    layout = Layout(view.name, view.shape, view.rows, order, len(out))
+    axes = w[::-1] if view.transposed else w
+    layout = view.layout(tuple(axes.index(c) for c in (*out, *into)), len(out))
     plan = Plan(
         "einsum",
         layout,
@@ -89,9 +94,9 @@ def einsum(call: Call, equation: Any, *operands: Any) -> Planned:
 def bilinear(call: Call, input1: Argument, input2: Argument, weight: Argument, bias: Argument | None = None) -> Planned:
     """Compute `x^T W y + bias` for every matrix `W` of `weight`: linear in the outer products of the inputs."""
     view = weight.view
-    if view is None or not input1.data or not input2.data:
+    if view is None or view.stacked or not input1.data or not input2.data:
         return None
-    layout = Layout(view.name, view.shape, view.rows, (0, 1, 2), 1)
+    layout = view.layout((0, 1, 2), 1)
 
     def prepare(x: Tensor, y: Tensor) -> Tensor:
         return (x.unsqueeze(-1) * y.unsqueeze(-2)).flatten(-2)
@@ -126,8 +131,7 @@ def multiply(
     view = weight.view
     if view is None or x.tracked:
         return None
-    order = (1, 0) if view.transposed != flip else (0, 1)
-    layout = Layout(view.name, view.shape, view.rows, order, 1)
+    layout = view.matrix_layout(flip)
     if call.narrow is not None and x.dtype != torch.float64:
         prepare = _narrowed(call.narrow, prepare)  # as autocast multiplies
     vectors = Vectors(layout.column_size)
@@ -155,13 +159,14 @@ def weight_and_bias(
             return None
         # A part of a bias may join only the same part of a weight.
         whole = layout.rows == (0, layout.shape[0])
-        joins = view.is_whole if whole else view.rows == layout.rows
+        same_rows = (view.rows, view.shape[0]) == (layout.rows, layout.shape[0])
+        joins = view.is_whole if whole else same_rows
     return (Plan(operation, layout, inputs, arguments, prepare, read, alone, joins, follows),)
 
 
 def bias_plan(bias: Argument | None, features: int, leading: tuple[int, ...], read: Read | None) -> Plan | None:
     """Plan the use of a bias alone; `None` if there is none that is tracked, or if it is not a vector of features."""
-    if bias is None or bias.view is None or len(bias.view.shape) != 1 or bias.shape != (features,):
+    if bias is None or bias.view is None or bias.shape != (features,):
         return None
     return vector_plan("bias", bias, leading, (), read)
 
@@ -181,7 +186,7 @@ def vector_plan(
     """
     view = vector.view
     assert view is not None  # noqa: S101 (who calls this has made sure)
-    layout = Layout(view.name, view.shape, view.rows, (0,), 1)
+    layout = view.layout((0,), 1)
     rows = Rows(None, 1, leading, vector.dtype, vector.device)
     return Plan(operation, layout, rows, arguments, prepare, read, mixes=mixes)
 
@@ -189,6 +194,11 @@ def vector_plan(
 def in_order(args: tuple[Any, ...], named: dict[str, Any], *names: str) -> tuple[Any, ...]:
     """Return positional arguments, then named ones in the order of their names."""
     return (*args, *(named[name] for name in names if name in named))
+
+
+def _has_result(named: dict[str, Any]) -> bool:
+    """Whether a tensor for the result is given, or its dtype."""
+    return any(named.get(name) is not None for name in ("out", "out_dtype"))
 
 
 def _narrowed(dtype: torch.dtype, prepare: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor]:
@@ -205,10 +215,12 @@ RULES = {
     torch.addmm: addmm,
     torch.matmul: matmul,
     torch.mm: matmul,
+    torch.bmm: matmul,
     torch.einsum: einsum,
     Tensor.addmm: addmm,
     Tensor.matmul: matmul,
     Tensor.mm: matmul,
+    Tensor.bmm: matmul,
     Tensor.__matmul__: matmul,
     Tensor.__rmatmul__: rmatmul,
 }

@@ -58,7 +58,15 @@ def _cell(step: Step, states: int) -> Callable[..., Planned]:
 
 def _with_batch(capture: Capture, state: Iterable[Tensor]) -> State:
     """Return states that count as data: they may consist of zeros only, but they have a batch axis."""
-    return tuple(map(capture.as_data, state))
+    return tuple(_first_state(capture, h) for h in state)
+
+
+def _first_state(capture: Capture, h: Tensor) -> Tensor:
+    """Return a first state that counts as data; a learned one is expanded over the batch."""
+    if capture.tracker.find(h) is None:
+        return capture.as_data(h)
+    with capture:
+        return capture.as_data(torch.zeros_like(h)) + h
 
 
 def _recur(state: State, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, State]:

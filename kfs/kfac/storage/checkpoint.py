@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from kfs import storage
 from kfs.data import Batch, plain, tensors_in
 from kfs.errors import StorageError
+from kfs.kfac.capture import Audit
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.interface import Sums
 from kfs.losses import Loss
@@ -62,12 +63,23 @@ class Progress:
         num_data: Number of data.
         count: What a mean over the targets divides by.
         unexplained: `(parameter, operation)` of uses that no rule explains.
+        audit: What was checked on a few data.
     """
 
     batches: int = 0
     num_data: int = 0
     count: float = 0.0
     unexplained: set[tuple[str, str]] = field(default_factory=set)
+    audit: Audit | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return what has to be known to continue, for a file."""
+        return {
+            "batches": self.batches,
+            "num_data": self.num_data,
+            "count": self.count,
+            "unexplained": sorted(self.unexplained),
+        }
 
 
 class Journal:
@@ -168,9 +180,9 @@ class Journal:
             self._write(progress, sums)
 
     def _write(self, progress: Progress, sums: Sums) -> None:
-        digest = {"unexplained": sorted(progress.unexplained), "digest": self._data.hexdigest()}
+        digest = {"digest": self._data.hexdigest()}
         about = {"kind": "checkpoint", "belongs_to": self.belongs_to, "batches": progress.batches}
-        storage.write(self.path, about, {"progress": asdict(progress) | digest, "uses": sums.state()})
+        storage.write(self.path, about, {"progress": progress.state() | digest, "uses": sums.state()})
         self._batches_in_file = progress.batches
         self._written_at = time.monotonic()
 

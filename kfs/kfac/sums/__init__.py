@@ -4,6 +4,7 @@ from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.inputs import Use
 from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums
+from kfs.kfac.sums.owners import Owners
 from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic
 from kfs.kfac.sums.placement import Placement
 
@@ -11,6 +12,7 @@ __all__ = [
     "Adder",
     "BlockSums",
     "FactorSums",
+    "Owners",
     "PerDatumSums",
     "Placement",
     "PlannedUse",

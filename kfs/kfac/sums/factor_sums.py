@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfs.errors import DataError
 from kfs.kfac.layout import Key, Side
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.block_sums import BlockSums, RoleSums
 from kfs.kfac.sums.inputs import Vectors
 from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums, ignore
 from kfs.kfac.sums.outer_products import OuterProductSum, full_precision
+from kfs.kfac.sums.owners import Owners
 from kfs.kfac.sums.placement import Placement
 
 
@@ -32,6 +34,7 @@ class FactorSums(Sums):
         super().__init__()
         self.settings = settings
         self.dry = dry
+        self.by_datum = settings.sharing != "expand" and not dry
         self.blocks: dict[Key, BlockSums] = {}
         # `(parameter, operation)` of uses that do not fit together with other uses of the parameter.
         self.conflicts: set[tuple[str, str]] = set()
@@ -129,7 +132,7 @@ class _Expand(Adder):
         self.is_here = role.input.device == plan.device  # sums may live on another device than the model
         self.receive = ignore if forward_only else self.add_gradients
 
-    def add(self, x: Tensor | None) -> Receiver:
+    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
         total = self.role.input if self.is_here else self.role.input.on(self.device)
         if self.are_vectors:  # the most common case, without a detour
             self.role.terms += total.add(x, self.ones)  # type: ignore[arg-type]
@@ -162,6 +165,8 @@ class _Collected:
 class _Reduce(Adder):
     """Sums over shared positions first."""
 
+    by_datum = True
+
     plan: PlannedUse
     role: RoleSums
     forward_only: bool
@@ -170,8 +175,15 @@ class _Reduce(Adder):
     def __post_init__(self) -> None:
         self.key = (self.plan.layout.key, self.plan.side)
 
-    def add(self, x: Tensor | None) -> Receiver:
-        inputs, counts = self.plan.inputs.sums(x, self.plan.batch)  # type: ignore[arg-type]
+    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
+        assert owners is not None  # noqa: S101 (it says that it needs them)
+        if not owners.complete:
+            raise DataError(
+                f"Some inputs of {self.plan.operation} (block {self.plan.layout.name!r}) have no gradient, and come in "
+                "no regular order, so that one cannot say to which datum they belong.",
+                "Use sharing='expand' for it, which does not need to know: sharing={name: 'expand', ...}.",
+            )
+        inputs, counts = self.plan.inputs.sums(x, owners)  # type: ignore[arg-type]
         if self.role.input.bias:
             last = counts if self.plan.ones else torch.zeros_like(counts)
             last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)
@@ -182,11 +194,16 @@ class _Reduce(Adder):
         else:
             before.inputs = before.inputs + inputs
             before.counts = before.counts + counts
-        return ignore if self.forward_only else self.add_gradients
+        if self.forward_only:
+            return ignore
+        leading = len(self.plan.inputs.leading(x))
+        return lambda g: self.add_gradients(g, owners, leading)
 
-    def add_gradients(self, g: Tensor) -> None:
+    def add_gradients(self, g: Tensor, owners: Owners, leading: int) -> None:
+        """Add gradients `[columns, *leading, ..., features]` to each datum's sum."""
         dtype = torch.promote_types(g.dtype, torch.float32)
-        columns = [self.plan.batch.by_datum(column).sum(1, dtype=dtype) for column in g]
+        by_datum = (owners.by_datum(column, trailing=column.ndim - leading) for column in g)
+        columns = [one.flatten(1, -2).sum(1, dtype=dtype) for one in by_datum]
         collected = self.collected[self.key]
         sums = torch.stack(columns)
         collected.gradients = sums if collected.gradients is None else collected.gradients + sums

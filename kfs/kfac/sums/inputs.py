@@ -3,19 +3,20 @@
 An `Inputs` knows how to read vectors off an activation `x`: how to add their outer products to a sum (weight sharing
 `expand`), how to sum them over the shared positions of each datum (`reduce`), and how to combine them with gradients
 to those of the parameter, datum by datum (eigenvalue correction). It belongs to a plan and has no data of its own.
-Axes are those of `batch_axis`.
+Axes are those of `owners`.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.outer_products import OuterProductSum
+from kfs.kfac.sums.owners import Owners
 
 # Per-datum gradients of a parameter are formed for so many data at a time that they fill about this many bytes.
 _GRADIENT_BYTES = {False: 2**24, True: 2**28}  # on a CPU, on an accelerator
@@ -37,7 +38,11 @@ class Inputs(ABC):
         """
 
     @abstractmethod
-    def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
+    def leading(self, x: Any) -> tuple[int, ...]:
+        """Return the lengths of the leading axes, along which a row belongs to one datum."""
+
+    @abstractmethod
+    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Return each datum's sum of vectors, `[batch, groups, features]`, and its number of positions, `[batch]`."""
 
     @abstractmethod
@@ -68,7 +73,7 @@ class Use:
 
     inputs: Inputs  # how vectors are read
     x: Tensor  # what they are read from
-    batch: BatchAxis
+    owners: Owners  # the datum of each row
     ones: bool  # whether vectors have a bias coordinate of one
     cache: dict[str, Tensor] = field(default_factory=dict)  # what is the same for all columns
 
@@ -113,11 +118,14 @@ class Vectors(Inputs):
         """Add them as they are."""
         return total.add(x, ones)
 
-    def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
+    def leading(self, x: Tensor) -> tuple[int, ...]:
+        """All axes but the last one."""
+        return tuple(x.shape[:-1])
+
+    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Sum over positions."""
-        x = batch.by_datum(x)
-        sums = x.sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
-        return sums.unsqueeze(1), sums.new_full((len(x),), x.shape[1])
+        sums = owners.by_datum(x).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
+        return sums.unsqueeze(1), owners.counts(prod(x.shape[:-1]), sums)
 
     def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
         """Multiply datum by datum."""
@@ -146,7 +154,7 @@ class Vectors(Inputs):
 
     def both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return vectors and gradients as `[batch, shared, features]`, in one precision."""
-        x, g = use.batch.by_datum(use.x), use.batch.by_datum(g)
+        x, g = use.owners.by_datum(use.x), use.owners.by_datum(g)
         dtype = torch.promote_types(x.dtype, g.dtype)
         return x.to(dtype), g.to(dtype)
 
@@ -194,10 +202,15 @@ class OneHot(Inputs):
         total.entries[0].index_add_(0, x.flatten(), counted.flatten().to(total.total.dtype))
         return x.numel() if self.padding is None else float(counted.sum())
 
-    def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
+    def leading(self, x: Tensor) -> tuple[int, ...]:
+        """All axes."""
+        return tuple(x.shape)
+
+    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Count every index, datum by datum."""
-        index = batch.by_datum(x, trailing=0)
-        counts = self.counted(index).to(self.dtype)
+        # Where a datum has fewer positions than others, zeros stand for an index, and count nothing.
+        counts = owners.by_datum(self.counted(x).to(self.dtype), trailing=0)
+        index = owners.by_datum(x, trailing=0)
         sums = torch.zeros(len(index), self.size, dtype=self.dtype, device=index.device)
         return sums.scatter_add(1, index, counts).unsqueeze(1), counts.sum(1)
 
@@ -222,8 +235,8 @@ class OneHot(Inputs):
 
     def _both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return indices `[batch, shared]` and gradients `[batch, shared, d_B]`, zero where they do not count."""
-        index = use.batch.by_datum(use.x, trailing=0)
-        return index, self.masked(use.batch.by_datum(g), index)
+        index = use.owners.by_datum(use.x, trailing=0)
+        return index, self.masked(use.owners.by_datum(g), index)
 
 
 class Rows(Inputs):
@@ -251,7 +264,7 @@ class Rows(Inputs):
         """Count the places."""
         self.rows = rows
         self.size = size
-        self.leading = leading
+        self._leading = leading
         self.sparse = size > 1
         self.zero = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.places = prod(leading)
@@ -264,19 +277,22 @@ class Rows(Inputs):
         total.entries[0, self.rows] += self.places
         return self.places * len(self.rows)
 
-    def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
+    def leading(self, x: Any) -> tuple[int, ...]:
+        """The axes over which the parameter was broadcast."""
+        return self._leading
+
+    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Count the places of each datum."""
-        places = batch.by_datum(self.zero.expand(*self.leading, 1)).shape[1]
-        num_data = self.places // places
+        places = owners.counts(self.places, self.zero)
         if self.rows is None:
-            return self.zero.new_full((num_data, 1, 1), places), self.zero.new_full((num_data,), places)
-        sums = self.zero.new_zeros(self.size).index_fill(0, self.rows, places)
-        return sums.expand(num_data, 1, -1), self.zero.new_full((num_data,), places * len(self.rows))
+            return places.reshape(-1, 1, 1), places
+        touched = self.zero.new_zeros(self.size).index_fill(0, self.rows, 1)
+        return (places.unsqueeze(1) * touched).unsqueeze(1), places * len(self.rows)
 
     def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
         """Sum over the places of each datum."""
-        g = g if g.ndim == len(self.leading) + 2 else g.unsqueeze(-2)
-        sums = use.batch.by_datum(g, trailing=2).sum(1, dtype=self.zero.dtype)
+        g = g if g.ndim == len(self._leading) + 2 else g.unsqueeze(-2)
+        sums = use.owners.by_datum(g, trailing=2).sum(1, dtype=self.zero.dtype)
         if self.rows is not None:
             sums = sums.new_zeros(len(sums), self.size, sums.shape[2]).index_add_(1, self.rows, sums)
         yield sums.transpose(1, 2).unsqueeze(1)

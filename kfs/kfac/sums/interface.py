@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kfs.kfac.layout import Layout, Side
-from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.inputs import Inputs
+from kfs.kfac.sums.owners import Owners
 from kfs.kfac.sums.placement import Placement
 
 # Takes the gradients of some columns, [columns, *leading, features].
@@ -24,24 +24,29 @@ class PlannedUse(Protocol):
     side: Side  # on which side of the block inputs are
     inputs: Inputs
     ones: bool  # whether the bias of the block was used
-    batch: BatchAxis
     narrow: torch.dtype | None  # the precision in which `autocast` multiplies, if it is on
     dtype: torch.dtype  # that of the operation's output
     device: torch.device  # that of the operation's output
 
 
 class Adder(ABC):
-    """Adds the uses of one plan to sums."""
+    """Adds the uses of one plan to sums.
+
+    Attributes:
+        by_datum: Whether it matters which datum a row belongs to. If not, owners may be `None`.
+    """
+
+    by_datum: bool = False
 
     @abstractmethod
-    def add(self, x: Tensor | None) -> Receiver:
+    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
         """Add the inputs of a use, and return what takes its gradients."""
 
 
 class Ignore(Adder):
     """Adds nothing."""
 
-    def add(self, x: Tensor | None) -> Receiver:
+    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
         """Return what ignores gradients."""
         return ignore
 
@@ -51,7 +56,13 @@ def ignore(g: Tensor) -> None:
 
 
 class Sums(ABC):
-    """Sums over the uses of tracked parameters."""
+    """Sums over the uses of tracked parameters.
+
+    Attributes:
+        by_datum: Whether it matters, for any use, which datum a row belongs to.
+    """
+
+    by_datum: bool = False
 
     def __init__(self, layouts: Iterable[Layout] = ()) -> None:
         """Start with some known blocks, and without plans."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.kfac.sums.batch_axis import BatchAxis
 from kfs.kfac.sums.inputs import Inputs, Use, Vectors, at_a_time
 from kfs.kfac.sums.outer_products import OuterProductSum
+from kfs.kfac.sums.owners import Owners, Regular
 
 # Patches are written down for so many data at a time that they fill about this many bytes.
 _PATCH_BYTES = {False: 2**26, True: 2**28}  # on a CPU, on an accelerator
@@ -80,11 +80,14 @@ class Patches(Inputs):
             total.add_ones(self._sums(x).sum(0), positions)
         return positions
 
-    def sums(self, x: Tensor, batch: BatchAxis) -> tuple[Tensor, Tensor]:
+    def leading(self, x: Tensor) -> tuple[int, ...]:
+        """Images: all positions of one belong to the same datum."""
+        return (len(x),)
+
+    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Sum every datum's patches."""
-        sums = batch.by_datum(self._sums(self._cropped(x)))  # a datum may have several images
-        positions = sums.shape[1] * prod(self.out)
-        return sums.sum(1).unflatten(1, (self.groups, -1)), sums.new_full((len(sums),), positions)
+        sums = owners.by_datum(self._sums(self._cropped(x))).sum(1)  # a datum may have several images
+        return sums.unflatten(1, (self.groups, -1)), owners.counts(len(x), sums) * prod(self.out)
 
     def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
         """Multiply image by image; patches are written down for a few images at a time."""
@@ -94,7 +97,7 @@ class Patches(Inputs):
             gradients = some_g.permute(0, 2, 3, 1) @ patches.transpose(1, 2)
             if use.ones:
                 gradients = torch.cat([gradients, some_g.sum(1).unsqueeze(3)], 3)
-            yield use.batch.by_datum(gradients, trailing=3).sum(1) if several else gradients
+            yield use.owners.by_datum(gradients, trailing=3).sum(1) if several else gradients
 
     def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Treat patches of a few images at a time like any other vectors; rotating them is a convolution."""
@@ -107,11 +110,11 @@ class Patches(Inputs):
             step = at_a_time(g, prod(self.out) * Q_A.shape[2])
             for some_x, some_g in zip(self._cropped(use.x).split(step), g.split(step), strict=True):
                 rotated = self._rotated(some_x.to(total.dtype), Q_A[0], use.ones)
-                some = Use(vectors, rotated, BatchAxis(len(some_x)), ones=False)
+                some = Use(vectors, rotated, Regular(len(some_x), prod(self.out)), ones=False)
                 vectors.add_squares(total, some, some_g, None, Q_B)
             return
         for patches, some_g in self._with_gradients(use.x, g):
-            some = Use(vectors, patches, BatchAxis(len(patches)), use.ones)
+            some = Use(vectors, patches, Regular(len(patches), prod(self.out)), use.ones)
             vectors.add_squares(total, some, some_g, Q_A, Q_B)
 
     def _cropped(self, x: Tensor) -> Tensor:
@@ -131,8 +134,8 @@ class Patches(Inputs):
         return rotated.flatten(2).transpose(1, 2)
 
     def _has_several_images(self, use: Use) -> bool:
-        """Whether a datum has more than one image."""
-        return use.batch.by_datum(use.x.new_empty(len(use.x), 1)).shape[1] > 1
+        """Whether a datum may have more than one image."""
+        return not use.owners.in_order(len(use.x))
 
     def _with_gradients(self, x: Tensor, g: Tensor, all_at_once: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Write patches down, a few images at a time, with their gradients: `[images, positions, features]` each."""

@@ -21,6 +21,7 @@ from kfs.kfac.settings import Settings
 from kfs.kfac.sums.inputs import Use, add_rotated_squares
 from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
+from kfs.kfac.sums.owners import Owners
 
 
 class Statistic(ABC):
@@ -80,6 +81,8 @@ class PerDatumSums(Sums):
         layouts: The blocks of the first pass.
         statistics: By block.
     """
+
+    by_datum = True
 
     def __init__(self, settings: Settings, layouts: Mapping[Key, Layout], statistics: Mapping[Key, Statistic]) -> None:
         """Know all blocks from the start."""
@@ -145,6 +148,8 @@ class PerDatumSums(Sums):
 class _Show(Adder):
     """Shows gradients at once if a parameter is used once in a batch; otherwise collects those of all its uses."""
 
+    by_datum = True
+
     plan: PlannedUse
     statistic: Statistic
     times_used: dict[Key, int]
@@ -153,8 +158,9 @@ class _Show(Adder):
     def __post_init__(self) -> None:
         self.key = self.plan.layout.key
 
-    def add(self, x: Tensor | None) -> Receiver:
-        use = Use(self.plan.inputs, x, self.plan.batch, self.plan.ones)  # type: ignore[arg-type]
+    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
+        assert owners is not None  # noqa: S101 (it says that it needs them)
+        use = Use(self.plan.inputs, x, owners, self.plan.ones)  # type: ignore[arg-type]
         self.times_used[self.key] = self.times_used.get(self.key, 0) + 1
 
         def receive(g: Tensor) -> None:

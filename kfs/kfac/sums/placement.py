@@ -28,8 +28,7 @@ class Placement:
         """
         there = self._layouts.get(layout.key)
         if there is not None:
-            turned = there.order == layout.order[layout.split :] + layout.order[: layout.split]
-            if there.order != layout.order and turned and there.bias is None:
+            if there.order != layout.order and there.order == layout.turned_order and there.bias is None:
                 return there, "B"
             return replace(layout, bias=there.bias), "A"
         if bias is None:

@@ -1,0 +1,126 @@
+"""Audits that were done in this process: one for every model and shape of its inputs."""
+
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from kfs.data import Batch, axis_to_cut, tensors_in, without_tensors
+from kfs.kfac.capture.audit import FEW, Audit, Audited, Run, audit, compare_whole
+from kfs.kfac.capture.ownership import Known
+from kfs.kfac.capture.session import Session
+from kfs.risk import EmpiricalRisk
+
+# By model: what was found, by all that it depends on.
+_DONE: "WeakKeyDictionary[Any, dict[Any, Audited]]" = WeakKeyDictionary()
+# So many shapes of inputs are remembered for a model.
+_MOST_SHAPES = 256
+
+
+class Audits:
+    """The audits of one model and one choice of parameters.
+
+    Args:
+        model: A module, or a function.
+        session: Has parameters and rules.
+        batch_axis: Where the batch axis is in inputs, if not first.
+        halves: Whether predictions are a function of one datum; not so in training.
+
+    Attributes:
+        report: What was checked for all batches that were asked for; `None` if there was no batch.
+    """
+
+    def __init__(self, model: Any, session: Session, batch_axis: int | None = None, halves: bool = True) -> None:
+        """Describe the model."""
+        self.report: Audit | None = None
+        self._session = session
+        self._batch_axis = batch_axis
+        self._halves = halves
+        self._done = _done(model)
+        self._key = (_described(model, session), batch_axis, halves)
+        self._seen: list[Audited] = []
+        self._predictions: Tensor | None = None
+
+    def of_batch(self, risk: EmpiricalRisk, batch: Batch) -> Known:
+        """Return what is known about batches like one of a risk; see `of`."""
+        return self.of(partial(_evaluate, risk, batch), batch.x, len(batch.y))
+
+    def of(self, run: Run, x: Any, num_data: int) -> Known:
+        """Return what is known about batches like this one, after an audit if there was none.
+
+        Args:
+            run: Evaluates the model.
+            x: A batch of inputs.
+            num_data: Their number.
+
+        Raises:
+            ModelError: If the audit fails.
+        """
+        kind = self._session.device_type
+        context = (self._key, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        strict, less_strict = _shapes(x, num_data, self._batch_axis)
+        key, loose = (context, strict), (context, less_strict)
+        found = self._done.get(key) or self._done.get(loose)
+        if found is None or (found.report.num_data == 1 and num_data > 1):
+            found, self._predictions = audit(run, x, num_data, self._session, self._batch_axis, self._halves)
+            if len(self._done) >= _MOST_SHAPES:
+                self._done.clear()
+            # What cannot be cut, as ragged graphs, has another shape in every batch.
+            cannot_be_cut = found.whole and num_data > FEW
+            self._done[loose if cannot_be_cut else key] = found
+        if all(found is not one for one in self._seen):
+            self._seen.append(found)
+            self.report = found.report if self.report is None else self.report.merged(found.report)
+        return found.known
+
+    def compare(self, f: Tensor) -> None:
+        """Compare predictions of a whole batch with those that its first data had alone, right after an audit.
+
+        Raises:
+            ModelError: If they differ.
+        """
+        few, self._predictions = self._predictions, None
+        if few is not None and self._halves:
+            compare_whole(f, few, self._seen[-1].report.tolerance)
+
+
+def _evaluate(
+    risk: EmpiricalRisk, batch: Batch, x: Any, num_data: int, within: AbstractContextManager[Any] | None
+) -> Tensor:
+    """Evaluate the model of a risk on a part of a batch."""
+    return risk.predict(risk.params, Batch(x, batch.y[:num_data], batch.first), within=within)
+
+
+def _done(model: Any) -> dict[Any, Audited]:
+    """Return the audits of a model, if one can tell whether it is the same model."""
+    try:
+        return _DONE.setdefault(model, {})
+    except TypeError:  # no weak reference, or no hash
+        return {}
+
+
+def _described(model: Any, session: Session) -> Any:
+    """Return what the audits of a model depend on, next to inputs: its modules, and the parameters that are tracked."""
+    modules = model.modules() if isinstance(model, Module) else ()
+    params = session.tracker.params.items()
+    return (
+        tuple((id(module), type(module), module.training) for module in modules),
+        tuple((name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in params),
+        session.joint_bias,
+        session.mixing,
+    )
+
+
+def _shapes(x: Any, num_data: int, batch_axis: int | None) -> tuple[Any, Any]:
+    """Return the shapes of one datum's inputs, and what does not change with sizes, which is less."""
+    shapes, ranks = [], []
+    for t in tensors_in(x):
+        axis = axis_to_cut(t.shape, num_data, batch_axis)
+        shapes.append((axis, *(length for place, length in enumerate(t.shape) if place != axis)))
+        ranks.append((t.dtype, t.ndim))
+    loose = (tuple(ranks), without_tensors(x))
+    return (tuple(shapes), loose), loose

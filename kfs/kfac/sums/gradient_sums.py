@@ -1,0 +1,102 @@
+"""Sums over uses of gradients times inputs: what the gradients of all parameters should be, for the audit."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kfs.kfac.layout import Key, Layout
+from kfs.kfac.sums.inputs import Use
+from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums
+from kfs.kfac.sums.owners import Owners, Regular
+
+_HALF = {torch.float16, torch.bfloat16}
+
+
+class GradientSums(Sums):
+    """Adds gradients times inputs up over all uses, for one column.
+
+    Attributes:
+        operations: By parameter, what used it.
+        conflicts: `(parameter, operation)` of uses that do not fit together with other uses of the parameter.
+        narrow: Parameters that are used in half precision.
+    """
+
+    by_datum = True
+
+    def __init__(self) -> None:
+        """Start without blocks."""
+        super().__init__()
+        self.operations: dict[str, set[str]] = {}
+        self.conflicts: set[tuple[str, str]] = set()
+        self.totals: dict[Key, tuple[Layout, Tensor]] = {}
+        self.sizes: dict[Key, float] = {}
+        self.narrow: set[str] = set()
+
+    def adder_of(self, plan: PlannedUse) -> Adder:
+        """Return what adds the uses of a plan."""
+        for name in plan.layout.params:
+            self.operations.setdefault(name, set()).add(plan.operation)
+            if plan.narrow is not None or plan.dtype in _HALF:
+                self.narrow.add(name)
+        return _Add(self, plan)
+
+    def note_conflict(self, plan: PlannedUse) -> None:
+        """Take note of a use that does not fit together with other uses of its parameter."""
+        self.conflicts.add((plan.layout.weight, plan.operation))
+
+    def by_parameter(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return gradients by parameter, and how large the terms are that they are sums of."""
+        found: dict[str, Tensor] = {}
+        sizes: dict[str, float] = {}
+        for key, (layout, total) in self.totals.items():
+            for name in layout.params:
+                if name not in found:
+                    found[name] = torch.zeros(1, *params[name].shape, dtype=total.dtype, device=total.device)
+                sizes[name] = sizes.get(name, 0.0) + self.sizes[key]
+            layout.write(total.unsqueeze(0), found)
+        return {name: g[0] for name, g in found.items()}, sizes
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing: these sums are not kept."""
+        return {}
+
+    def restore(self, state: Any) -> None:
+        """Do nothing."""
+
+
+@dataclass
+class _Add(Adder):
+    """Adds the uses of one plan."""
+
+    by_datum = True
+
+    sums: GradientSums
+    plan: PlannedUse
+
+    def add(self, x: Any, owners: Owners | None = None) -> Receiver:
+        one_datum = Regular.batch_first(1, prod(self.plan.inputs.leading(x)))
+        key = self.plan.layout.key
+
+        def receive(g: Tensor) -> None:
+            g = g[0].to(torch.promote_types(g.dtype, torch.float32))
+            has_numbers = isinstance(x, Tensor) and x.is_floating_point()
+            total = self._gradient(x.to(g.dtype) if has_numbers else x, g, one_datum)
+            # With absolute values, nothing cancels: what is lost to rounding is in proportion to that.
+            size = self._gradient(x.to(g.dtype).abs() if has_numbers else x, g.abs(), one_datum)
+            layout, before = self.sums.totals.get(key, (self.plan.layout, None))
+            self.sums.totals[key] = (layout, total if before is None else before + total)
+            self.sums.sizes[key] = self.sums.sizes.get(key, 0.0) + float(size.norm())
+
+        return receive
+
+    def _gradient(self, x: Any, g: Tensor, owners: Owners) -> Tensor:
+        """Return the gradient of the parameter, `[groups, d_B, d_A]`."""
+        gradient = torch.cat(list(Use(self.plan.inputs, x, owners, self.plan.ones).gradients(g))).sum(0)
+        if self.plan.side == "B":
+            gradient = gradient.transpose(1, 2)
+        return pad(gradient, (0, self.plan.layout.matrix_shape[2] - gradient.shape[2]))  # a bias that was not used
