@@ -144,16 +144,21 @@ def test_loops_that_wait_for_a_number_end() -> None:
 def test_only_the_first_batch_of_a_computation_pays() -> None:
     X, y = data(20)
     batches = list(zip(X.split(4), y.split(4), strict=True))
-    model = Draws(unused)
-    risk = EmpiricalRisk(model, LOSS, batches)
-    risk.count()
-    for compute in (risk.value, risk.gradient, lambda: KFAC(risk)):
-        model.calls = 0
-        compute()
-        assert model.calls == len(batches) + 2
-    plain = Draws(nothing)
-    EmpiricalRisk(plain, LOSS, batches).value()
-    assert plain.calls == len(batches)
+    models = [Draws(nothing), Draws(unused)]
+    risks = [EmpiricalRisk(model, LOSS, batches) for model in models]
+    # An audit looks at batches of other sizes, for which other random numbers are drawn.
+    computations: list[Callable[[EmpiricalRisk], Any]] = [
+        EmpiricalRisk.value,
+        EmpiricalRisk.gradient,
+        lambda risk: KFAC(risk, audit=False),
+    ]
+    for compute in computations:
+        calls = []
+        for model, risk in zip(models, risks, strict=True):
+            model.calls = 0
+            compute(risk)
+            calls.append(model.calls)
+        assert calls == [len(batches), len(batches) + 2]
 
 
 def test_models_that_start_to_use_their_draws_are_noticed() -> None:

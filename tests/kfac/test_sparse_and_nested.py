@@ -127,19 +127,17 @@ def test_kfac_works_if_the_model_makes_inputs_dense(layout: str) -> None:
 
 
 def test_sparse_constants_are_no_business_of_kfac() -> None:
-    """A graph's neighbors, as a sparse matrix, multiply activations."""
+    """A graph's neighbors, as a sparse matrix, multiply the activations of its nodes, which are features here."""
     neighbors = (torch.rand(4, 4) > 0.5).double()
-
-    def convolution(matrix: Tensor) -> Product:
-        return lambda m, x: torch.sparse.mm(matrix, F.linear(x, m.first.weight))
-
-    X, y = data()
-    sparse, full = (
-        EmpiricalRisk(Net(product), LOSS, (X, y))
-        for product in (convolution(neighbors.to_sparse()), lambda m, x: neighbors @ F.linear(x, m.first.weight))
-    )
-    close(KFAC(sparse).to_dense(), KFAC(full).to_dense())
-    close(GGN(sparse).to_dense(), GGN(full).to_dense())
+    sparse = neighbors.to_sparse()
+    products: list[Product] = [
+        lambda m, x: torch.sparse.mm(sparse, F.linear(x, m.first.weight).T).T,
+        lambda m, x: (neighbors @ F.linear(x, m.first.weight).T).T,
+    ]
+    batch = data()
+    one, other = (EmpiricalRisk(Net(product), LOSS, batch) for product in products)
+    close(KFAC(one).to_dense(), KFAC(other).to_dense())
+    close(GGN(one).to_dense(), GGN(other).to_dense())
 
 
 class Nested(nn.Module):

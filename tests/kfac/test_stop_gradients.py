@@ -143,7 +143,7 @@ def test_flags_are_restored_whatever_happens() -> None:
     given = risk.params
     KFAC(risk)
     # What is not asked for stays frozen.
-    assert model.seen == [[True, True, True, False]]
+    assert all(seen == [True, True, True, False] for seen in model.seen)
     assert flags(model) == before
     assert all(p.grad is None for p in model.parameters())
     model.fails = True
@@ -211,14 +211,16 @@ def test_activation_checkpointing(frozen: bool) -> None:
 
 
 def test_hooks_run_as_for_trainable_models() -> None:
-    """Forward hooks run once, and change what the model computes."""
+    """Forward hooks run as often, and change what the model computes."""
     batch = data(4)
     names = ["first.weight", "second.weight"]
     found = []
+    counts = []
     for frozen in (True, False):
         model = Checkpointed(False).requires_grad_(not frozen)
         calls: list[bool] = []
         model.first.register_forward_hook(lambda *parts, calls=calls: (calls.append(True), 2 * parts[2])[1])
         found.append(KFAC(EmpiricalRisk(model, LOSS, batch, params=names)).to_dense())
-        assert calls == [True]
+        counts.append(len(calls))
     assert torch.equal(*found)
+    assert counts[0] == counts[1] > 0
