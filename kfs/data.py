@@ -131,13 +131,13 @@ def move(x: Any, device: torch.device) -> Any:
 
 def mapped(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply a function to all tensors in a batch's input."""
+    if isinstance(x, Tensor):
+        return function(x)
     if isinstance(x, Mapping):
         return with_values(x, {key: mapped(value, function) for key, value in x.items()})
     if type(x) in {tuple, list}:
         return type(x)(mapped(value, function) for value in x)
-    if _is_named_tuple(x):
-        return type(x)(*(mapped(value, function) for value in x))
-    return function(x) if isinstance(x, Tensor) else x
+    return type(x)(*(mapped(value, function) for value in x)) if _is_named_tuple(x) else x
 
 
 def with_values(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

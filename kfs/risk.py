@@ -189,7 +189,7 @@ class EmpiricalRisk:
             if not is_same(after, self._state_after_draws):
                 self._refuse_used_draws(batch)
                 self._state_after_draws = after
-        f = prediction_in(output)
+        f = output if isinstance(output, Tensor) else prediction_in(output)
         if f.shape[:1] != batch.y.shape[:1]:
             raise DataError(
                 f"The model returned shape {list(f.shape)} for targets of shape {list(batch.y.shape)}: not one "

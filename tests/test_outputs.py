@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs import GGN, KFAC, EmpiricalRisk, inspect
-from kfs.errors import ModelError
+from kfs.errors import DataError, ModelError
 from kfs.optim import KFAC as Optimizer  # noqa: N811 (both are called KFAC)
 from tests.operators.contract import close
 
@@ -96,7 +96,6 @@ def test_the_optimizer_finds_the_same(name: str) -> None:
         (lambda f: {"a": f, "b": 2 * f}, "returned a dict with 2 tensors"),
         (lambda f: SimpleNamespace(a=f, b=f), "returned a SimpleNamespace with 2 tensors"),
         (lambda f: (f.sum(), None), "returned a tuple with 0 tensors"),
-        (lambda f: f.sum(), "returned a Tensor with 0 tensors"),
         (lambda f: "text", "returned a str with 0 tensors"),  # noqa: ARG005
     ],
 )
@@ -105,3 +104,9 @@ def test_outputs_without_a_prediction_are_refused(form: Callable[[Tensor], Any],
     for call in (risk.value, risk.gradient, lambda: GGN(risk).to_dense(), lambda: KFAC(risk)):
         with pytest.raises(ModelError, match=f"{message} .* Return a tensor, an object or mapping with `logits`"):
             call()
+
+
+def test_numbers_are_no_predictions() -> None:
+    risk = EmpiricalRisk(Returns(Tensor.sum), LOSS, data())
+    with pytest.raises(DataError, match=r"returned shape \[\] for targets of shape \[5\]"):
+        risk.value()
