@@ -4,10 +4,12 @@ What a batch means to a model and a loss lives in `kfs.risk`.
 """
 
 import copy
+import hashlib
 import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from kfs.errors import DataError
+
+# How many numbers of each tensor a fingerprint looks at. A prime, so that they are not all in one column of a table.
+_SAMPLE = 1021
 
 
 class Batch(NamedTuple):
@@ -211,6 +216,49 @@ def without_tensors(x: Any) -> Any:
     except TypeError:
         return repr(x)
     return x
+
+
+@lru_cache(maxsize=32)
+def _places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    """Return places in a large tensor, all over it, as one index for each axis."""
+    flat = torch.arange(_SAMPLE, device=device) * shape.numel() // _SAMPLE
+    return torch.unravel_index(flat, shape)
+
+
+class Fingerprint(NamedTuple):
+    """What tells a batch from others, without a copy of it.
+
+    Attributes:
+        tensors: Dtype and shape of each tensor.
+        digest: Of some numbers of each tensor. NaN equals NaN.
+    """
+
+    tensors: tuple[str, ...]
+    digest: str
+
+
+def fingerprint(x: Any, y: Tensor) -> Fingerprint:
+    """Return what tells a batch from others. It is cheap, and looks at tensors alone.
+
+    Values of sparse, nested and quantized tensors are not looked at, and there are none on `meta`. An accelerator that
+    has data is asked once.
+    """
+    found = [t.detach() for t in (*tensors_in(x), y) if not t.is_nested]
+    samples: dict[torch.device, list[Tensor]] = {}
+    for t in found:
+        if t.layout is torch.strided and not t.is_quantized and not t.is_meta:
+            samples.setdefault(t.device, []).append(_sample(t))
+    hashed = hashlib.blake2b(digest_size=16)
+    for on_device in samples.values():
+        hashed.update(torch.cat(on_device).cpu().numpy().tobytes())
+    return Fingerprint(tuple(f"{t.dtype} {list(t.shape)}" for t in found), hashed.hexdigest())
+
+
+def _sample(t: Tensor) -> Tensor:
+    """Return all numbers of a small tensor, or some of a large one, as bytes."""
+    if t.numel() > _SAMPLE:
+        t = t[_places(t.shape, t.device)]
+    return t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def repeatably(data: Iterable[Any]) -> Iterator[Any]:

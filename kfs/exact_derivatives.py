@@ -6,15 +6,16 @@ evaluates its model.
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError, CheckpointFunction
 
@@ -86,24 +87,38 @@ def no_hooks_on_saved_tensors() -> Iterator[None]:
         raise
 
 
+class RightGradients(TorchFunctionMode):
+    """Makes batch and instance normalizations have the right gradient on the CPU.
+
+    The backward pass of `F.batch_norm` reads a gradient in the wrong order if the batch has one datum, and channels are
+    last in memory. `F.instance_norm` makes one datum of all data, and calls the same function.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+        replacement = _RIGHT_GRADIENTS.get(func, func)
+        return replacement(*args, **kwargs or {})
+
+
+def has_instance_norms(model: object) -> bool:
+    """Whether a model is a module with instance normalizations, whose gradients may be wrong for any number of data."""
+    return isinstance(model, nn.Module) and any(isinstance(module, _InstanceNorm) for module in model.modules())
+
+
 class ExactDerivatives(TorchFunctionMode):
-    """Makes `F.embedding` and `torch._weight_norm` have one derivative in every mode of differentiation.
+    """Makes operations have one derivative, the right one, in every mode of differentiation.
 
     - The row `padding_idx` of an embedding is a constant: PyTorch drops its gradient in the backward pass, but not its
       tangent in the forward pass, so that `J` and `J^T` would not be transposes of each other.
     - The second derivative of weight normalisation is wrong in PyTorch on the CPU; spelled out, it is right.
+    - Batch and instance normalization have a wrong gradient for some strides: see `RightGradients`.
     - Reentrant checkpoints hide parameters from `torch.autograd.grad`; they are refused.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
-        kwargs = kwargs or {}
         if not torch.is_grad_enabled():
             refuse_reentrant_checkpoint()
-        if func is F.embedding:
-            return _embedding(*args, **kwargs)
-        if func is torch._weight_norm:
-            return _weight_norm(*args, **kwargs)
-        return func(*args, **kwargs)
+        replacement = _EXACT_DERIVATIVES.get(func, func)
+        return replacement(*args, **kwargs or {})
 
 
 def _embedding(*args: Any, **kwargs: Any) -> Any:
@@ -128,6 +143,31 @@ def refuse_changing_embedding(max_norm: float | None, scale_grad_by_freq: bool) 
 
 def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
     return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def _batch_norm(*args: Any, **kwargs: Any) -> Tensor:
+    out = F.batch_norm(*args, **kwargs)
+    return _with_contiguous_gradient(out) if len(out) == 1 else out
+
+
+def _instance_norm(*args: Any, **kwargs: Any) -> Tensor:
+    return _with_contiguous_gradient(F.instance_norm(*args, **kwargs))
+
+
+def _with_contiguous_gradient(out: Tensor) -> Tensor:
+    """Return the same tensor, such that the gradient which goes back is contiguous.
+
+    The backward pass of a reshaped tensor reshapes the gradient: into one axis, which is contiguous, and back. Nothing
+    is saved for it, so that a checkpoint, which runs the model without this, computes all that was saved.
+    """
+    if out.device.type != "cpu" or out.ndim < 4:  # where PyTorch is right
+        return out
+    return out.reshape(-1).reshape(out.shape)
+
+
+# What is called instead of a function.
+_RIGHT_GRADIENTS: dict[Any, Callable[..., Any]] = {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
+_EXACT_DERIVATIVES = _RIGHT_GRADIENTS | {F.embedding: _embedding, torch._weight_norm: _weight_norm}
 
 
 def refuse_reentrant_checkpoint() -> None:

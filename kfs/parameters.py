@@ -1,6 +1,7 @@
 """Parameters: which of them a risk considers, and where they are in a model. What they are for lives in `kfs.risk`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -80,3 +81,21 @@ def _checked(params: Params) -> Params:
             "Choose those of one kind with params=, or convert the model.",
         )
     return params
+
+
+@contextmanager
+def switched_on(params: Iterable[Tensor]) -> Iterator[None]:
+    """Let parameters require gradients in this context, and leave them as before."""
+    frozen = [p for p in params if not p.requires_grad]
+    try:
+        for p in frozen:
+            p.requires_grad_()
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+
+
+def with_gradients(params: Params) -> Params:
+    """Return parameters that require gradients; leaves with the same values in place of those that do not."""
+    return {name: p if p.requires_grad else p.detach().requires_grad_() for name, p in params.items()}

@@ -22,25 +22,24 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.basics._checks import check_no_inference_mode
-from kfs.data import Batch, arguments, as_batches, default_unpack, move, repeatably, tensors_in, unpacked
+from kfs.data import (
+    Batch,
+    Fingerprint,
+    arguments,
+    as_batches,
+    default_unpack,
+    fingerprint,
+    move,
+    repeatably,
+    tensors_in,
+    unpacked,
+)
 from kfs.errors import DataError, ModelError
 from kfs.exact_derivatives import ExactDerivatives, explained, no_hooks_on_saved_tensors
 from kfs.losses import Loss, describe
 from kfs.outputs import prediction_in
-from kfs.parameters import Params, function_params, module_params, places
-from kfs.state import (
-    ExtremeDraws,
-    check_module,
-    equal_up_to_round_off,
-    evaluating,
-    is_same,
-    random_model,
-    random_state,
-    restored,
-    seeded,
-    set_random_state,
-    unchanged,
-)
+from kfs.parameters import Params, function_params, module_params, places, switched_on, with_gradients
+from kfs.state import UnusedDraws, check_module, evaluating, random_state, restored, unchanged
 
 
 class EmpiricalRisk:
@@ -51,9 +50,12 @@ class EmpiricalRisk:
             tensor of predictions, an object or mapping with `logits`, or a tuple that starts with the predictions.
         loss: A loss module of `torch.nn`, a `kfs.losses.Loss`, or a function of one datum's prediction and target.
         data: One `(X, y)`, a mapping (a batch as in Hugging Face), an iterable of batches, or a `DataLoader`. It is
-            iterated more than once and must give the same data in the same order every time. Inputs that are a tuple
-            or a list are the arguments of a module. A mapping has its keyword arguments if `forward` takes them, and
-            is its only argument otherwise.
+            iterated more than once and must give the same data in the same order every time. Numbers that PyTorch draws
+            for that (shuffling, augmentation) are made the same; those of NumPy and others are not. Every pass checks
+            its first batch. After changing data on purpose, also in place, make a new `EmpiricalRisk`: this one
+            remembers what it has counted. Inputs that are a tuple or a list are
+            the arguments of a module. A mapping has its keyword arguments if `forward` takes them, and is its only
+            argument otherwise.
         params: For a module, which parameters to consider: a list of names, or a dictionary of names and values. By
             default all that require gradients. For a function, the dictionary of its parameters.
         unpack: Splits a batch into `(x, y)`. By default pairs are taken apart, and mappings at their key `"labels"`.
@@ -68,7 +70,7 @@ class EmpiricalRisk:
 
     Raises:
         ModelError: If the model's predictions depend on chance or on other data, or a parameter is unknown.
-        DataError: If the data can be iterated only once, or a batch cannot be taken apart.
+        DataError: If the data can be iterated only once, or a batch cannot be taken apart. Later, if data change.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -97,9 +99,8 @@ class EmpiricalRisk:
         self._data = as_batches(data)
         self._unpack = default_unpack if unpack is None else unpack
         self._counted: tuple[int, float] | None = None
-        # The random state after a prediction, for which the draws have turned out to be unused. Draws of another number
-        # of random numbers are not known.
-        self._state_after_draws: list[Tensor] | None = None
+        self._first_batch: Fingerprint | None = None
+        self._draws = UnusedDraws(self.device)
         self._differentiates = False  # whether the model needs a graph in its forward pass
         self._places: list[tuple[dict[str, Any], str, Any]] = []  # where parameters were when they were the model's
         self.check_model()
@@ -183,12 +184,8 @@ class EmpiricalRisk:
         before = random_state(self.device)
         with unchanged(tensors_in(batch.x)), within or nullcontext():
             output = self._output(params, batch)
-        after = random_state(self.device)
-        if not is_same(after, before):
-            set_random_state(before, self.device)
-            if not is_same(after, self._state_after_draws):
-                self._refuse_used_draws(batch)
-                self._state_after_draws = after
+        # At the parameters as they are: those given may be tracked by autograd, `vmap` or a capture.
+        self._draws.check(before, lambda: self._without_graph(lambda: prediction_in(self._output(self.params, batch))))
         f = output if isinstance(output, Tensor) else prediction_in(output)
         if f.shape[:1] != batch.y.shape[:1]:
             raise DataError(
@@ -217,20 +214,26 @@ class EmpiricalRisk:
     def batches(self, task: str = "") -> Iterator[Batch]:
         """Iterate over the data, on the parameters' device, with progress if asked for; empty batches are left out.
 
-        A loader that shuffles does so in the same way every time. What counts is counted, and must not change.
+        A loader that shuffles does so in the same way every time. What counts is counted, and must not change; nor must
+        the first batch.
         """
         data: Iterable[Any] = repeatably(self._data)
         if self.progress:
             data = track(data, task, total=len(self._data) if isinstance(self._data, Sized) else None, transient=True)
         first, count = 0, 0.0
+        seen: Fingerprint | None = None
         for raw in data:
             x, y = unpacked(self._unpack, raw)
             if len(y):
+                if seen is None:
+                    seen = fingerprint(x, y)  # where the data are: those on a CPU need not wait for an accelerator
+                    self._check_first_batch(seen)
                 batch = self._moved(x, y, first)
                 yield batch
                 count += self.loss.count(batch.y)
             first += len(y)
         self._check_count(first, count)
+        self._first_batch = seen
 
     def count(self) -> tuple[int, float]:
         """Return the number of data and what a mean over them divides by; the first complete pass over them counts.
@@ -275,7 +278,7 @@ class EmpiricalRisk:
         """
         self.check_model()
         check_no_inference_mode()
-        self._state_after_draws = None  # the model may have been changed since
+        self._draws = UnusedDraws(self.device)  # the model may have been changed since
         # The faster attention kernels cannot be differentiated twice or forward. A checkpoint runs the module again
         # during the backward pass: with the same operations as before, but with the module's own parameters.
         with (
@@ -295,20 +298,13 @@ class EmpiricalRisk:
         are replaced by leaves with the same values.
         """
         given = self.params
-        frozen = [p for p in given.values() if not p.requires_grad]
         own = isinstance(self.model, nn.Module) and self._at_own_params(frozen=True)
         try:
-            if own:
-                for p in frozen:
-                    p.requires_grad_()
-            elif frozen:
-                self.params = {n: p if p.requires_grad else p.detach().requires_grad_() for n, p in given.items()}
-            yield
+            self.params = given if own else with_gradients(given)
+            with switched_on(given.values()) if own else nullcontext():
+                yield
         finally:
             self.params = given
-            if own:
-                for p in frozen:
-                    p.requires_grad_(False)
 
     def _output(self, params: Params, batch: Batch) -> Any:
         """Evaluate the model, and return what it returns."""
@@ -332,19 +328,6 @@ class EmpiricalRisk:
                 self._differentiates = True
         with torch.enable_grad():
             return run().detach()
-
-    def _refuse_used_draws(self, batch: Batch) -> None:
-        """Refuse a model that has drawn random numbers, unless its predictions are the same for other numbers.
-
-        The model is evaluated at the parameters as they are: those of a prediction may be tracked by autograd, `vmap`
-        or a capture.
-        """
-        predictions = []
-        for seed in (0, 1):
-            with seeded(seed, self.device), ExtremeDraws(largest=seed == 1):
-                predictions.append(self._without_graph(lambda: prediction_in(self._output(self.params, batch))))
-        if not equal_up_to_round_off(*predictions):
-            raise random_model()
 
     def _at_own_params(self, frozen: bool) -> bool:
         """Whether parameters are the model's own tensors as it uses them: not other values, frozen only if allowed."""
@@ -370,6 +353,23 @@ class EmpiricalRisk:
                 "A batch is on the meta device, where tensors have shapes but no values.",
                 f"Pass data with values: the model is on {self.device}.",
             ) from error
+
+    def _check_first_batch(self, seen: Fingerprint) -> None:
+        """Refuse data whose first batch differs from that of the first complete pass over them."""
+        before = self._first_batch
+        if before is None or seen == before:
+            return
+        if seen.tensors != before.tensors:
+            cause = (
+                f"The first batch had the tensors {', '.join(before.tensors)}, and has {', '.join(seen.tensors)} now."
+            )
+        else:
+            cause = "The first batch has other values than in the first pass over the data."
+        raise DataError(
+            cause,
+            "Pass data that give the same batches in the same order every time: draw random numbers for them with "
+            "PyTorch, not NumPy, or pass list(data). After changing data on purpose, make a new EmpiricalRisk.",
+        )
 
     def _check_count(self, num_data: int, count: float) -> None:
         """Remember what one pass over the data counted, and refuse data that are empty or have changed."""

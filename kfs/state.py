@@ -3,7 +3,7 @@
 A model that needs them changed is not a function of its input, and is refused.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -111,13 +111,6 @@ def random_state(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
-def set_random_state(states: Sequence[Tensor], device: torch.device) -> None:
-    """Undo `random_state`."""
-    torch.set_rng_state(states[0])
-    for state in states[1:]:  # pragma: no cover (there is one on a GPU)
-        torch.cuda.set_rng_state(state, device)
-
-
 def is_same(states: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
     """Whether random states are equal."""
     return others is not None and all(map(torch.equal, states, others))
@@ -175,6 +168,47 @@ def unchanged_attributes(model: Module) -> Iterator[None]:
         for module, attributes in before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
+
+
+class UnusedDraws:
+    """Finds out whether predictions depend on random numbers that a model draws.
+
+    It does so once, and again if a model draws other random numbers than before.
+
+    Args:
+        device: Where the model runs; the generators of the CPU and of this device are watched.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Know nothing."""
+        self._device = device
+        self._known: list[Tensor] | None = None  # the random state after draws that are not used
+
+    def check(self, before: list[Tensor], predict: Callable[[], Tensor]) -> None:
+        """Refuse a model that has drawn random numbers, unless its predictions are the same for other numbers.
+
+        Args:
+            before: The random state before it ran. It is restored.
+            predict: Evaluates the model once more.
+
+        Raises:
+            ModelError: If predictions differ.
+        """
+        after = random_state(self._device)
+        if is_same(after, before):
+            return
+        torch.set_rng_state(before[0])
+        if self._device.type == "cuda":  # pragma: no cover (tested on a GPU)
+            torch.cuda.set_rng_state(before[1], self._device)
+        if is_same(after, self._known):
+            return
+        predictions = []
+        for seed in (0, 1):
+            with seeded(seed, self._device), ExtremeDraws(largest=seed == 1):
+                predictions.append(predict())
+        if not equal_up_to_round_off(*predictions):
+            raise random_model()
+        self._known = after
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """Models that change their input, or whose weights are cached, are refused."""
 
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,12 +29,14 @@ class InPlace(nn.Module):
 
 def test_models_that_change_their_input_are_refused() -> None:
     X, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
-    risk = EmpiricalRisk(InPlace(copy=False).double(), nn.MSELoss(), (X, y))
-    calls: list[Any] = [risk.value, risk.gradient, lambda: Jacobian(risk)]
-    calls += [kind(risk, chunk_size=size).to_dense for kind in (GGN, Hessian) for size in (1, 4)]
+    calls: list[Callable[[EmpiricalRisk], Any]] = [EmpiricalRisk.value, EmpiricalRisk.gradient, Jacobian]
+    for kind, size in product((GGN, Hessian), (1, 4)):
+        calls.append(lambda risk, kind=kind, size=size: kind(risk, chunk_size=size).to_dense())  # type: ignore[misc]
     for call in calls:
+        # Data that were changed need a new risk.
+        risk = EmpiricalRisk(InPlace(copy=False).double(), nn.MSELoss(), (X, y))
         with pytest.raises(ModelError, match=r"changed its input in place.*clone its input"):
-            call()
+            call(risk)
     layers = EmpiricalRisk(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)).double(), nn.MSELoss(), ((X,), y))
     with pytest.raises(ModelError, match="changed its input"):
         layers.value()

@@ -6,7 +6,7 @@ The curvature of each datum is $J_n^\top [\sum_c \blacktriangle_{n,c} \blacktria
 - `"ggn"`: the columns of a factor of the criterion's Hessian (the same for most losses),
 - `"mc"`: gradients for labels drawn from the model's likelihood, over the root of their number,
 - `"empirical"`: the gradient for the label at hand,
-- `"forward-only"`: zeros. The gradient-based factor is then the identity.
+- `"forward-only"`: zeros. The gradient-based factor is then a multiple of the identity.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def backpropagated_vectors(
     elif settings.fisher == "mc":
         for start in range(0, settings.mc_samples, at_once):
             samples = range(start, min(start + at_once, settings.mc_samples))
-            draws = [random(settings.seed, first_datum, sample) for sample in samples]
+            draws = [random(settings.seed, first_datum, settings.first_sample + sample) for sample in samples]
             gradients = torch.stack([loss.sampled_gradient(f, y, d) for d in draws])
             yield (gradients / settings.mc_samples**0.5).to(f.dtype)
     elif settings.fisher == "empirical":

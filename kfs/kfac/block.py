@@ -61,7 +61,6 @@ class Block:
         if self.sums.forward_only:
             ones = torch.ones_like(total)
             total = ones if self.is_diagonal("B") else torch.diag_embed(ones.diagonal(dim1=-2, dim2=-1))
-            return self._without_single_group(total)
         return self._without_single_group(self.scale("B") * total)
 
     def is_diagonal(self, side: Side) -> bool:
@@ -69,10 +68,12 @@ class Block:
         return self.sums.is_diagonal(side)
 
     def scale(self, side: Side) -> float:
-        """Return what sums on one side are multiplied with."""
+        """Return what sums on one side, or the identity in place of gradients, are multiplied with."""
         if side == "A":
             return self.reduction_factor
-        return 1.0 if self.sums.forward_only or not self.sums.terms else 1 / self.sums.terms
+        if self.sums.forward_only:
+            return float(self.sums.identity_scale)
+        return 1 / self.sums.terms if self.sums.terms else 1.0
 
     def structure(self) -> Kronecker:
         """Return the block as a Kronecker product; factors are not copied."""
@@ -82,9 +83,11 @@ class Block:
         """Return one side, with its scale beside it."""
         total = self.sums.side_total(side)
         values = computable(total)
-        scale = values.new_full((len(values),), self.scale(side))
         if side == "B" and self.sums.forward_only:
+            # A scale that is a tensor stays on its device, which need not wait for it.
+            scale = torch.as_tensor(self.sums.identity_scale).to(values).repeat(len(values))
             return Factor.identity(values.shape[-1], scale)
+        scale = values.new_full((len(values),), self.scale(side))
         kind = "diagonal" if self.is_diagonal(side) else "dense"
         return Factor(values, scale, kind, eps=torch.finfo(total.dtype).eps)  # type: ignore[arg-type]
 

@@ -125,6 +125,9 @@ def compare(
 ) -> Comparison:
     """Compare structures with the exact blocks of a curvature matrix, layer by layer.
 
+    With `fisher="mc"`, exact blocks have the draws that KFAC's factors come from. EKFAC's eigenvalues come from others,
+    so that part of its error is their noise.
+
     Args:
         risk: Model, loss, data and parameters.
         structures: Names from `"KFAC"`, `"EKFAC"`, `"diagonal"`, `"trace-scaled"`, `"optimal Kronecker"`, `"exact

@@ -17,6 +17,12 @@ matrices, and no per-datum gradient is formed. With weight sharing, gradients of
 gradients are rotated before they are multiplied, or their product is afterwards, whichever takes fewer operations.
 
 It takes two passes over the data: one for the factors, one for the eigenvalues.
+
+With Monte Carlo draws, the eigenvalues come from other draws than the factors. Along the smallest eigenvectors of drawn
+factors, these very draws have least curvature, by chance: measured with them, the smallest eigenvalues come out several
+times too small, and inverses too large. Measured with fresh draws, every eigenvalue is right on average. So with
+`mc_samples=m`, factors have the draws `0, ..., m - 1` of every datum, and eigenvalues the draws `m, ..., 2 m - 1`. They
+depend on seed, datum and number alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,7 +57,8 @@ class EKFAC(BlockDiagonal):
 
     Args:
         risk: Model, loss, data and parameters.
-        fisher: As in `KFAC`.
+        fisher: As in `KFAC`. With `"mc"`, eigenvalues come from other draws than eigenvectors, as many for each datum;
+            the same draws would make the smallest eigenvalues several times too small.
         sharing: As in `KFAC`.
         checkpoint: As in `KFAC`. A second file, with `.eigenvalues` appended to its name, keeps eigenvalues.
         **settings: All others that `KFAC` takes.
@@ -108,7 +115,9 @@ class EKFAC(BlockDiagonal):
             Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis())) for stack in factors.stacks
         ]
         basis = [Q.values for stack in self._sums for Q in (stack.structure.Q_A, stack.structure.Q_B)]  # type: ignore[attr-defined]
-        journal = None if checkpoint is None else Journal(checkpoint, risk, self.settings, "eigenvalues", basis)
+        journal = None
+        if checkpoint is not None:
+            journal = Journal(checkpoint, risk, self.settings.with_fresh_draws(), "eigenvalues", basis)
         self._sums, progress = self._squares(risk, self.settings, journal)
         self.num_data = progress.num_data
         self.count = progress.count
@@ -182,7 +191,8 @@ class EKFAC(BlockDiagonal):
             sums.check_complete(resumed=journal is not None)
             return stacks, progress
 
-        stacks, progress = one_by_one_if_needed(settings, run)
+        # The draws behind the eigenvectors have least curvature along the smallest of them, by chance.
+        stacks, progress = one_by_one_if_needed(settings.with_fresh_draws(), run)
         self._write_exact_diagonals(stacks, risk, settings)
         for stack in stacks:
             if not stack.structure.like.isfinite().all():

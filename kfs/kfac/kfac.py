@@ -62,7 +62,8 @@ class KFAC(BlockDiagonal):
         fisher: The curvature matrix to approximate: `"type-2"` (the exact Fisher), `"ggn"` (the generalized
             Gauss-Newton matrix, which is the same for most losses), `"mc"` (the Fisher, with labels drawn from the
             model's likelihood), `"empirical"` (with the given labels), or `"forward-only"` (gradients are replaced by
-            the identity).
+            the identity at every position; with `"reduce"`, their sums over positions are, so that `B` is the average
+            over data of `1 / S^2`, for `S` positions, times the identity, as it is if positions are averaged).
         sharing: How to treat positions that share a weight (pixels, tokens): `"expand"` treats them like further
             data, `"reduce"` sums over them first. One value for all parameters, or a dictionary by the name of a
             parameter or module; others expand.

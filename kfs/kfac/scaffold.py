@@ -18,7 +18,7 @@ from contextlib import nullcontext
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kfs.exact_derivatives import explained
+from kfs.exact_derivatives import RightGradients, explained, has_instance_norms
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors, columns_at_once
 from kfs.kfac.capture import Audits, forward, send_back
 from kfs.kfac.rules import new_session
@@ -70,6 +70,7 @@ def sweep(
     """
     progress = Progress() if journal is None else journal.resume(sums)
     at_once = columns_at_once(settings, risk.device)
+    instances = has_instance_norms(risk.model)  # PyTorch takes them for channels of a single datum
     # vmap does not know the faster attention kernels.
     attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
     with risk.untouched(first_order=True), attention, torch.enable_grad(), explained():
@@ -78,15 +79,17 @@ def sweep(
         for place, batch in enumerate(risk.batches(task)):
             if journal is not None and journal.knows(place, batch):
                 continue
-            known = audits.of_batch(risk, batch) if settings.audit else None
-            # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
-            f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
-            risk.finite(f.detach(), batch)
-            audits.compare(f.detach())
-            # Step 3: generate vectors and send them back; gradients are added to the gradient-based factors on the way.
-            first = settings.first_datum + batch.first
-            vectors = backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, at_once)
-            send_back(f, capture, vectors)
+            # For a single datum, PyTorch misreads some gradients.
+            with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
+                known = audits.of_batch(risk, batch) if settings.audit else None
+                # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
+                f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
+                risk.finite(f.detach(), batch)
+                audits.compare(f.detach())
+                # Step 3: generate vectors and send them back; gradients are added to the gradient-based factors.
+                first = settings.first_datum + batch.first
+                vectors = backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, at_once)
+                send_back(f, capture, vectors)
             # Step 4: what the loss's reduction divides by.
             progress.batches += 1
             progress.num_data += len(batch.y)

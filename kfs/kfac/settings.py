@@ -13,7 +13,7 @@ Sharing = Literal["expand", "reduce"]
 Uncovered = Literal["error", "skip", "diagonal"]
 _CHOICES = {"fisher": get_args(Fisher), "uncovered": get_args(Uncovered), "sharing": get_args(Sharing)}
 # The smallest value of each number.
-_SMALLEST = {"mc_samples": 1, "seed": 0, "max_dim": 1, "first_datum": 0, "columns_at_once": 1}
+_SMALLEST = {"mc_samples": 1, "seed": 0, "max_dim": 1, "first_datum": 0, "columns_at_once": 1, "first_sample": 0}
 
 
 def check_device(device: str | torch.device) -> None:
@@ -29,6 +29,9 @@ def check_device(device: str | torch.device) -> None:
 @dataclass(frozen=True)
 class Settings:
     """The settings of `kfs.KFAC`, which documents them.
+
+    Attributes:
+        first_sample: Index of the first draw for each datum: zero for factors; `kfs.EKFAC` sets it for eigenvalues.
 
     Raises:
         ModelError: If a setting is unknown or out of range.
@@ -47,6 +50,7 @@ class Settings:
     factor_device: str | None = None
     factor_dtype: torch.dtype | None = None
     audit: bool = True
+    first_sample: int = 0
 
     def __post_init__(self) -> None:
         """Check all settings."""
@@ -72,7 +76,13 @@ class Settings:
         sharing = dict(self.sharing) if isinstance(self.sharing, Mapping) else self.sharing
         state = asdict(self) | {"sharing": sharing, "factor_dtype": dtype}
         del state["audit"]  # whether results were checked does not change them
+        if self.first_sample == 0:  # files of earlier versions do not have it, and checkpoints are compared with them
+            del state["first_sample"]
         return state
+
+    def with_fresh_draws(self) -> "Settings":
+        """Return the same settings with other draws, of which there are as many for each datum."""
+        return replace(self, first_sample=self.first_sample + self.mc_samples) if self.fisher == "mc" else self
 
     @classmethod
     def from_state(cls, state: Any) -> "Settings":

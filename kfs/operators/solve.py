@@ -15,6 +15,8 @@ from kfs.errors import DtypeError, ShapeError, SolverError
 from kfs.operators.interface import LinearOperator
 from kfs.operators.space import Form
 
+# As in SciPy.
+_ITERATIONS_PER_ROW = 10
 Vec = TypeVar("Vec", Tensor, dict[str, Tensor])
 
 
@@ -51,7 +53,8 @@ def solve(
         b: A flat vector, a matrix of columns, or a dictionary like the risk's params.
         preconditioner: A symmetric positive definite operator that approximates the inverse of `A`.
         tolerance: Stop when every column's residual is below this fraction of its right-hand side.
-        max_iterations: Stop after so many iterations in any case; by default after as many as `A` has rows.
+        max_iterations: Stop after so many iterations in any case. By default ten times the number of rows of `A`: that
+            number would suffice without round-off, which makes directions repeat themselves.
         progress: Whether to show the residual while iterating.
 
     Returns:
@@ -75,7 +78,7 @@ def solve(
             "Build both from models of one dtype.",
         )
     B, size, form = _right_hand_side(A, b)
-    limit = A.shape[0] if max_iterations is None else max_iterations
+    limit = _ITERATIONS_PER_ROW * A.shape[0] if max_iterations is None else max_iterations
     norm = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
     X, residuals = torch.zeros_like(B), [float((B.norm(dim=0) / norm).amax())]
     with Progress(disable=not progress, transient=True) as bar:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kfs.data import mapped
 from kfs.kfac.block import Block
-from kfs.kfac.layout import Layout
+from kfs.kfac.layout import Layout, Side
 from kfs.kfac.structures import Eigenbasis, Factor, Kronecker, Method, Stack, Structure, damped_inverse
 from kfs.kfac.sums import Squares
 
@@ -43,11 +43,14 @@ class Average:
     def add(self, block: Block, decay: float) -> None:
         """Add a block's factors, which are scaled per example, and keep `decay` of the average."""
         K = block.structure()
-        sides = (self.factors.A, K.A, block.scale("A")), (self.factors.B, K.B, block.scale("B"))
-        for average, new, scale in sides:
-            if average.kind != "identity":
-                average.values.mul_(decay).add_(new.values, alpha=(1 - decay) * scale)
         self.weight = decay * self.weight + 1 - decay
+        sides: list[tuple[Factor, Factor, Side]] = [(self.factors.A, K.A, "A"), (self.factors.B, K.B, "B")]
+        for average, new, side in sides:
+            if average.kind == "identity":
+                # Numbers of positions may differ between steps. This is an average without the bias of its start.
+                average.scale.lerp_(new.scale, (1 - decay) / self.weight)
+            else:
+                average.values.mul_(decay).add_(new.values, alpha=(1 - decay) * block.scale(side))
         self.changed = True
 
     @property
@@ -109,14 +112,14 @@ def copied_to(device: torch.device, state: Any) -> Any:
 
 
 def _zeros_like(factor: Factor) -> Factor:
-    """Return zeros with a scale of one. An identity, which needs no average, stays as it is."""
+    """Return zeros with a scale of one. An identity stays as it is: the first average of its scale replaces it."""
     if factor.kind == "identity":
         return factor
     return replace(factor, values=torch.zeros_like(factor.values), scale=torch.ones_like(factor.scale))
 
 
 def _without_bias(factor: Factor, weight: float) -> Factor:
-    """Correct the bias of an average that started at zero."""
+    """Correct the bias of an average that started at zero. That of an identity's scale has none."""
     return factor if factor.kind == "identity" else factor.scaled(1 / weight)
 
 

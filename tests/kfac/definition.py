@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from kfs.basics.hessian_factorizations import hessian_factor
 from kfs.basics.reduction_factors import Loss
+from kfs.operators import Fisher, LinearOperator
+from kfs.risk import EmpiricalRisk
 
 
 def patches(layer: Any, x: Tensor) -> Tensor:
@@ -83,3 +85,12 @@ def outer(v: Tensor, sharing: str) -> Tensor:
     for position in v if sharing == "expand" else v.sum(0, keepdim=True):
         total += torch.stack([torch.outer(u, u) for u in position])
     return total
+
+
+def fresh_fisher(risk: EmpiricalRisk, mc_samples: int = 1, seed: int = 0) -> LinearOperator:
+    """Return the Monte Carlo Fisher of the draws that EKFAC's eigenvalues come from: `m, ..., 2 m - 1` for each datum.
+
+    The average over twice as many draws consists to one half each of these, and of the factors' draws.
+    """
+    both, first = (Fisher(risk, "type-1", mc_samples=m, seed=seed) for m in (2 * mc_samples, mc_samples))
+    return 2.0 * both - first

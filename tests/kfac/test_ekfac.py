@@ -14,6 +14,7 @@ from kfs.kfac import EKFAC, KFAC, load
 from kfs.kfac.sums.inputs import add_rotated_squares
 from kfs.operators import GGN, Fisher, LinearOperator
 from kfs.risk import EmpiricalRisk
+from tests.kfac.definition import fresh_fisher
 from tests.kfac.models import ONE_POSITION, Case, Function
 from tests.kfac.test_kronecker import product_by_product
 from tests.operators.contract import check_contract, close
@@ -157,7 +158,7 @@ def test_shared_positions(name: str, sharing: Any) -> None:
 @pytest.mark.parametrize("name", ["few positions", "many positions", "convolution", "groups", "called twice", "tied"])
 def test_every_fisher(name: str) -> None:
     risk = risk_of(*SHARED[name])
-    check(risk, Fisher(risk, "type-1", mc_samples=2, seed=1), fisher="mc", mc_samples=2, seed=1)
+    check(risk, fresh_fisher(risk, 2, seed=1), fisher="mc", mc_samples=2, seed=1)
     check(risk, Fisher(risk, "empirical"), fisher="empirical", joint_bias=False)
     check(risk, GGN(risk), fisher="ggn", columns_at_once=2)
 

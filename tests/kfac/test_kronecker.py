@@ -13,6 +13,7 @@ from kfs.errors import DtypeError, KfsWarning, ModelError, SolverError
 from kfs.kfac import KFAC
 from kfs.kfac.layout import Layout
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
+from kfs.kfac.structures.damping import damped_inverse, trace_norm_ratio
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
@@ -160,6 +161,52 @@ def test_dampings_have_inverses_that_know_everything(method: Any) -> None:
     check_contract(inverse, product_by_product(inverse))
     close(inverse.trace(), inverse.to_dense().trace())
     close(inverse.logdet(), inverse.to_dense().logdet())
+
+
+def number(*values: float) -> Factor:
+    """A stack of factors that are one number each."""
+    return Factor.dense(torch.tensor(values, dtype=torch.float64).reshape(-1, 1, 1), torch.full((len(values),), 0.5))
+
+
+@pytest.mark.parametrize("kind", ["dense", "diagonal", "identity", "number"])
+@pytest.mark.parametrize("side", ["A", "B"])
+@pytest.mark.parametrize("other", ["number", "identity"])
+def test_factored_damping_of_multiples_of_the_identity_is_exact(kind: str, side: str, other: str) -> None:
+    """Several blocks have different numbers and dampings; one of the numbers is zero."""
+    scale = torch.tensor([2.0, 0.5, 3.0], dtype=torch.float64)
+    matrices = torch.stack([definite(4, seed) for seed in range(3)])
+    wide = {
+        "dense": Factor.dense(matrices, scale),
+        "diagonal": Factor.diagonal(matrices.diagonal(dim1=1, dim2=2).contiguous(), scale),
+        "identity": Factor.identity(4, scale),
+        "number": number(1.0, 2.0, 5.0),
+    }[kind]
+    multiple = number(3.0, 0.0, 1e-3) if other == "number" else Factor.identity(3, 1.5 * scale)
+    K = Kronecker(wide, multiple) if side == "B" else Kronecker(multiple, wide)
+    damping = torch.tensor([0.1, 2.0, 1e-2], dtype=torch.float64)
+    identity = torch.eye(K.rows * K.columns, dtype=torch.float64)
+    exact = torch.linalg.inv(K.to_dense() + damping.reshape(-1, 1, 1) * identity)
+    inverse = damped_inverse(K, damping, "factored")
+    assert isinstance(inverse, Kronecker)
+    torch.testing.assert_close(inverse.to_dense(), exact, rtol=1e-10, atol=0.0)
+    # What the formula for other blocks gives is far from it.
+    pi = trace_norm_ratio(K)
+    A, B = K.A.shift(pi * damping.sqrt()), K.B.shift(damping.sqrt() / pi)
+    wrong = Kronecker(A.inverse(), B.inverse()).to_dense()
+    assert ((wrong - exact).flatten(1).norm(dim=1) > 1e-3 * exact.flatten(1).norm(dim=1)).all()
+
+
+def test_factored_damping_of_biases_and_scales() -> None:
+    """Layers without inputs of their own, in a network: damping is exact for them, and for others it is not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    data = torch.randn(20, 3, dtype=torch.float64), torch.randn(20, 1, dtype=torch.float64)
+    K, d = KFAC(EmpiricalRisk(model, nn.MSELoss(), data), joint_bias=False), 0.05
+    factored, exact = K.inverse(d, "factored"), K.inverse(d)
+    for name in ("0.bias", "1.weight", "1.bias", "3.weight", "3.bias"):
+        close(factored.submatrix([name]).to_dense(), exact.submatrix([name]).to_dense())
+    difference = (factored.submatrix(["0.weight"]) - exact.submatrix(["0.weight"])).to_dense()
+    assert difference.norm() > 0.1 * exact.submatrix(["0.weight"]).to_dense().norm()
 
 
 def best_split(A: Tensor, B: Tensor, damping: float) -> float:

@@ -15,8 +15,8 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.errors import ModelError
 from kfs.kfac.capture.mode import prepared
-from kfs.kfac.capture.parameters import Tracked
 from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Rewrite, with_argument
+from kfs.kfac.capture.tracking import Tracked
 from kfs.kfac.layout import Layout
 from kfs.kfac.rules import RULES
 from kfs.kfac.sums import Use

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import Linear, MSELoss, Sequential, Tanh
 
-from kfs import GGN, Hessian, Jacobian
+from kfs import GGN, EmpiricalRisk, Hessian, Jacobian
 from kfs.errors import DtypeError, ShapeError, SolverError
-from kfs.operators import Identity, eigenvalues, neumann, solve, spectral_density, trace
+from kfs.operators import Identity, LinearOperator, eigenvalues, neumann, solve, spectral_density, trace
 from tests.operators.contract import check_contract, close
 from tests.operators.matrices import POSITIVE, Dense, with_spectrum
 from tests.operators.problems import PROBLEMS
@@ -63,6 +65,46 @@ def test_solvers_report_and_refuse() -> None:
             call(A, b * torch.nan)
         with pytest.raises(ShapeError, match="no columns"):
             call(A, torch.zeros(12, 0, dtype=torch.float64))
+
+
+def sum_of_two_networks() -> tuple[LinearOperator, Tensor]:
+    """A linear system from two networks, with a condition number of some thousand."""
+    torch.manual_seed(0)
+    models = [Sequential(Linear(4, 3), Tanh(), Linear(3, 2)).double() for _ in range(2)]
+    data = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    first, second = (GGN(EmpiricalRisk(model, MSELoss(), data)) for model in models)
+    point, other = (torch.cat([p.detach().flatten() for p in model.parameters()]) for model in models)
+    return (first + second).shift(1e-3), first @ point + second @ other
+
+
+def test_more_iterations_than_rows() -> None:
+    """Round-off makes them necessary. A limit of one iteration per row is too low, as the report says."""
+    A, b = sum_of_two_networks()
+    rows = A.shape[0]
+    assert torch.linalg.cond(A.to_dense()) < 1e4
+    expected = torch.linalg.solve(A.to_dense(), b)
+    solution = solve(A, b)
+    assert solution.converged
+    assert rows < solution.iterations < 10 * rows
+    error = (solution.x - expected).norm()
+    assert error < 1e-6 * 1e4 * expected.norm()  # the tolerance times the condition number
+    early = solve(A, b, max_iterations=rows)
+    assert (early.iterations, early.converged) == (rows, False)
+    assert (early.x - expected).norm() > 10 * error
+    for x, residuals in ((solution.x, solution.residuals), (early.x, early.residuals)):
+        assert residuals[-1] == pytest.approx(float((b - A @ x).norm() / b.norm()), rel=1e-3)
+
+
+def test_iterations_end_without_convergence() -> None:
+    """A system that float32 cannot solve to the tolerance ends, by default, after ten iterations per row at most."""
+    torch.manual_seed(0)
+    Q, _ = torch.linalg.qr(torch.randn(30, 30, dtype=torch.float64))
+    A = Dense((Q @ torch.diag(torch.logspace(-9, 0, 30, dtype=torch.float64)) @ Q.T).float())
+    A.matrix = (A.matrix + A.matrix.T) / 2 + 1e-6 * torch.eye(30)
+    solution = solve(A, torch.randn(30), tolerance=1e-9)
+    assert not solution.converged
+    assert 30 < solution.iterations <= 300
+    assert solution.residuals[-1] > 1e-9
 
 
 def test_reported_residuals_are_true_in_low_precision() -> None:

@@ -10,7 +10,7 @@ from torch.distributions import Categorical
 from torch.utils.data import DataLoader, TensorDataset
 
 from kfs import losses as kfs_losses
-from kfs.errors import DtypeError, FlatteningError, LossError, ModelError, ShapeError
+from kfs.errors import DataError, DtypeError, FlatteningError, LossError, ModelError, ShapeError
 from kfs.operators import GGN, Fisher, Hessian, Identity, Jacobian, LinearOperator, derivatives
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
@@ -133,8 +133,8 @@ def test_weight_normalisation_has_a_symmetric_hessian() -> None:
 
 def test_reused_graphs_notice_every_change() -> None:
     risk, model, X, y = PROBLEMS[3].make()  # a subset of the parameters
-    X = X.clone()
-    batches = [(X[:0], y[:0]), (X[:2], y[:2]), (X[2:], y[2:])]
+    first, second = X[:2].clone(), X[2:].clone()
+    batches = [(X[:0], y[:0]), (first, y[:2]), (second, y[2:])]
     risk = EmpiricalRisk(model, PROBLEMS[3].loss, batches, params=PROBLEMS[3].params)
     kept, v = GGN(risk, reuse=True), torch.randn(16, dtype=torch.float64)
     results = [kept @ v]
@@ -146,10 +146,13 @@ def test_reused_graphs_notice_every_change() -> None:
     model.get_parameter("2.weight").data.mul_(3)  # does not count as a change for autograd
     results.append(kept @ v)
     close(results[2], GGN(risk) @ v)
-    X.mul_(2)
+    second.mul_(2)
     results.append(kept @ v)
     close(results[3], GGN(risk) @ v)
     assert all((a - b).abs().max() > 1e-6 for a, b in pairwise(results))
+    first.mul_(2)
+    with pytest.raises(DataError, match="first batch has other values"):
+        kept @ v
 
 
 def test_shuffling_loaders_are_repeatable_and_leave_the_random_state_alone() -> None:

@@ -98,6 +98,10 @@ class Block:
         if self.options.eigen or self.options.damping_method == "exact":
             self.inverse = torch.linalg.inv(curvature + self.added * identity)
             return
+        if len(A) == 1 or len(B) == 1:
+            # The Kronecker product with a number is a multiple of the other factor, to which damping is added.
+            self.inverse = torch.linalg.inv((A[0, 0] * B if len(A) == 1 else B[0, 0] * A) + self.added * identity)
+            return
         ratio = ((A.trace() / len(A)) / (B.trace() / len(B))).sqrt()
         root = self.added**0.5
         self.inverse = torch.linalg.inv(torch.kron(B + root / ratio * I_B, A + root * ratio * I_A))

@@ -71,7 +71,7 @@ def test_defaults() -> None:
     """
     torch.manual_seed(3)
     model, loss = nn.Sequential(nn.Linear(4, 1)).double(), nn.BCEWithLogitsLoss()
-    steps = [(2 * X, (y == 0).double().unsqueeze(1)) for X, y in batches(12)]
+    steps = [(4 * X, (y == 0).double().unsqueeze(1)) for X, y in batches(12, 20)]
     reference = compare(model, loss, binary, steps)
     assert any(reference.shortened)  # otherwise the trust region would not be seen
     assert not all(reference.shortened)

@@ -3,11 +3,11 @@
 What is exported here is the interface for applications that watch passes which somebody else makes.
 """
 
-from kfs.kfac.capture.audit import Audit
+from kfs.kfac.capture.audit_report import Audit
 from kfs.kfac.capture.audits import Audits
 from kfs.kfac.capture.mode import Capture, forward
-from kfs.kfac.capture.ownership import Known
 from kfs.kfac.capture.session import Session
+from kfs.kfac.capture.sites import Known
 from kfs.kfac.capture.tap import backward, measure_rows, pass_derived, send_back
 
 __all__ = [

@@ -5,14 +5,14 @@ Once for every model and shape of its inputs, a few data of a batch go through t
 1. Predictions are the same. If not, a rule runs something else than the user's operation.
 2. The prediction for a datum does not depend on other data of its batch. Half of the data alone have the same
    predictions; and every row of every activation influences the prediction for one datum only (see `ownership`).
-3. For every parameter, the sum over all uses of gradients times inputs equals the gradient by autograd. If not, a use was
-   missed, because it is hidden, or it was misread.
+3. For every parameter, the sum over all uses of gradients times inputs equals the gradient by autograd. If not, a use
+   was missed, because it is hidden, or it was misread.
 
-Next to that, the audit finds the order in which rows belong to data, and which results that do not depend on data have a
-row for every datum all the same (a table that is repeated over the batch).
+Next to that, the audit finds the order in which rows belong to data, and which results that do not depend on data have
+a row for every datum all the same (a table that is repeated over the batch).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,95 +20,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from kfs.data import cut, mapped
 from kfs.errors import ModelError
+from kfs.kfac.capture.audit_report import Audit, AuditedUse
+from kfs.kfac.capture.comparison import IN_HALF_PRECISION, Both, Results, difference_of, tolerance_for, wrong_rule
 from kfs.kfac.capture.hidden_uses import hidden_uses
-from kfs.kfac.capture.mode import Capture, tensors_of
-from kfs.kfac.capture.ownership import Known, Placed, Question, Site, probes
+from kfs.kfac.capture.mode import Capture
+from kfs.kfac.capture.ownership import probes
 from kfs.kfac.capture.session import Session
-from kfs.kfac.capture.tap import backward, measure_rows
+from kfs.kfac.capture.sites import Known, Placed, Question, Site
+from kfs.kfac.capture.tap import backward, measure_rows, pass_derived
 from kfs.kfac.sums.gradient_sums import GradientSums
+from kfs.kfac.sums.outer_products import full_precision
 
 # How many data an audit looks at.
-FEW = 8
-# Up to which relative difference two results count as the same. Batches of different size are rounded differently.
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
-_ON_ACCELERATOR = 1e-2  # products may be rounded to TF32
-_IN_HALF_PRECISION = 5e-2
+FEW = 4
 # A gradient may be off by this many roundings of its largest terms.
 _ROUNDINGS = 100
 # How often decisions about constants may change before one gives up.
 _ROUNDS = 5
 # Evaluates the model on some inputs, within a context: takes inputs, their number, and the context.
 Run = Callable[[Any, int, AbstractContextManager[Any] | None], Tensor]
-
-
-@dataclass(frozen=True)
-class AuditedUse:
-    """One use of a parameter.
-
-    Attributes:
-        parameter: Its name.
-        operation: What used it.
-        rows: How rows of the operation's inputs belong to data.
-        mixing: How far a row's gradients are from those of a row that belongs to one datum.
-    """
-
-    parameter: str
-    operation: str
-    rows: str
-    mixing: float
-
-
-@dataclass(frozen=True)
-class Audit:
-    """What was checked, and how closely.
-
-    Attributes:
-        num_data: Number of data that were looked at.
-        predictions: Relative difference of predictions with and without capture, the latter for a part of the data.
-        gradients: By parameter, the relative difference of the sum over its uses from its gradient by autograd.
-        uses: All uses, in their order.
-        tolerance: Up to which relative difference predictions and gradients count as the same.
-        shapes: For how many different shapes of inputs this was done. Numbers are the largest ones.
-    """
-
-    num_data: int
-    predictions: float
-    gradients: Mapping[str, float]
-    uses: tuple[AuditedUse, ...]
-    tolerance: float
-    shapes: int = 1
-
-    def merged(self, other: "Audit") -> "Audit":
-        """Return one audit for the shapes of both."""
-        names = [*self.gradients, *(name for name in other.gradients if name not in self.gradients)]
-        worst = {name: max(self.gradients.get(name, 0.0), other.gradients.get(name, 0.0)) for name in names}
-        return replace(
-            self,
-            predictions=max(self.predictions, other.predictions),
-            gradients=worst,
-            shapes=self.shapes + other.shapes,
-        )
-
-    def __str__(self) -> str:
-        """Say it in a few lines."""
-        uses: dict[tuple[str, str, str], int] = {}
-        for use in self.uses:
-            what = (use.parameter, use.operation, use.rows)
-            uses[what] = uses.get(what, 0) + 1
-        shapes = "shape" if self.shapes == 1 else "shapes"
-        lines = [
-            f"audit of {len(self.gradients)} parameters on {self.num_data} data, {self.shapes} {shapes} of inputs",
-            f"predictions with and without capture differ by {self.predictions:.1e}",
-            f"sums over uses and gradients by autograd differ by {max(self.gradients.values(), default=0.0):.1e}",
-        ]
-        for (parameter, operation, rows), times in uses.items():
-            repeated = "" if times == 1 else f", {times} times"
-            lines.append(f"  {parameter}: {operation}{repeated}; {rows}")
-        return "\n".join(lines)
 
 
 @dataclass
@@ -126,7 +59,7 @@ def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
     Raises:
         ModelError: If they differ.
     """
-    difference = _difference(f[: len(few)], few)
+    difference = difference_of(f[: len(few)], few)
     if difference > tolerance:
         raise _mixing_error(
             f"The predictions for the first {len(few)} data differ by {difference:.0%} if they are computed in a batch "
@@ -187,11 +120,14 @@ class _Audit:
 
     def result(self) -> tuple[Audited, Tensor]:
         """Run it."""
-        f, capture, sums = self._captured()
-        tolerance = _IN_HALF_PRECISION if sums.narrow else _tolerance(f)
-        predictions = self._compare_predictions(f.detach(), tolerance)
+        names = [name for name, p in self.params.items() if p.requires_grad]
         with _without_hooks(self.params.values()):
-            gradients, unexplained = self._compare_gradients(f, capture, sums, tolerance)
+            f, capture, sums, exact = self._captured([self.params[name] for name in names])
+        tolerance = IN_HALF_PRECISION if sums.narrow else tolerance_for(f)
+        predictions = self._compare_predictions(f.detach(), tolerance)
+        gradients, unexplained = self._compare_gradients(
+            f, capture, sums, dict(zip(names, exact, strict=True)), tolerance
+        )
         sites = _waiting(capture)
         uses = [site for site in sites if not site.meeting]
         report = Audit(
@@ -205,6 +141,7 @@ class _Audit:
         )
         known = replace(
             self.known,
+            answers={question: answer for question, answer, _ in capture.places().questions},
             uses=tuple(self._placed(site, capture.routes) for site in uses),
             meetings=tuple(self._placed(site, capture.routes) for site in sites if site.meeting),
             unexplained=frozenset(unexplained),
@@ -212,26 +149,41 @@ class _Audit:
         _forget(capture)
         return Audited(report, known, self.whole), f.detach()
 
-    def _captured(self) -> tuple[Tensor, Capture, GradientSums]:
-        """Run the model until it is clear which results have a row for every datum, and which inputs are constant."""
+    def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, Capture, GradientSums, Sequence[Tensor | None]]:
+        """Run the model until it is clear which results have a row for every datum, and which inputs are constant.
+
+        Returns:
+            Predictions, the pass, sums over uses, and gradients by autograd of what was asked for.
+        """
         self.known = Known()
         for last in (False,) * (_ROUNDS - 1) + (True,):
             sums = GradientSums()
             capture = Capture(self.session, sums, self.num_data, self.batch_axis, self.known, measuring=True)
             f = self._forward(capture)
-            measure_rows(f, capture)
+            exact = self._send_back(f, capture, params)
             changed = self._changed_answers(capture)
             if changed and not last:
                 self.known = replace(self.known, answers={**self.known.answers, **changed})
                 continue
             mixed = [site for site in _waiting(capture) if site.measured is not None and site.measured.mixes]
             if not mixed or self.session.mixing:
-                return f, capture, sums
+                return f, capture, sums, exact
             constants = self._more_constants(capture)
             if constants == self.known.constants or last:
                 break
             self.known = Known(constants=constants)
         raise self._mixing(capture)
+
+    def _send_back(self, f: Tensor, capture: Capture, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Measure rows, add gradients times inputs up, and return gradients by autograd for the same vectors."""
+        if self.num_data == 1:  # all rows are those of the only datum, so that nobody waits
+            return backward(f, capture, next(probes(f, 1)).unsqueeze(0), also=params)
+        exact = measure_rows(f, capture, also=params)
+        if capture.sites is not None:
+            with full_precision(f.device.type):
+                capture.sites.replay()
+                pass_derived(capture)
+        return exact
 
     def _forward(self, capture: Capture, within: AbstractContextManager[Any] | None = None) -> Tensor:
         """Run the model with taps."""
@@ -248,9 +200,7 @@ class _Audit:
     def _changed_answers(self, capture: Capture) -> dict[Question, bool]:
         """Return answers that turned out to be wrong."""
         changed: dict[Question, bool] = {}
-        for question, answer, waiting, observed in capture.questions:
-            assert capture.sites is not None  # noqa: S101 (a question makes them)
-            sites = capture.sites.waiting[waiting] if answer else capture.sites.observed[observed]
+        for question, answer, sites in capture.places().questions:
             found = [site.measured for site in sites if site.measured is not None and site.measured.has_votes]
             if not found:
                 continue
@@ -261,7 +211,9 @@ class _Audit:
 
     def _more_constants(self, capture: Capture) -> frozenset[int]:
         """Return inputs that may be the same for all data: first those without an axis as long as the batch."""
-        data = [(place, shape, integers) for place, (shape, integers, is_data) in enumerate(capture.inputs) if is_data]
+        data = [
+            (place, shape, integers) for place, (shape, integers, is_data) in enumerate(capture.marks.inputs) if is_data
+        ]
         without = [place for place, shape, _ in data if self.num_data not in shape]
         vectors = [place for place, shape, integers in data if integers and len(shape) == 1]
         return self.known.constants | frozenset(without or vectors)
@@ -270,10 +222,10 @@ class _Audit:
         """Compare predictions with those of the model alone, for half of the data if possible."""
         half = self.num_data // 2 if self.halves else self.num_data
         plain = self._half(half)
-        if plain is not None and _difference(plain, f[:half]) <= tolerance:
-            return _difference(plain, f[:half])
+        if plain is not None and difference_of(plain, f[:half]) <= tolerance:
+            return difference_of(plain, f[:half])
         # Is it the capture, or the other half of the data?
-        difference = _difference(self.run(self.x, self.num_data, None).detach(), f)
+        difference = difference_of(self.run(self.x, self.num_data, None).detach(), f)
         if difference > tolerance:
             raise self._wrong_rule(difference, tolerance)
         if plain is None or (self.whole and not self._inputs_are_in_order()):
@@ -315,18 +267,15 @@ class _Audit:
         return all(site.inner == prod(site.leading[1:]) for site in sites if site.measured is not None)
 
     def _compare_gradients(
-        self, f: Tensor, capture: Capture, sums: GradientSums, tolerance: float
+        self, f: Tensor, capture: Capture, sums: GradientSums, exact: Mapping[str, Tensor | None], tolerance: float
     ) -> tuple[dict[str, float], set[tuple[str, str]]]:
         """Compare sums over uses with gradients by autograd."""
-        names = [name for name, p in self.params.items() if p.requires_grad]
-        v = next(probes(f, self.num_data))
-        exact = backward(f, capture, v.unsqueeze(0), also=[self.params[name] for name in names])
         left_out = {name for name, _ in capture.unexplained | sums.conflicts}
         found, sizes = sums.by_parameter(self.params)
         differences: dict[str, float] = {}
         unexplained: set[tuple[str, str]] = set()
         eps = torch.finfo(f.dtype).eps
-        for name, g in zip(names, exact, strict=True):
+        for name, g in exact.items():
             if name not in found or name in left_out:
                 continue
             expected = torch.zeros_like(found[name]) if g is None else g.to(found[name].dtype)
@@ -349,22 +298,11 @@ class _Audit:
 
     def _wrong_rule(self, difference: float, tolerance: float) -> ModelError:
         """Find the first operation whose result is another one under capture."""
-        plain, captured = _Results(self.session), _Results(self.session)
+        plain, captured = Results(self.session.tracker), Results(self.session.tracker)
         self.run(self.x, self.num_data, plain)
         capture = Capture(self.session, GradientSums(), self.num_data, self.batch_axis, self.known, measuring=True)
-        with ExitStack() as stack:
-            both = _Both(stack, capture, captured)
-            self._forward(capture, both)
-        culprit = ""
-        for (name, params, one), (_, _, other) in zip(plain.results, captured.results, strict=False):
-            if _difference(one, other) > tolerance:
-                used = f" (parameter {', '.join(map(repr, params))})" if params else ""
-                culprit = f" {name}{used} is the first operation whose result differs: the rule for it is wrong."
-                break
-        return ModelError(
-            f"Predictions under capture differ by {difference:.0%} from those of the model.{culprit}",
-            "Leave the parameters of that operation out with params=, and report it as an error of kfs.",
-        )
+        self._forward(capture, Both(capture, captured))
+        return wrong_rule(plain, captured, difference, tolerance)
 
     def _mixing(self, capture: Capture) -> ModelError:
         """Say between which operations data mix."""
@@ -393,39 +331,6 @@ class _Audit:
         if inner == shared:
             return "batch first" if shared > 1 else "one row per datum"
         return "batch last" if inner == 1 else f"{inner} of {shared} rows of a datum together"
-
-
-class _Results(TorchFunctionMode):
-    """Keeps results of all operations, in their order, with the parameters that they use."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__()
-        self.tracker = session.tracker
-        self.results: list[tuple[str, list[str], Tensor]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found = [self.tracker.find(t) for t in tensors_of((*args, *kwargs.values()))]
-        result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.is_floating_point():
-            names = sorted({tracked.name for tracked in found if tracked is not None})
-            self.results.append((getattr(func, "__name__", str(func)), names, result.detach().clone()))
-        return result
-
-
-class _Both(AbstractContextManager[None]):
-    """Enters two contexts, the second one inside of the first."""
-
-    def __init__(self, stack: ExitStack, *contexts: AbstractContextManager[Any]) -> None:
-        self.stack = stack
-        self.contexts = contexts
-
-    def __enter__(self) -> None:
-        for context in self.contexts:
-            self.stack.enter_context(context)
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.close()
 
 
 @contextmanager
@@ -464,24 +369,3 @@ def _forget(capture: Capture) -> None:
 
 def _misfit(site: Site) -> float:
     return 0.0 if site.measured is None else site.measured.worst
-
-
-def _tolerance(f: Tensor) -> float:
-    """Return up to which relative difference results count as the same."""
-    if torch.is_autocast_enabled(f.device.type):
-        return _IN_HALF_PRECISION
-    if f.dtype == torch.float32 and f.device.type != "cpu":
-        return _ON_ACCELERATOR
-    return _TOLERANCE.get(f.dtype, _IN_HALF_PRECISION)
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    """Return the relative difference of two results, where they are finite."""
-    if a.shape != b.shape:
-        return torch.inf
-    finite = a.isfinite() & b.isfinite()
-    dtype = torch.promote_types(a.dtype, torch.float32)
-    a, b = torch.where(finite, a, 0).to(dtype), torch.where(finite, b, 0).to(dtype)
-    size = float(a.abs().max()) if a.numel() else 0.0
-    distance = float((a - b).abs().max()) if a.numel() else 0.0
-    return distance / size if size > 0 else float(distance > 0)

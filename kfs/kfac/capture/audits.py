@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from kfs.data import Batch, axis_to_cut, tensors_in, without_tensors
-from kfs.kfac.capture.audit import FEW, Audit, Audited, Run, audit, compare_whole
-from kfs.kfac.capture.ownership import Known
+from kfs.kfac.capture.audit import FEW, Audited, Run, audit, compare_whole
+from kfs.kfac.capture.audit_report import Audit
 from kfs.kfac.capture.session import Session
+from kfs.kfac.capture.sites import Known
 from kfs.risk import EmpiricalRisk
 
 # By model: what was found, by all that it depends on.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kfs.kfac.capture.parameters import Derived, Tracked
 from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan
+from kfs.kfac.capture.tracking import Derived, Tracked
 from kfs.kfac.sums.interface import Receiver
 from kfs.kfac.sums.outer_products import full_precision
 from kfs.kfac.sums.owners import Owners, Regular
@@ -24,8 +24,8 @@ class Spread:
         shape: The tensor's shape.
         index: Which entry each number of the tensor is, of the tensor's shape.
         source: The parameter's shape.
-        own: The axes of the tensor along which entries differ, if that is known: the same entries for all indices of the
-            other axes.
+        own: The axes of the tensor along which entries differ, if that is known. There are the same entries for all
+            indices of the other axes.
     """
 
     def __init__(
@@ -70,24 +70,28 @@ class Spread:
         """Sum over axes along which neither entries nor data differ; `None` if entries differ along the batch axis."""
         if self.own is None:
             return None
+        rows = self._rows(owners)
+        if rows is None:
+            return None
+        order = (*self.free, *self.own)
+        entries = self.entries()
+        index = None if _in_order(entries, prod(self.source)) else entries
+
+        def read(g: Tensor) -> Tensor:
+            columns = g.permute(0, *(1 + axis for axis in order)).reshape(len(g), -1, len(entries))
+            sums = torch.stack([rows.by_datum(column).sum(1) for column in columns])
+            return scattered(sums, index, self.source)
+
+        return read
+
+    def _rows(self, owners: Regular) -> Regular | None:
+        """Return owners along the axes where entries do not differ; `None` if data differ along others."""
         free = self.free
         for place, axis in enumerate(free):
             tail = prod(self.shape[axis + 1 :])
             inner = owners.inner // max(tail, 1)  # how many consecutive indices of this axis belong to a datum
-            if inner == 0 or inner * tail != owners.inner or self.shape[axis] % (owners.num_data * inner):
-                continue
-            lengths = [self.shape[other] for other in free]
-            rows = Regular(owners.num_data, inner * prod(lengths[place + 1 :]))
-            order = (*free, *self.own)
-            entries = self.entries()
-            index = None if _in_order(entries, prod(self.source)) else entries
-
-            def read(g: Tensor) -> Tensor:
-                columns = g.permute(0, *(1 + axis for axis in order)).reshape(len(g), prod(lengths), -1)
-                sums = torch.stack([rows.by_datum(column).sum(1) for column in columns])
-                return scattered(sums, index, self.source)
-
-            return read
+            if inner and inner * tail == owners.inner and self.shape[axis] % (owners.num_data * inner) == 0:
+                return Regular(owners.num_data, inner * prod(self.shape[other] for other in free[place + 1 :]))
         return None
 
     def _data_by_data(self, owners: Regular) -> Callable[[Tensor], Tensor] | None:

@@ -9,8 +9,6 @@ Where a parameter meets no data yet (an embedding of positions `0, ..., T - 1` w
 per datum.
 """
 
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -26,8 +24,6 @@ from kfs.data import Batch, mapped, without_tensors
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
 from kfs.kfac.capture.derived import follow, tap_broadcast, track_copy
 from kfs.kfac.capture.hidden_uses import hidden_uses
-from kfs.kfac.capture.ownership import Known, Question, Sites, What
-from kfs.kfac.capture.parameters import Derived, Tracked
 from kfs.kfac.capture.plan import (
     Argument,
     Broadcast,
@@ -37,21 +33,17 @@ from kfs.kfac.capture.plan import (
     Read,
     Rewrite,
     argument_at,
-    is_in_place,
     with_argument,
 )
 from kfs.kfac.capture.session import Session
+from kfs.kfac.capture.sites import Known, Sites, What
 from kfs.kfac.capture.tap import apply_tap
+from kfs.kfac.capture.tracking import FIRST_ONLY, Derived, Marks, Tracked, tensors_of
 from kfs.kfac.sums.interface import Adder, Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
 from kfs.kfac.sums.owners import Owners, Regular
 from kfs.risk import EmpiricalRisk
 
-# Operations whose result does not depend on the values of their tensors, or only on those of the first one.
-_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like")
-_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
-_SHAPES_ONLY = {getattr(torch, name) for name in _LIKE} | {getattr(Tensor, name) for name in _NEW}
-_FIRST_ONLY = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
 # Questions, which are asked so often that it pays not to look at their arguments.
 _PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_sparse", "layout")
 _METHODS = ("dim", "size", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
@@ -98,8 +90,10 @@ class Capture(TorchFunctionMode):
         self.batch_axis = batch_axis
         self.measuring = measuring
         self.sites: Sites | None = None  # where it matters whose rows are, if anywhere
-        self.questions: list[tuple[Question, bool, slice, slice]] = []
-        self.inputs: list[tuple[tuple[int, ...], bool, bool]] = []  # shape, whether integers, whether taken for data
+        self.marks = Marks(self.tracker, num_data, batch_axis, known.constants if known is not None else ())
+        self.is_data = self.marks.is_data
+        self.as_data = self.marks.as_data
+        self.mark_data = self.marks.mark_data
         self.routes = False  # whether data decide which rows are picked
         self.handle: Tensor | None = None  # the zero-size second input of all taps
         self.keep_graph = True  # whether further backward passes will follow
@@ -115,8 +109,6 @@ class Capture(TorchFunctionMode):
         self.unexplained: set[tuple[str, str]] = set() if known is None else set(known.unexplained)
         self._known = known
         self._waits = False  # whether the next tap belongs to a place that waits to be measured
-        self._asked: Counter[tuple[Any, str]] = Counter()
-        self._marked: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, by a plan if it uses a tracked parameter."""
@@ -134,13 +126,13 @@ class Capture(TorchFunctionMode):
             found = [tracked for t in plain if (tracked := self.tracker.find(t)) is not None]
             self.unexplained.update((tracked.name, f"{func.__name__} inside of torch.func") for tracked in found)
         else:
-            if func in _FIRST_ONLY:  # the second argument gives type or shape only
+            if func in FIRST_ONLY:  # the second argument gives type or shape only
                 inputs = inputs[:1]
             sources = list(map(self.tracker.find, inputs))
             if any(sources):
                 return self._run(func, args, kwargs, inputs, sources)
         result = func(*args, **kwargs)
-        self._mark(func, inputs, args, result)
+        self.marks.note(func, inputs, args, result)
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
@@ -149,7 +141,7 @@ class Capture(TorchFunctionMode):
         settled = self.session.plans.get(key)
         if type(settled) is not list or not self.fit(settled):
             result = self._run_unsettled(key, func, args, kwargs)
-            self._mark(func, inputs, args, result)
+            self.marks.note(func, inputs, args, result)
             return result
         out = func(*args, **kwargs)
         for plan in settled:
@@ -173,12 +165,26 @@ class Capture(TorchFunctionMode):
                 args, kwargs = with_argument(step.argument.place, tapped, args, kwargs)
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
-        if not planned[0].follows:
-            return self._settle_and_tap(planned, call, key, args, kwargs, out)
-        with full_precision(kind):
+        if planned[0].follows:
+            return self._follow(planned, call, key, args, kwargs, out)
+        return self._settle_and_tap(planned, call, key, args, kwargs, out)
+
+    def _follow(
+        self,
+        planned: tuple[Plan, ...],
+        call: Call,
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Tensor,
+    ) -> Any:
+        """Follow the output of an operation whose inputs do not depend on data, unless it has a row for every datum."""
+        func = call.func
+        with full_precision(self.session.device_type):
             x = prepared(planned[0], args, kwargs)
-        leading = planned[0].inputs.leading(x)
-        with self.question(func, planned[0].layout.weight, self.is_first(leading)) as has_data:
+        leading, axis = planned[0].inputs.leading(x), self.batch_axis or 0
+        guess = self.num_data > 1 and leading[axis : axis + 1] == (self.num_data,)
+        with self.places().question(func, planned[0].layout.weight, guess) as has_data:
             if has_data:  # what is multiplied does not depend on data, but it has a row for every datum
                 return self._settle_and_tap(planned, call, (key, "rows of data"), args, kwargs, out)
             followed = follow(self, planned[0], call, x, out, key)
@@ -203,31 +209,11 @@ class Capture(TorchFunctionMode):
             out = self._tap_output(plan, args, kwargs, out)
         return out
 
-    def is_first(self, shape: tuple[int, ...]) -> bool:
-        """Whether the batch axis of a shape is where it is expected: a guess."""
-        axis = self.batch_axis or 0
-        return self.num_data > 1 and len(shape) > axis and shape[axis] == self.num_data
-
-    @contextmanager
-    def question(self, func: Any, name: str, guess: bool) -> Iterator[bool]:
-        """Ask whether the result of an operation on a parameter and constants has a row for every datum.
-
-        An audit finds out; without one, the answer is a guess. It goes over what happens in this context.
-        """
-        question = (func, name, self._asked[func, name])
-        self._asked[func, name] += 1
-        answer = guess if self._known is None else self._known.answers.get(question, guess)
-        sites = self._sites()
-        waiting, observed = len(sites.waiting), len(sites.observed)
-        yield answer
-        opened = slice(waiting, len(sites.waiting)), slice(observed, len(sites.observed))
-        self.questions.append((question, answer, *opened))
-
     def open(
         self, what: What, leading: tuple[int, ...], start: Callable[[Owners], Receiver], meeting: bool = False
     ) -> Receiver:
         """Open a place at which it matters whose rows are, right before its tap; arguments are those of `Sites`."""
-        sites = self._sites()
+        sites = self.places()
         before = len(sites.waiting)
         receive = sites.open(what, leading, start, meeting)
         self._waits = len(sites.waiting) > before
@@ -235,11 +221,11 @@ class Capture(TorchFunctionMode):
 
     def observed(self, t: Tensor, what: What) -> Tensor:
         """Return a tensor such that an audit learns to which data its numbers belong."""
-        receive = self._sites().observe(what, tuple(t.shape))
+        receive = self.places().observe(what, tuple(t.shape))
         self._waits = True
         return self.tap(t, receive)
 
-    def _sites(self) -> Sites:
+    def places(self) -> Sites:
         """Return all places at which it matters whose rows are."""
         if self.sites is None:
             self.sites = Sites(self.num_data, self.batch_axis, self._known, self.measuring, self.session.mixing)
@@ -288,6 +274,7 @@ class Capture(TorchFunctionMode):
             by_construction: Whether rows were brought into the order of data.
         """
         if not plan.fits:
+            self._waits = True  # probes show it, too
             return lambda _: self.sums.note_conflict(plan)
         adder = self.sums.adders.get(plan)
         if adder is None:
@@ -308,11 +295,11 @@ class Capture(TorchFunctionMode):
         what = (plan.operation, plan.layout.weight)
         return self.open(what, leading, start)
 
-    def tap(self, z: Tensor, receive: Receiver) -> Tensor:
-        """Return `z` such that gradients with respect to it are shown to a receiver."""
+    def tap(self, z: Tensor, receive: Receiver, probed: bool = False) -> Tensor:
+        """Return `z` such that gradients with respect to it are shown to a receiver, those of probes if `probed`."""
         if self.handle is None:
             self.handle = torch.empty(0, requires_grad=True)
-        waits = self._waits
+        waits = self._waits or probed
         if waits:
             self._waits = False
         return apply_tap(z, self.handle, self, receive, waits)
@@ -327,18 +314,10 @@ class Capture(TorchFunctionMode):
             known[self.operations] = hidden_uses(f, self.tracker.params)
         self.unexplained |= known[self.operations]
 
-    def is_data(self, t: Tensor) -> bool:
-        """Whether a tensor depends on the data. One that comes from code that this mode does not see may do so."""
-        marked: bool | None = getattr(t, "_kfs_data", None)
-        if marked is not None:
-            return marked
-        computed = t.requires_grad and not t.is_leaf
-        return computed and (not t._is_view() or self.tracker.find(t) is None)
-
     @contextmanager
     def with_batch_axis(self, axis: int | None) -> Iterator[None]:
         """Override the batch axis in this context."""
-        sites = self._sites()
+        sites = self.places()
         before = sites.axis
         sites.axis = before if axis is None else axis
         try:
@@ -346,35 +325,10 @@ class Capture(TorchFunctionMode):
         finally:
             sites.axis = before
 
-    def mark_data(self, t: Tensor) -> Tensor:
-        """Return a batch's input such that what is computed from it is known to depend on data.
-
-        An input without batch axis, such as positions `[1, T]`, is the same for all data.
-        """
-        axis = self.batch_axis or 0
-        first = t.shape[axis] if t.ndim > axis else 1
-        divides = first > 1 and (first % self.num_data == 0 or self.num_data % first == 0)
-        elsewhere = self.num_data in t.shape and (t.shape[0] > 1 or self.num_data == 1)
-        data = divides or elsewhere or self.num_data == first
-        if self._known is not None and len(self.inputs) in self._known.constants:
-            data = False
-        self.inputs.append((tuple(t.shape), not t.is_floating_point(), data))
-        return self.as_data(t, data)
-
-    def as_data(self, t: Tensor, data: bool = True) -> Tensor:
-        """Return a tensor such that what is computed from it is known to depend on data (or not)."""
-        alias = t.view_as(t) if t.layout is torch.strided else t.detach()  # sparse tensors have no views
-        self._set_mark(alias, data)
-        return alias
-
     def leave_nothing_behind(self) -> None:
         """After the forward pass: take marks off tensors that a model has kept, and forget tensors of this batch."""
         self.tracker.forget_batch()
-        for reference in self._marked:
-            t = reference()
-            if t is not None:
-                del t._kfs_data  # type: ignore[attr-defined]
-        self._marked.clear()
+        self.marks.forget()
 
     def _tap_output(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
         """Add the inputs of a use, and return the operation's output with a tap."""
@@ -396,33 +350,6 @@ class Capture(TorchFunctionMode):
         if type(part) in {tuple, list}:
             return tuple(self._describe(inner, (*place, i)) for i, inner in enumerate(part))
         return part
-
-    def _set_mark(self, t: Tensor, data: bool) -> None:
-        if getattr(t, "_kfs_data", None) is None:
-            self._marked.append(weakref.ref(t))
-        t._kfs_data = data  # type: ignore[attr-defined]
-
-    def _mark(self, func: Any, inputs: list[Tensor], args: Any, result: Any) -> None:
-        """Mark results by whether they depend on data, and what data were written into.
-
-        Most results need no mark: what was computed with a graph is taken for data.
-        """
-        data = False
-        if func not in _SHAPES_ONLY:
-            for t in inputs[:1] if func in _FIRST_ONLY else inputs:
-                if self.is_data(t):
-                    data = True
-                    break
-        for t in (result,) if isinstance(result, Tensor) else tensors_of([result]):
-            if self.is_data(t) is not data and (data or all(t is not before for before in inputs)):
-                self._set_mark(t, data)
-        if not data or not is_in_place(func) or not args or not isinstance(args[0], Tensor):
-            return
-        if func is Tensor.__setitem__:
-            self._set_mark(args[0], True)
-        base = args[0]._base
-        if base is not None and not base.requires_grad:
-            self._set_mark(base, True)  # data were written into a part of it
 
 
 def forward(
@@ -467,17 +394,6 @@ def prepared(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if plan.prepare is not None:
         return plan.prepare(*tensors)
     return tensors[0] if tensors else None
-
-
-def tensors_of(parts: Iterable[Any]) -> list[Tensor]:
-    """Return all tensors among arguments, also in lists and tuples."""
-    found: list[Tensor] = []
-    for part in parts:
-        if isinstance(part, Tensor):
-            found.append(part)
-        elif isinstance(part, (tuple, list)):
-            found += tensors_of(part)
-    return found
 
 
 def _reading(read: Read, x: Any, receive: Receiver) -> Receiver:

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from kfs.exact_derivatives import refuse_sparse_and_nested
-from kfs.kfac.capture.parameters import Tracked
+from kfs.kfac.capture.tracking import Tracked
 from kfs.kfac.layout import Layout, Side
 from kfs.kfac.sums.inputs import Inputs
 
 CPU = torch.device("cpu")
-_IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow")} | {"__setitem__"}
 # Where an argument is: its position, its keyword, or a position followed by one within a list.
 Place = tuple[int | str, ...]
 # Reads gradients `[columns, *shape of the output]` as `[columns, *leading, features]`, given what the plan prepared.
@@ -239,9 +238,3 @@ def with_argument(
     if isinstance(first, str):
         return args, kwargs | {first: value}
     return (*args[:first], value, *args[first + 1 :]), kwargs
-
-
-def is_in_place(func: Any) -> bool:
-    """Whether an operation changes its first argument, judging by its name."""
-    name: str = getattr(func, "__name__", "")
-    return name in _IN_PLACE if name.startswith("__") else name.endswith("_")

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from kfs.errors import ModelError
-from kfs.kfac.capture.parameters import Tracker
 from kfs.kfac.capture.plan import Call, Plan, Planned
+from kfs.kfac.capture.tracking import Tracker
 from kfs.kfac.sums.placement import Placement
 
 Rule = Callable[..., Planned]

@@ -13,8 +13,9 @@ from torch.autograd.graph import GradientEdge
 from torch.func import vmap
 
 from kfs.errors import ModelError
-from kfs.kfac.capture.ownership import Sites, probes
-from kfs.kfac.capture.parameters import Derived
+from kfs.kfac.capture.ownership import probes
+from kfs.kfac.capture.sites import Sites
+from kfs.kfac.capture.tracking import Derived
 from kfs.kfac.sums.interface import Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
 
@@ -42,7 +43,7 @@ class Tap(torch.autograd.Function):
     def forward(  # noqa: D102
         ctx: Any,
         z: Tensor,
-        handle: Tensor,
+        handle: Tensor,  # noqa: ARG004
         capture: CapturedPass,
         receive: Receiver,
         waits: bool,
@@ -131,20 +132,29 @@ def send_back(
         capture.sites.forget()
 
 
-def measure_rows(f: Tensor | GradientEdge, capture: CapturedPass, like: Tensor | None = None) -> None:
-    """Find out to which data rows belong that wait for it; arguments are those of `send_back`."""
+def measure_rows(
+    f: Tensor | GradientEdge, capture: CapturedPass, like: Tensor | None = None, also: Sequence[Tensor] = ()
+) -> Sequence[Tensor | None]:
+    """Find out to which data rows belong that wait for it; arguments are those of `send_back` and `backward`.
+
+    Returns:
+        Gradients for the first probe with respect to what was asked for by `also`.
+    """
     sites = capture.sites
     if sites is None or not (sites.waiting or sites.observed):
-        return
+        return [None] * len(also)
     predictions = f if isinstance(f, Tensor) else like
     assert predictions is not None  # noqa: S101 (whoever has no predictions gives their values)
+    found: Sequence[Tensor | None] = ()
     capture.probing = True
     try:
-        for v in probes(predictions, capture.num_data):
-            backward(f, capture, v.unsqueeze(0), keep_graph=True)
+        for place, v in enumerate(probes(predictions, capture.num_data)):
+            gradients = backward(f, capture, v.unsqueeze(0), keep_graph=True, also=() if place else also)
+            found = found or gradients
     finally:
         capture.probing = False
     sites.settle()
+    return found
 
 
 def backward(

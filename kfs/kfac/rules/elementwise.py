@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kfs.kfac.capture.derived import Spread
-from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Planned, Read, is_in_place
+from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Planned, Read
+from kfs.kfac.capture.tracking import is_in_place
 from kfs.kfac.layout import Layout
 from kfs.kfac.sums.inputs import Rows
 

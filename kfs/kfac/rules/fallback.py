@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kfs.kfac.capture.derived import Spread, add_derived, scattered, settled, tap_spread
-from kfs.kfac.capture.mode import Capture, tensors_of
-from kfs.kfac.capture.parameters import Tracked
-from kfs.kfac.capture.plan import Argument, Call, Plan, is_in_place
+from kfs.kfac.capture.mode import Capture
+from kfs.kfac.capture.plan import Argument, Call, Plan
+from kfs.kfac.capture.tracking import Tracked, is_in_place, tensors_of
 from kfs.kfac.rules import elementwise
 from kfs.kfac.rules.elementwise import all_rows, entries_layout
 from kfs.kfac.sums.inputs import Rows
@@ -88,7 +88,7 @@ class _Following:
         num_data = self.capture.num_data
         # Without an audit: there is an axis as long as the batch that was not there before.
         guess = num_data > 1 and self.plain.shape.count(num_data) > self.t.shape.count(num_data)
-        with self.capture.question(self.func, self.parameter.name, guess) as has_data:
+        with self.capture.places().question(self.func, self.parameter.name, guess) as has_data:
             return self._with_rows_of_data() if has_data else self._derived()
 
     def _with_rows_of_data(self) -> Tensor:
@@ -186,7 +186,7 @@ def _probed(capture: Capture, result: Any, names: set[str], operation: str) -> A
         capture.unexplained.update((name, operation) for name in names)
 
     if isinstance(result, Tensor):
-        return capture.tap(result, fire)
+        return capture.tap(result, fire, probed=True)
     fire(tensors_of(result)[0])  # several results are not followed one by one
     return result
 

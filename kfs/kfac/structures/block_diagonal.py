@@ -109,7 +109,8 @@ class BlockDiagonal(LinearOperator):
         Args:
             damping: What is added to the curvature: one number, or one for every block, by name.
             method: `"exact"` adds `damping` times the identity, up to round-off. `"factored"` adds to both factors such
-                that their product grows by about as much (Martens & Grosse, 2015). It needs Cholesky factors only.
+                that their product grows by about as much (Martens & Grosse, 2015). It needs Cholesky factors only, and
+                is exact for blocks in which one factor is a single number, or a multiple of the identity.
                 `"per-factor"` adds `damping` to each factor.
 
         Returns:

@@ -6,7 +6,9 @@ Curvature matrices of neural networks have many tiny eigenvalues. They are inver
 - `"factored"` (Martens & Grosse, 2015): $(B + \tfrac{\sqrt{\delta}}{\pi} I)^{-1} \otimes (A + \pi \sqrt{\delta}
   I)^{-1}$. It stays a Kronecker product, and Cholesky factors suffice. Multiplied out, it adds $\delta I$ and two more
   terms, $\pi \sqrt{\delta}\, B \otimes I + \tfrac{\sqrt{\delta}}{\pi} I \otimes A$, which are small for
-  $\pi^2 = \frac{\mathrm{tr}(A) / d_A}{\mathrm{tr}(B) / d_B}$, by the trace norm. It damps more than `"exact"` does.
+  $\pi^2 = \frac{\mathrm{tr}(A) / d_A}{\mathrm{tr}(B) / d_B}$, by the trace norm. It damps more than `"exact"` does. If
+  one factor is a multiple of the identity, $A = a I$, as single numbers are (biases, scales of normalizations), then
+  $(a B + \delta I)^{-1} \otimes I$ is exact, and takes no more. So that is computed instead.
 - `"per-factor"`: $(B + \delta I)^{-1} \otimes (A + \delta I)^{-1}$. Simple and common, but factors have no common
   unit: how much it damps depends on how a scale is split between them.
 """
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kfs.errors import DtypeError, ModelError
+from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.structure import Structure
 
@@ -71,10 +74,21 @@ def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Str
         raise ModelError(
             f"Blocks without Kronecker factors cannot have {method} damping.", "Use method='exact' for them."
         )
+    A, B = structure.A, structure.B
+    if method == "per-factor":
+        return Kronecker(A.shift(damping).inverse(), B.shift(damping).inverse())
+    # Exact damping is as cheap if one factor is a multiple of the identity.
+    if A.is_multiple_of_identity:
+        return Kronecker(_identity_like(A), B.scaled(A.entries()[:, 0]).shift(damping).inverse())
+    if B.is_multiple_of_identity:
+        return Kronecker(A.scaled(B.entries()[:, 0]).shift(damping).inverse(), _identity_like(B))
     pi = trace_norm_ratio(structure)
     root = damping.to(pi).sqrt()
-    for_A, for_B = (damping, damping) if method == "per-factor" else (pi * root, root / pi)
-    return Kronecker(structure.A.shift(for_A).inverse(), structure.B.shift(for_B).inverse())
+    return Kronecker(A.shift(pi * root).inverse(), B.shift(root / pi).inverse())
+
+
+def _identity_like(factor: Factor) -> Factor:
+    return Factor.identity(factor.size, torch.ones_like(factor.scale))
 
 
 def trace_norm_ratio(structure: Kronecker) -> Tensor:
@@ -86,7 +100,6 @@ def trace_norm_ratio(structure: Kronecker) -> Tensor:
 
 
 if __name__ == "__main__":
-    from kfs.kfac.structures.factor import Factor
     from kfs.verification import verify, verify_differs, verify_that
 
     torch.manual_seed(0)
@@ -110,6 +123,14 @@ if __name__ == "__main__":
     verify_differs("so that it differs from exact damping", inverses["factored"], exact)
     gap = torch.linalg.eigvalsh(exact - inverses["factored"]).min()
     verify_that("and damps more, in every direction", bool(gap > 0))
+    number = torch.full((1, 1), 0.3, dtype=torch.float64)
+    bias = Kronecker(Factor.dense(number.unsqueeze(0)), Factor.dense(B.unsqueeze(0)))
+    expected = torch.linalg.inv(0.3 * B + delta * I_B)
+    verify(
+        "if one factor is a number, factored damping is exact",
+        damped_inverse(bias, damping, "factored").to_dense()[0],
+        expected,
+    )
     verify("exact damping does not care how a scale is split between factors", others["exact"], inverses["exact"])
     verify("nor does factored damping", others["factored"], inverses["factored"])
     verify_differs("per-factor damping does", others["per-factor"], inverses["per-factor"])

@@ -46,17 +46,16 @@ def check_finite(matrices: Tensor) -> None:
 
 
 def check_definite(values: Tensor, noise: Tensor) -> None:
-    """Refuse eigenvalues `[stack, ...]` that are negative by more than some noise level `[stack]`.
+    """Refuse eigenvalues `[stack, ...]` that are negative beyond noise: `[stack]`, or a level for each of them.
 
     Errors of sums grow with the number of data. So the root of the precision counts as noise, too.
     """
     flat = values.flatten(1)
-    lowest = flat.min(1).values
-    accumulated = torch.finfo(values.dtype).eps ** 0.5 * flat.abs().max(1).values
-    bad = lowest < -torch.maximum(noise, accumulated)
+    accumulated = torch.finfo(values.dtype).eps ** 0.5 * flat.abs().max(1, keepdim=True).values
+    bad = (flat < -torch.maximum(noise.reshape(len(flat), -1), accumulated)).any(1)
     if bad.any():
         index = int(bad.nonzero()[0])
-        cause = f"has a negative eigenvalue, {float(lowest[index]):.1e}, beyond round-off"
+        cause = f"has a negative eigenvalue, {float(flat[index].min()):.1e}, beyond round-off"
         raise BlockError(index, cause)
 
 
@@ -124,3 +123,16 @@ def inverse(matrices: Tensor) -> Tensor:
     Results are contiguous, as matrices from files are, so that products with both are equal to the last bit.
     """
     return torch.cholesky_inverse(cholesky(matrices)).contiguous()
+
+
+def general_inverse(matrices: Tensor, eps: float | None = None) -> Tensor:
+    """Invert matrices `[stack, d, d]` with a precision of `eps` that need not be symmetric, such as products."""
+    matrices = computable(matrices)
+    check_finite(matrices)
+    inverses: Tensor = torch.linalg.inv_ex(matrices).inverse
+    # The product of both norms is the condition number. If it is close to one over the precision, or if the inverse
+    # could not be computed, then a matrix that differs by round-off is singular.
+    condition = torch.linalg.matrix_norm(matrices, 1) * torch.linalg.matrix_norm(inverses, 1)
+    largest = 1 / (matrices.shape[-1] * (eps or torch.finfo(matrices.dtype).eps))
+    check_each(condition < largest, "is singular, up to round-off")
+    return inverses

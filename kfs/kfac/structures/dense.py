@@ -56,8 +56,10 @@ class Dense(Structure):
         return self.matrix
 
     def inverse(self) -> "Dense":
-        """Invert. Symmetric blocks are decomposed, so that singular ones are an error."""
-        return self.power(-1.0) if self.symmetric else replace(self, matrix=torch.linalg.inv(self.matrix))
+        """Invert. Singular blocks are an error."""
+        if self.symmetric:
+            return self.power(-1.0)
+        return replace(self, matrix=decompositions.general_inverse(self.matrix))
 
     def power(self, exponent: float, damping: Tensor | None = None) -> "Dense":
         """Decompose, and raise damped eigenvalues to a power."""

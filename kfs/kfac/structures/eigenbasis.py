@@ -1,13 +1,20 @@
-"""Blocks by eigenvalues, with eigenvectors that are Kronecker products: EKFAC, damped inverses, diagonals."""
+"""Blocks by eigenvalues, with eigenvectors that are Kronecker products: EKFAC, damped inverses, diagonals.
+
+An eigenvalue that is zero up to round-off must not be inverted. So blocks know the *noise* of their eigenvalues: a
+bound on their errors. Operations compute the noise of their result from that of their operands, as errors propagate:
+an eigenvalue `v` that is wrong by `e`, times another one `w` that is wrong by `f`, is wrong by `|v| f + |w| e + e f`.
+A singular block stays singular that way, whatever it is multiplied with.
+"""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeGuard
+from typing import Any, ClassVar, Self, TypeGuard
 
 import torch
 from torch import Tensor
 
 from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.factor import Factor, kronecker_product, positive_power
+from kfs.kfac.structures.stackable import check_shape
 from kfs.kfac.structures.structure import Structure
 
 
@@ -19,7 +26,8 @@ class Eigenbasis(Structure):
         Q_A: Orthogonal matrices on the input side.
         Q_B: Orthogonal matrices on the gradient side.
         values: Eigenvalues, `[stack, d_B, d_A]`.
-        noise: Bound on the round-off in eigenvalues, `[stack]`.
+        noise: Bound on the round-off in eigenvalues: one number for all eigenvalues of a block, `[stack]`, or one for
+            each of them, `[stack, d_B, d_A]`.
     """
 
     Q_A: Factor
@@ -35,6 +43,14 @@ class Eigenbasis(Structure):
         Q_A = Factor.identity(values.shape[2], ones)
         Q_B = Factor.identity(values.shape[1], ones)
         return cls(Q_A, Q_B, values, torch.zeros_like(ones))
+
+    @classmethod
+    def from_state(cls, state: Any, count: int, rows: int, columns: int) -> Self:
+        """Undo `state`. Noise has one of two shapes."""
+        noise = state["noise"]
+        basis = super().from_state(state | {"noise": noise.new_zeros(count)}, count, rows, columns)
+        shape = (count,) if noise.ndim == 1 else (count, rows, columns)
+        return replace(basis, noise=check_shape(noise, *shape))
 
     @property
     def rows(self) -> int:  # type: ignore[override]
@@ -96,27 +112,47 @@ class Eigenbasis(Structure):
         decompositions.check_finite(self.values)
         decompositions.check_definite(self.values, self.noise)
         values = self.values.clamp(min=0)
-        noise = self.noise
+        noise = self._noise_of_each()
+        known = noise
         if damping is not None and (damping > 0).any():
-            values = values + damping.to(values).reshape(-1, 1, 1)
+            damping = damping.to(values).reshape(-1, 1, 1)
+            values = values + damping
             # Eigenvalues are now at least the damping, so that none of them is zero up to round-off.
-            noise = torch.where(damping.to(noise) > 0, 0.0, noise)
-        values = positive_power(values, exponent, noise)
-        return replace(self, values=values, noise=torch.zeros_like(noise))
+            known = torch.where(damping > 0, 0.0, noise)
+        powered = positive_power(values, exponent, known)
+        if exponent < 0:
+            # Noise was smaller than the eigenvalues, or they were damped. So what comes out is not zero.
+            return replace(self, values=powered, noise=powered.new_zeros(len(powered)))
+        # The function is steepest above an eigenvalue or below it, depending on the exponent.
+        above = (values + noise) ** exponent - powered
+        below = powered - (values - noise).clamp(min=0) ** exponent
+        return replace(self, values=powered, noise=torch.maximum(above, below))
 
     def product(self, other: Structure) -> "Eigenbasis | None":
         """Multiply eigenvalues, if the eigenvectors are the same."""
-        return replace(self, values=self.values * other.values) if self.same_basis(other) else None
+        if not self.same_basis(other):
+            return None
+        mine, theirs = self._noise_of_each(), other._noise_of_each()
+        noise = self.values.abs() * theirs + other.values.abs() * mine + mine * theirs
+        return replace(self, values=self.values * other.values, noise=noise)
 
     def plus(self, other: Structure) -> "Eigenbasis | None":
         """Add eigenvalues, if the eigenvectors are the same."""
         if not self.same_basis(other):
             return None
-        return replace(self, values=self.values + other.values, noise=self.noise + other.noise)
+        values = self.values + other.values
+        # A large sum is rounded, which is seen if most of it is subtracted again.
+        rounding = torch.finfo(values.dtype).eps * values.abs()
+        return replace(self, values=values, noise=self._noise_of_each() + other._noise_of_each() + rounding)
 
     def shift(self, delta: float) -> "Eigenbasis":
         """Add to all eigenvalues."""
-        return replace(self, values=self.values + delta)
+        rounding = torch.finfo(self.values.dtype).eps * abs(delta)
+        return replace(self, values=self.values + delta, noise=self.noise + rounding)
+
+    def _noise_of_each(self) -> Tensor:
+        """Return the noise such that it can be added to eigenvalues, `[stack, 1, 1]` or `[stack, d_B, d_A]`."""
+        return self.noise.reshape(-1, 1, 1) if self.noise.ndim == 1 else self.noise
 
     def same_basis(self, other: Structure) -> TypeGuard["Eigenbasis"]:
         """Whether another structure has the same eigenvectors."""

@@ -74,6 +74,11 @@ class Factor(Stackable):
         return self.values.shape[-1]
 
     @property
+    def is_multiple_of_identity(self) -> bool:
+        """Whether one can tell from kind and size that all matrices are multiples of the identity."""
+        return self.kind == "identity" or self.size == 1
+
+    @property
     def T(self) -> "Factor":  # noqa: N802
         """The transposes."""
         return self if self.symmetric else replace(self, values=self.values.transpose(1, 2))
@@ -114,24 +119,30 @@ class Factor(Stackable):
         scale = self.scale * other.scale
         if "identity" in {self.kind, other.kind}:
             return replace(other if self.kind == "identity" else self, scale=scale)
+        eps = self._common_eps(other)
         if self.kind == other.kind == "diagonal":
-            return Factor.diagonal(self.values * other.values, scale)
+            return replace(Factor.diagonal(self.values * other.values, scale), eps=eps)
         if self.kind == "diagonal":
             product = self.values.unsqueeze(2) * other.values
         elif other.kind == "diagonal":
             product = self.values * other.values.unsqueeze(1)
         else:
             product = self.values @ other.values
-        return Factor.dense(product, scale, symmetric=False)
+        return replace(Factor.dense(product, scale, symmetric=False), eps=eps)
 
     def plus(self, other: "Factor") -> "Factor":
         """Add matrix by matrix."""
         if self.kind == other.kind == "identity":
             return replace(self, scale=self.scale + other.scale)
+        eps = self._common_eps(other)
         if "dense" not in {self.kind, other.kind}:
-            return Factor.diagonal(self.entries() + other.entries())
+            return replace(Factor.diagonal(self.entries() + other.entries()), eps=eps)
         symmetric = self.symmetric and other.symmetric
-        return Factor.dense(self.to_dense() + other.to_dense(), symmetric=symmetric)
+        return replace(Factor.dense(self.to_dense() + other.to_dense(), symmetric=symmetric), eps=eps)
+
+    def _common_eps(self, other: "Factor") -> float | None:
+        """Return the precision of a product or a sum: the worse one of both."""
+        return max(self.eps or 0.0, other.eps or 0.0) or None
 
     def shift(self, delta: Tensor) -> "Factor":
         """Add multiples `[stack]` of the identity."""
@@ -197,7 +208,7 @@ class Factor(Stackable):
         elif self.kind == "dense" and self.symmetric:
             values = decompositions.inverse(values)
         elif self.kind == "dense":
-            values = torch.linalg.inv(decompositions.computable(values))
+            values = decompositions.general_inverse(values, self.eps)
         return replace(self, values=values, scale=1 / self.scale.to(values.dtype))
 
     def power(self, exponent: float) -> "Factor":
@@ -219,7 +230,12 @@ def kronecker_product(B: Factor, A: Factor) -> Tensor:
 
 
 def positive_power(values: Tensor, exponent: float, noise: Tensor) -> Tensor:
-    """Raise eigenvalues `[stack, ...]` that are not negative, up to noise `[stack]`, to a power.
+    """Raise eigenvalues that are not negative, up to noise, to a power.
+
+    Args:
+        values: `[stack, ...]`.
+        exponent: Any number.
+        noise: Bound on the round-off in the eigenvalues: `[stack]`, or one for each of them.
 
     Raises:
         BlockError: If one is negative, or zero and the exponent is negative.
@@ -227,6 +243,6 @@ def positive_power(values: Tensor, exponent: float, noise: Tensor) -> Tensor:
     decompositions.check_definite(values, noise)
     if exponent >= 0:
         return values.clamp(min=0) ** exponent
-    above_noise = values.flatten(1) > noise.unsqueeze(1)
+    above_noise = values.flatten(1) > noise.reshape(len(values), -1)
     decompositions.check_each(above_noise.all(1), "is singular, up to round-off")
     return values**exponent

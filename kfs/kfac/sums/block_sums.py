@@ -14,20 +14,40 @@ from kfs.storage import UnfitError
 
 @dataclass
 class RoleSums:
-    """Sums of one role of a parameter: inputs, gradients, and over how many positions (or data) they were taken."""
+    """Sums of one role of a parameter: inputs, gradients, and over how many positions (or data) they were taken.
+
+    Attributes:
+        input: Outer products of inputs.
+        gradient: Outer products of gradients.
+        terms: Number of positions (or data).
+        inverse_squares: Sum over data of `1 / S^2`, for their numbers `S` of positions, if the identity stands in for
+            gradients (forward-only) and sharing is `reduce`. `None` for sums of an earlier version, which did without.
+    """
 
     input: OuterProductSum
     gradient: OuterProductSum
     terms: float = 0.0
+    inverse_squares: Tensor | float | None = 0.0
+
+    def add_positions(self, counts: Tensor) -> None:
+        """Add the numbers of positions of some data, `[batch]`. The device is not asked for a result."""
+        if self.inverse_squares is not None:
+            # The gradients of a datum without any position have a sum of zero.
+            squares = counts.to(torch.promote_types(self.input.total.dtype, torch.float32)).square()
+            self.inverse_squares = self.inverse_squares + torch.where(squares > 0, 1 / squares, 0.0).sum()
 
     def plus(self, other: "RoleSums") -> "RoleSums":
         """Return the sums over both."""
         input_sum, gradient_sum = self.input.plus(other.input), self.gradient.plus(other.gradient)
-        return RoleSums(input_sum, gradient_sum, self.terms + other.terms)
+        squares = None
+        if self.inverse_squares is not None and other.inverse_squares is not None:
+            squares = self.inverse_squares + other.inverse_squares
+        return RoleSums(input_sum, gradient_sum, self.terms + other.terms, squares)
 
     def state(self) -> dict[str, Any]:
         """Return everything, for a file."""
-        return {"input": self.input.state(), "gradient": self.gradient.state(), "terms": self.terms}
+        sums = {"input": self.input.state(), "gradient": self.gradient.state()}
+        return sums | {"terms": self.terms, "inverse_squares": self.inverse_squares}
 
 
 @dataclass
@@ -40,7 +60,7 @@ class BlockSums:
 
     layout: Layout
     sharing: str  # "expand" or "reduce"; "exact" for the diagonal of a parameter that no rule covers
-    forward_only: bool = False  # whether gradients are left out: `B` is the identity
+    forward_only: bool = False  # whether gradients are left out: `B` is a multiple of the identity
     roles: dict[Side, RoleSums] = field(default_factory=dict)
     operations: set[str] = field(default_factory=set)  # what used the parameter
 
@@ -67,6 +87,19 @@ class BlockSums:
         """Over how many positions (or data) gradients were summed."""
         return sum(role.terms for role in self.roles.values())
 
+    @property
+    def identity_scale(self) -> Tensor | float:
+        """What multiplies the identity, if it stands in for gradients.
+
+        With `expand`, gradients at all positions are columns of the identity, and `B` is an average over positions.
+        With `reduce`, their sums over positions are, as if positions were averaged. These sums are divided by `S`, and
+        `B` is the average over data of `1 / S^2` times the identity.
+        """
+        squares = [role.inverse_squares for role in self.roles.values()]
+        if self.sharing == "expand" or not self.terms or any(one is None for one in squares):
+            return 1.0
+        return sum(squares) / self.terms  # type: ignore[arg-type]
+
     def on_side(self, side: Side) -> list[OuterProductSum]:
         """Return the sums on one side of the block: inputs of one role, gradients of the other."""
         return [role.input if place == side else role.gradient for place, role in self.roles.items()]
@@ -82,7 +115,7 @@ class BlockSums:
 
     def shared(self) -> "BlockSums":
         """Return a block with the same tensors, for another owner: what one replaces, the other keeps."""
-        roles = {side: RoleSums(copy(r.input), copy(r.gradient), r.terms) for side, r in self.roles.items()}
+        roles = {s: replace(r, input=copy(r.input), gradient=copy(r.gradient)) for s, r in self.roles.items()}
         return replace(self, roles=roles, operations=set(self.operations))
 
     def plus(self, other: "BlockSums") -> "BlockSums":
@@ -132,6 +165,7 @@ class BlockSums:
                     OuterProductSum.from_state(pair["input"], input_size, layout.groups),
                     OuterProductSum.from_state(pair["gradient"], gradient_size, layout.groups),
                     float(pair["terms"]),
+                    None if (squares := pair.get("inverse_squares")) is None else float(squares),
                 )
         if not block.roles or set(state["pairs"]) - set(sizes):
             raise UnfitError(f"the block {layout.name!r} has no factors")

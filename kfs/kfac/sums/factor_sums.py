@@ -74,6 +74,8 @@ class FactorSums(Sums):
                 total.add_whole(collected.inputs)
                 collected.role.input.merge_in(total)
             collected.role.terms += len(collected.inputs)
+            if self.settings.fisher == "forward-only":
+                collected.role.add_positions(collected.counts)
 
     def finish_backward(self) -> None:
         """Add each datum's average of gradients, for every column."""

@@ -85,12 +85,13 @@ class _Add(Adder):
         def receive(g: Tensor) -> None:
             g = g[0].to(torch.promote_types(g.dtype, torch.float32))
             has_numbers = isinstance(x, Tensor) and x.is_floating_point()
-            total = self._gradient(x.to(g.dtype) if has_numbers else x, g, one_datum)
-            # With absolute values, nothing cancels: what is lost to rounding is in proportion to that.
-            size = self._gradient(x.to(g.dtype).abs() if has_numbers else x, g.abs(), one_datum)
+            inputs = x.to(g.dtype) if has_numbers else x
+            total = self._gradient(inputs, g, one_datum)
             layout, before = self.sums.totals.get(key, (self.plan.layout, None))
             self.sums.totals[key] = (layout, total if before is None else before + total)
-            self.sums.sizes[key] = self.sums.sizes.get(key, 0.0) + float(size.norm())
+            # Terms may cancel. What is lost to rounding is in proportion to how large they are.
+            length = float(inputs.norm()) * self.plan.inputs.overlap**0.5 if has_numbers else one_datum.inner**0.5
+            self.sums.sizes[key] = self.sums.sizes.get(key, 0.0) + length * float(g.norm())
 
         return receive
 

@@ -28,6 +28,7 @@ class Inputs(ABC):
     size: int  # number of features (of one group)
     groups: int = 1  # number of groups of features
     sparse: bool = False  # whether outer products are diagonal, so that only the diagonal is kept
+    overlap: int = 1  # in how many vectors a number of the activation is
 
     @abstractmethod
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:

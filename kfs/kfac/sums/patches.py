@@ -64,6 +64,7 @@ class Patches(Inputs):
         )
         self.channels = shape[1] // groups
         self.size = self.channels * prod(kernel)
+        self.overlap = prod(kernel)
 
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
         """Add the patch covariance."""

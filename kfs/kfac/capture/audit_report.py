@@ -1,0 +1,70 @@
+"""What an audit says: what was checked, and how closely."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class AuditedUse:
+    """One use of a parameter.
+
+    Attributes:
+        parameter: Its name.
+        operation: What used it.
+        rows: How rows of the operation's inputs belong to data.
+        mixing: How far a row's gradients are from those of a row that belongs to one datum.
+    """
+
+    parameter: str
+    operation: str
+    rows: str
+    mixing: float
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was checked, and how closely.
+
+    Attributes:
+        num_data: Number of data that were looked at.
+        predictions: Relative difference of predictions with and without capture, the latter for a part of the data.
+        gradients: By parameter, the relative difference of the sum over its uses from its gradient by autograd.
+        uses: All uses, in their order.
+        tolerance: Up to which relative difference predictions and gradients count as the same.
+        shapes: For how many different shapes of inputs this was done. Numbers are the largest ones.
+    """
+
+    num_data: int
+    predictions: float
+    gradients: Mapping[str, float]
+    uses: tuple[AuditedUse, ...]
+    tolerance: float
+    shapes: int = 1
+
+    def merged(self, other: "Audit") -> "Audit":
+        """Return one audit for the shapes of both."""
+        names = [*self.gradients, *(name for name in other.gradients if name not in self.gradients)]
+        worst = {name: max(self.gradients.get(name, 0.0), other.gradients.get(name, 0.0)) for name in names}
+        return replace(
+            self,
+            predictions=max(self.predictions, other.predictions),
+            gradients=worst,
+            shapes=self.shapes + other.shapes,
+        )
+
+    def __str__(self) -> str:
+        """Say it in a few lines."""
+        uses: dict[tuple[str, str, str], int] = {}
+        for use in self.uses:
+            what = (use.parameter, use.operation, use.rows)
+            uses[what] = uses.get(what, 0) + 1
+        shapes = "shape" if self.shapes == 1 else "shapes"
+        lines = [
+            f"audit of {len(self.gradients)} parameters on {self.num_data} data, {self.shapes} {shapes} of inputs",
+            f"predictions with and without capture differ by {self.predictions:.1e}",
+            f"sums over uses and gradients by autograd differ by {max(self.gradients.values(), default=0.0):.1e}",
+        ]
+        for (parameter, operation, rows), times in uses.items():
+            repeated = "" if times == 1 else f", {times} times"
+            lines.append(f"  {parameter}: {operation}{repeated}; {rows}")
+        return "\n".join(lines)

@@ -1,0 +1,89 @@
+"""Comparing a pass under capture with one without: are results the same, and which one is the first to differ?"""
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from kfs.errors import ModelError
+from kfs.kfac.capture.tracking import Tracker, tensors_of
+
+# Up to which relative difference two results count as the same. Batches of different size are rounded differently.
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
+_ON_ACCELERATOR = 1e-2  # products may be rounded to TF32
+IN_HALF_PRECISION = 5e-2
+
+
+class Results(TorchFunctionMode):
+    """Keeps results of all operations, in their order, with the parameters that they use."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        """Start without results."""
+        super().__init__()
+        self.tracker = tracker
+        self.results: list[tuple[str, list[str], Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        kwargs = kwargs or {}
+        found = [self.tracker.find(t) for t in tensors_of((*args, *kwargs.values()))]
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor) and result.is_floating_point():
+            names = sorted({tracked.name for tracked in found if tracked is not None})
+            self.results.append((getattr(func, "__name__", str(func)), names, result.detach().clone()))
+        return result
+
+
+class Both(AbstractContextManager[None]):
+    """Enters two contexts, the second one inside of the first."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        """Remember them."""
+        self._contexts = contexts
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        """Enter them."""
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *_: object) -> None:
+        """Leave them."""
+        self._stack.close()
+
+
+def wrong_rule(plain: Results, captured: Results, difference: float, tolerance: float) -> ModelError:
+    """Return the error for predictions that are others under capture; it names the first result that differs."""
+    culprit = ""
+    for (name, params, one), (_, _, other) in zip(plain.results, captured.results, strict=False):
+        if difference_of(one, other) > tolerance:
+            used = f" (parameter {', '.join(map(repr, params))})" if params else ""
+            culprit = f" {name}{used} is the first operation whose result differs: the rule for it is wrong."
+            break
+    return ModelError(
+        f"Predictions under capture differ by {difference:.0%} from those of the model.{culprit}",
+        "Leave the parameters of that operation out with params=, and report it as an error of kfs.",
+    )
+
+
+def tolerance_for(f: Tensor) -> float:
+    """Return up to which relative difference results count as the same."""
+    if torch.is_autocast_enabled(f.device.type):
+        return IN_HALF_PRECISION
+    if f.dtype == torch.float32 and f.device.type != "cpu":
+        return _ON_ACCELERATOR
+    return _TOLERANCE.get(f.dtype, IN_HALF_PRECISION)
+
+
+def difference_of(a: Tensor, b: Tensor) -> float:
+    """Return the relative difference of two results, where they are finite."""
+    if a.shape != b.shape:
+        return torch.inf
+    finite = a.isfinite() & b.isfinite()
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    a, b = torch.where(finite, a, 0).to(dtype), torch.where(finite, b, 0).to(dtype)
+    size = float(a.abs().max()) if a.numel() else 0.0
+    distance = float((a - b).abs().max()) if a.numel() else 0.0
+    return distance / size if size > 0 else float(distance > 0)
