@@ -1,6 +1,6 @@
 """Sums over uses of gradients times inputs: what the gradients of all parameters should be, for the audit."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -60,18 +60,28 @@ class GradientSums(Sums):
             terms are that it is a sum of.
         """
         sizes = {name: float(g.norm()) for name, g in exact.items() if name in self.operations}
-        squares = {name: size**2 for name, size in sizes.items()}  # rows that no block has should be zero
+        squares = dict.fromkeys(sizes, 0.0)
         terms = dict.fromkeys(sizes, 0.0)
+        unseen = {name: exact[name].numel() for name in sizes}
         for key, (layout, total) in self.totals.items():
-            W, b = layout.views({name: exact[name].unsqueeze(0) for name in layout.params})
-            inputs = layout.column_size
-            pairs = [(layout.weight, W, total[..., :inputs]), (layout.bias, b, total[..., inputs:])]
-            for name, g, found in pairs:
-                if name is not None and g is not None:
-                    difference = found - g.reshape(found.shape).to(found.dtype)
-                    squares[name] += float(difference.norm()) ** 2 - float(g.norm()) ** 2
-                    terms[name] += self.sizes[key]
-        return {name: (abs(squares[name]) ** 0.5, sizes[name], terms[name]) for name in sizes}
+            for name, g, found in _parts(layout, exact, total):
+                difference = found - g.reshape(found.shape).to(found.dtype)
+                squares[name] += float(difference.norm()) ** 2
+                terms[name] += self.sizes[key]
+                unseen[name] -= g.numel()
+        for name in sizes:
+            if unseen[name]:  # entries that no block has should have no gradient
+                squares[name] += float(self._rest(name, exact).norm()) ** 2
+        return {name: (squares[name] ** 0.5, sizes[name], terms[name]) for name in sizes}
+
+    def _rest(self, name: str, exact: Mapping[str, Tensor]) -> Tensor:
+        """Return the gradient of a parameter, with zeros for what blocks have."""
+        rest = {other: g.clone() if other == name else g for other, g in exact.items()}
+        for layout, total in self.totals.values():
+            for other, g, _ in _parts(layout, rest, total) if name in layout.params else ():
+                if other == name:
+                    g.zero_()
+        return rest[name]
 
     def state(self) -> dict[str, Any]:
         """Return nothing: these sums are not kept."""
@@ -114,3 +124,12 @@ class _Add(Adder):
             gradient = gradient.transpose(1, 2)
         unused = self.plan.layout.matrix_shape[2] - gradient.shape[2]  # a bias that was not used
         return pad(gradient, (0, unused)) if unused else gradient
+
+
+def _parts(layout: Layout, exact: Mapping[str, Tensor], total: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the parameters of a block: their part of the gradients by autograd, as a view, and of the sum."""
+    W, b = layout.views({name: exact[name].unsqueeze(0) for name in layout.params})
+    inputs = layout.column_size
+    yield layout.weight, W, total[..., :inputs]
+    if layout.bias is not None and b is not None:
+        yield layout.bias, b, total[..., inputs:]
