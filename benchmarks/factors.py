@@ -3,7 +3,8 @@
 One run measures everything in turn. `python -m benchmarks.factors` runs MLP, CNN and GPT on one CPU thread; `python
 -m benchmarks.factors cuda` adds the encoder of a ViT-B/16, in float32, with TF32, and under bf16 autocast. The FLOP
 column counts what our matrix products and convolutions do, relative to those of forward+backward. Memory is the peak
-above what was there before, relative to that of forward+backward, with our factors taken off.
+above what was there before, relative to that of forward+backward, with our factors taken off. Times are those of models
+that were audited before; the last column has what the audit takes, once for every model and shape.
 """
 
 import copy
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -25,6 +27,8 @@ from benchmarks.factor_problems import Batches, factor_problems, vit
 from benchmarks.report import RESULTS, Row, medians, write
 from kfs import KFAC, EmpiricalRisk
 from kfs.conformance import find
+from kfs.kfac.capture import Audits, forget_audits
+from kfs.kfac.rules import new_session
 
 REPEATS = 5
 PATIENCE = 20  # peers that take longer than so many forward+backwards are not measured again
@@ -139,6 +143,26 @@ def programs(problem: Batches) -> dict[tuple[str, str], Callable[[], Any]]:
     return found
 
 
+def of_eight(problem: Batches) -> Batches:
+    """Return a problem with one batch of eight data."""
+    X, y = problem.data[0]
+    return replace(problem, data=[(X[:8], y[:8])])
+
+
+def audit_seconds(problem: Batches, params: list[str] | None, repeats: int) -> float:
+    """Return how long the audit of a problem's first batch takes."""
+    risk = EmpiricalRisk(problem.model, CrossEntropyLoss(), problem.data, params=params)
+    session = new_session(risk.params)
+    batch = next(iter(risk.batches()))
+
+    def run() -> None:
+        forget_audits()
+        Audits(problem.model, session).of_batch(risk, batch)
+
+    with risk.untouched(first_order=True), torch.enable_grad():
+        return medians({"audit": run}, repeats, "audit")["audit"]
+
+
 def flops(program: Callable[[], object]) -> float:
     """Count the FLOPs of matrix products and convolutions."""
     with FlopCounterMode(display=False, custom_mapping=PRODUCTS) as counter:
@@ -190,6 +214,8 @@ def measure(chosen: list[Batches], repeats: int = REPEATS) -> list[Row]:
             unit = "forward+backward", "torch"
             memory = {key: peak_memory(program) for key, program in found.items()}
             counts = {key: flops(program) for key, program in found.items() if key[1].startswith(("kfs", "torch"))}
+            chosen_params = {"kfs": layers(problem), "kfs, all parameters": None}
+            audits = {library: audit_seconds(problem, params, repeats) for library, params in chosen_params.items()}
             for key, value in seconds.items():
                 factors = 0
                 if "kfs" in key[1]:
@@ -200,7 +226,12 @@ def measure(chosen: list[Batches], repeats: int = REPEATS) -> list[Row]:
                 memory_ratio = (peak - factors) / base if peak and base else None
                 flop_ratio = counts[key] / counts[unit] if key in counts else None
                 program, library = key
-                rows.append(Row(problem.name, program, library, value, value / seconds[unit], flop_ratio, memory_ratio))
+                audit = None
+                if library in audits:
+                    eight = partial(kfs_factors, of_eight(problem), chosen_params[library], **tasks(problem)[program])
+                    audit = audits[library] / medians({"eight": eight}, repeats, "eight data")["eight"]
+                ratio = value / seconds[unit]
+                rows.append(Row(problem.name, program, library, value, ratio, flop_ratio, memory_ratio, audit))
     return rows
 
 

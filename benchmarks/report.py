@@ -32,6 +32,8 @@ class Row:
         ratio: That time in units of the problem's forward and backward pass.
         flop_ratio: FLOPs of the matrix products in the same units; `None` if they were not counted.
         memory_ratio: Peak memory in the same units, without results; `None` if it was not measured.
+        audit_ratio: How much longer the first batch takes, because it is audited, in units of what this program takes
+            for one batch of eight data; `None` without audit.
     """
 
     problem: str
@@ -41,6 +43,7 @@ class Row:
     ratio: float
     flop_ratio: float | None = None
     memory_ratio: float | None = None
+    audit_ratio: float | None = None
 
 
 def medians(programs: Mapping[Any, Callable[[], object]], repeats: int, task: str) -> dict[Any, float]:
@@ -98,11 +101,11 @@ def write(rows: list[Row], name: str, settings: dict[str, object], results: Path
     file = save(rows, name, settings, results)
     draw(rows, name, results / f"{name}.png")
     ratios = "time / (forward+backward) | FLOPs / (forward+backward) | memory / (forward+backward)"
-    print(f"| problem | program | library | milliseconds | {ratios} |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"| problem | program | library | milliseconds | {ratios} | audit / (8 data) |")
+    print("|---|---|---|---|---|---|---|---|")
     for row in rows:
-        flops, memory = ("" if r is None else f"{r:.2f}" for r in (row.flop_ratio, row.memory_ratio))
-        times = f"{1e3 * row.seconds:.2f} | {row.ratio:.2f} | {flops} | {memory}"
+        others = ("" if r is None else f"{r:.2f}" for r in (row.flop_ratio, row.memory_ratio, row.audit_ratio))
+        times = f"{1e3 * row.seconds:.2f} | {row.ratio:.2f} | {' | '.join(others)}"
         print(f"| {row.problem} | {row.program} | {row.library} | {times} |")
     print(f"Written: {file}, {results / name}.png")
 

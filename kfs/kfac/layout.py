@@ -106,7 +106,7 @@ class Layout:
         Returns:
             `[columns, groups, d_B, d_A]`.
         """
-        W, b = self._views(columns)
+        W, b = self.views(columns)
         M = W.reshape(len(W), self.groups, self.row_size, self.column_size)
         if b is None:
             return M
@@ -114,7 +114,7 @@ class Layout:
 
     def write(self, M: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Undo `matrix`: write `[columns, groups, d_B, d_A]` into tensors `[columns, *shape]`."""
-        W, b = self._views(columns)
+        W, b = self.views(columns)
         if b is not None:
             b.copy_(M[..., -1].reshape(b.shape))
             M = M[..., :-1]
@@ -174,7 +174,7 @@ class Layout:
         sizes = [self.rows[1] - self.rows[0], *self.shape[1:]]
         return [sizes[axis] for axis in self.order]
 
-    def _views(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def views(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return views of the weight's rows, with axes in order, and of the part of the bias that belongs to them."""
         rows = slice(*self.rows)
         W = columns[self.weight].view(-1, *self.shape)[:, rows]

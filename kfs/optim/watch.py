@@ -27,11 +27,10 @@ from kfs.kfac.capture import Audit, Audits, Known, Session
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
-from kfs.optim.outputs import prediction_in
 from kfs.optim.passes import Pass, number_of_data
 from kfs.optim.step_sums import Bases, StepSums
-from kfs.risk import is_evaluating
-from kfs.state import restored, unchanged_attributes
+from kfs.outputs import prediction_in
+from kfs.state import is_evaluating, restored, unchanged_attributes
 
 
 @dataclass

@@ -3,8 +3,8 @@
 What is exported here is the interface for applications that watch passes which somebody else makes.
 """
 
-from kfs.kfac.capture.audit_report import Audit
-from kfs.kfac.capture.audits import Audits
+from kfs.kfac.capture.audit_report import Audit, both_audits
+from kfs.kfac.capture.audits import Audits, forget_audits
 from kfs.kfac.capture.mode import Capture, forward
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known
@@ -17,6 +17,8 @@ __all__ = [
     "Known",
     "Session",
     "backward",
+    "both_audits",
+    "forget_audits",
     "forward",
     "measure_rows",
     "pass_derived",

@@ -12,10 +12,11 @@ Next to that, the audit finds the order in which rows belong to data, and which 
 a row for every datum all the same (a table that is repeated over the batch).
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from math import prod
+from math import isfinite, isnan, nan, prod
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from kfs.kfac.capture.tap import backward, measure_rows, pass_derived
 from kfs.kfac.sums.gradient_sums import GradientSums
 from kfs.kfac.sums.outer_products import full_precision
 
+log = logging.getLogger("kfs.kfac")
 # How many data an audit looks at.
 FEW = 4
 # A gradient may be off by this many roundings of its largest terms.
@@ -51,6 +53,11 @@ class Audited:
     report: Audit
     known: Known
     whole: bool  # whether it is about all data of a batch, because that cannot be cut
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether all numbers were finite; otherwise one has to look again, at other data."""
+        return not any(map(isnan, (self.report.predictions, *self.report.gradients.values())))
 
 
 def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
@@ -86,14 +93,14 @@ def audit(
     Raises:
         ModelError: If a rule runs something else than the user's operation, or if data mix.
     """
-    few = min(FEW, num_data)
-    if few < num_data:
-        try:
-            part = cut(x, num_data, few, batch_axis)
-            return _Audit(run, part, few, session, batch_axis, halves).result()
-        except Exception:  # noqa: BLE001 (whatever it is: perhaps one cannot cut this batch)
-            pass
-    return _Audit(run, x, num_data, session, batch_axis, halves, whole=True).result()
+    with torch.compiler.set_stance("force_eager"):  # a compiled model hides its operations
+        if num_data > FEW:
+            try:
+                part = cut(x, num_data, FEW, batch_axis)
+                return _Audit(run, part, FEW, session, batch_axis, halves).result()
+            except Exception:
+                log.debug("The audit of %d data did not go through; now all %d.", FEW, num_data, exc_info=True)
+        return _Audit(run, x, num_data, session, batch_axis, halves, whole=True).result()
 
 
 class _Audit:
@@ -120,7 +127,7 @@ class _Audit:
 
     def result(self) -> tuple[Audited, Tensor]:
         """Run it."""
-        names = [name for name, p in self.params.items() if p.requires_grad]
+        names = list(self.params)
         with _without_hooks(self.params.values()):
             f, capture, sums, exact = self._captured([self.params[name] for name in names])
         tolerance = IN_HALF_PRECISION if sums.narrow else tolerance_for(f)
@@ -188,14 +195,11 @@ class _Audit:
     def _forward(self, capture: Capture, within: AbstractContextManager[Any] | None = None) -> Tensor:
         """Run the model with taps."""
         marked = mapped(self.x, capture.mark_data)
-        with ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            try:
-                f = self.run(marked, self.num_data, capture if within is None else within)
-            finally:
-                capture.leave_nothing_behind()
-                capture.running = False
-        return f
+        try:
+            return self.run(marked, self.num_data, capture if within is None else within)
+        finally:
+            capture.leave_nothing_behind()
+            capture.running = False
 
     def _changed_answers(self, capture: Capture) -> dict[Question, bool]:
         """Return answers that turned out to be wrong."""
@@ -271,30 +275,32 @@ class _Audit:
     ) -> tuple[dict[str, float], set[tuple[str, str]]]:
         """Compare sums over uses with gradients by autograd."""
         left_out = {name for name, _ in capture.unexplained | sums.conflicts}
-        found, sizes = sums.by_parameter(self.params)
+        zeros = torch.zeros_like
+        gradients = {name: zeros(self.params[name]) if g is None else g.to_dense() for name, g in exact.items()}
         differences: dict[str, float] = {}
         unexplained: set[tuple[str, str]] = set()
-        eps = torch.finfo(f.dtype).eps
-        for name, g in exact.items():
-            if name not in found or name in left_out:
+        for name, (distance, size, terms) in sums.differences(gradients).items():
+            if name in left_out:
                 continue
-            expected = torch.zeros_like(found[name]) if g is None else g.to(found[name].dtype)
-            distance = float((found[name] - expected).norm())
-            size = float(expected.norm())
-            differences[name] = distance / size if size > 0 else float(distance > 0)
-            noise = _ROUNDINGS * eps * sizes[name]
-            if distance > tolerance * size and distance > noise:
+            if not isfinite(distance + size + terms):
+                differences[name] = nan
+                continue
+            narrow = name in sums.narrow
+            noise = terms * (2 * torch.finfo(torch.bfloat16).eps if narrow else _ROUNDINGS * torch.finfo(f.dtype).eps)
+            if distance <= noise:  # terms may cancel, so that nothing but rounding errors is left
+                differences[name] = distance / terms if terms > 0 else 0.0
+                continue
+            differences[name] = distance / size if size > 0 else torch.inf
+            if differences[name] > (IN_HALF_PRECISION if narrow else tolerance):
                 unexplained.add((name, self._missed(name, f, sums, differences[name])))
-            elif distance <= noise and differences[name] > tolerance:
-                differences[name] = distance / sizes[name]  # terms cancel, up to rounding errors
         return differences, unexplained
 
     def _missed(self, name: str, f: Tensor, sums: GradientSums, difference: float) -> str:
         """Say which use may have been missed."""
         seen = ", ".join(sorted(sums.operations[name]))
         hidden = sorted({function for parameter, function in hidden_uses(f, self.params) if parameter == name})
-        other = f"{', '.join(hidden)}, and" if hidden else "something that is hidden from PyTorch's modes, or misread"
-        return f"{other} next to {seen} (without it, the gradient differs by {difference:.0%})"
+        other = ", ".join(hidden) or "something that PyTorch hides"
+        return f"{seen} and by {other}, or {seen} was misread (without it, the gradient differs by {difference:.0%})"
 
     def _wrong_rule(self, difference: float, tolerance: float) -> ModelError:
         """Find the first operation whose result is another one under capture."""

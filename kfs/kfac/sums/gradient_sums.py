@@ -1,6 +1,6 @@
 """Sums over uses of gradients times inputs: what the gradients of all parameters should be, for the audit."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -49,17 +49,39 @@ class GradientSums(Sums):
         """Take note of a use that does not fit together with other uses of its parameter."""
         self.conflicts.add((plan.layout.weight, plan.operation))
 
-    def by_parameter(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Return gradients by parameter, and how large the terms are that they are sums of."""
-        found: dict[str, Tensor] = {}
-        sizes: dict[str, float] = {}
+    def differences(self, exact: Mapping[str, Tensor]) -> dict[str, tuple[float, float, float]]:
+        """Compare sums with gradients by autograd.
+
+        Args:
+            exact: The gradients of all parameters that have blocks.
+
+        Returns:
+            By parameter that has a block: the distance of both, the norm of the gradient by autograd, and how large the
+            terms are that it is a sum of.
+        """
+        sizes = {name: float(g.norm()) for name, g in exact.items() if name in self.operations}
+        squares = dict.fromkeys(sizes, 0.0)
+        terms = dict.fromkeys(sizes, 0.0)
+        unseen = {name: exact[name].numel() for name in sizes}
         for key, (layout, total) in self.totals.items():
-            for name in layout.params:
-                if name not in found:
-                    found[name] = torch.zeros(1, *params[name].shape, dtype=total.dtype, device=total.device)
-                sizes[name] = sizes.get(name, 0.0) + self.sizes[key]
-            layout.write(total.unsqueeze(0), found)
-        return {name: g[0] for name, g in found.items()}, sizes
+            for name, g, found in _parts(layout, exact, total):
+                difference = found - g.reshape(found.shape).to(found.dtype)
+                squares[name] += float(difference.norm()) ** 2
+                terms[name] += self.sizes[key]
+                unseen[name] -= g.numel()
+        for name in sizes:
+            if unseen[name]:  # entries that no block has should have no gradient
+                squares[name] += float(self._rest(name, exact).norm()) ** 2
+        return {name: (squares[name] ** 0.5, sizes[name], terms[name]) for name in sizes}
+
+    def _rest(self, name: str, exact: Mapping[str, Tensor]) -> Tensor:
+        """Return the gradient of a parameter, with zeros for what blocks have."""
+        rest = {other: g.clone() if other == name else g for other, g in exact.items()}
+        for layout, total in self.totals.values():
+            for other, g, _ in _parts(layout, rest, total) if name in layout.params else ():
+                if other == name:
+                    g.zero_()
+        return rest[name]
 
     def state(self) -> dict[str, Any]:
         """Return nothing: these sums are not kept."""
@@ -88,7 +110,7 @@ class _Add(Adder):
             inputs = x.to(g.dtype) if has_numbers else x
             total = self._gradient(inputs, g, one_datum)
             layout, before = self.sums.totals.get(key, (self.plan.layout, None))
-            self.sums.totals[key] = (layout, total if before is None else before + total)
+            self.sums.totals[key] = (layout, total if before is None else before.add_(total))
             # Terms may cancel. What is lost to rounding is in proportion to how large they are.
             length = float(inputs.norm()) * self.plan.inputs.overlap**0.5 if has_numbers else one_datum.inner**0.5
             self.sums.sizes[key] = self.sums.sizes.get(key, 0.0) + length * float(g.norm())
@@ -97,7 +119,17 @@ class _Add(Adder):
 
     def _gradient(self, x: Any, g: Tensor, owners: Owners) -> Tensor:
         """Return the gradient of the parameter, `[groups, d_B, d_A]`."""
-        gradient = torch.cat(list(Use(self.plan.inputs, x, owners, self.plan.ones).gradients(g))).sum(0)
+        (gradient,) = torch.cat(list(Use(self.plan.inputs, x, owners, self.plan.ones).gradients(g)))
         if self.plan.side == "B":
             gradient = gradient.transpose(1, 2)
-        return pad(gradient, (0, self.plan.layout.matrix_shape[2] - gradient.shape[2]))  # a bias that was not used
+        unused = self.plan.layout.matrix_shape[2] - gradient.shape[2]  # a bias that was not used
+        return pad(gradient, (0, unused)) if unused else gradient
+
+
+def _parts(layout: Layout, exact: Mapping[str, Tensor], total: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the parameters of a block: their part of the gradients by autograd, as a view, and of the sum."""
+    W, b = layout.views({name: exact[name].unsqueeze(0) for name in layout.params})
+    inputs = layout.column_size
+    yield layout.weight, W, total[..., :inputs]
+    if layout.bias is not None and b is not None:
+        yield layout.bias, b, total[..., inputs:]
