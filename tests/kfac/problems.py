@@ -64,10 +64,10 @@ def _composites() -> Iterator[Problem]:
         "no bias": lambda: nn.GRU(3, 4, num_layers=2, bidirectional=True, bias=False),
     }
     for name, make in networks.items():
-        yield Problem(f"recurrent: {name}", lambda make=make: Recurrent(make()), vectors(5, 3))  # type: ignore[misc]
+        yield Problem(f"recurrent: {name}", lambda make=make: Recurrent(make()), vectors(3, 3))  # type: ignore[misc]
     for name, (network, cell) in CELLS.items():
-        yield Problem(f"recurrent: {name}", lambda network=network: Recurrent(network), vectors(5, 3))  # type: ignore[misc]
-        yield Problem(f"cell: {name}", lambda cell=cell: Cells(cell), vectors(5, 3))  # type: ignore[misc]
+        yield Problem(f"recurrent: {name}", lambda network=network: Recurrent(network), vectors(3, 3))  # type: ignore[misc]
+        yield Problem(f"cell: {name}", lambda cell=cell: Cells(cell), vectors(3, 3))  # type: ignore[misc]
     for batch_first in (True, False):
         for separate in (True, False):
             yield Problem(

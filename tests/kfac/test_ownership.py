@@ -5,7 +5,7 @@ And nothing changes if data come in other batches, or in another order.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -70,10 +70,18 @@ def traces(E: EKFAC) -> dict[str, float]:
     return {name: float(d.sum()) for name, d in E.domain.unflatten(E.diagonal().unsqueeze(0)).items()}
 
 
-def check_traces(one: Instance, fisher: Any, sharing: Any) -> None:
+def check_traces(one: Instance, fisher: Any, sharing: Any) -> EKFAC:
     """Compare traces with sums of squares. Biases have blocks of their own, so that traces are exact for each."""
     E = EKFAC(one.risk(), fisher, sharing, joint_bias=False)
     assert traces(E) == pytest.approx(squares(one, fisher), rel=1e-9, abs=1e-12)
+    return E
+
+
+def same_factors(K: KFAC, L: KFAC) -> None:
+    assert K.blocks.keys() == L.blocks.keys()
+    for name, block in K.blocks.items():
+        close(L.blocks[name].A, block.A)
+        close(L.blocks[name].B, block.B)
 
 
 def check_batches(one: Instance, *splits: Sequence[Sequence[int]]) -> None:
@@ -82,32 +90,26 @@ def check_batches(one: Instance, *splits: Sequence[Sequence[int]]) -> None:
     for sharing in SHARING:
         K = KFAC(whole, "empirical", sharing)
         for split in splits:
-            L = KFAC(one.risk(*split), "empirical", sharing)
-            assert K.blocks.keys() == L.blocks.keys()
-            for name, block in K.blocks.items():
-                close(L.blocks[name].A, block.A)
-                close(L.blocks[name].B, block.B)
+            same_factors(K, KFAC(one.risk(*split), "empirical", sharing))
     E = EKFAC.from_kfac(K, whole)
     for split in splits:
         close(EKFAC.from_kfac(K, one.risk(*split)).diagonal(), E.diagonal())
 
 
-def expected(problem: Problem, *refused: str, why: str) -> Any:
-    """Return a problem for a test that is known to fail for some problems."""
-    marks = [pytest.mark.xfail(reason=why, strict=True)] if problem.name in refused else []
-    return pytest.param(problem, marks=marks, id=problem.name)
+def check_traces_and_batches(one: Instance, *split: Sequence[int]) -> None:
+    """Do both with fewer passes: biases have blocks of their own, and sharing is `"reduce"`, where rows matter."""
+    parts = one.risk(*split)
+    E = check_traces(one, "type-2", "reduce")
+    same_factors(E.factors, KFAC(parts, "type-2", "reduce", joint_bias=False))
+    close(EKFAC.from_kfac(E.factors, parts).diagonal(), E.diagonal())
 
 
 class TestKnownModels:
     """All models of other tests."""
 
     @pytest.mark.parametrize("problem", KNOWN, ids=str)
-    def test_traces(self, problem: Problem) -> None:
-        check_traces(instance(problem), "type-2", "expand")
-
-    @pytest.mark.parametrize("problem", KNOWN, ids=str)
-    def test_batches_and_order(self, problem: Problem) -> None:
-        check_batches(instance(problem), [[2], [3, 0, 1]])
+    def test_one_by_one(self, problem: Problem) -> None:
+        check_traces_and_batches(instance(problem), [2], [3, 0, 1])
 
     @pytest.mark.parametrize("problem", [p for p in KNOWN if p.name.startswith("derived")], ids=str)
     def test_other_numbers_of_data(self, problem: Problem) -> None:
@@ -129,52 +131,72 @@ class TestPrecision:
     """Rows are found in any precision; factors are those in float64, up to rounding errors of the passes."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("num_data", [N, 9])
     @pytest.mark.parametrize(
         "name",
         [
             "positions: index",
-            "positions: scaled",
             "derived: exponential",
-            "siamese",
             "time-major, as long as the batch",
             "sequence first, as long as the batch",
-            "sorted",
             "experts, masks",
             "graphs, all of one size",
         ],
     )
-    def test_precision(self, name: str, num_data: int, dtype: torch.dtype) -> None:
+    def test_precision(self, name: str, dtype: torch.dtype) -> None:
         (problem,) = [one for one in (*KNOWN, *ARRANGEMENTS) if one.name == name]
-        low = in_precision(instance(problem, num_data), dtype)
+        low = in_precision(instance(problem, 9), dtype)
         high = in_precision(low, torch.float64)  # of the very same numbers
         for sharing in SHARING:
             K, L = (KFAC(each.risk(), "empirical", sharing) for each in (low, high))
-            for name, block in L.blocks.items():
-                for one, other in ((K.blocks[name].A, block.A), (K.blocks[name].B, block.B)):
+            for one, other in zip(K.blocks.values(), L.blocks.values(), strict=True):
+                for found, exact in ((one.A, other.A), (one.B, other.B)):
                     # Each of some ten operations in a row loses 8 bits at worst; a row that goes to a wrong datum, or
                     # a sum over data, changes far more.
-                    assert float((one.double() - other).norm()) < 0.05 * float(other.norm()) + 1e-6, name
+                    assert float((found.double() - exact).norm()) < 0.05 * float(exact.norm()) + 1e-6, one.name
+
+
+# What is refused although it is well-defined: numbers of data, and why.
+IMAGES = "an image counts as a row, so that data along its spatial axis are refused"
+NODES = "nodes are not recognized as data if N does not divide their number; then, a bias needs the block of its weight"
+Limits = Mapping[str, tuple[tuple[int, ...], str]]
+WITH_ANY_BIAS: Limits = {"spatial axis": ((2, N, 9), IMAGES)}
+WITH_SEPARATE_BIAS: Limits = {
+    **WITH_ANY_BIAS,
+    "graphs, as many nodes as data": ((2,), NODES),
+    "graphs, a multiple": ((2,), NODES),
+    "graphs, no multiple": ((2, N, 9), NODES),
+}
+
+
+def arrangements(limits: Limits, *numbers: int) -> list[Any]:
+    """Return all arrangements with these numbers of data, for `parametrize`."""
+    found = []
+    for problem in ARRANGEMENTS:
+        refused, why = limits.get(problem.name, ((), ""))
+        for num_data in numbers:
+            marks = [pytest.mark.xfail(reason=why, strict=True)] if num_data in refused else []
+            found.append(pytest.param(problem, num_data, marks=marks, id=f"{problem}-{num_data}"))
+    return found
 
 
 class TestArrangements:
     """Data along axes in all ways."""
 
-    @pytest.mark.parametrize("num_data", [1, 2, N, 9])
-    @pytest.mark.parametrize("problem", ARRANGEMENTS, ids=str)
+    @pytest.mark.parametrize(("problem", "num_data"), arrangements(WITH_SEPARATE_BIAS, 1, 2, N, 9))
     def test_traces(self, problem: Problem, num_data: int) -> None:
         one = instance(problem, num_data)
         check_traces(one, "type-2", "expand")
         if num_data > 1:
             check_traces(one, "empirical", "reduce")
 
-    @pytest.mark.parametrize("problem", ARRANGEMENTS, ids=str)
-    def test_batches(self, problem: Problem) -> None:
-        check_batches(instance(problem), [[0], [1], [2], [3]], [[0, 1, 2], [3]])
+    @pytest.mark.parametrize(("problem", "num_data"), arrangements(WITH_ANY_BIAS, N))
+    def test_batches(self, problem: Problem, num_data: int) -> None:
+        singles = [[0], [1], [2], [3]] if "as many nodes" not in problem.name else [[0], [1], [2, 3]]
+        check_batches(instance(problem, num_data), singles, [[0, 1, 2], [3]])
 
-    @pytest.mark.parametrize("problem", ARRANGEMENTS, ids=str)
-    def test_order(self, problem: Problem) -> None:
-        check_batches(instance(problem), [[2, 0, 3, 1]])
+    @pytest.mark.parametrize(("problem", "num_data"), arrangements(WITH_ANY_BIAS, N))
+    def test_order(self, problem: Problem, num_data: int) -> None:
+        check_batches(instance(problem, num_data), [[2, 0, 3, 1]])
 
     @pytest.mark.parametrize("num_data", [65, 513])
     @pytest.mark.parametrize("name", ["siamese", "sorted", "experts, masks", "graphs, all of one size"])
@@ -182,3 +204,9 @@ class TestArrangements:
         """Where every batch is measured, indices of data have several digits."""
         (problem,) = [one for one in ARRANGEMENTS if one.name == name]
         check_traces(instance(problem, num_data), "empirical", "reduce")
+
+    @pytest.mark.xfail(reason="its head has no data, so that a use is lost; the audit of that shape says nothing")
+    def test_a_graph_without_nodes_alone(self) -> None:
+        """What is predicted for it does not depend on anything, but a bias that is added counts."""
+        (problem,) = [one for one in ARRANGEMENTS if one.name == "graphs, as many nodes as data"]
+        check_batches(instance(problem, N), [[0], [1], [2], [3]])

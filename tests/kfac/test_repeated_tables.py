@@ -5,6 +5,7 @@ on data; gradients of every datum alone; and batches of other sizes.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from kfs.kfac import KFAC
 from kfs.risk import EmpiricalRisk
 from tests.kfac.arrangements import Instance, Problem, normal
 from tests.kfac.models import Function
-from tests.kfac.test_ownership import SHARING, check_batches, check_traces
+from tests.kfac.test_ownership import SHARING, check_traces, check_traces_and_batches, same_factors
 from tests.operators.contract import close
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, about take
 
 Form = Callable[[Tensor, int], Tensor]
 
@@ -101,11 +104,11 @@ class Table(nn.Module):
         return result
 
 
+@cache
 def instance(form: str, num_data: int, rows: int, explicit: bool = False) -> Instance:
     return Problem(form, lambda: Table(form, rows, explicit), lambda _: normal(1, rows, 3)).instance(num_data)
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, about take
 @pytest.mark.parametrize("form", FORMS)
 def test_one_datum(form: str) -> None:
     check_traces(instance(form, 1, 5), "type-2", "expand")
@@ -116,17 +119,17 @@ def test_one_datum(form: str) -> None:
 def test_four_data(form: str, rows: int) -> None:
     one, explicit = (instance(form, 4, rows, explicit) for explicit in (False, True))
     assert torch.equal(one.predict(0), explicit.predict(0))
-    check_traces(one, "type-2", "expand")
+    check_traces(one, "empirical", "expand")
     for sharing in SHARING:
-        K, L = (KFAC(each.risk(), "empirical", sharing) for each in (one, explicit))
-        close(K.blocks["p"].A, L.blocks["p"].A)
-        close(K.blocks["p"].B, L.blocks["p"].B)
+        same_factors(*(KFAC(each.risk(), "empirical", sharing, joint_bias=False) for each in (one, explicit)))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_batches_as_long_as_the_table(form: str) -> None:
     """One of the batches has as many data as the table has rows."""
-    check_batches(instance(form, 6, 2), [[5], [4, 3], [2, 1, 0]])
+    one = instance(form, 6, 2)
+    check_traces_and_batches(one, [5], [4, 3], [2, 1, 0])
+    same_factors(*(KFAC(risk, joint_bias=False) for risk in (one.risk(), one.risk([5], [4, 3], [2, 1, 0]))))
 
 
 class FirstState(nn.Module):
@@ -171,9 +174,10 @@ def test_learned_first_states(kind: Any, how: str, num_data: int) -> None:
     }
     problem = Problem(how, lambda: FirstState(kind, how, **settings[kind]), lambda _: normal(1, 3, 3))
     one = problem.instance(num_data)
-    check_traces(one, "empirical", "expand")
-    if num_data > 1:
-        check_batches(one, [[2], [0, 1]])
+    if num_data == 1:
+        check_traces(one, "type-2", "expand")
+    else:
+        check_traces_and_batches(one, [2], [0, 1])
 
 
 class Cell(nn.Module):
@@ -254,7 +258,10 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         ),
         (3,),
     ),
-    "mean of a table": (lambda: Function(lambda m, x: (x + m.p.mean(0).repeat(len(x), 1)).tanh(), p=normal(4, 3)), (3,)),
+    "mean of a table": (
+        lambda: Function(lambda m, x: (x + m.p.mean(0).repeat(len(x), 1)).tanh(), p=normal(4, 3)),
+        (3,),
+    ),
     "keys of attention": (
         lambda: Function(
             lambda m, x: F.scaled_dot_product_attention(x.unsqueeze(1), *[m.p.repeat(len(x), 1, 1)] * 2).squeeze(1),
@@ -276,10 +283,10 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def test_other_models(name: str, num_data: int) -> None:
     make, shape = OTHERS[name]
     one = Problem(name, make, lambda _: normal(1, *shape)).instance(num_data)
-    check_traces(one, "type-2", "expand")
-    check_traces(one, "empirical", "reduce")
-    if num_data > 1:
-        check_batches(one, [[2], [1, 0], [3]])
+    if num_data == 1:
+        check_traces(one, "type-2", "expand")
+    else:
+        check_traces_and_batches(one, [2], [1, 0], [3])
 
 
 @pytest.mark.parametrize("like", [torch.ones_like, torch.zeros_like, lambda p: p.new_full(p.shape, 2.0)])
