@@ -145,6 +145,22 @@ def neighbors(num_data: int) -> Tensor:
     return (torch.eye(num_data) + torch.eye(num_data).roll(1, 0)).double() / 2
 
 
+def limited(m: Any, x: Tensor) -> Tensor:
+    """Send data to two experts, which have room for two data each: those that come first."""
+    best = (x[:, 0] > 10).long()  # all go to the first one
+    out = torch.zeros_like(x)
+    for expert in range(2):
+        chosen = (best == expert).nonzero().squeeze(1)[:2]
+        out[chosen] = x[chosen] @ m.E[expert]
+    result: Tensor = (out + x) @ m.V
+    return result
+
+
+def limited_by_batch(m: Any, x: Tensor) -> Tensor:
+    """Do nothing to the last data of a batch that is longer than what an audit looks at."""
+    return torch.cat([x[: FEW + 2] @ m.V, x[FEW + 2 :] @ m.V * 0.5])
+
+
 BETWEEN = "Data mix after matmul .'W'., and before matmul .'V'."
 REST = "depends on the rest of its batch"
 # How data influence each other, and what the error must say.
@@ -167,7 +183,11 @@ MIXING: dict[str, tuple[Compute, str]] = {
     "at the end": (lambda m, x: (f := x @ m.V) - f.mean(0), "Data mix after matmul .'V'."),
     "softmax over data": (lambda m, x: (x @ m.V).softmax(0), "Data mix after matmul .'V'."),
     "running sum": (lambda m, x: (x @ m.W).cumsum(0).tanh() @ m.V, BETWEEN),
+    "running sum of inputs": (lambda m, x: x.cumsum(0) @ m.V, REST),
+    "capacity": (limited, REST),
+    "the first one": (lambda m, x: ((h := x @ m.W) + h[:1].detach()).tanh() @ m.V, REST),
     "the last one": (lambda m, x: ((h := x @ m.W) + h[-1:].detach()).tanh() @ m.V, REST),
+    "place in the batch": (lambda m, x: (x @ m.W * torch.arange(len(x)).unsqueeze(1)).tanh() @ m.V, REST),
     "size of the batch": (lambda m, x: (x @ m.W / len(x)).tanh() @ m.V, REST),
 }
 
@@ -190,6 +210,15 @@ def test_models_that_mix_data(name: str, num_data: int) -> None:
         inspect(model, X)
     if name != "batch norm":  # which has a rule that knows
         assert KFAC(risk, uncovered="skip", audit=False).audit is None
+
+
+def test_the_last_data_of_a_long_batch() -> None:
+    """What happens to data beyond those that an audit looks at is compared with what happens to them alone."""
+    model = mixing_model(limited_by_batch)
+    X, y = normal(MANY, 4), labels(MANY)
+    with pytest.raises(ModelError, match=REST):
+        KFAC(EmpiricalRisk(model, LOSS, (X, y)), uncovered="skip")
+    KFAC(EmpiricalRisk(model, LOSS, (X[:FEW], y[:FEW])), uncovered="skip")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

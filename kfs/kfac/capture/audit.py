@@ -61,15 +61,15 @@ class Audited:
 
 
 def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
-    """Compare predictions of a whole batch with those of its first data alone.
+    """Compare predictions of a whole batch with those of its last data alone.
 
     Raises:
         ModelError: If they differ.
     """
-    difference = difference_of(f[: len(few)], few)
+    difference = difference_of(f[len(f) - len(few) :], few)
     if difference > tolerance:
         raise _mixing_error(
-            f"The predictions for the first {len(few)} data differ by {difference:.0%} if they are computed in a batch "
+            f"The predictions for the last {len(few)} data differ by {difference:.0%} if they are computed in a batch "
             f"of {len(f)}."
         )
 
@@ -80,7 +80,7 @@ def audit(
     """Check what is captured on a few data.
 
     Returns:
-        What was found, and predictions for the first data.
+        What was found, and predictions for the last data.
 
     Args:
         run: Evaluates the model.
@@ -96,7 +96,7 @@ def audit(
     with torch.compiler.set_stance("force_eager"):  # a compiled model hides its operations
         if num_data > FEW:
             try:
-                part = cut(x, num_data, FEW, batch_axis)
+                part = cut(x, num_data, range(num_data - FEW, num_data), batch_axis)
                 return _Audit(run, part, FEW, session, batch_axis, halves).result()
             except Exception:
                 log.debug("The audit of %d data did not go through; now all %d.", FEW, num_data, exc_info=True)
@@ -224,10 +224,10 @@ class _Audit:
 
     def _compare_predictions(self, f: Tensor, tolerance: float) -> float:
         """Compare predictions with those of the model alone, for half of the data if possible."""
-        half = self.num_data // 2 if self.halves else self.num_data
-        plain = self._half(half)
-        if plain is not None and difference_of(plain, f[:half]) <= tolerance:
-            return difference_of(plain, f[:half])
+        chosen = self._half()
+        plain = self._alone(chosen)
+        if plain is not None and difference_of(plain, f[chosen]) <= tolerance:
+            return difference_of(plain, f[chosen])
         # Is it the capture, or the other half of the data?
         difference = difference_of(self.run(self.x, self.num_data, None).detach(), f)
         if difference > tolerance:
@@ -235,13 +235,24 @@ class _Audit:
         if plain is None or (self.whole and not self._inputs_are_in_order()):
             return difference
         raise _mixing_error(
-            f"The predictions for {half} data are not the same in a batch with {self.num_data - half} others."
+            f"The predictions for {len(chosen)} data are not the same in a batch with {self.num_data - len(chosen)} "
+            "others."
         )
 
-    def _half(self, half: int) -> Tensor | None:
-        """Return predictions for the first data; `None` if the batch cannot be cut, as one of ragged graphs."""
+    def _half(self) -> list[int]:
+        """Return some data that are computed alone.
+
+        The last ones come first: a model may prefer data that come early, as where experts have room for a few.
+        """
+        if not self.halves:
+            return list(range(self.num_data))
+        return list(range(self.num_data))[: -(self.num_data // 2) - 1 : -1]
+
+    def _alone(self, chosen: list[int]) -> Tensor | None:
+        """Return predictions for some data; `None` if the batch cannot be cut, as one of ragged graphs."""
         try:
-            return self.run(cut(self.x, self.num_data, half, self.batch_axis), half, None).detach()
+            x = cut(self.x, self.num_data, chosen, self.batch_axis) if self.halves else self.x
+            return self.run(x, len(chosen), None).detach()
         except Exception:
             if not self.whole:
                 raise
