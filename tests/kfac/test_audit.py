@@ -123,6 +123,24 @@ def test_the_difference_is_in_the_message() -> None:
         KFAC(EmpiricalRisk(model, LOSS, (normal(5, 4), labels(5))))
 
 
+def test_hidden_uses_in_some_batches() -> None:
+    """A parameter has a block from batches of one shape; batches of another shape hide its only use."""
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        multiply = scripted if x.shape[1] > 3 else F.linear
+        h = multiply(x, m.W).tanh().mean(1)
+        return F.linear(h, m.V) if hasattr(m, "V") else h
+
+    for num_data in (1, 5):
+        for V in (normal(3, 4), None):  # is there another use, which is seen?
+            params = {"W": normal(3, 4)} if V is None else {"W": normal(4, 4), "V": V}
+            model = Function(compute, **params)
+            data = [(normal(num_data, length, 4), labels(num_data)) for length in (2, 5)]
+            assert list(KFAC(EmpiricalRisk(model, LOSS, data[:1])).blocks) == list(params)
+            with pytest.raises(ModelError, match=r"'W': .* not seen"):
+                KFAC(EmpiricalRisk(model, LOSS, data))
+
+
 def test_without_audit_hidden_uses_are_not_noticed() -> None:
     risk = EmpiricalRisk(hidden_model("scripted"), LOSS, (normal(5, 4), labels(5)))
     K = KFAC(risk, audit=False)

@@ -16,6 +16,7 @@ from torch import Tensor
 from kfs.basics.hessian_factorizations import hessian_factor
 from kfs.basics.reduction_factors import reduction_factor
 from kfs.data import mapped
+from kfs.errors import ModelError
 from kfs.kfac import EKFAC, KFAC
 from tests.kfac.arrangements import ARRANGEMENTS, Instance, N, Problem
 from tests.kfac.problems import KNOWN
@@ -205,8 +206,8 @@ class TestArrangements:
         (problem,) = [one for one in ARRANGEMENTS if one.name == name]
         check_traces(instance(problem, num_data), "empirical", "reduce")
 
-    @pytest.mark.xfail(reason="its head has no data, so that a use is lost; the audit of that shape says nothing")
     def test_a_graph_without_nodes_alone(self) -> None:
-        """What is predicted for it does not depend on anything, but a bias that is added counts."""
+        """Its prediction does not depend on any data, so that the use of the head is not seen: an error, no silence."""
         (problem,) = [one for one in ARRANGEMENTS if one.name == "graphs, as many nodes as data"]
-        check_batches(instance(problem, N), [[0], [1], [2], [3]])
+        with pytest.raises(ModelError, match=r"'o\.(weight|bias)': .* not seen"):
+            KFAC(instance(problem, N).risk([0], [1], [2], [3]))

@@ -183,13 +183,13 @@ class _Audit:
 
     def _send_back(self, f: Tensor, capture: Capture, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Measure rows, add gradients times inputs up, and return gradients by autograd for the same vectors."""
-        if self.num_data == 1:  # all rows are those of the only datum, so that nobody waits
-            return backward(f, capture, next(probes(f, 1)).unsqueeze(0), also=params)
+        sites = capture.sites
+        if self.num_data == 1 or sites is None or not (sites.waiting or sites.observed):  # nobody waits
+            return backward(f, capture, next(probes(f, self.num_data)).unsqueeze(0), also=params)
         exact = measure_rows(f, capture, also=params)
-        if capture.sites is not None:
-            with full_precision(f.device.type):
-                capture.sites.replay()
-                pass_derived(capture)
+        with full_precision(f.device.type):
+            sites.replay()
+            pass_derived(capture)
         return exact
 
     def _forward(self, capture: Capture, within: AbstractContextManager[Any] | None = None) -> Tensor:
@@ -310,6 +310,10 @@ class _Audit:
             differences[name] = distance / size if size > 0 else torch.inf
             if differences[name] > (IN_HALF_PRECISION if narrow else tolerance):
                 unexplained.add((name, self._missed(name, f, sums, differences[name])))
+        # Another shape of inputs may take another way, so that a parameter has a block all the same.
+        unseen = [name for name, g in gradients.items() if name not in sums.operations and bool(g.any())]
+        missed = "something that was not seen: PyTorch hides it, or it does not depend on data"
+        unexplained.update((name, missed) for name in unseen if name not in left_out)
         return differences, unexplained
 
     def _missed(self, name: str, f: Tensor, sums: GradientSums, difference: float) -> str:
