@@ -130,7 +130,7 @@ class _Audit:
         names = list(self.params)
         with _without_hooks(self.params.values()):
             f, capture, sums, exact = self._captured([self.params[name] for name in names])
-        tolerance = IN_HALF_PRECISION if sums.narrow else tolerance_for(f)
+        tolerance = IN_HALF_PRECISION if sums.narrow else tolerance_for(f.dtype, f.device)
         predictions = self._compare_predictions(f.detach(), tolerance)
         gradients, unexplained = self._compare_gradients(
             f, capture, sums, dict(zip(names, exact, strict=True)), tolerance
@@ -285,13 +285,14 @@ class _Audit:
             if not isfinite(distance + size + terms):
                 differences[name] = nan
                 continue
-            narrow = name in sums.narrow
-            noise = terms * (2 * torch.finfo(torch.bfloat16).eps if narrow else _ROUNDINGS * torch.finfo(f.dtype).eps)
+            precision = torch.bfloat16 if name in sums.narrow else capture.precisions.get(name, f.dtype)
+            roundings = 2 if torch.finfo(precision).bits == 16 else _ROUNDINGS
+            noise = roundings * torch.finfo(precision).eps * terms
             if distance <= noise:  # terms may cancel, so that nothing but rounding errors is left
                 differences[name] = distance / terms if terms > 0 else 0.0
                 continue
             differences[name] = distance / size if size > 0 else torch.inf
-            if differences[name] > (IN_HALF_PRECISION if narrow else tolerance):
+            if differences[name] > max(tolerance, tolerance_for(precision, f.device)):
                 unexplained.add((name, self._missed(name, f, sums, differences[name])))
         return differences, unexplained
 
