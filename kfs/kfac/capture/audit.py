@@ -60,6 +60,10 @@ class Audited:
         return not any(map(isnan, (self.report.predictions, *self.report.gradients.values())))
 
 
+class NotRepeatableError(ModelError):
+    """The model is not the same function in every call."""
+
+
 def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
     """Compare predictions of a whole batch with those of its first data alone.
 
@@ -285,7 +289,12 @@ class _Audit:
     def _wrong_rule(self, difference: float, tolerance: float) -> ModelError:
         """Find the first operation whose result is another one under capture."""
         plain, captured = Results(self.session.tracker), Results(self.session.tracker)
-        self.run(self.x, self.num_data, plain)
+        once = self.run(self.x, self.num_data, plain).detach()
+        if difference_of(self.run(self.x, self.num_data, None).detach(), once) > tolerance:
+            return NotRepeatableError(
+                "The model is not the same function in every call: its predictions for the same data differ.",
+                "Remove what it draws or counts outside of PyTorch. If you know what you do, pass audit=False.",
+            )
         capture = Capture(self.session, GradientSums(), self.num_data, self.batch_axis, self.known, measuring=True)
         self._forward(capture, Both(capture, captured))
         return wrong_rule(plain, captured, difference, tolerance)

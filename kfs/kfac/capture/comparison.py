@@ -64,7 +64,8 @@ def wrong_rule(plain: Results, captured: Results, difference: float, tolerance: 
             break
     return ModelError(
         f"Predictions under capture differ by {difference:.0%} from those of the model.{culprit}",
-        "Leave the parameters of that operation out with params=, and report it as an error of kfs.",
+        "Leave the parameters of that operation out with params=, and report it as an error of kfs. audit=False would "
+        "go on with other predictions than those of the model.",
     )
 
 
