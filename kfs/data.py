@@ -186,6 +186,20 @@ def cut(x: Any, num_data: int, chosen: Sequence[int], batch_axis: int | None = N
     return mapped(x, some)
 
 
+def can_be_cut(x: Any, num_data: int, few: int, batch_axis: int | None = None) -> bool:
+    """Whether one may try to take the first few data of a batch apart.
+
+    Some tensor has an axis for data. And no other one may have indices of data, such as the graph that each node of a
+    batch belongs to: an accelerator does not survive an index that points beyond the first few.
+    """
+    found = [t for t in tensors_in(x) if t.layout is torch.strided]
+    if all(axis_to_cut(t.shape, num_data, batch_axis) is None for t in found):
+        return False
+    integers = [t for t in found if t.dtype != torch.bool and not (t.is_floating_point() or t.is_complex())]
+    largest = [int(t.max()) for t in integers if t.numel() and len(found) > 1]
+    return not any(few <= number < num_data for number in largest)
+
+
 def axis_to_cut(shape: Sequence[int], num_data: int, batch_axis: int | None) -> int | None:
     """Return which axis of an input is the batch axis, by its length; whether that is right shows in the audit."""
     axes = [axis for axis, length in enumerate(shape) if length == num_data]

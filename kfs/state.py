@@ -3,6 +3,8 @@
 A model that needs them changed is not a function of its input, and is refused.
 """
 
+import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,7 +78,7 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
 
     Args:
         model: A module, or anything else (which has no buffers).
-        device: Where it runs; the generators of the CPU and of this device are restored.
+        device: Where it runs; the generators of the CPU and of this device are restored, and those of Python and NumPy.
         refuse: Whether a changed buffer is an error. In training, it is not.
 
     Raises:
@@ -85,7 +87,7 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
     named = model.named_buffers() if isinstance(model, Module) else ()
     buffers = {name: (b, b._version, b.clone()) for name, b in named}
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _other_generators():
             yield
     finally:
         changed = [name for name, (b, version, _) in buffers.items() if b._version != version]
@@ -105,6 +107,20 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
             f"The model changed its buffers {changed} in the forward pass, so its prediction depends on its past.",
             "Call model.eval() first.",
         )
+
+
+@contextmanager
+def _other_generators() -> Iterator[None]:
+    """Restore the random state of Python, and of NumPy if somebody has imported it."""
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    array_state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(array_state)
 
 
 def random_state(device: torch.device) -> list[Tensor]:

@@ -3,6 +3,7 @@
 What is exported here is the interface for applications that watch passes which somebody else makes.
 """
 
+from kfs.kfac.capture.audit import NotRepeatableError
 from kfs.kfac.capture.audit_report import Audit, both_audits
 from kfs.kfac.capture.audits import Audits, forget_audits
 from kfs.kfac.capture.mode import Capture, forward
@@ -15,6 +16,7 @@ __all__ = [
     "Audits",
     "Capture",
     "Known",
+    "NotRepeatableError",
     "Session",
     "backward",
     "both_audits",

@@ -25,8 +25,10 @@ BASE = 8
 _DIRECTIONS = 4
 # A row whose gradient is smaller than this many times the precision, relative to the largest one, has none.
 _NOTHING = 8
-# A row whose gradient is larger than this, relative to the largest one, is never too small for its misfit to count.
-_LOUD = 0.1
+# A row's gradient may be off by this many roundings of the largest one. Half precision has so few digits that one has
+# to be content with what is likely.
+_ROUNDINGS = {torch.float64: 64, torch.float32: 64}
+_ROUNDINGS_IN_HALF_PRECISION = 2
 # Up to which relative misfit a row belongs to one datum. Powers of two leave no rounding errors, except where a GPU
 # adds numbers up in varying order.
 _MISFIT = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -79,6 +81,11 @@ class Measured:
         """Whether a row influences the predictions for several data."""
         return self.worst > self.tolerance
 
+    @property
+    def number_of_owners(self) -> int:
+        """The number of different data that rows belong to."""
+        return len(self.owners[self.owners >= 0].unique())
+
     def of_groups(self, groups: int) -> Tensor | None:
         """Return owners of groups of consecutive rows; `None` if rows of one group belong to different data."""
         if groups == len(self.owners):
@@ -89,19 +96,27 @@ class Measured:
         return largest if bool(agree.all()) else None
 
 
-def measured(gradients: Sequence[Tensor], num_data: int, dtype: torch.dtype) -> Measured:
-    """Find the datum of each row.
+def measured(gradients: Sequence[Tensor], lengths: Sequence[int], num_data: int, dtype: torch.dtype) -> list[Measured]:
+    """Find the datum of each row, for the rows of several places together.
 
     Args:
-        gradients: For each vector of `probes`, a few numbers for each row, `[rows, directions]`.
+        gradients: For each vector of `probes`, a few numbers for each row, `[rows of all places, directions]`.
+        lengths: How many rows each place has.
         num_data: Number of data.
         dtype: The precision in which gradients were computed.
+
+    Returns:
+        What was measured at each place.
     """
     first = gradients[0]
     size = first.square().sum(1)
     eps, tolerance = torch.finfo(dtype).eps, _MISFIT.get(dtype, _MISFIT_IN_HALF_PRECISION)
-    largest = size.max() if len(size) else size.new_zeros(())
+    # Rows are compared with the largest one at their place.
+    maxima = torch.stack([part.max() if len(part) else part.new_zeros(()) for part in size.split(list(lengths))])
+    largest = maxima.repeat_interleave(torch.tensor(lengths))
     votes = size > (_NOTHING * eps) ** 2 * largest
+    roundings = _ROUNDINGS.get(dtype, _ROUNDINGS_IN_HALF_PRECISION)
+    noise = roundings * eps * (largest / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt()
     owners = torch.zeros_like(size, dtype=torch.long)
     misfit = torch.zeros_like(size)
     for place, other in enumerate(gradients[1:]):
@@ -113,9 +128,9 @@ def measured(gradients: Sequence[Tensor], num_data: int, dtype: torch.dtype) -> 
         owners += digit.long() * BASE**place
     misfit[owners >= num_data] = torch.inf
     owners[~votes | (owners >= num_data)] = -1
-    # Rounding errors of half precision would leave no row at all: there, the largest ones have to do.
-    loud = size > min(64 * eps / tolerance, _LOUD) ** 2 * largest
-    return Measured(owners, misfit, loud & votes, tolerance)
+    loud = votes & ((noise <= tolerance) | (misfit > noise))
+    parts = zip(*(t.split(list(lengths)) for t in (owners, misfit, loud)), strict=True)
+    return [Measured(datum, distance, counts, tolerance) for datum, distance, counts in parts]
 
 
 def regular_order(owners: Tensor, num_data: int, leading: Sequence[int]) -> tuple[int | None, bool]:
@@ -156,16 +171,18 @@ def _candidates(num_data: int, leading: Sequence[int]) -> Iterator[int]:
 
 def nearest_order(gradients: Sequence[Tensor], num_data: int, leading: Sequence[int]) -> int | None:
     """Find the regular order that comes closest to what was measured, where data are allowed to mix."""
-    first = gradients[0]
-    if len(first) == 0 or len(first) % num_data:
+    groups = prod(leading)
+    if groups == 0 or groups % num_data:
         return None
-    rows = torch.arange(len(first), device=first.device)
+    first, *others = (rows.reshape(groups, -1) for rows in gradients)
+    rows = torch.arange(groups, device=first.device)
     best, smallest = None, torch.inf
     for inner in _candidates(num_data, leading):
         n = rows // inner % num_data
         distance = 0.0
-        for other in gradients[1:]:
-            distance += float((other - (2.0 ** (n % BASE)).unsqueeze(1).to(first.dtype) * first).square().sum())
+        for other in others:
+            factors = (2.0 ** (n % BASE)).unsqueeze(1).to(first.dtype)
+            distance += float((other - factors * first).square().sum())
             n = n // BASE
         if distance < (1 - 1e-6) * smallest:
             best, smallest = inner, distance

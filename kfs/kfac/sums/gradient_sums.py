@@ -34,7 +34,7 @@ class GradientSums(Sums):
         self.operations: dict[str, set[str]] = {}
         self.conflicts: set[tuple[str, str]] = set()
         self.totals: dict[Key, tuple[Layout, Tensor]] = {}
-        self.sizes: dict[Key, float] = {}
+        self.sizes: dict[Key, Tensor] = {}
         self.narrow: set[str] = set()
 
     def adder_of(self, plan: PlannedUse) -> Adder:
@@ -59,20 +59,29 @@ class GradientSums(Sums):
             By parameter that has a block: the distance of both, the norm of the gradient by autograd, and how large the
             terms are that it is a sum of.
         """
-        sizes = {name: float(g.norm()) for name, g in exact.items() if name in self.operations}
-        squares = dict.fromkeys(sizes, 0.0)
-        terms = dict.fromkeys(sizes, 0.0)
-        unseen = {name: exact[name].numel() for name in sizes}
+        names = [name for name in exact if name in self.operations]
+        unseen = {name: exact[name].numel() for name in names}
+        norms: list[Tensor] = [exact[name].norm() for name in names]
+        parts: list[tuple[str, Key]] = []
         for key, (layout, total) in self.totals.items():
             for name, g, found in _parts(layout, exact, total):
-                difference = found - g.reshape(found.shape).to(found.dtype)
-                squares[name] += float(difference.norm()) ** 2
-                terms[name] += self.sizes[key]
+                norms.append((found - g.reshape(found.shape).to(found.dtype)).norm())
+                parts.append((name, key))
                 unseen[name] -= g.numel()
-        for name in sizes:
+        keys = list(self.sizes)
+        norms += [self.sizes[key] for key in keys]
+        # An accelerator is asked once.
+        values = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).tolist() if norms else []
+        sizes = dict(zip(names, values, strict=False))
+        terms_of = dict(zip(keys, values[len(names) + len(parts) :], strict=True))
+        squares, terms = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+        for (name, key), distance in zip(parts, values[len(names) :], strict=False):
+            squares[name] += distance**2
+            terms[name] += terms_of[key]
+        for name in names:
             if unseen[name]:  # entries that no block has should have no gradient
                 squares[name] += float(self._rest(name, exact).norm()) ** 2
-        return {name: (squares[name] ** 0.5, sizes[name], terms[name]) for name in sizes}
+        return {name: (squares[name] ** 0.5, sizes[name], terms[name]) for name in names}
 
     def _rest(self, name: str, exact: Mapping[str, Tensor]) -> Tensor:
         """Return the gradient of a parameter, with zeros for what blocks have."""
@@ -112,8 +121,8 @@ class _Add(Adder):
             layout, before = self.sums.totals.get(key, (self.plan.layout, None))
             self.sums.totals[key] = (layout, total if before is None else before.add_(total))
             # Terms may cancel. What is lost to rounding is in proportion to how large they are.
-            length = float(inputs.norm()) * self.plan.inputs.overlap**0.5 if has_numbers else one_datum.inner**0.5
-            self.sums.sizes[key] = self.sums.sizes.get(key, 0.0) + length * float(g.norm())
+            length = inputs.norm() * self.plan.inputs.overlap**0.5 if has_numbers else one_datum.inner**0.5
+            self.sums.sizes[key] = length * g.norm() + self.sums.sizes.get(key, 0.0)
 
         return receive
 
