@@ -288,6 +288,66 @@ def vector(_: int) -> Tensor:
     return normal(1, 3)
 
 
+class Sets(nn.Module):
+    """Sums over the elements of several sets along one axis, written in many ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.a = nn.Linear(3, 4)
+        self.o = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, owner: Tensor, empty: Tensor) -> Tensor:
+        """Predict for elements `[elements, 3]`, the set of each element, and `[sets]`."""
+        h, n = self.a(x).tanh(), len(empty)
+        zeros = h.new_zeros(n, 4)
+        sums: dict[str, Callable[[], Tensor]] = {
+            "index_add": lambda: zeros.index_add(0, owner, h),
+            "index_add_": lambda: zeros.index_add_(0, owner, h),
+            "scatter_add": lambda: zeros.scatter_add(0, owner.unsqueeze(1).expand(-1, 4), h),
+            "scatter_reduce": lambda: zeros.scatter_reduce(0, owner.unsqueeze(1).expand(-1, 4), h, "sum"),
+            "index_put": lambda: zeros.index_put((owner,), h, accumulate=True),
+            "one_hot": lambda: F.one_hot(owner, n).to(h.dtype).T @ h,
+            "segment_reduce": lambda: torch.segment_reduce(h, "sum", lengths=owner.bincount(minlength=n), axis=0),
+            "split": lambda: torch.stack([part.sum(0) for part in h.split(owner.bincount(minlength=n).tolist())]),
+            "masks": lambda: torch.stack([h[owner == place].sum(0) for place in range(n)]),
+            "items": lambda: torch.stack([_part(h, owner, place).sum(0) for place in range(n)]),
+        }
+        return self.o(sums[self.how]().tanh())  # type: ignore[no-any-return]
+
+
+def _part(h: Tensor, owner: Tensor, place: int) -> Tensor:
+    """Return the rows of one set, given that sets stand one after the other."""
+    start = int((owner < place).sum())
+    return h[start : start + int((owner == place).sum())]
+
+
+SUMS = (
+    *("index_add", "index_add_", "scatter_add", "scatter_reduce", "index_put", "one_hot", "segment_reduce"),
+    *("split", "masks", "items"),
+)
+
+
+def set_of(sizes: Sequence[int]) -> Callable[[int], Any]:
+    """Return what makes a set with as many elements as `sizes` says."""
+
+    def datum(n: int) -> Any:
+        return normal(sizes[n], 3), torch.zeros(sizes[n], dtype=torch.long), torch.zeros(1)
+
+    return datum
+
+
+def join_sets(parts: Sequence[Any]) -> Any:
+    owner = torch.cat([torch.full((len(x),), place) for place, (x, *_) in enumerate(parts)])
+    return torch.cat([x for x, *_ in parts]), owner, torch.zeros(len(parts))
+
+
+def with_negatives(m: Any, x: Tensor, negatives: Tensor) -> Tensor:
+    """Encode a datum together with what it is compared to: `[N]` rows, then three for each datum."""
+    z = m.f(torch.cat([x, negatives.flatten(0, 1)])).tanh()
+    return m.o(z[: len(x)] * z[len(x) :].view(len(x), 3, -1).mean(1))  # type: ignore[no-any-return]
+
+
 def pair(_: int) -> tuple[Tensor, Tensor]:
     return normal(1, 3), normal(1, 3)
 
@@ -326,6 +386,7 @@ ARRANGEMENTS = (
     Problem("one by one", lambda: Net(one_by_one, encoder()), vector),
     Problem("sorted", lambda: Net(sorted_by_value, encoder()), vector),
     Problem("some only", lambda: Net(some_only, encoder()), vector),
+    Problem("negatives", lambda: Net(with_negatives, encoder()), lambda _: (normal(1, 3), normal(1, 3, 3))),
     Problem("experts, argsort", lambda: Experts("argsort"), sequence(3)),
     Problem("experts, masks", lambda: Experts("masks"), sequence(5)),
     Problem("experts, topk", lambda: Experts("topk"), sequence(5)),

@@ -12,13 +12,29 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from kfs.basics.hessian_factorizations import hessian_factor
 from kfs.basics.reduction_factors import reduction_factor
 from kfs.data import mapped
 from kfs.errors import ModelError
 from kfs.kfac import EKFAC, KFAC
-from tests.kfac.arrangements import ARRANGEMENTS, Instance, N, Problem, normal
+from tests.kfac.arrangements import (
+    ARRANGEMENTS,
+    SUMS,
+    Experts,
+    Instance,
+    N,
+    Net,
+    Problem,
+    Sets,
+    encoder,
+    join_sets,
+    normal,
+    sequence,
+    set_of,
+    time_major,
+)
 from tests.kfac.problems import KNOWN, whisper
 from tests.operators.contract import close
 
@@ -71,9 +87,9 @@ def traces(E: EKFAC) -> dict[str, float]:
     return {name: float(d.sum()) for name, d in E.domain.unflatten(E.diagonal().unsqueeze(0)).items()}
 
 
-def check_traces(one: Instance, fisher: Any, sharing: Any) -> EKFAC:
+def check_traces(one: Instance, fisher: Any, sharing: Any, *batches: Sequence[int], **settings: Any) -> EKFAC:
     """Compare traces with sums of squares. Biases have blocks of their own, so that traces are exact for each."""
-    E = EKFAC(one.risk(), fisher, sharing, joint_bias=False)
+    E = EKFAC(one.risk(*batches), fisher, sharing, joint_bias=False, **settings)
     assert traces(E) == pytest.approx(squares(one, fisher), rel=1e-9, abs=1e-12)
     return E
 
@@ -163,6 +179,21 @@ class TestPrecision:
                     # a sum over data, changes far more.
                     assert float((found.double() - exact).norm()) < 0.05 * float(exact.norm()) + 1e-6, one.name
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_gradients_of_different_sizes(self, dtype: torch.dtype) -> None:
+        """Rows of a datum with small gradients are found next to those with large ones, also where data route."""
+
+        class Scaled(Experts):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x[:, 1:]) * x[:, 0, :1].exp()
+
+        problem = Problem("experts, scaled", lambda: Scaled("masks"), sequence(6))
+        low = in_precision(problem.instance(16), dtype)
+        high = in_precision(low, torch.float64)
+        for sharing in SHARING:
+            K, L = (KFAC(each.risk(), "empirical", sharing) for each in (low, high))
+            assert float(K.trace()) == pytest.approx(float(L.trace()), rel=0.05)
+
 
 # What is refused although it is well-defined: numbers of data, and why.
 IMAGES = "an image counts as a row, so that data along its spatial axis are refused"
@@ -214,6 +245,40 @@ class TestArrangements:
         """Where every batch is measured, indices of data have several digits."""
         (problem,) = [one for one in ARRANGEMENTS if one.name == name]
         check_traces(instance(problem, num_data), "empirical", "reduce")
+
+    @pytest.mark.parametrize("how", SUMS)
+    def test_regular_only_at_first(self, how: str) -> None:
+        """All sets of the first batch have the same size. The next batch has as many elements, in other sets."""
+        one = Problem(how, lambda: Sets(how), set_of([3, 3, 3, 3, 1, 5, 4, 2]), join_sets).instance(8)
+        check_traces(one, "empirical", "expand", range(4), range(4, 8))
+        together, alone = (
+            KFAC(one.risk(*batches), "empirical", "reduce")
+            for batches in ([range(4), range(4, 8)], [[n] for n in range(8)])
+        )
+        same_factors(together, alone)
+
+    @pytest.mark.parametrize("length", [N, N + 1])
+    def test_inputs_with_the_batch_axis_second(self, length: int) -> None:
+        problem = Problem(
+            "batch axis second",
+            lambda: Net(lambda m, x: m.o(m.f(x).tanh().mean(0)), encoder()),
+            lambda _: normal(length, 1, 3),
+            lambda parts: torch.cat(list(parts), 1),
+        )
+        one = problem.instance(N)
+        for sharing in SHARING:
+            check_traces(one, "empirical", sharing, batch_axis=1)
+            whole, parts = (KFAC(one.risk(*ns), sharing=sharing, batch_axis=1) for ns in ([], [[1], [3, 0, 2]]))
+            same_factors(whole, parts)
+
+    def test_checkpoints(self) -> None:
+        """Parts of a model that run again in the backward pass, as often as vectors are sent back."""
+
+        def saving(m: Any, x: Tensor) -> Tensor:
+            return checkpoint(lambda x: time_major(m, x), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+        one = Problem("checkpoint", lambda: Net(saving, encoder()), sequence(N)).instance(N)
+        check_traces_and_batches(one, [2], [3, 0, 1])
 
     def test_a_graph_without_nodes_alone(self) -> None:
         """Its prediction does not depend on any data, so that the use of the head is not seen: an error, no silence."""

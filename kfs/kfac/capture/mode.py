@@ -49,9 +49,20 @@ _PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_s
 _METHODS = ("dim", "size", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
 _QUESTIONS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
 
-# Operations that pick rows by an index.
-_PICK_NAMES = ("gather", "index_select", "masked_select", "take", "take_along_dim")
-_PICKS = {getattr(owner, name) for name in _PICK_NAMES for owner in (torch, Tensor)} | {Tensor.__getitem__}
+# Operations that pick rows by indices, send them somewhere, or repeat them.
+_MOVE_NAMES = (
+    *("gather", "index_select", "masked_select", "take", "take_along_dim", "repeat_interleave", "segment_reduce"),
+    *("index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce", "masked_scatter"),
+)
+_MOVES = {
+    getattr(owner, name + ending)
+    for name in _MOVE_NAMES
+    for ending in ("", "_")
+    for owner in (torch, Tensor)
+    if hasattr(owner, name + ending)
+} | {Tensor.__getitem__, Tensor.__setitem__, torch.nn.functional.one_hot}
+# Operations that read numbers, such as lengths.
+_READS = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__index__}
 
 _MOST_PLANS = 10_000
 
@@ -118,8 +129,8 @@ class Capture(TorchFunctionMode):
             return func(*args, **kwargs)
         self.operations = hash((self.operations, func))
         inputs = tensors_of((*args, *kwargs.values()) if kwargs else args)
-        if func in _PICKS and len(inputs) > 1:
-            self.routes = self.routes or any(map(self.is_data, inputs[1:]))
+        if func in _MOVES or func in _READS:
+            self.routes = self.routes or self._moves_by_data(func, args, inputs)
         if not torch.is_grad_enabled():  # what has no gradient is no use
             refuse_reentrant_checkpoint()
         elif _are_functorch_transforms_active():  # taps do not work there
@@ -136,6 +147,14 @@ class Capture(TorchFunctionMode):
         result = func(*args, **kwargs)
         self.marks.note(func, inputs, args, result)
         return result
+
+    def _moves_by_data(self, func: Any, args: Any, inputs: list[Tensor]) -> bool:
+        """Whether data decide where rows go, or how many there are of each datum."""
+        if func is Tensor.__getitem__ or func is Tensor.__setitem__:
+            indices = tensors_of(args[1:2])
+        else:
+            indices = inputs if len(inputs) == 1 else inputs[1:]
+        return any(self.is_data(t) for t in indices if not t.is_floating_point())
 
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
         """Run an operation that uses a tracked parameter: by its plan if that is known."""

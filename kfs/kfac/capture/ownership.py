@@ -25,6 +25,8 @@ BASE = 8
 _DIRECTIONS = 4
 # A row whose gradient is smaller than this many times the precision, relative to the largest one, has none.
 _NOTHING = 8
+# But not a row with more than this: in half precision, gradients of different data differ by more than their rounding.
+_SMALLEST = 1e-3
 # A row's gradient may be off by this many roundings of the largest one. Half precision has so few digits that one has
 # to be content with what is likely.
 _ROUNDINGS = {torch.float64: 64, torch.float32: 64}
@@ -114,7 +116,7 @@ def measured(gradients: Sequence[Tensor], lengths: Sequence[int], num_data: int,
     # Rows are compared with the largest one at their place.
     maxima = torch.stack([part.max() if len(part) else part.new_zeros(()) for part in size.split(list(lengths))])
     largest = maxima.repeat_interleave(torch.tensor(lengths))
-    votes = size > (_NOTHING * eps) ** 2 * largest
+    votes = size > min(_NOTHING * eps, _SMALLEST) ** 2 * largest
     roundings = _ROUNDINGS.get(dtype, _ROUNDINGS_IN_HALF_PRECISION)
     noise = roundings * eps * (largest / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt()
     owners = torch.zeros_like(size, dtype=torch.long)
