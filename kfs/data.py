@@ -3,7 +3,10 @@
 What a batch means to a model and a loss lives in `kfs.risk`.
 """
 
+import copy
 import hashlib
+import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -11,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from kfs.errors import DataError
 
@@ -22,7 +26,7 @@ class Batch(NamedTuple):
     """Some consecutive data.
 
     Attributes:
-        x: What the model takes: a tensor, a tuple of arguments or a dictionary of keyword arguments.
+        x: What the model takes: a tensor, a tuple of arguments or a mapping; see `arguments`.
         y: Targets, `[N, ...]`.
         first: Index of the first datum within the data set.
     """
@@ -58,7 +62,8 @@ def default_unpack(batch: Any) -> tuple[Any, Tensor]:
                 f"A batch is a mapping with the keys {list(batch)}, none of which is 'labels'.",
                 "Say how to split it: unpack=lambda batch: (x, y).",
             )
-        return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+        rest = {key: value for key, value in batch.items() if key != "labels"}
+        return with_values(batch, rest), batch["labels"]
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     raise DataError(
@@ -84,29 +89,91 @@ def unpacked(unpack: Callable[[Any], Any], batch: Any) -> tuple[Any, Tensor]:
     return x, y
 
 
-def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments of a module for a batch's input."""
-    if isinstance(x, Mapping):
+def arguments(x: Any, model: Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments of a module for a batch's input.
+
+    A tuple or a list has the arguments. A mapping has keyword arguments if `forward` takes them; otherwise it is the
+    only argument. Everything else, named tuples included, is one argument.
+
+    Args:
+        x: The input.
+        model: Its `forward` says what it takes.
+
+    Raises:
+        DataError: If `forward` takes a mapping in neither way.
+    """
+    if not isinstance(x, Mapping):
+        return (tuple(x), {}) if type(x) in {tuple, list} else ((x,), {})
+    forward = _signature(model)
+    if forward is None:
         return (), dict(x)
-    return (tuple(x), {}) if type(x) in {tuple, list} else ((x,), {})
+    try:
+        forward.bind(**x)
+    except TypeError as error:
+        # Keys that are names of further arguments show that keyword arguments were meant.
+        further = list(forward.parameters)[1:]
+        if any(key in further for key in x) or not _takes_one_argument(forward):
+            raise DataError(
+                f"A batch is a mapping with the keys {list(x)}, but the model has forward{forward}: it takes neither "
+                f"these as keyword arguments ({error}), nor the mapping as its only argument.",
+                "Name the keys like the arguments of forward, or let unpack= return a tuple of arguments: "
+                "unpack=lambda batch: ((a, b), y).",
+            ) from error
+        return (x,), {}
+    return (), dict(x)
 
 
 def move(x: Any, device: torch.device) -> Any:
     """Move all tensors in a batch's input to a device."""
     if isinstance(x, Mapping):
-        return {key: move(value, device) for key, value in x.items()}
+        return with_values(x, {key: move(value, device) for key, value in x.items()})
     if type(x) in {tuple, list}:
-        return tuple(move(value, device) for value in x)
-    return x.to(device) if hasattr(x, "to") else x  # tensors, packed sequences
+        return type(x)(move(value, device) for value in x)
+    if hasattr(x, "to"):  # tensors, packed sequences
+        return x.to(device)
+    return type(x)(*(move(value, device) for value in x)) if _is_named_tuple(x) else x
 
 
 def mapped(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply a function to all tensors in a batch's input."""
+    if isinstance(x, Tensor):
+        return function(x)
     if isinstance(x, Mapping):
-        return {key: mapped(value, function) for key, value in x.items()}
+        return with_values(x, {key: mapped(value, function) for key, value in x.items()})
     if type(x) in {tuple, list}:
-        return tuple(mapped(value, function) for value in x)
-    return function(x) if isinstance(x, Tensor) else x
+        return type(x)(mapped(value, function) for value in x)
+    return type(x)(*(mapped(value, function) for value in x)) if _is_named_tuple(x) else x
+
+
+def with_values(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return a mapping of the same type, with the same attributes, that has other values; `x` is not changed.
+
+    Args:
+        x: A mapping of any type.
+        values: Its values. Keys of `x` that are not in here are left out.
+
+    Returns:
+        The mapping; the dictionary `values` itself if another one of this type cannot be made.
+    """
+    if type(x) is dict:
+        return values
+    for make in (_refilled, _constructed):
+        try:
+            new = make(x, values)
+            if type(new) is type(x) and set(new) == set(values) and all(new[key] is values[key] for key in values):
+                return new
+        except Exception:  # noqa: BLE001 (a class of the user may raise anything; there is another way)
+            continue
+    return values
+
+
+def plain(x: Any) -> Any:
+    """Return a batch's input as dictionaries and tuples, without values of tensors: what else it consists of."""
+    if isinstance(x, Mapping):
+        return {key: plain(value) for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        return tuple(map(plain, x))
+    return torch.empty(0) if isinstance(x, Tensor) else x
 
 
 def cut(x: Any, num_data: int, few: int, batch_axis: int | None = None) -> Any:
@@ -119,6 +186,20 @@ def cut(x: Any, num_data: int, few: int, batch_axis: int | None = None) -> Any:
         return t if axis is None else t.narrow(axis, 0, few)
 
     return mapped(x, first)
+
+
+def can_be_cut(x: Any, num_data: int, few: int, batch_axis: int | None = None) -> bool:
+    """Whether one may try to take the first few data of a batch apart.
+
+    Some tensor has an axis for data. And no other one may have indices of data, such as the graph that each node of a
+    batch belongs to: an accelerator does not survive an index that points beyond the first few.
+    """
+    found = [t for t in tensors_in(x) if t.layout is torch.strided]
+    if all(axis_to_cut(t.shape, num_data, batch_axis) is None for t in found):
+        return False
+    integers = [t for t in found if t.dtype != torch.bool and not (t.is_floating_point() or t.is_complex())]
+    largest = [int(t.max()) for t in integers if t.numel() and len(found) > 1]
+    return not any(few <= number < num_data for number in largest)
 
 
 def axis_to_cut(shape: Sequence[int], num_data: int, batch_axis: int | None) -> int | None:
@@ -173,12 +254,13 @@ class Fingerprint(NamedTuple):
 def fingerprint(x: Any, y: Tensor) -> Fingerprint:
     """Return what tells a batch from others. It is cheap, and looks at tensors alone.
 
-    Values of sparse, nested and quantized tensors are not looked at. An accelerator that has data is asked once.
+    Values of sparse, nested and quantized tensors are not looked at, and there are none on `meta`. An accelerator that
+    has data is asked once.
     """
     found = [t.detach() for t in (*tensors_in(x), y) if not t.is_nested]
     samples: dict[torch.device, list[Tensor]] = {}
     for t in found:
-        if t.layout is torch.strided and not t.is_quantized:
+        if t.layout is torch.strided and not t.is_quantized and not t.is_meta:
             samples.setdefault(t.device, []).append(_sample(t))
     hashed = hashlib.blake2b(digest_size=16)
     for on_device in samples.values():
@@ -227,3 +309,71 @@ def _seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+def _signature(model: Module) -> inspect.Signature | None:
+    """Return what a module's `forward` takes; `None` if nobody knows, as for traced modules."""
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:
+        return None
+    anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    if all(parameter.kind in anything for parameter in signature.parameters.values()):
+        for name in ("_orig_mod", "module"):  # compiled, or run in parallel: what is inside decides
+            inside = getattr(model, name, None)
+            if isinstance(inside, Module):
+                return _signature(inside)
+    return signature
+
+
+def _takes_one_argument(forward: inspect.Signature) -> bool:
+    """Whether one positional argument is enough."""
+    try:
+        forward.bind(None)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_named_tuple(x: Any) -> bool:
+    return isinstance(x, tuple) and hasattr(x, "_fields")
+
+
+def _refilled(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Copy a mapping, and replace its values."""
+    new = _copied(x, values)
+    for key in x:
+        if key not in values and key in new:
+            del new[key]
+    for key, value in values.items():
+        if new[key] is not value:
+            new[key] = value
+    # Some have their items also as attributes.
+    attributes = getattr(new, "__dict__", {})
+    for name in [name for name, part in attributes.items() if name in values and part is x[name]]:
+        attributes[name] = values[name]
+    if getattr(x, "__dict__", None) is x:  # or only as attributes
+        new.__dict__ = new
+    return new
+
+
+def _copied(x: Any, values: dict[Any, Any]) -> Any:
+    """Copy a mapping such that changing the copy does not change it."""
+    if isinstance(x, (dict, UserDict)) or hasattr(type(x), "__copy__"):
+        return copy.copy(x)
+    if hasattr(x, "copy"):
+        return x.copy()
+    # Python's copy shares what the attributes refer to. One of them has the items.
+    new = copy.copy(x)
+    (holder,) = [name for name, part in vars(x).items() if type(part) is dict and _are_items_of(part, x)]
+    vars(new)[holder] = dict(values)
+    return new
+
+
+def _are_items_of(part: dict[Any, Any], x: Mapping[Any, Any]) -> bool:
+    return part.keys() == x.keys() and all(part[key] is x[key] for key in x)
+
+
+def _constructed(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Make a mapping of the same type anew: one that cannot be changed, or copied."""
+    return type(x)(values)  # type: ignore[call-arg]

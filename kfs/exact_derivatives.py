@@ -28,6 +28,11 @@ _NO_DERIVATIVE = (
     "Double backward is unsupported",
     "does not support automatic differentiation",
 )
+# What they contain where a tensor is stored in a way that few operations and derivatives know.
+_STORED_OTHERWISE = {
+    "sparse": ("'Sparse", "Sparse CSR", "sparse tensor"),
+    "nested": ("NestedTensor", "NestedInt", "_nested_", "nested tensor"),
+}
 
 
 @contextmanager
@@ -35,14 +40,34 @@ def explained() -> Iterator[None]:
     """Say what to do where PyTorch cannot differentiate an operation as often as needed."""
     try:
         yield
-    except (NotImplementedError, RuntimeError) as error:
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
         message = str(error).partition("\n")[0]  # a long trace follows
+        first = message.partition(". ")[0].rstrip(".")  # a list of everything that would work follows
+        for kind, symptoms in _STORED_OTHERWISE.items():
+            if any(symptom in first for symptom in symptoms):
+                raise _stored_otherwise(kind, first) from error
         if isinstance(error, CheckpointError) or any(symptom in message for symptom in _NO_DERIVATIVE):
             raise ModelError(
                 f"PyTorch cannot differentiate an operation of the model as needed: {message}",
                 "Replace the operation by others, or leave the parameters before it out with params=.",
             ) from error
         raise
+
+
+def refuse_sparse_and_nested(t: Tensor) -> None:
+    """Refuse a tensor whose entries are not where its strides say."""
+    if t.is_nested or t.layout is not torch.strided:
+        raise _stored_otherwise("nested" if t.is_nested else "sparse", "it is combined with a parameter")
+
+
+def _stored_otherwise(kind: str, where: str) -> ModelError:
+    """Return the error for a `"sparse"` or `"nested"` tensor."""
+    ways_out = {
+        "sparse": "Make it dense before, in the data or in the model: x.to_dense().",
+        "nested": "Pad it before, with torch.nested.to_padded_tensor(x, 0.0), and mask the padding.",
+    }
+    cause = f"The model uses a {kind} tensor in a way that is not supported here: {where}."
+    return ModelError(cause, ways_out[kind])
 
 
 @contextmanager

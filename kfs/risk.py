@@ -6,8 +6,8 @@ $$
 
 The reduction factor $R$ is that of the whole data set, counted once, whatever the batches are. Nothing that is
 computed here or from here changes the model, its gradients, its mode, its buffers or the random state, not even
-after an error. What the loss knows lives in `kfs.losses`, how data are taken apart in `kfs.data`; derivatives
-beyond the gradient live in `kfs.operators`.
+after an error. What the loss knows lives in `kfs.losses`, how data are taken apart in `kfs.data`, which parameters are
+considered in `kfs.parameters`; derivatives beyond the gradient live in `kfs.operators`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -34,25 +34,28 @@ from kfs.data import (
     tensors_in,
     unpacked,
 )
-from kfs.errors import DataError, DtypeError, ModelError
+from kfs.errors import DataError, ModelError
 from kfs.exact_derivatives import ExactDerivatives, explained, no_hooks_on_saved_tensors
 from kfs.losses import Loss, describe
-from kfs.state import check_module, no_randomness, restored, unchanged
-
-Params = dict[str, Tensor]
+from kfs.outputs import prediction_in
+from kfs.parameters import Params, function_params, module_params, places, switched_on, with_gradients
+from kfs.state import UnusedDraws, check_module, evaluating, random_state, restored, unchanged
 
 
 class EmpiricalRisk:
     """The empirical risk of a model on a data set, as a function of (some of) its parameters.
 
     Args:
-        model: A `torch.nn.Module`, or a function `f(params, x)` with `params` a dictionary of tensors.
+        model: A `torch.nn.Module`, or a function `f(params, x)` with `params` a dictionary of tensors. It returns a
+            tensor of predictions, an object or mapping with `logits`, or a tuple that starts with the predictions.
         loss: A loss module of `torch.nn`, a `kfs.losses.Loss`, or a function of one datum's prediction and target.
         data: One `(X, y)`, a mapping (a batch as in Hugging Face), an iterable of batches, or a `DataLoader`. It is
             iterated more than once and must give the same data in the same order every time. Numbers that PyTorch draws
             for that (shuffling, augmentation) are made the same; those of NumPy and others are not. Every pass checks
             its first batch. After changing data on purpose, also in place, make a new `EmpiricalRisk`: this one
-            remembers what it has counted.
+            remembers what it has counted. Inputs that are a tuple or a list are
+            the arguments of a module. A mapping has its keyword arguments if `forward` takes them, and is its only
+            argument otherwise.
         params: For a module, which parameters to consider: a list of names, or a dictionary of names and values. By
             default all that require gradients. For a function, the dictionary of its parameters.
         unpack: Splits a batch into `(x, y)`. By default pairs are taken apart, and mappings at their key `"labels"`.
@@ -66,7 +69,7 @@ class EmpiricalRisk:
         params: The parameters that are considered, by name.
 
     Raises:
-        ModelError: If the model draws random numbers or mixes data, or a parameter is unknown.
+        ModelError: If the model's predictions depend on chance or on other data, or a parameter is unknown.
         DataError: If the data can be iterated only once, or a batch cannot be taken apart. Later, if data change.
 
     Example:
@@ -81,7 +84,7 @@ class EmpiricalRisk:
 
     def __init__(
         self,
-        model: nn.Module | Callable[[Params, Any], Tensor],
+        model: nn.Module | Callable[[Params, Any], Any],
         loss: object,
         data: object,
         params: Sequence[str] | Mapping[str, Tensor] | None = None,
@@ -91,12 +94,14 @@ class EmpiricalRisk:
         """Check what can be checked without running the model."""
         self.model = model
         self.loss: Loss = describe(loss)
-        self.params = _module_params(model, params) if isinstance(model, nn.Module) else _function_params(params)
+        self.params = module_params(model, params) if isinstance(model, nn.Module) else function_params(params)
         self.progress = progress
         self._data = as_batches(data)
         self._unpack = default_unpack if unpack is None else unpack
         self._counted: tuple[int, float] | None = None
         self._first_batch: Fingerprint | None = None
+        self._draws = UnusedDraws(self.device)
+        self._differentiates = False  # whether the model needs a graph in its forward pass
         self._places: list[tuple[dict[str, Any], str, Any]] = []  # where parameters were when they were the model's
         self.check_model()
 
@@ -134,7 +139,7 @@ class EmpiricalRisk:
         total = 0.0
         with self.untouched(), torch.no_grad():
             for batch in self.batches("value"):
-                f = self.predict(self.params, batch)
+                f = self.evaluate(batch)
                 self.finite(f, batch)
                 total += float(self.loss.criterion(f, batch.y).double().sum())
         if not isfinite(total):
@@ -174,21 +179,14 @@ class EmpiricalRisk:
             within: A context to run the model in, and nothing but the model.
 
         Returns:
-            Predictions `[N, ...]`: the model's output, or its `logits` (as in Hugging Face).
+            Predictions `[N, ...]`: the model's output, its `logits` (as in Hugging Face), or the first of several.
         """
-        with no_randomness(self.device), unchanged(tensors_in(batch.x)), _evaluating(), within or nullcontext():
-            if isinstance(self.model, nn.Module):
-                args, kwargs = arguments(batch.x)
-                own = params is self.params and self._at_own_params(frozen=True)
-                f = self.model(*args, **kwargs) if own else functional_call(self.model, params, args, kwargs)
-            else:
-                f = self.model(params, batch.x)
-        f = getattr(f, "logits", f)
-        if not isinstance(f, Tensor):
-            raise ModelError(
-                f"The model returned a {type(f).__name__}, expected a tensor of predictions (or one in .logits).",
-                "Wrap the model such that it returns the tensor that the loss takes.",
-            )
+        before = random_state(self.device)
+        with unchanged(tensors_in(batch.x)), within or nullcontext():
+            output = self._output(params, batch)
+        # At the parameters as they are: those given may be tracked by autograd, `vmap` or a capture.
+        self._draws.check(before, lambda: self._without_graph(lambda: prediction_in(self._output(self.params, batch))))
+        f = output if isinstance(output, Tensor) else prediction_in(output)
         if f.shape[:1] != batch.y.shape[:1]:
             raise DataError(
                 f"The model returned shape {list(f.shape)} for targets of shape {list(batch.y.shape)}: not one "
@@ -197,6 +195,10 @@ class EmpiricalRisk:
             )
         self.loss.check(f, batch.y)
         return f
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Evaluate the model on a batch, at `params`, for its values alone: without a graph."""
+        return self._without_graph(lambda: self.predict(self.params, batch))
 
     def finite(self, f: Tensor, batch: Batch) -> None:
         """Refuse predictions with NaN or positive infinity (negative infinity masks a class)."""
@@ -226,7 +228,7 @@ class EmpiricalRisk:
                 if seen is None:
                     seen = fingerprint(x, y)  # where the data are: those on a CPU need not wait for an accelerator
                     self._check_first_batch(seen)
-                batch = Batch(move(x, self.device), y.to(self.device), first)
+                batch = self._moved(x, y, first)
                 yield batch
                 count += self.loss.count(batch.y)
             first += len(y)
@@ -250,22 +252,33 @@ class EmpiricalRisk:
 
     def check_model(self) -> None:
         """Refuse a module whose prediction for one datum depends on chance or on other data."""
+        self.check_values()
         if isinstance(self.model, nn.Module):
             check_module(self.model)
+
+    def check_values(self) -> None:
+        """Refuse parameters without values."""
+        if self.device.type == "meta":
+            raise ModelError(
+                "The parameters are on the meta device, where tensors have shapes but no values.",
+                "Move the model to another device, or see what KFAC would cost with kfs.inspect(model, sample).",
+            )
 
     @contextmanager
     def untouched(self, first_order: bool = False) -> Iterator[None]:
         """Run the model such that random state and buffers are as before, and that every derivative exists.
 
         Args:
-            first_order: Whether the model is run at `params` as they are, for plain gradients with respect to its
-                activations. Then no operation needs a replacement.
+            first_order: Whether the model is run at `params`, for plain gradients with respect to its activations. Then
+                no operation needs a replacement, and all of `params` require gradients in this context: otherwise
+                nobody could tell a parameter from what was detached from it.
 
         Raises:
             ModelError: If the model is in a training mode that matters, or changed a buffer.
         """
         self.check_model()
         check_no_inference_mode()
+        self._draws = UnusedDraws(self.device)  # the model may have been changed since
         # The faster attention kernels cannot be differentiated twice or forward. A checkpoint runs the module again
         # during the backward pass: with the same operations as before, but with the module's own parameters.
         with (
@@ -273,8 +286,48 @@ class EmpiricalRisk:
             nullcontext() if first_order else sdpa_kernel(SDPBackend.MATH),
             nullcontext() if first_order else ExactDerivatives(),
             nullcontext() if self._at_own_params(first_order) else no_hooks_on_saved_tensors(),
+            self._trainable() if first_order else nullcontext(),
         ):
             yield
+
+    @contextmanager
+    def _trainable(self) -> Iterator[None]:
+        """Let all parameters require gradients, and leave them as before.
+
+        Those of the model itself are switched on, so that a checkpoint, which runs it again, finds them so, too. Others
+        are replaced by leaves with the same values.
+        """
+        given = self.params
+        own = isinstance(self.model, nn.Module) and self._at_own_params(frozen=True)
+        try:
+            self.params = given if own else with_gradients(given)
+            with switched_on(given.values()) if own else nullcontext():
+                yield
+        finally:
+            self.params = given
+
+    def _output(self, params: Params, batch: Batch) -> Any:
+        """Evaluate the model, and return what it returns."""
+        with evaluating():
+            if not isinstance(self.model, nn.Module):
+                return self.model(params, batch.x)
+            args, kwargs = arguments(batch.x, self.model)
+            if params is self.params and self._at_own_params(frozen=True):
+                return self.model(*args, **kwargs)
+            return functional_call(self.model, params, args, kwargs)
+
+    def _without_graph(self, run: Callable[[], Tensor]) -> Tensor:
+        """Run something without recording a graph, or with one if the model itself differentiates."""
+        if not self._differentiates:
+            try:
+                with torch.no_grad():
+                    return run()
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                self._differentiates = True
+        with torch.enable_grad():
+            return run().detach()
 
     def _at_own_params(self, frozen: bool) -> bool:
         """Whether parameters are the model's own tensors as it uses them: not other values, frozen only if allowed."""
@@ -286,8 +339,20 @@ class EmpiricalRisk:
             own = dict(self.model.named_parameters())
             if not all(p is own[name] for name, p in self.params.items()):
                 return False
-            self._places = _places(self.model, self.params)
+            self._places = places(self.model, self.params)
         return frozen or all(p.requires_grad for p in self.params.values())
+
+    def _moved(self, x: Any, y: Tensor, first: int) -> Batch:
+        """Return a batch on the parameters' device."""
+        try:
+            return Batch(move(x, self.device), y.to(self.device), first)
+        except NotImplementedError as error:
+            if "meta" not in str(error):
+                raise
+            raise DataError(
+                "A batch is on the meta device, where tensors have shapes but no values.",
+                f"Pass data with values: the model is on {self.device}.",
+            ) from error
 
     def _check_first_batch(self, seen: Fingerprint) -> None:
         """Refuse data whose first batch differs from that of the first complete pass over them."""
@@ -329,94 +394,3 @@ class EmpiricalRisk:
                 "weights have changed.",
                 "Make a new EmpiricalRisk after such a change.",
             )
-
-
-_evaluations = 0  # how many predictions are being computed
-
-
-@contextmanager
-def _evaluating() -> Iterator[None]:
-    """Let `is_evaluating` return true in this context."""
-    global _evaluations  # noqa: PLW0603 (models are called, and do not tell anybody what for)
-    _evaluations += 1
-    try:
-        yield
-    finally:
-        _evaluations -= 1
-
-
-def is_evaluating() -> bool:
-    """Whether a model is running for a risk, so that nobody trains with what it computes."""
-    return _evaluations > 0
-
-
-def _places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:
-    """Return where parameters, and the modules on the way to them, are: in which dictionary, by which name."""
-    found: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
-    for full_name in params:
-        module, *path, leaf = model, *full_name.split(".")
-        for name in path:
-            child = module._modules[name]
-            found[id(module), name] = (module._modules, name, child)
-            module = cast("nn.Module", child)
-        found[id(module), leaf] = (module._parameters, leaf, module._parameters[leaf])
-    return list(found.values())
-
-
-def _module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor] | None) -> Params:
-    """Choose parameters of a module, all trainable ones by default."""
-    named = dict(model.named_parameters())
-    if params is None:
-        chosen: Params = {name: p for name, p in named.items() if p.requires_grad}
-        if not chosen:
-            raise ModelError(
-                "No parameter of the model requires gradients, so there is nothing to differentiate.",
-                f"Name those to consider: params=[...] with names from {list(named)}.",
-            )
-        return _checked(chosen)
-    if isinstance(params, str):
-        params = [params]
-    if not isinstance(params, Iterable):
-        raise ModelError(f"params is {params!r}.", f"Pass a list of names, or a dictionary, from {list(named)}.")
-    unknown = [name for name in params if name not in named]
-    if unknown:
-        raise ModelError(f"The model has no parameters {unknown}.", f"Choose from {list(named)}.")
-    values = params if isinstance(params, Mapping) else named
-    for name in params:
-        if values[name].shape != named[name].shape:
-            raise ModelError(
-                f"Parameter {name!r} has shape {list(named[name].shape)}, but the given value has shape "
-                f"{list(values[name].shape)}.",
-                "Pass values shaped like the model's.",
-            )
-    return _checked({name: values[name] for name in params})
-
-
-def _function_params(params: object) -> Params:
-    """Check the parameters of a function."""
-    if not isinstance(params, Mapping):
-        raise ModelError(
-            f"The model is a function, but params is {type(params).__name__}.",
-            "Pass its parameters as a dictionary: params={'W': W, ...}; the function is called as f(params, x).",
-        )
-    return _checked(dict(params))
-
-
-def _checked(params: Params) -> Params:
-    """Refuse no parameters, integers, and mixed dtypes or devices."""
-    if not params:
-        raise ModelError("There are no parameters to consider.", "Name at least one with params=.")
-    for name, p in params.items():
-        if not isinstance(p, Tensor) or not p.is_floating_point():
-            kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
-            raise DtypeError(
-                f"Parameter {name!r} is {kind}, expected a tensor of real floating-point numbers.",
-                "Leave it out with params=.",
-            )
-    kinds = {(p.dtype, p.device) for p in params.values()}
-    if len(kinds) > 1:
-        raise DtypeError(
-            f"Parameters have different dtypes or devices: {sorted(map(str, kinds))}.",
-            "Choose those of one kind with params=, or convert the model.",
-        )
-    return params

@@ -3,9 +3,12 @@
 A model that needs them changed is not a function of its input, and is refused.
 """
 
-from collections.abc import Iterator, Sequence
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 from kfs.errors import ModelError
 
@@ -74,7 +78,7 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
 
     Args:
         model: A module, or anything else (which has no buffers).
-        device: Where it runs; the generators of the CPU and of this device are restored.
+        device: Where it runs; the generators of the CPU and of this device are restored, and those of Python and NumPy.
         refuse: Whether a changed buffer is an error. In training, it is not.
 
     Raises:
@@ -83,7 +87,7 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
     named = model.named_buffers() if isinstance(model, Module) else ()
     buffers = {name: (b, b._version, b.clone()) for name, b in named}
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _other_generators():
             yield
     finally:
         changed = [name for name, (b, version, _) in buffers.items() if b._version != version]
@@ -106,6 +110,69 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
 
 
 @contextmanager
+def _other_generators() -> Iterator[None]:
+    """Restore the random state of Python, and of NumPy if somebody has imported it."""
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    array_state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(array_state)
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """Return the states of the generators of the CPU and of a device."""
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def is_same(states: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
+    """Whether random states are equal."""
+    return others is not None and all(map(torch.equal, states, others))
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the generators of the CPU and of a device in this context, and leave them as before."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":  # pragma: no cover (tested on a GPU)
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+class ExtremeDraws(TorchFunctionMode):
+    """Replaces uniform random numbers by the smallest or by the largest possible ones.
+
+    A model that compares them with a small probability, as one that leaves out layers in training does, would behave
+    in the same way for most random states.
+
+    Args:
+        largest: Whether to take the largest ones.
+    """
+
+    # Further draws are as they are: a loop may wait for a number between the extremes.
+    most = 1000
+
+    def __init__(self, largest: bool) -> None:
+        """Start without draws."""
+        super().__init__()
+        self.largest = largest
+        self.draws = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+        result = func(*args, **(kwargs or {}))
+        if func in {torch.rand, torch.rand_like}:
+            self.draws += 1
+            if self.draws <= self.most:
+                result = torch.full_like(result, 1 - torch.finfo(result.dtype).eps if self.largest else 0)
+        return result
+
+
+@contextmanager
 def unchanged_attributes(model: Module) -> Iterator[None]:
     """Restore what a model's modules keep in attributes, such as the last state of a recurrent network.
 
@@ -120,6 +187,47 @@ def unchanged_attributes(model: Module) -> Iterator[None]:
             module.__dict__.update(attributes)
 
 
+class UnusedDraws:
+    """Finds out whether predictions depend on random numbers that a model draws.
+
+    It does so once, and again if a model draws other random numbers than before.
+
+    Args:
+        device: Where the model runs; the generators of the CPU and of this device are watched.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Know nothing."""
+        self._device = device
+        self._known: list[Tensor] | None = None  # the random state after draws that are not used
+
+    def check(self, before: list[Tensor], predict: Callable[[], Tensor]) -> None:
+        """Refuse a model that has drawn random numbers, unless its predictions are the same for other numbers.
+
+        Args:
+            before: The random state before it ran. It is restored.
+            predict: Evaluates the model once more.
+
+        Raises:
+            ModelError: If predictions differ.
+        """
+        after = random_state(self._device)
+        if is_same(after, before):
+            return
+        torch.set_rng_state(before[0])
+        if self._device.type == "cuda":  # pragma: no cover (tested on a GPU)
+            torch.cuda.set_rng_state(before[1], self._device)
+        if is_same(after, self._known):
+            return
+        predictions = []
+        for seed in (0, 1):
+            with seeded(seed, self._device), ExtremeDraws(largest=seed == 1):
+                predictions.append(predict())
+        if not equal_up_to_round_off(*predictions):
+            raise random_model()
+        self._known = after
+
+
 @contextmanager
 def no_randomness(device: torch.device) -> Iterator[None]:
     """Refuse a model that draws random numbers in this context.
@@ -130,19 +238,46 @@ def no_randomness(device: torch.device) -> Iterator[None]:
     Raises:
         ModelError: If random numbers were drawn.
     """
-
-    def states() -> list[Tensor]:
-        return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-    before = states()
+    before = random_state(device)
     yield
-    if not all(map(torch.equal, states(), before)):
+    if not is_same(random_state(device), before):
         raise random_model()
 
 
 def random_model() -> ModelError:
-    """Return the error for a model that draws random numbers."""
+    """Return the error for a model that draws random numbers and uses them."""
     return ModelError(
         "The model drew random numbers in the forward pass, so its prediction is not a function of its input.",
         "Call model.eval() first, and remove randomness that does not depend on the mode.",
     )
+
+
+def equal_up_to_round_off(a: Tensor, b: Tensor) -> bool:
+    """Whether predictions are equal, up to the order in which a device adds numbers up."""
+    if torch.equal(a, b):
+        return True
+    if a.shape != b.shape or not a.is_floating_point():
+        return False
+    # A hundred roundings of the largest number.
+    tolerance = 100 * torch.finfo(a.dtype).eps
+    scale = float(a.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)
+
+
+_evaluations = threading.local()  # in each thread: how many predictions are being computed
+
+
+@contextmanager
+def evaluating() -> Iterator[None]:
+    """Let `is_evaluating` return true in this context."""
+    before = getattr(_evaluations, "number", 0)
+    _evaluations.number = before + 1
+    try:
+        yield
+    finally:
+        _evaluations.number = before
+
+
+def is_evaluating() -> bool:
+    """Whether a model is running for a risk, so that nobody trains with what it computes."""
+    return getattr(_evaluations, "number", 0) > 0

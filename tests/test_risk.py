@@ -87,23 +87,6 @@ class Generated:
         yield from self.pairs
 
 
-class Output:
-    def __init__(self, logits: Tensor) -> None:
-        self.logits = logits
-
-
-class WithLogits(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        return Output(super().forward(x))
-
-
-def test_logits_are_taken_out_of_outputs() -> None:
-    X, y = data()
-    model = WithLogits(3, 2).double()
-    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y))
-    assert risk.value() == pytest.approx(nn.CrossEntropyLoss()(model(X).logits, y).item())
-
-
 def test_params_choose_and_may_give_values() -> None:
     model = linear()
     X, y = data()
@@ -312,8 +295,6 @@ def test_bad_models_and_parameters_are_refused() -> None:
     mixed = nn.Sequential(nn.Linear(3, 3).double(), nn.Linear(3, 2))
     with pytest.raises(DtypeError, match="different dtypes or devices"):
         EmpiricalRisk(mixed, loss, (X, y))
-    with pytest.raises(ModelError, match="returned a tuple, expected a tensor"):
-        EmpiricalRisk(lambda params, x: (x, x), loss, (X, y), params={"W": X}).value()  # type: ignore[arg-type, return-value]
     gradient = EmpiricalRisk(Unused().double(), loss, (X, y)).gradient()
     assert gradient["unused.weight"].abs().sum() == 0 < gradient["used.weight"].abs().sum()
     constant = EmpiricalRisk(lambda params, x: x[:, :2], loss, (X, y), params={"W": torch.ones(4)})

@@ -61,6 +61,8 @@ def coverage_error(uncovered: Mapping[str, str]) -> ModelError:
     hint = ""
     if any("parametrizations." in name for name in uncovered):
         hint = " Weights with parametrizations are computed from others; parametrize.remove_parametrizations ends that."
+    if any("sparse" in why for why in uncovered.values()):
+        hint += " Products with sparse tensors have no rule; make them dense before: x.to_dense()."
     return ModelError(
         f"KFAC does not cover all parameters ({listed(uncovered)}).",
         "Choose others with params=, or pass uncovered='skip' to leave these out, or uncovered='diagonal' for their "

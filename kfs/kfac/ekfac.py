@@ -68,6 +68,7 @@ class EKFAC(BlockDiagonal):
         blocks: Its blocks by name, with `A` and `B`.
         settings: All settings.
         num_data: How many data the eigenvalues were computed from.
+        audit: What was checked, and how closely; `None` if nothing was, or if eigenvalues were loaded.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -121,6 +122,7 @@ class EKFAC(BlockDiagonal):
         self._sums, progress = self._squares(risk, self.settings, journal)
         self.num_data = progress.num_data
         self.count = progress.count
+        self.audit = progress.audit
 
     @property
     def blocks(self) -> dict[str, Block]:
@@ -255,6 +257,7 @@ class EKFAC(BlockDiagonal):
         E = cls.__new__(cls)
         BlockDiagonal.__init__(E, space, None)
         E.num_data = int(state["num_data"])
+        E.audit = None
         E.factors = KFAC._from_state(state | {"num_data": state.get("num_data_of_factors", E.num_data)}, space)
         E.count = float(state["eigen_count"])
         E._sums = list(map(Stack.from_state, state["eigenvalues"]))

@@ -1,6 +1,7 @@
 """What KFAC covers, with what factors, at what cost: shown before any factor is computed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn import Module
+from torch.overrides import TorchFunctionMode
 
 from kfs.data import tensors_in
-from kfs.errors import DataError
+from kfs.errors import DataError, KfsError, ModelError
+from kfs.exact_derivatives import explained
 from kfs.kfac.capture import Audits, backward, forward, measure_rows
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.layout import Side
@@ -20,6 +23,9 @@ from kfs.kfac.settings import Settings
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.risk import EmpiricalRisk
+
+# How questions about values are answered on the `meta` device: as for data in which nothing is special.
+_ANSWERS = {"all": True, "eq": True, "__eq__": True, "any": False}
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,9 @@ def inspect(
     """Find out what KFAC covers, with one forward and one backward pass, without computing any factor.
 
     Args:
-        model: A module, or a function `f(params, x)`.
+        model: A module, or a function `f(params, x)`. A module on the `meta` device takes no memory, whatever its size:
+            make it in `with torch.device("meta"):`. There are no values then. If it asks for some, `x.all()` and
+            `x == y` are true, and `x.any()` is false.
         sample: A batch of inputs, as the model takes it. Use at least two data: with one datum, the batch axis looks
             like any other axis of length one.
         params: Which parameters, as in `EmpiricalRisk`.
@@ -111,24 +119,33 @@ def inspect(
     Returns:
         A table with one row per parameter, or per part of it if parts have factors of their own.
 
+    Raises:
+        ModelError: If the model on `meta` needs other values.
+
     Example:
         >>> print(inspect(torch.nn.Linear(3, 2), torch.rand(5, 3)).rows[0].A)
         dense 4x4
+        >>> with torch.device("meta"):
+        ...     large = torch.nn.Linear(100_000, 2)
+        >>> print(inspect(large, torch.rand(5, 100_000)).rows[0].A)
+        dense 100001x100001
     """
     tensors = tensors_in(sample)
     if not tensors or tensors[0].ndim == 0:
         raise DataError("The sample has no tensor with a batch axis.", "Pass a batch of inputs, as the model takes it.")
     if params is None and isinstance(model, Module) and not any(p.requires_grad for p in model.parameters()):
         params = [name for name, _ in model.named_parameters()]
-    targets = torch.zeros(len(tensors[0]), device=tensors[0].device)
-    risk = EmpiricalRisk(model, _anything, [(sample, targets)], params=params)
+    with explained():
+        targets = torch.zeros(len(tensors[0]), device=tensors[0].device)
+    risk = _Sample(model, _anything, [(sample, targets)], params=params)
     settings = Settings(sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, batch_axis=batch_axis)
     sums = FactorSums(settings, dry=True)
-    session = new_session(risk.params, joint_bias)
-    audits = Audits(risk.model, session, batch_axis)
-    with risk.untouched(first_order=True), torch.enable_grad():
+    with risk.untouched(first_order=True), torch.enable_grad(), _without_values(risk.device), explained():
+        session = new_session(risk.params, joint_bias)
+        audits = Audits(risk.model, session, batch_axis)
         for batch in risk.batches():
-            known = audits.of_batch(risk, batch) if audit else None
+            # Without values there is nothing to audit.
+            known = audits.of_batch(risk, batch) if audit and risk.device.type != "meta" else None
             f, capture = forward(risk, batch, session, sums, batch_axis, known)
             measure_rows(f, capture)
             backward(f, capture, torch.ones_like(f).unsqueeze(0))
@@ -140,6 +157,46 @@ def inspect(
         if not blocks:
             rows.append(Row(name, tuple(p.shape), why_not=why_not[name]))
     return Inspection(tuple(rows))
+
+
+class _Sample(EmpiricalRisk):
+    """A risk of which only the shapes matter: tensors need no values."""
+
+    def check_values(self) -> None:
+        """Accept tensors without values."""
+
+
+class _OrdinaryAnswers(TorchFunctionMode):
+    """Answers questions about values on the `meta` device: is there any padding, is everything finite?"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = getattr(args[0], "_kfs_answer", None) if args else None
+        if answer is not None and func in {Tensor.__bool__, Tensor.item}:
+            return answer
+        result = func(*args, **(kwargs or {}))
+        known = _ANSWERS.get(getattr(func, "__name__", ""))
+        if known is not None and isinstance(result, Tensor) and result.ndim == 0:
+            result._kfs_answer = known  # type: ignore[attr-defined]
+        return result
+
+
+@contextmanager
+def _without_values(device: torch.device) -> Iterator[None]:
+    """On the `meta` device: answer questions about values, and explain what cannot be answered."""
+    if device.type != "meta":
+        yield
+        return
+    try:
+        with _OrdinaryAnswers():
+            yield
+    except (NotImplementedError, RuntimeError) as error:
+        message = str(error).partition("\n")[0]  # a long trace follows
+        if isinstance(error, KfsError) or "meta" not in message.lower():
+            raise
+        raise ModelError(
+            f"The model needs values in its forward pass, which tensors on the meta device do not have: {message}",
+            "Inspect it on another device, or a smaller model of the same kind.",
+        ) from error
 
 
 def _anything(f: Tensor, y: Tensor) -> Tensor:

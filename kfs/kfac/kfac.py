@@ -10,6 +10,7 @@ import torch
 from kfs.errors import DataError, ModelError
 from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.block import Block
+from kfs.kfac.capture import both_audits
 from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shared_with, warn_of_wide
 from kfs.kfac.layout import Layout
 from kfs.kfac.scaffold import kfac
@@ -92,7 +93,7 @@ class KFAC(BlockDiagonal):
         settings: All of the above.
         loss: What the factors depend on in the loss.
         count: What a mean over all targets seen divides by.
-        audit: What was checked, and how closely; `None` if nothing was.
+        audit: What was checked, and how closely; `None` if nothing was, or if factors were loaded.
 
     Raises:
         ModelError: If a parameter is not covered.
@@ -184,6 +185,7 @@ class KFAC(BlockDiagonal):
         settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
         blocks, progress = _compute(risk, settings)
         self._add(blocks, progress.num_data, progress.count)
+        self.audit = both_audits(self.audit, progress.audit)
         return self
 
     def merge(self, other: "KFAC") -> Self:
@@ -200,6 +202,7 @@ class KFAC(BlockDiagonal):
         self.settings.check_same(other.settings)
         self.loss.check_same(other.loss)
         self._add([block.sums for block in other.blocks.values()], other.num_data, other.count)
+        self.audit = both_audits(self.audit, other.audit)
         return self
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:

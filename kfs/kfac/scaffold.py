@@ -69,13 +69,13 @@ def sweep(
         What was counted on the way.
     """
     progress = Progress() if journal is None else journal.resume(sums)
-    session = new_session(risk.params, settings.joint_bias)
-    audits = Audits(risk.model, session, settings.batch_axis)
     at_once = columns_at_once(settings, risk.device)
     instances = has_instance_norms(risk.model)  # PyTorch takes them for channels of a single datum
     # vmap does not know the faster attention kernels.
     attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
     with risk.untouched(first_order=True), attention, torch.enable_grad(), explained():
+        session = new_session(risk.params, settings.joint_bias)
+        audits = Audits(risk.model, session, settings.batch_axis)
         for place, batch in enumerate(risk.batches(task)):
             if journal is not None and journal.knows(place, batch):
                 continue

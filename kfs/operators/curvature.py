@@ -316,7 +316,7 @@ def bytes_per_column(risk: EmpiricalRisk) -> int:
         largest = max(risk.batches("counting bytes"), key=lambda batch: batch.y.numel())
         made = CountBytes()
         with made:
-            risk.predict(risk.params, largest)
+            risk.evaluate(largest)
     return sum(made.bytes.values()) + 2 * sum(p.numel() * p.element_size() for p in risk.params.values())
 
 

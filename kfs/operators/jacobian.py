@@ -35,7 +35,7 @@ class Jacobian(LinearOperator):
         risk.count()
         with risk.untouched(), torch.no_grad():
             batch = next(iter(risk.batches()))
-            shape = risk.predict(risk.params, batch).shape[1:]
+            shape = risk.evaluate(batch).shape[1:]
         super().__init__(domain, Space({PREDICTION: (risk.num_data, *shape)}, risk.dtype, risk.device))
         self.risk, self.chunk_size = risk, choose_chunk_size(risk, chunk_size, memory)
 

@@ -1,4 +1,4 @@
-"""What models return: finding predictions in it, and replacing its tensors."""
+"""What models return: replacing its tensors. Finding predictions in it lives in `kfs.outputs`."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from kfs.errors import ModelError
 
 
 class KeepsPass(torch.autograd.Function):
@@ -26,35 +24,6 @@ class KeepsPass(torch.autograd.Function):
     def backward(_: Any, g: Tensor) -> tuple[Tensor, None, None]:
         """Pass the gradient on."""
         return g, None, None
-
-
-def parts_of(output: Any) -> list[Tensor]:
-    """Return the tensors in a model's output: itself, or the parts of a sequence, a mapping or an object."""
-    if isinstance(output, Tensor):
-        return [output]
-    if not isinstance(output, (tuple, list, Mapping)):
-        output = getattr(output, "__dict__", {})
-    values = output.values() if isinstance(output, Mapping) else output
-    return [t for t in values if isinstance(t, Tensor)]
-
-
-def prediction_in(output: Any) -> Tensor:
-    """Return the predictions in a model's output: its `logits`, or the first tensor that has an axis.
-
-    Raises:
-        ModelError: If there is none, or if there are several without an order.
-    """
-    named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if isinstance(named, Tensor):
-        return named
-    found = [t for t in parts_of(output) if t.ndim > 0]
-    ordered = isinstance(output, (Tensor, tuple, list))
-    if not found or (len(found) > 1 and not ordered):
-        raise ModelError(
-            f"The model returned a {type(output).__name__} with {len(found)} tensors, none of them called `logits`.",
-            "Return a tensor, an object or mapping with `logits`, or a tuple that starts with the prediction.",
-        )
-    return found[0]
 
 
 def with_parts(output: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -19,9 +19,10 @@ from kfs.kfac.structures import computable
 from kfs.kfac.sums import FactorSums
 from kfs.losses import Loss
 from kfs.losses.counter import Stream
-from kfs.optim.outputs import KeepsPass, parts_of, prediction_in, with_parts
+from kfs.optim.outputs import KeepsPass, with_parts
 from kfs.optim.step_sums import Bases, FactorAndSquareSums, StepSums
 from kfs.optim.targets import Targets
+from kfs.outputs import parts_of, prediction_in
 
 
 def number_of_data(arguments: Any, axis: int = 0) -> int | None:

@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kfs.exact_derivatives import ExactDerivatives, explained
 from kfs.kfac.structures import computable
 from kfs.losses import Loss
-from kfs.optim.outputs import prediction_in
 from kfs.optim.step_sums import StepSums
+from kfs.outputs import prediction_in
 from kfs.state import restored
 
 Step = dict[str, Tensor]

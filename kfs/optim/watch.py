@@ -9,10 +9,11 @@ What happens during one pass is in `passes`.
 """
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -22,16 +23,15 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
 from torch.autograd.graph import get_gradient_edge
 
-from kfs.errors import ModelError
-from kfs.kfac.capture import Audit, Audits, Known, Session
+from kfs.errors import KfsWarning, ModelError
+from kfs.kfac.capture import Audit, Audits, Known, NotRepeatableError, Session
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
-from kfs.optim.outputs import prediction_in
 from kfs.optim.passes import Pass, number_of_data
 from kfs.optim.step_sums import Bases, StepSums
-from kfs.risk import is_evaluating
-from kfs.state import restored, unchanged_attributes
+from kfs.outputs import prediction_in
+from kfs.state import is_evaluating, restored, unchanged_attributes
 
 
 @dataclass
@@ -147,6 +147,10 @@ class Watch:
         try:
             known = audits.of(partial(_predictions, model), arguments, num_data)
         except _NoPredictionsError:
+            return None
+        except NotRepeatableError as error:
+            warnings.warn(f"The model cannot be audited. {error}", KfsWarning, stacklevel=2)
+            self.settings = replace(self.settings, audit=False)
             return None
         self.audit = audits.report
         return known

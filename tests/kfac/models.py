@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def image(*shape: int) -> nn.Module:
 
 def conv(layer: nn.Module, *shape: int) -> nn.Module:
     """Put a convolution with one output position between two layers."""
-    size = int(torch.tensor(shape).prod())
+    size = prod(shape)
     channels = layer.out_channels
     middle = nn.Sequential(image(*shape), layer, nn.Flatten())
     return between(middle, size, channels)  # type: ignore[arg-type]

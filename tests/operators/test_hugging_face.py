@@ -5,9 +5,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Wav2Vec2Config,
+    Wav2Vec2ForSequenceClassification,
+)
 
-from kfs import GGN, EmpiricalRisk, Fisher, Hessian
+from kfs import GGN, KFAC, EmpiricalRisk, Fisher, Hessian
 from kfs.basics.ggn_product import ggnvp
 from kfs.basics.hessian_product import mixed_hvp
 from kfs.losses import TokenCrossEntropy
@@ -85,3 +92,34 @@ def test_products_are_the_definitions(problem: Any) -> None:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     positive = sum((v[name] * t).sum() for name, t in (F @ v).items())
     assert positive > 0
+
+
+def test_speech_models_draw_numbers_that_they_do_not_use() -> None:
+    """Wav2Vec2 asks for every layer whether to leave it out, also where the answer does not matter."""
+    size: dict[str, Any] = {
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "conv_dim": (4, 4),
+        "conv_stride": (2, 2),
+        "conv_kernel": (3, 3),
+        "num_feat_extract_layers": 2,
+        "num_conv_pos_embeddings": 4,
+        "num_conv_pos_embedding_groups": 2,
+        "classifier_proj_size": 6,
+        "num_labels": 3,
+    }
+    model = Wav2Vec2ForSequenceClassification(Wav2Vec2Config(**size)).double().eval()
+    sound, y = torch.randn(3, 40, dtype=torch.float64), torch.arange(3)
+    names = ["projector.weight", "classifier.weight"]
+    risk = EmpiricalRisk(model, torch.nn.CrossEntropyLoss(), [({"input_values": sound}, y)], params=names)
+    value = torch.nn.CrossEntropyLoss()(model(input_values=sound).logits, y)
+    assert risk.value() == pytest.approx(value.item(), rel=1e-12)
+    expected = torch.autograd.grad(value, [model.get_parameter(name) for name in names])
+    for found, exact in zip(risk.gradient().values(), expected, strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
+    # For one datum, KFAC is exact where a layer is used at one position.
+    one = EmpiricalRisk(model, torch.nn.CrossEntropyLoss(), [({"input_values": sound[:1]}, y[:1])], params=names)
+    classifier = GGN(one).submatrix("classifier.weight").to_dense()
+    torch.testing.assert_close(KFAC(one).submatrix("classifier.weight").to_dense(), classifier, rtol=1e-9, atol=1e-15)

@@ -246,7 +246,7 @@ def test_inputs_and_outputs_without_batch_axis() -> None:
 
     strange = Strange()
     keeper = KFAC(strange, LOSS)
-    with pytest.raises(ModelError, match="2 tensors, none of them called"):
+    with pytest.raises(ModelError, match="2 tensors that have a batch axis, none of them called"):
         strange(X.float())["one"].sum().backward()
     keeper.close()
 

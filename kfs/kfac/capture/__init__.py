@@ -3,7 +3,8 @@
 What is exported here is the interface for applications that watch passes which somebody else makes.
 """
 
-from kfs.kfac.capture.audit_report import Audit
+from kfs.kfac.capture.audit import NotRepeatableError
+from kfs.kfac.capture.audit_report import Audit, both_audits
 from kfs.kfac.capture.audits import Audits, forget_audits
 from kfs.kfac.capture.mode import Capture, forward
 from kfs.kfac.capture.session import Session
@@ -15,8 +16,10 @@ __all__ = [
     "Audits",
     "Capture",
     "Known",
+    "NotRepeatableError",
     "Session",
     "backward",
+    "both_audits",
     "forget_audits",
     "forward",
     "measure_rows",

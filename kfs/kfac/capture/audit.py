@@ -12,16 +12,17 @@ Next to that, the audit finds the order in which rows belong to data, and which 
 a row for every datum all the same (a table that is repeated over the batch).
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from math import prod
+from math import isfinite, isnan, nan, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfs.data import cut, mapped
+from kfs.data import can_be_cut, cut, mapped
 from kfs.errors import ModelError
 from kfs.kfac.capture.audit_report import Audit, AuditedUse
 from kfs.kfac.capture.comparison import IN_HALF_PRECISION, Both, Results, difference_of, tolerance_for, wrong_rule
@@ -34,6 +35,7 @@ from kfs.kfac.capture.tap import backward, measure_rows, pass_derived
 from kfs.kfac.sums.gradient_sums import GradientSums
 from kfs.kfac.sums.outer_products import full_precision
 
+log = logging.getLogger("kfs.kfac")
 # How many data an audit looks at.
 FEW = 4
 # A gradient may be off by this many roundings of its largest terms.
@@ -51,6 +53,15 @@ class Audited:
     report: Audit
     known: Known
     whole: bool  # whether it is about all data of a batch, because that cannot be cut
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether all numbers were finite; otherwise one has to look again, at other data."""
+        return not any(map(isnan, (self.report.predictions, *self.report.gradients.values())))
+
+
+class NotRepeatableError(ModelError):
+    """The model is not the same function in every call."""
 
 
 def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
@@ -86,14 +97,14 @@ def audit(
     Raises:
         ModelError: If a rule runs something else than the user's operation, or if data mix.
     """
-    few = min(FEW, num_data)
-    if few < num_data:
-        try:
-            part = cut(x, num_data, few, batch_axis)
-            return _Audit(run, part, few, session, batch_axis, halves).result()
-        except Exception:  # noqa: BLE001 (whatever it is: perhaps one cannot cut this batch)
-            pass
-    return _Audit(run, x, num_data, session, batch_axis, halves, whole=True).result()
+    with torch.compiler.set_stance("force_eager"):  # a compiled model hides its operations
+        if num_data > FEW and can_be_cut(x, num_data, FEW, batch_axis):
+            try:
+                part = cut(x, num_data, FEW, batch_axis)
+                return _Audit(run, part, FEW, session, batch_axis, halves).result()
+            except Exception:
+                log.debug("The audit of %d data did not go through; now all %d.", FEW, num_data, exc_info=True)
+        return _Audit(run, x, num_data, session, batch_axis, halves, whole=True).result()
 
 
 class _Audit:
@@ -123,7 +134,7 @@ class _Audit:
         names = list(self.params)
         with _without_hooks(self.params.values()):
             f, capture, sums, exact = self._captured([self.params[name] for name in names])
-        tolerance = IN_HALF_PRECISION if sums.narrow else tolerance_for(f)
+        tolerance = IN_HALF_PRECISION if sums.narrow else tolerance_for(f.dtype, f.device)
         predictions = self._compare_predictions(f.detach(), tolerance)
         gradients, unexplained = self._compare_gradients(
             f, capture, sums, dict(zip(names, exact, strict=True)), tolerance
@@ -188,14 +199,11 @@ class _Audit:
     def _forward(self, capture: Capture, within: AbstractContextManager[Any] | None = None) -> Tensor:
         """Run the model with taps."""
         marked = mapped(self.x, capture.mark_data)
-        with ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            try:
-                f = self.run(marked, self.num_data, capture if within is None else within)
-            finally:
-                capture.leave_nothing_behind()
-                capture.running = False
-        return f
+        try:
+            return self.run(marked, self.num_data, capture if within is None else within)
+        finally:
+            capture.leave_nothing_behind()
+            capture.running = False
 
     def _changed_answers(self, capture: Capture) -> dict[Question, bool]:
         """Return answers that turned out to be wrong."""
@@ -228,7 +236,7 @@ class _Audit:
         difference = difference_of(self.run(self.x, self.num_data, None).detach(), f)
         if difference > tolerance:
             raise self._wrong_rule(difference, tolerance)
-        if plain is None or (self.whole and not self._inputs_are_in_order()):
+        if plain is None:
             return difference
         raise _mixing_error(
             f"The predictions for {half} data are not the same in a batch with {self.num_data - half} others."
@@ -236,6 +244,8 @@ class _Audit:
 
     def _half(self, half: int) -> Tensor | None:
         """Return predictions for the first data; `None` if the batch cannot be cut, as one of ragged graphs."""
+        if half < self.num_data and not can_be_cut(self.x, self.num_data, half, self.batch_axis):
+            return None
         try:
             return self.run(cut(self.x, self.num_data, half, self.batch_axis), half, None).detach()
         except Exception:
@@ -243,46 +253,29 @@ class _Audit:
                 raise
             return None
 
-    def _inputs_are_in_order(self) -> bool:
-        """Whether the n-th row of all inputs with numbers belongs to the n-th datum, so that a batch can be cut."""
-        capture = Capture(self.session, GradientSums(), self.num_data, self.batch_axis, self.known, measuring=True)
-        sites: list[Site] = []
-
-        def observed(t: Tensor) -> Tensor:
-            t = capture.mark_data(t)
-            if not t.is_floating_point() or t.shape[:1] != (self.num_data,):
-                return t
-            t = capture.observed(t, ("input", ""))
-            assert capture.sites is not None  # noqa: S101 (it has just been made)
-            sites.append(capture.sites.observed[-1])
-            return capture.as_data(t)
-
-        try:
-            f = self.run(mapped(self.x, observed), self.num_data, capture)
-        finally:
-            capture.leave_nothing_behind()
-            capture.running = False
-        measure_rows(f, capture)
-        _forget(capture)
-        return all(site.inner == prod(site.leading[1:]) for site in sites if site.measured is not None)
-
     def _compare_gradients(
         self, f: Tensor, capture: Capture, sums: GradientSums, exact: Mapping[str, Tensor | None], tolerance: float
     ) -> tuple[dict[str, float], set[tuple[str, str]]]:
         """Compare sums over uses with gradients by autograd."""
         left_out = {name for name, _ in capture.unexplained | sums.conflicts}
-        gradients = {name: torch.zeros_like(self.params[name]) if g is None else g for name, g in exact.items()}
+        zeros = torch.zeros_like
+        gradients = {name: zeros(self.params[name]) if g is None else g.to_dense() for name, g in exact.items()}
         differences: dict[str, float] = {}
         unexplained: set[tuple[str, str]] = set()
         for name, (distance, size, terms) in sums.differences(gradients).items():
             if name in left_out:
                 continue
-            noise = _ROUNDINGS * torch.finfo(f.dtype).eps * terms
+            if not isfinite(distance + size + terms):
+                differences[name] = nan
+                continue
+            precision = torch.bfloat16 if name in sums.narrow else capture.precisions.get(name, f.dtype)
+            roundings = 2 if torch.finfo(precision).bits == 16 else _ROUNDINGS
+            noise = roundings * torch.finfo(precision).eps * terms
             if distance <= noise:  # terms may cancel, so that nothing but rounding errors is left
                 differences[name] = distance / terms if terms > 0 else 0.0
                 continue
             differences[name] = distance / size if size > 0 else torch.inf
-            if differences[name] > (IN_HALF_PRECISION if name in sums.narrow else tolerance):
+            if differences[name] > max(tolerance, tolerance_for(precision, f.device)):
                 unexplained.add((name, self._missed(name, f, sums, differences[name])))
         return differences, unexplained
 
@@ -290,13 +283,18 @@ class _Audit:
         """Say which use may have been missed."""
         seen = ", ".join(sorted(sums.operations[name]))
         hidden = sorted({function for parameter, function in hidden_uses(f, self.params) if parameter == name})
-        other = f"{', '.join(hidden)}, and" if hidden else "something that is hidden from PyTorch's modes, or misread"
-        return f"{other} next to {seen} (without it, the gradient differs by {difference:.0%})"
+        other = ", ".join(hidden) or "something that PyTorch hides"
+        return f"{seen} and by {other}, or {seen} was misread (without it, the gradient differs by {difference:.0%})"
 
     def _wrong_rule(self, difference: float, tolerance: float) -> ModelError:
         """Find the first operation whose result is another one under capture."""
         plain, captured = Results(self.session.tracker), Results(self.session.tracker)
-        self.run(self.x, self.num_data, plain)
+        once = self.run(self.x, self.num_data, plain).detach()
+        if difference_of(self.run(self.x, self.num_data, None).detach(), once) > tolerance:
+            return NotRepeatableError(
+                "The model is not the same function in every call: its predictions for the same data differ.",
+                "Remove what it draws or counts outside of PyTorch. If you know what you do, pass audit=False.",
+            )
         capture = Capture(self.session, GradientSums(), self.num_data, self.batch_axis, self.known, measuring=True)
         self._forward(capture, Both(capture, captured))
         return wrong_rule(plain, captured, difference, tolerance)

@@ -42,7 +42,9 @@ class Audit:
     shapes: int = 1
 
     def merged(self, other: "Audit") -> "Audit":
-        """Return one audit for the shapes of both."""
+        """Return one audit for the shapes of both; the same one if they are equal."""
+        if self == other:
+            return self
         names = [*self.gradients, *(name for name in other.gradients if name not in self.gradients)]
         worst = {name: max(self.gradients.get(name, 0.0), other.gradients.get(name, 0.0)) for name in names}
         return replace(
@@ -68,3 +70,8 @@ class Audit:
             repeated = "" if times == 1 else f", {times} times"
             lines.append(f"  {parameter}: {operation}{repeated}; {rows}")
         return "\n".join(lines)
+
+
+def both_audits(one: Audit | None, other: Audit | None) -> Audit | None:
+    """Return one audit for the shapes of both; `None` if one of them is missing."""
+    return None if one is None or other is None else one.merged(other)

@@ -72,7 +72,8 @@ class Audits:
                 self._done.clear()
             # What cannot be cut, as ragged graphs, has another shape in every batch.
             cannot_be_cut = found.whole and num_data > FEW
-            self._done[loose if cannot_be_cut else key] = found
+            if found.is_conclusive:
+                self._done[loose if cannot_be_cut else key] = found
         if all(found is not one for one in self._seen):
             self._seen.append(found)
             self.report = found.report if self.report is None else self.report.merged(found.report)

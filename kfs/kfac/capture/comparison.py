@@ -64,17 +64,18 @@ def wrong_rule(plain: Results, captured: Results, difference: float, tolerance: 
             break
     return ModelError(
         f"Predictions under capture differ by {difference:.0%} from those of the model.{culprit}",
-        "Leave the parameters of that operation out with params=, and report it as an error of kfs.",
+        "Leave the parameters of that operation out with params=, and report it as an error of kfs. audit=False would "
+        "go on with other predictions than those of the model.",
     )
 
 
-def tolerance_for(f: Tensor) -> float:
-    """Return up to which relative difference results count as the same."""
-    if torch.is_autocast_enabled(f.device.type):
+def tolerance_for(dtype: torch.dtype, device: torch.device) -> float:
+    """Return up to which relative difference results in some precision count as the same."""
+    if torch.is_autocast_enabled(device.type):
         return IN_HALF_PRECISION
-    if f.dtype == torch.float32 and f.device.type != "cpu":
+    if dtype == torch.float32 and device.type != "cpu":
         return _ON_ACCELERATOR
-    return _TOLERANCE.get(f.dtype, IN_HALF_PRECISION)
+    return _TOLERANCE.get(dtype, IN_HALF_PRECISION)
 
 
 def difference_of(a: Tensor, b: Tensor) -> float:

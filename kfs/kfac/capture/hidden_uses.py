@@ -1,6 +1,7 @@
 """Hidden uses: parameters that enter a custom `autograd.Function`, which PyTorch does not show to modes."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -9,7 +10,7 @@ from kfs.kfac.capture.tap import Tap
 
 
 def hidden_uses(f: Tensor, params: Mapping[str, Tensor]) -> set[tuple[str, str]]:
-    """Find parameters that enter a custom `autograd.Function`.
+    """Find parameters that enter a custom `autograd.Function`, as they are or as a view or copy.
 
     Args:
         f: Predictions.
@@ -20,17 +21,20 @@ def hidden_uses(f: Tensor, params: Mapping[str, Tensor]) -> set[tuple[str, str]]
     """
     names = {id(p): name for name, p in params.items()}
     found: set[tuple[str, str]] = set()
-    seen, waiting = set(), [f.grad_fn]
+    # Nodes, with the custom function that they were reached from, if there is no tap in between.
+    waiting: list[tuple[Any, str | None]] = [(f.grad_fn, None)]
+    seen = set()
     while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+        node, function = waiting.pop()
+        if node is None or (node, function) in seen:
             continue
-        seen.add(node)
-        custom = isinstance(node, BackwardCFunction) and not isinstance(node, Tap._backward_cls)
-        for following, _ in node.next_functions:
-            if custom:
-                name = names.get(id(getattr(following, "variable", None)))
-                if name is not None:
-                    found.add((name, type(node).__name__.removesuffix("Backward")))
-            waiting.append(following)
+        seen.add((node, function))
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None and function is not None:
+            found.add((name, function))
+        if isinstance(node, Tap._backward_cls):
+            function = None
+        elif isinstance(node, BackwardCFunction):
+            function = type(node).__name__.removesuffix("Backward")
+        waiting += [(following, function) for following, _ in node.next_functions]
     return found

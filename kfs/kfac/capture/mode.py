@@ -94,6 +94,7 @@ class Capture(TorchFunctionMode):
         self.is_data = self.marks.is_data
         self.as_data = self.marks.as_data
         self.mark_data = self.marks.mark_data
+        self.precisions: dict[str, torch.dtype] = {}  # the lowest one that a parameter was cast to
         self.routes = False  # whether data decide which rows are picked
         self.handle: Tensor | None = None  # the zero-size second input of all taps
         self.keep_graph = True  # whether further backward passes will follow
@@ -303,6 +304,11 @@ class Capture(TorchFunctionMode):
         if waits:
             self._waits = False
         return apply_tap(z, self.handle, self, receive, waits)
+
+    def note_precision(self, name: str, dtype: torch.dtype) -> None:
+        """Take note that a parameter is cast to another precision before it is used."""
+        known = self.precisions.get(name, dtype)
+        self.precisions[name] = max(known, dtype, key=lambda one: torch.finfo(one).eps)
 
     def find_hidden_uses(self, f: Tensor) -> None:
         """Look for uses that were not seen.

@@ -87,19 +87,26 @@ class Measured:
         return largest if bool(agree.all()) else None
 
 
-def measured(gradients: Sequence[Tensor], num_data: int, dtype: torch.dtype) -> Measured:
-    """Find the datum of each row.
+def measured(gradients: Sequence[Tensor], lengths: Sequence[int], num_data: int, dtype: torch.dtype) -> list[Measured]:
+    """Find the datum of each row, for the rows of several places together.
 
     Args:
-        gradients: For each vector of `probes`, a few numbers for each row, `[rows, directions]`.
+        gradients: For each vector of `probes`, a few numbers for each row, `[rows of all places, directions]`.
+        lengths: How many rows each place has.
         num_data: Number of data.
         dtype: The precision in which gradients were computed.
+
+    Returns:
+        What was measured at each place.
     """
     first = gradients[0]
     size = first.square().sum(1)
     eps, tolerance = torch.finfo(dtype).eps, _MISFIT.get(dtype, _MISFIT_IN_HALF_PRECISION)
-    largest = size.max() if len(size) else size.new_zeros(())
+    # Rows are compared with the largest one at their place.
+    maxima = torch.stack([part.max() if len(part) else part.new_zeros(()) for part in size.split(list(lengths))])
+    largest = maxima.repeat_interleave(torch.tensor(lengths))
     votes = size > (_NOTHING * eps) ** 2 * largest
+    loud = votes & (size > (64 * eps / tolerance) ** 2 * largest)
     owners = torch.zeros_like(size, dtype=torch.long)
     misfit = torch.zeros_like(size)
     for place, other in enumerate(gradients[1:]):
@@ -111,8 +118,8 @@ def measured(gradients: Sequence[Tensor], num_data: int, dtype: torch.dtype) -> 
         owners += digit.long() * BASE**place
     misfit[owners >= num_data] = torch.inf
     owners[~votes | (owners >= num_data)] = -1
-    loud = size > (64 * eps / tolerance) ** 2 * largest
-    return Measured(owners, misfit, loud & votes, tolerance)
+    parts = zip(*(t.split(list(lengths)) for t in (owners, misfit, loud)), strict=True)
+    return [Measured(datum, distance, counts, tolerance) for datum, distance, counts in parts]
 
 
 def regular_order(owners: Tensor, num_data: int, leading: Sequence[int]) -> tuple[int | None, bool]:
@@ -153,16 +160,18 @@ def _candidates(num_data: int, leading: Sequence[int]) -> Iterator[int]:
 
 def nearest_order(gradients: Sequence[Tensor], num_data: int, leading: Sequence[int]) -> int | None:
     """Find the regular order that comes closest to what was measured, where data are allowed to mix."""
-    first = gradients[0]
-    if len(first) == 0 or len(first) % num_data:
+    groups = prod(leading)
+    if groups == 0 or groups % num_data:
         return None
-    rows = torch.arange(len(first), device=first.device)
+    first, *others = (rows.reshape(groups, -1) for rows in gradients)
+    rows = torch.arange(groups, device=first.device)
     best, smallest = None, torch.inf
     for inner in _candidates(num_data, leading):
         n = rows // inner % num_data
         distance = 0.0
-        for other in gradients[1:]:
-            distance += float((other - (2.0 ** (n % BASE)).unsqueeze(1).to(first.dtype) * first).square().sum())
+        for other in others:
+            factors = (2.0 ** (n % BASE)).unsqueeze(1).to(first.dtype)
+            distance += float((other - factors * first).square().sum())
             n = n // BASE
         if distance < (1 - 1e-6) * smallest:
             best, smallest = inner, distance

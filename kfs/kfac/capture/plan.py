@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfs.exact_derivatives import refuse_sparse_and_nested
 from kfs.kfac.capture.tracking import Tracked
 from kfs.kfac.layout import Layout, Side
 from kfs.kfac.sums.inputs import Inputs
@@ -88,6 +89,7 @@ class Argument:
     @classmethod
     def of(cls, place: Place, t: Tensor, tracked: Tracked | None, data: bool) -> "Argument":
         """Describe a tensor."""
+        refuse_sparse_and_nested(t)
         one = cls(place, tuple(t.shape), tuple(t.stride()), t.dtype, t.device, data)
         if tracked is None:
             return one

@@ -40,7 +40,8 @@ class Session:
     ) -> None:
         """Start without plans."""
         self.tracker = Tracker(params)
-        self.device_type = next((p.device.type for p in params.values()), "cpu")
+        # Whose `autocast` counts. There is none on `meta`.
+        self.device_type = next((p.device.type for p in params.values() if not p.is_meta), "cpu")
         self.rules = rules
         self.fallback = fallback
         # What a rule returned, by call; a list of settled plans after the first use of an output that is tapped.

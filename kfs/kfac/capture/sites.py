@@ -25,6 +25,7 @@ from kfs.kfac.capture.ownership import (
 from kfs.kfac.sums.interface import Receiver
 from kfs.kfac.sums.owners import Listed, Owners, Regular, by_length
 
+CPU = torch.device("cpu")
 # What happens at a place: the operation, and the parameter that it uses.
 What = tuple[str, str]
 # Does the result of an operation on a parameter and constants have a row for every datum? Identified by the operation,
@@ -88,6 +89,7 @@ class Site:
     probed: list[Tensor] = field(default_factory=list)
     first: Tensor | None = None  # gradients of the first probe, if somebody wants them again
     dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
     measured: Measured | None = None
     inner: int | None = None
     certain: bool = True
@@ -100,27 +102,26 @@ class Site:
         if self.sites.measuring and self.first is None:
             self.first = g
         g = torch.view_as_real(g).flatten(-2) if g.is_complex() else g
-        self.dtype = g.dtype
+        self.dtype, self.device = g.dtype, g.device
         self.probed.append(in_few_directions(g[0]))
 
-    def settle(self, num_data: int, mixing: bool) -> None:
-        """Find out whose the rows are, after all probes were sent back, and start."""
-        rows = prod(self.leading)
-        if len(self.probed) != 1 + number_of_digits(num_data):  # predictions do not depend on it
+    def settle(self, found: Measured | None, num_data: int, mixing: bool) -> None:
+        """Start, with what was measured; `None` if no gradient came back, so that predictions do not depend on it."""
+        self.measured = found
+        if found is None:
             self.certain = False
             self.receiver = self.start(guessed(num_data, self.leading, self.sites.axis))
             return
-        self.measured = measured(self.probed, num_data, self.dtype)
-        owners = self.measured.of_groups(rows)
-        if mixing and self.measured.mixes:
-            self.inner = nearest_order(self._by_group(rows), num_data, self.leading)
+        owners = found.of_groups(prod(self.leading))
+        if mixing and found.mixes:
+            self.inner = nearest_order(self.probed, num_data, self.leading)
         elif owners is not None:
             self.inner, self.certain = regular_order(owners, num_data, self.leading)
         self.probed.clear()
         if self.inner is not None:
             self.receiver = self.start(Regular(num_data, self.inner))
         elif owners is not None:
-            self.receiver = self.start(Listed(owners, num_data))
+            self.receiver = self.start(Listed(owners.to(self.device), num_data))
         else:
             operation, parameter = self.what
             error = DataError(
@@ -129,10 +130,6 @@ class Site:
                 "params=.",
             )
             self.receiver = self.start(Unknown(error, num_data))
-
-    def _by_group(self, groups: int) -> list[Tensor]:
-        """Return gradients of groups of consecutive rows."""
-        return [rows.reshape(groups, -1) for rows in self.probed]
 
 
 class Unknown(Owners):
@@ -237,8 +234,19 @@ class Sites:
 
     def settle(self) -> None:
         """Find out whose the rows are, after all probes were sent back."""
+        probes = 1 + number_of_digits(self.num_data)
+        kinds: dict[Any, list[Site]] = {}
         for site in (*self.waiting, *self.observed):
-            site.settle(self.num_data, self._mixing)
+            if len(site.probed) == probes:
+                kinds.setdefault((site.dtype, site.probed[0].shape[1]), []).append(site)
+            else:
+                site.settle(None, self.num_data, self._mixing)
+        for (dtype, _), sites in kinds.items():
+            # All rows together, and not on an accelerator: there are many small questions to answer.
+            gradients = [torch.cat([site.probed[i] for site in sites]).cpu() for i in range(probes)]
+            lengths = [len(site.probed[0]) for site in sites]
+            for site, found in zip(sites, measured(gradients, lengths, self.num_data, dtype), strict=True):
+                site.settle(found, self.num_data, self._mixing)
 
     def replay(self) -> None:
         """Pass gradients of the first probe on, now that it is known whose they are; the latest places come first."""

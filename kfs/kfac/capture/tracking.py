@@ -189,7 +189,7 @@ class Marks:
 
     def as_data(self, t: Tensor, data: bool = True) -> Tensor:
         """Return a tensor such that what is computed from it is known to depend on data (or not)."""
-        alias = t.view_as(t)
+        alias = t.view_as(t) if t.layout is torch.strided else t.detach()  # sparse tensors have no views
         self._set_mark(alias, data)
         return alias
 

@@ -4,10 +4,14 @@ A rule is a pure function that returns a plan; see `kfs.kfac.capture.plan`.
 """
 
 from collections.abc import Mapping
+from functools import cache
+from inspect import signature
+from typing import Any
 
 from torch import Tensor
 
-from kfs.kfac.capture.session import Session
+from kfs.kfac.capture.plan import Call, Planned
+from kfs.kfac.capture.session import Rule, Session
 from kfs.kfac.rules import attention, convolution, elementwise, embedding, experts, linear, normalization, recurrent
 from kfs.kfac.rules.fallback import without_rule
 
@@ -25,7 +29,25 @@ RULES = {
 
 def new_session(params: Mapping[str, Tensor], joint_bias: bool = True, mixing: bool = False) -> Session:
     """Start a session with all rules; arguments are those of `Session`."""
-    return Session(params, RULES, without_rule, joint_bias, mixing)
+    return Session(params, {func: asked(rule) for func, rule in RULES.items()}, without_rule, joint_bias, mixing)
 
 
-__all__ = ["RULES", "new_session"]
+@cache
+def asked(rule: Rule) -> Rule:
+    """Return a rule that gives up if an operation is called with arguments that the rule does not know.
+
+    The signature of a rule has the arguments that are known, by the names that PyTorch documents.
+    """
+    known = signature(rule)
+
+    def ask(call: Call, *args: Any, **named: Any) -> Planned:
+        try:
+            known.bind(call, *args, **named)
+        except TypeError:
+            return None
+        return rule(call, *args, **named)
+
+    return ask
+
+
+__all__ = ["RULES", "asked", "new_session"]

@@ -34,18 +34,19 @@ def elementwise(call: Call, *args: Any, **named: Any) -> Planned:
 
 def joined(call: Call, *args: Any, **named: Any) -> Planned:
     """Plan an operation that leaves the first axis alone: an expanded first axis of a parameter is the batch axis."""
-    flat = [inner for part in args for inner in (part if isinstance(part, tuple) else (part,))]
-    inputs = [part for part in (*flat, *named.values()) if isinstance(part, Argument)]
+    parts = (*args, *named.values())
+    flat = [inner for part in parts for inner in (part if isinstance(part, tuple) else (part,))]
+    inputs = [part for part in flat if isinstance(part, Argument)]
     tracked = [t for t in inputs if t.tracked]
     if not any(t.data for t in inputs) or not all(is_expanded(call, t) and t.by_rows for t in tracked):
         return None
     return tuple(broadcast(t, t.shape, call.name) for t in tracked)
 
 
-def copied(call: Call, t: Argument, *args: Any, **named: Any) -> Planned:
+def copied(call: Call, input: Argument, *args: Any, **named: Any) -> Planned:
     """Plan copying a whole parameter, perhaps into another precision."""
-    view = t.view
-    if view is None or view.transposed or t.shape != view.shape:
+    view = input.view
+    if view is None or view.transposed or input.shape != view.shape:
         return None
     return Copy(view.name)
 

@@ -152,6 +152,8 @@ class _Following:
 
     def _entries_of_result(self) -> Tensor:
         """Return which entry of the parameter each number of the result is."""
+        if self.t.is_meta:  # there are no numbers
+            return torch.zeros((), dtype=torch.long).expand(self.plain.shape)
         places = torch.arange(self.t.numel(), device=self.t.device).reshape(self.t.shape)
         if self.func not in _CASTS:
             places = self._again(places)

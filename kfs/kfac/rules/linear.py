@@ -23,21 +23,27 @@ def linear(call: Call, input: Argument, weight: Argument, bias: Argument | None 
     return multiply(call, "linear", input, weight, bias)
 
 
-def addmm(call: Call, *args: Argument, beta: float = 1, alpha: float = 1, **named: Argument) -> Planned:
+def addmm(
+    call: Call,
+    input: Argument,
+    mat1: Argument,
+    mat2: Argument,
+    out_dtype: Any = None,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Argument | None = None,
+) -> Planned:
     """Compute `bias + x @ weight`, as Hugging Face's `Conv1D` does."""
-    if beta != 1 or alpha != 1 or _has_result(named):
+    if beta != 1 or alpha != 1 or out_dtype is not None or out is not None:
         return None
-    bias, x, weight = in_order(args, named, "input", "mat1", "mat2")
-    return multiply(call, "addmm", x, weight, bias, flip=True)
+    return multiply(call, "addmm", mat1, mat2, input, flip=True)
 
 
-def matmul(call: Call, *args: Argument, **named: Argument) -> Planned:
+def matmul(call: Call, input: Argument, other: Argument, *, out: Argument | None = None) -> Planned:
     """Compute `a @ b`, where one of them is a parameter with two axes, or has a matrix for each expert."""
-    operands = in_order(args, named, "input", "other", "mat2")
-    if len(operands) != 2 or _has_result(named):
-        return None
-    a, b = operands
-    if not isinstance(a, Argument) or not isinstance(b, Argument) or min(a.ndim, b.ndim) < 2:
+    a, b = input, other
+    if out is not None or not isinstance(a, Argument) or not isinstance(b, Argument) or min(a.ndim, b.ndim) < 2:
         return None
     if b.ndim == 2 and b.tracked:
         return multiply(call, "matmul", a, b, flip=True)
@@ -47,9 +53,14 @@ def matmul(call: Call, *args: Argument, **named: Argument) -> Planned:
     return experts.product(a, b)
 
 
-def rmatmul(call: Call, b: Argument, a: Argument) -> Planned:
-    """Compute `a @ b`."""
-    return matmul(call, a, b)
+def mm(call: Call, input: Argument, mat2: Argument, out_dtype: Any = None, *, out: Argument | None = None) -> Planned:
+    """Compute `a @ b`, by the names that `torch.mm` and `torch.bmm` have for them."""
+    return None if out_dtype is not None else matmul(call, input, mat2, out=out)
+
+
+def rmatmul(call: Call, input: Argument, other: Argument) -> Planned:
+    """Compute `other @ input`."""
+    return matmul(call, other, input)
 
 
 def einsum(call: Call, equation: Any, *operands: Any) -> Planned:
@@ -191,16 +202,6 @@ def vector_plan(
     return Plan(operation, layout, rows, arguments, prepare, read, mixes=mixes)
 
 
-def in_order(args: tuple[Any, ...], named: dict[str, Any], *names: str) -> tuple[Any, ...]:
-    """Return positional arguments, then named ones in the order of their names."""
-    return (*args, *(named[name] for name in names if name in named))
-
-
-def _has_result(named: dict[str, Any]) -> bool:
-    """Whether a tensor for the result is given, or its dtype."""
-    return any(named.get(name) is not None for name in ("out", "out_dtype"))
-
-
 def _narrowed(dtype: torch.dtype, prepare: Callable[[Tensor], Tensor] | None) -> Callable[[Tensor], Tensor]:
     return (lambda x: x.to(dtype)) if prepare is None else (lambda x: prepare(x).to(dtype))
 
@@ -214,13 +215,13 @@ RULES = {
     F.bilinear: bilinear,
     torch.addmm: addmm,
     torch.matmul: matmul,
-    torch.mm: matmul,
-    torch.bmm: matmul,
+    torch.mm: mm,
+    torch.bmm: mm,
     torch.einsum: einsum,
     Tensor.addmm: addmm,
     Tensor.matmul: matmul,
-    Tensor.mm: matmul,
-    Tensor.bmm: matmul,
+    Tensor.mm: mm,
+    Tensor.bmm: mm,
     Tensor.__matmul__: matmul,
     Tensor.__rmatmul__: rmatmul,
 }

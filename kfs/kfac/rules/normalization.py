@@ -20,7 +20,7 @@ def layer_norm(
     weight: Argument | None = None,
     bias: Argument | None = None,
     eps: float = 1e-5,
-    *_: Any,
+    cudnn_enable: bool = True,
 ) -> Planned:
     """Normalize over the last axes, then scale and shift."""
     return _scaled("layer_norm", input, weight, bias, lambda x: F.layer_norm(x, normalized_shape, eps=eps))
@@ -44,7 +44,7 @@ def group_norm(
     weight: Argument | None = None,
     bias: Argument | None = None,
     eps: float = 1e-5,
-    *_: Any,
+    cudnn_enabled: bool = True,
 ) -> Planned:
     """Normalize groups of channels, then scale and shift channels."""
     return _scaled("group_norm", input, weight, bias, lambda x: F.group_norm(x, num_groups, eps=eps), "channels")

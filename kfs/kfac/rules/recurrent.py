@@ -6,6 +6,7 @@ Internally sequences are `[batch, time, features]`.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,15 +27,25 @@ def _sequence(step: Step, states: int) -> Callable[..., Planned]:
     It returns outputs and last states: hidden ones, and those of the cells of an LSTM.
     """
 
-    def rule(call: Call, x: Any, *args: Any) -> Planned:
-        if isinstance(args[0], Argument) and not args[0].dtype.is_floating_point:
+    def rule(
+        call: Call,
+        input: Argument,
+        hx: Any,
+        params: Any,
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Planned:
+        if isinstance(hx, Argument) and not hx.dtype.is_floating_point:
             return None  # a packed sequence, with the number of sequences at every time
-        training, dropout = args[5], args[4]
-        if training and dropout:
+        if train and dropout:
             raise ModelError(
                 "A recurrent network drops out, so its prediction depends on chance.", "Call model.eval() first."
             )
-        return Rewrite(lambda capture, x, *args: _network(capture, x, args, step, states))
+        return Rewrite(partial(_network, step=step, states=states))
 
     return rule
 
@@ -43,14 +54,16 @@ def _cell(step: Step, states: int) -> Callable[..., Planned]:
     """Return the rule for one time of a recurrent network."""
 
     def body(
-        capture: Capture, x: Tensor, h: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+        capture: Capture, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
     ) -> Any:
-        state = _with_batch(capture, h if states == 2 else (h,))
+        state = _with_batch(capture, hx if states == 2 else (hx,))
         with capture:
-            state = step(F.linear(x, w_ih, b_ih), *_recur(state, w_hh, b_hh))
+            state = step(F.linear(input, w_ih, b_ih), *_recur(state, w_hh, b_hh))
         return state if states == 2 else state[0]
 
-    def rule(call: Call, *args: Any, **named: Any) -> Planned:
+    def rule(
+        call: Call, input: Argument, hx: Any, w_ih: Argument, w_hh: Argument, b_ih: Any = None, b_hh: Any = None
+    ) -> Planned:
         return Rewrite(body)
 
     return rule
@@ -95,27 +108,41 @@ def _relu_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
     return ((from_x + from_h).relu(),)
 
 
-def _network(capture: Capture, x: Tensor, args: tuple[Any, ...], step: Step, states: int) -> Any:
+def _network(
+    capture: Capture,
+    input: Tensor,
+    hx: Any,
+    params: list[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    *,
+    step: Step,
+    states: int,
+) -> Any:
     """Run all layers and directions."""
-    hx, weights, has_bias, layers, _, _, both, batch_first = args
     initial = _with_batch(capture, hx if states == 2 else (hx,))
-    directions, per = 2 if both else 1, 4 if has_bias else 2
+    directions = 2 if bidirectional else 1
+    per = 4 if has_biases else 2
     projected = states == 2 and initial[0].shape[-1] != initial[1].shape[-1]
     per += projected
     with capture:
-        x = x if batch_first else x.transpose(0, 1)
+        x = input if batch_first else input.transpose(0, 1)
         last: list[State] = []
-        for layer in range(layers):
+        for layer in range(num_layers):
             outputs = []
             for direction in range(directions):
                 place = layer * directions + direction
-                mine = list(weights[place * per : (place + 1) * per])
+                mine = list(params[place * per : (place + 1) * per])
                 w_hr = mine.pop() if projected else None
                 state = tuple(h[place] for h in initial)
                 out, state = _layer(x, state, mine, w_hr, step, backwards=direction == 1)
                 outputs.append(out)
                 last.append(state)
-            x = torch.cat(outputs, -1) if both else outputs[0]
+            x = torch.cat(outputs, -1) if bidirectional else outputs[0]
         result = x if batch_first else x.transpose(0, 1)
         return (result, *(torch.stack([state[i] for state in last]) for i in range(states)))
 

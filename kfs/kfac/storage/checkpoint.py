@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kfs import storage
-from kfs.data import Batch, mapped, tensors_in
+from kfs.data import Batch, plain, tensors_in
 from kfs.errors import StorageError
 from kfs.kfac.capture import Audit
 from kfs.kfac.settings import Settings
@@ -151,8 +151,7 @@ class Journal:
         """Whether a batch is part of the sums already. If it is, it must be the same batch as before."""
         for t in (*tensors_in(batch.x), batch.y):
             self._data.update(_bytes(t))
-        not_tensors = mapped(batch.x, lambda _: torch.empty(0))
-        self._data.update(_text(not_tensors).encode())
+        self._data.update(_text(plain(batch.x)).encode())
         self._batches_seen = place + 1
         if self._batches_seen == self._batches_in_file and self._data.hexdigest() != self._digest_in_file:
             raise self._other_data()

@@ -1,6 +1,6 @@
 """Sums over uses of gradients times inputs: what the gradients of all parameters should be, for the audit."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -34,7 +34,7 @@ class GradientSums(Sums):
         self.operations: dict[str, set[str]] = {}
         self.conflicts: set[tuple[str, str]] = set()
         self.totals: dict[Key, tuple[Layout, Tensor]] = {}
-        self.sizes: dict[Key, float] = {}
+        self.sizes: dict[Key, Tensor] = {}
         self.narrow: set[str] = set()
 
     def adder_of(self, plan: PlannedUse) -> Adder:
@@ -59,19 +59,38 @@ class GradientSums(Sums):
             By parameter that has a block: the distance of both, the norm of the gradient by autograd, and how large the
             terms are that it is a sum of.
         """
-        sizes = {name: float(g.norm()) for name, g in exact.items() if name in self.operations}
-        squares = {name: size**2 for name, size in sizes.items()}  # rows that no block has should be zero
-        terms = dict.fromkeys(sizes, 0.0)
+        names = [name for name in exact if name in self.operations]
+        unseen = {name: exact[name].numel() for name in names}
+        norms: list[Tensor] = [exact[name].norm() for name in names]
+        parts: list[tuple[str, Key]] = []
         for key, (layout, total) in self.totals.items():
-            W, b = layout.views({name: exact[name].unsqueeze(0) for name in layout.params})
-            inputs = layout.column_size
-            pairs = [(layout.weight, W, total[..., :inputs]), (layout.bias, b, total[..., inputs:])]
-            for name, g, found in pairs:
-                if name is not None and g is not None:
-                    difference = found - g.reshape(found.shape).to(found.dtype)
-                    squares[name] += float(difference.norm()) ** 2 - float(g.norm()) ** 2
-                    terms[name] += self.sizes[key]
-        return {name: (max(squares[name], 0.0) ** 0.5, sizes[name], terms[name]) for name in sizes}
+            for name, g, found in _parts(layout, exact, total):
+                norms.append((found - g.reshape(found.shape).to(found.dtype)).norm())
+                parts.append((name, key))
+                unseen[name] -= g.numel()
+        keys = list(self.sizes)
+        norms += [self.sizes[key] for key in keys]
+        # An accelerator is asked once.
+        values = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).tolist() if norms else []
+        sizes = dict(zip(names, values, strict=False))
+        terms_of = dict(zip(keys, values[len(names) + len(parts) :], strict=True))
+        squares, terms = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+        for (name, key), distance in zip(parts, values[len(names) :], strict=False):
+            squares[name] += distance**2
+            terms[name] += terms_of[key]
+        for name in names:
+            if unseen[name]:  # entries that no block has should have no gradient
+                squares[name] += float(self._rest(name, exact).norm()) ** 2
+        return {name: (squares[name] ** 0.5, sizes[name], terms[name]) for name in names}
+
+    def _rest(self, name: str, exact: Mapping[str, Tensor]) -> Tensor:
+        """Return the gradient of a parameter, with zeros for what blocks have."""
+        rest = {other: g.clone() if other == name else g for other, g in exact.items()}
+        for layout, total in self.totals.values():
+            for other, g, _ in _parts(layout, rest, total) if name in layout.params else ():
+                if other == name:
+                    g.zero_()
+        return rest[name]
 
     def state(self) -> dict[str, Any]:
         """Return nothing: these sums are not kept."""
@@ -102,8 +121,8 @@ class _Add(Adder):
             layout, before = self.sums.totals.get(key, (self.plan.layout, None))
             self.sums.totals[key] = (layout, total if before is None else before.add_(total))
             # Terms may cancel. What is lost to rounding is in proportion to how large they are.
-            length = float(inputs.norm()) * self.plan.inputs.overlap**0.5 if has_numbers else one_datum.inner**0.5
-            self.sums.sizes[key] = self.sums.sizes.get(key, 0.0) + length * float(g.norm())
+            length = inputs.norm() * self.plan.inputs.overlap**0.5 if has_numbers else one_datum.inner**0.5
+            self.sums.sizes[key] = length * g.norm() + self.sums.sizes.get(key, 0.0)
 
         return receive
 
@@ -114,3 +133,12 @@ class _Add(Adder):
             gradient = gradient.transpose(1, 2)
         unused = self.plan.layout.matrix_shape[2] - gradient.shape[2]  # a bias that was not used
         return pad(gradient, (0, unused)) if unused else gradient
+
+
+def _parts(layout: Layout, exact: Mapping[str, Tensor], total: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the parameters of a block: their part of the gradients by autograd, as a view, and of the sum."""
+    W, b = layout.views({name: exact[name].unsqueeze(0) for name in layout.params})
+    inputs = layout.column_size
+    yield layout.weight, W, total[..., :inputs]
+    if layout.bias is not None and b is not None:
+        yield layout.bias, b, total[..., inputs:]

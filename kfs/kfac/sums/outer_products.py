@@ -196,8 +196,8 @@ class full_precision:  # noqa: N801 (used like a function; a generator would tak
     """Compute without graph, and in the precision that sums are stored in, whatever `autocast` says."""
 
     def __init__(self, kind: str) -> None:
-        """Remember the kind of device."""
-        self.kind = kind
+        """Remember the kind of device. On `meta`, where nothing is computed, there is no `autocast`."""
+        self.kind = "cpu" if kind == "meta" else kind
 
     def __enter__(self) -> None:
         """Switch both off."""

@@ -1,0 +1,101 @@
+"""Parameters: which of them a risk considers, and where they are in a model. What they are for lives in `kfs.risk`."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from kfs.errors import DtypeError, ModelError
+
+Params = dict[str, Tensor]
+
+
+def places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return where parameters, and the modules on the way to them, are: in which dictionary, by which name."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+    for full_name in params:
+        module, *path, leaf = model, *full_name.split(".")
+        for name in path:
+            child = module._modules[name]
+            found[id(module), name] = (module._modules, name, child)
+            module = cast("nn.Module", child)
+        found[id(module), leaf] = (module._parameters, leaf, module._parameters[leaf])
+    return list(found.values())
+
+
+def module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor] | None) -> Params:
+    """Choose parameters of a module, all trainable ones by default."""
+    named = dict(model.named_parameters())
+    if params is None:
+        chosen: Params = {name: p for name, p in named.items() if p.requires_grad}
+        if not chosen:
+            raise ModelError(
+                "No parameter of the model requires gradients, so there is nothing to differentiate.",
+                f"Name those to consider: params=[...] with names from {list(named)}.",
+            )
+        return _checked(chosen)
+    if isinstance(params, str):
+        params = [params]
+    if not isinstance(params, Iterable):
+        raise ModelError(f"params is {params!r}.", f"Pass a list of names, or a dictionary, from {list(named)}.")
+    unknown = [name for name in params if name not in named]
+    if unknown:
+        raise ModelError(f"The model has no parameters {unknown}.", f"Choose from {list(named)}.")
+    values = params if isinstance(params, Mapping) else named
+    for name in params:
+        if values[name].shape != named[name].shape:
+            raise ModelError(
+                f"Parameter {name!r} has shape {list(named[name].shape)}, but the given value has shape "
+                f"{list(values[name].shape)}.",
+                "Pass values shaped like the model's.",
+            )
+    return _checked({name: values[name] for name in params})
+
+
+def function_params(params: object) -> Params:
+    """Check the parameters of a function."""
+    if not isinstance(params, Mapping):
+        raise ModelError(
+            f"The model is a function, but params is {type(params).__name__}.",
+            "Pass its parameters as a dictionary: params={'W': W, ...}; the function is called as f(params, x).",
+        )
+    return _checked(dict(params))
+
+
+def _checked(params: Params) -> Params:
+    """Refuse no parameters, integers, and mixed dtypes or devices."""
+    if not params:
+        raise ModelError("There are no parameters to consider.", "Name at least one with params=.")
+    for name, p in params.items():
+        if not isinstance(p, Tensor) or not p.is_floating_point():
+            kind = p.dtype if isinstance(p, Tensor) else type(p).__name__
+            raise DtypeError(
+                f"Parameter {name!r} is {kind}, expected a tensor of real floating-point numbers.",
+                "Leave it out with params=.",
+            )
+    kinds = {(p.dtype, p.device) for p in params.values()}
+    if len(kinds) > 1:
+        raise DtypeError(
+            f"Parameters have different dtypes or devices: {sorted(map(str, kinds))}.",
+            "Choose those of one kind with params=, or convert the model.",
+        )
+    return params
+
+
+@contextmanager
+def switched_on(params: Iterable[Tensor]) -> Iterator[None]:
+    """Let parameters require gradients in this context, and leave them as before."""
+    frozen = [p for p in params if not p.requires_grad]
+    try:
+        for p in frozen:
+            p.requires_grad_()
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+
+
+def with_gradients(params: Params) -> Params:
+    """Return parameters that require gradients; leaves with the same values in place of those that do not."""
+    return {name: p if p.requires_grad else p.detach().requires_grad_() for name, p in params.items()}
