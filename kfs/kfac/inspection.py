@@ -86,29 +86,14 @@ class Inspection:
             shape = "x".join(map(str, row.shape))
             operations = ", ".join(row.operations)
             size = readable_size(row.nbytes)
-            checked = "" if row.difference is None else f"{row.difference:.0e}"
-            parts = (row.parameter, shape, operations, row.block, row.A, row.B, size, row.rows, checked, row.why_not)
-            rows.append(parts)
-        columns = (
-            "parameter",
-            "shape",
-            "operations",
-            "block",
-            "A",
-            "B",
-            "bytes",
-            "data",
-            "off by",
-            "not covered because",
-        )
+            rows.append((row.parameter, shape, operations, row.block, row.A, row.B, size, row.why_not))
+        columns = ("parameter", "shape", "operations", "block", "A", "B", "bytes", "not covered because")
         title = f"KFAC: {len(self.rows)} rows, {readable_size(self.nbytes)} of factors"
-        if self.audit is not None:
-            title += f"; predictions of {self.audit.num_data} data off by {self.audit.predictions:.0e}"
         return make_table(title, columns, rows)
 
     def __str__(self) -> str:
-        """Return the table as text."""
-        return as_text(self.table(), width=160)
+        """Return the table as text, and below what was checked."""
+        return as_text(self.table(), width=160) + ("" if self.audit is None else f"{self.audit}\n")
 
 
 def inspect(
