@@ -176,16 +176,14 @@ def plain(x: Any) -> Any:
     return torch.empty(0) if isinstance(x, Tensor) else x
 
 
-def cut(x: Any, num_data: int, few: int, batch_axis: int | None = None) -> Any:
-    """Return the inputs of the first few data: tensors that have a batch axis are cut there."""
-    if few == num_data:
-        return x
+def cut(x: Any, num_data: int, chosen: Sequence[int], batch_axis: int | None = None) -> Any:
+    """Return the inputs of some data, in this order: tensors that have a batch axis are indexed there."""
 
-    def first(t: Tensor) -> Tensor:
+    def some(t: Tensor) -> Tensor:
         axis = axis_to_cut(t.shape, num_data, batch_axis)
-        return t if axis is None else t.narrow(axis, 0, few)
+        return t if axis is None else t.index_select(axis, torch.tensor(chosen, device=t.device))
 
-    return mapped(x, first)
+    return mapped(x, some)
 
 
 def can_be_cut(x: Any, num_data: int, few: int, batch_axis: int | None = None) -> bool:

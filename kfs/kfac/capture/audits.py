@@ -80,7 +80,7 @@ class Audits:
         return found.known
 
     def compare(self, f: Tensor) -> None:
-        """Compare predictions of a whole batch with those that its first data had alone, right after an audit.
+        """Compare predictions of a whole batch with those that its last data had alone, right after an audit.
 
         Raises:
             ModelError: If they differ.

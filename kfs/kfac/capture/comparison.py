@@ -31,9 +31,10 @@ class Results(TorchFunctionMode):
         kwargs = kwargs or {}
         found = [self.tracker.find(t) for t in tensors_of((*args, *kwargs.values()))]
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.is_floating_point():
-            names = sorted({tracked.name for tracked in found if tracked is not None})
-            self.results.append((getattr(func, "__name__", str(func)), names, result.detach().clone()))
+        names = sorted({tracked.name for tracked in found if tracked is not None})
+        for t in tensors_of([result]):  # attention and recurrent networks have several
+            if t.is_floating_point():
+                self.results.append((getattr(func, "__name__", str(func)), names, t.detach().clone()))
         return result
 
 

@@ -38,7 +38,7 @@ from kfs.kfac.capture.plan import (
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known, Sites, What
 from kfs.kfac.capture.tap import apply_tap
-from kfs.kfac.capture.tracking import FIRST_ONLY, Derived, Marks, Tracked, tensors_of
+from kfs.kfac.capture.tracking import FIRST_ONLY, SHAPES_ONLY, Derived, Marks, Tracked, tensors_of
 from kfs.kfac.sums.interface import Adder, Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
 from kfs.kfac.sums.owners import Owners, Regular
@@ -129,7 +129,8 @@ class Capture(TorchFunctionMode):
         else:
             if func in FIRST_ONLY:  # the second argument gives type or shape only
                 inputs = inputs[:1]
-            sources = list(map(self.tracker.find, inputs))
+            # A mask made by torch.ones_like(weight) has the shape of a parameter, and none of its values.
+            sources = [] if func in SHAPES_ONLY else list(map(self.tracker.find, inputs))
             if any(sources):
                 return self._run(func, args, kwargs, inputs, sources)
         result = func(*args, **kwargs)

@@ -25,6 +25,10 @@ BASE = 8
 _DIRECTIONS = 4
 # A row whose gradient is smaller than this many times the precision, relative to the largest one, has none.
 _NOTHING = 8
+# A row's gradient may be off by this many roundings of the largest one. Half precision has so few digits that one has
+# to be content with what is likely.
+_ROUNDINGS = {torch.float64: 64, torch.float32: 64}
+_ROUNDINGS_IN_HALF_PRECISION = 2
 # Up to which relative misfit a row belongs to one datum. Powers of two leave no rounding errors, except where a GPU
 # adds numbers up in varying order.
 _MISFIT = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -77,6 +81,11 @@ class Measured:
         """Whether a row influences the predictions for several data."""
         return self.worst > self.tolerance
 
+    @property
+    def number_of_owners(self) -> int:
+        """The number of different data that rows belong to."""
+        return len(self.owners[self.owners >= 0].unique())
+
     def of_groups(self, groups: int) -> Tensor | None:
         """Return owners of groups of consecutive rows; `None` if rows of one group belong to different data."""
         if groups == len(self.owners):
@@ -106,7 +115,8 @@ def measured(gradients: Sequence[Tensor], lengths: Sequence[int], num_data: int,
     maxima = torch.stack([part.max() if len(part) else part.new_zeros(()) for part in size.split(list(lengths))])
     largest = maxima.repeat_interleave(torch.tensor(lengths))
     votes = size > (_NOTHING * eps) ** 2 * largest
-    loud = votes & (size > (64 * eps / tolerance) ** 2 * largest)
+    roundings = _ROUNDINGS.get(dtype, _ROUNDINGS_IN_HALF_PRECISION)
+    noise = roundings * eps * (largest / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt()
     owners = torch.zeros_like(size, dtype=torch.long)
     misfit = torch.zeros_like(size)
     for place, other in enumerate(gradients[1:]):
@@ -118,6 +128,7 @@ def measured(gradients: Sequence[Tensor], lengths: Sequence[int], num_data: int,
         owners += digit.long() * BASE**place
     misfit[owners >= num_data] = torch.inf
     owners[~votes | (owners >= num_data)] = -1
+    loud = votes & ((noise <= tolerance) | (misfit > noise))
     parts = zip(*(t.split(list(lengths)) for t in (owners, misfit, loud)), strict=True)
     return [Measured(datum, distance, counts, tolerance) for datum, distance, counts in parts]
 

@@ -170,8 +170,10 @@ def backward(
         Gradients with respect to what was asked for by `also`, for a single column.
     """
     handle = capture.handle
-    if handle is None or (isinstance(f, Tensor) and not f.requires_grad):  # no parameter was used
+    if isinstance(f, Tensor) and not f.requires_grad:  # no parameter was used
         return [None] * len(also)
+    if handle is None:  # no use was seen; that there was none is not said
+        return torch.autograd.grad(f, also, vectors[0], retain_graph=keep_graph, allow_unused=True) if also else ()
     capture.keep_graph = keep_graph
     capture.together = len(vectors) > 1
 

@@ -17,7 +17,7 @@ from torch import Tensor
 # Operations whose result does not depend on the values of their tensors, or only on those of the first one.
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor")
-_SHAPES_ONLY = {getattr(torch, name) for name in _LIKE} | {getattr(Tensor, name) for name in _NEW}
+SHAPES_ONLY = {getattr(torch, name) for name in _LIKE} | {getattr(Tensor, name) for name in _NEW}
 FIRST_ONLY = {Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as}
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "pow")} | {"__setitem__"}
 
@@ -204,7 +204,7 @@ class Marks:
         Most results need no mark: what was computed with a graph is taken for data.
         """
         data = False
-        if func not in _SHAPES_ONLY:
+        if func not in SHAPES_ONLY:
             for t in inputs[:1] if func in FIRST_ONLY else inputs:
                 if self.is_data(t):
                     data = True

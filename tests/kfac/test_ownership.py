@@ -1,0 +1,213 @@
+"""Which datum a row belongs to: all models, with data along axes in all ways, against loops over data one by one.
+
+Two oracles. The trace of EKFAC, restricted to a parameter, is the sum of squares of the gradients of every datum alone.
+And nothing changes if data come in other batches, or in another order.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kfs.basics.hessian_factorizations import hessian_factor
+from kfs.basics.reduction_factors import reduction_factor
+from kfs.data import mapped
+from kfs.errors import ModelError
+from kfs.kfac import EKFAC, KFAC
+from tests.kfac.arrangements import ARRANGEMENTS, Instance, N, Problem
+from tests.kfac.problems import KNOWN
+from tests.operators.contract import close
+
+SHARING: tuple[Any, ...] = ("expand", "reduce")
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # PyTorch's own
+
+
+@pytest.fixture(autouse=True)
+def _groups(request: pytest.FixtureRequest) -> None:
+    """Let models with `torch._grouped_mm` run in float64. Others run without, which takes less time."""
+    if "grouped" in request.node.name:
+        request.getfixturevalue("grouped_in_double")
+
+
+@cache
+def instance(problem: Problem, num_data: int = N) -> Instance:
+    """Make a problem once."""
+    return problem.instance(num_data)
+
+
+def columns(one: Instance, f: Tensor, y: Tensor, fisher: str) -> Iterator[Tensor]:
+    """Yield what is sent back for one datum, given its prediction and target without batch axis."""
+    if fisher == "type-2":
+        factor = hessian_factor(one.loss, f.detach(), y)
+        yield from factor.reshape(f.numel(), -1).T.reshape(-1, *f.shape)
+        return
+    total = type(one.loss)(reduction="sum")
+    f, y = f.detach().unsqueeze(0).requires_grad_(), y.unsqueeze(0)
+    (g,) = torch.autograd.grad(total(f, y), f)
+    yield g.squeeze(0) / reduction_factor(total, y)
+
+
+def squares(one: Instance, fisher: str) -> dict[str, float]:
+    """Sum squared gradients of every parameter: one datum and one column after the other, by autograd."""
+    params = {name: p for name, p in one.model.named_parameters() if p.requires_grad}
+    totals = dict.fromkeys(params, 0.0)
+    for n, y in enumerate(one.ys):
+        f = one.predict(n)
+        for v in columns(one, f, y.squeeze(0), fisher):
+            gradients = torch.autograd.grad(f, list(params.values()), v, retain_graph=True, allow_unused=True)
+            for name, g in zip(params, gradients, strict=True):
+                totals[name] += 0.0 if g is None else float(g.square().sum())
+    R = reduction_factor(one.loss, torch.cat(one.ys))
+    return {name: R * total for name, total in totals.items()}
+
+
+def traces(E: EKFAC) -> dict[str, float]:
+    """Return the trace of every parameter's part."""
+    return {name: float(d.sum()) for name, d in E.domain.unflatten(E.diagonal().unsqueeze(0)).items()}
+
+
+def check_traces(one: Instance, fisher: Any, sharing: Any) -> EKFAC:
+    """Compare traces with sums of squares. Biases have blocks of their own, so that traces are exact for each."""
+    E = EKFAC(one.risk(), fisher, sharing, joint_bias=False)
+    assert traces(E) == pytest.approx(squares(one, fisher), rel=1e-9, abs=1e-12)
+    return E
+
+
+def same_factors(K: KFAC, L: KFAC) -> None:
+    assert K.blocks.keys() == L.blocks.keys()
+    for name, block in K.blocks.items():
+        close(L.blocks[name].A, block.A)
+        close(L.blocks[name].B, block.B)
+
+
+def check_batches(one: Instance, *splits: Sequence[Sequence[int]]) -> None:
+    """Compare factors, and eigenvalues in one basis, of one batch with those of other batches."""
+    whole = one.risk()
+    for sharing in SHARING:
+        K = KFAC(whole, "empirical", sharing)
+        for split in splits:
+            same_factors(K, KFAC(one.risk(*split), "empirical", sharing))
+    E = EKFAC.from_kfac(K, whole)
+    for split in splits:
+        close(EKFAC.from_kfac(K, one.risk(*split)).diagonal(), E.diagonal())
+
+
+def check_traces_and_batches(one: Instance, *split: Sequence[int]) -> None:
+    """Do both with fewer passes: biases have blocks of their own, and sharing is `"reduce"`, where rows matter."""
+    parts = one.risk(*split)
+    E = check_traces(one, "type-2", "reduce")
+    same_factors(E.factors, KFAC(parts, "type-2", "reduce", joint_bias=False))
+    close(EKFAC.from_kfac(E.factors, parts).diagonal(), E.diagonal())
+
+
+class TestKnownModels:
+    """All models of other tests."""
+
+    @pytest.mark.parametrize("problem", KNOWN, ids=str)
+    def test_one_by_one(self, problem: Problem) -> None:
+        check_traces_and_batches(instance(problem), [2], [3, 0, 1])
+
+    @pytest.mark.parametrize("problem", [p for p in KNOWN if p.name.startswith("derived")], ids=str)
+    def test_other_numbers_of_data(self, problem: Problem) -> None:
+        """What was found out for four data holds for two, also if a table has two rows."""
+        check_batches(instance(problem), [[3, 0], [1, 2]])
+
+
+def in_precision(one: Instance, dtype: torch.dtype) -> Instance:
+    """Convert a model and its data."""
+
+    def convert(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() else t
+
+    model = copy.deepcopy(one.model).to(dtype)
+    return Instance(model, [mapped(x, convert) for x in one.xs], list(map(convert, one.ys)), one.join)
+
+
+class TestPrecision:
+    """Rows are found in any precision; factors are those in float64, up to rounding errors of the passes."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "positions: index",
+            "derived: exponential",
+            "time-major, as long as the batch",
+            "sequence first, as long as the batch",
+            "experts, masks",
+            "graphs, all of one size",
+        ],
+    )
+    def test_precision(self, name: str, dtype: torch.dtype) -> None:
+        (problem,) = [one for one in (*KNOWN, *ARRANGEMENTS) if one.name == name]
+        low = in_precision(instance(problem, 9), dtype)
+        high = in_precision(low, torch.float64)  # of the very same numbers
+        for sharing in SHARING:
+            K, L = (KFAC(each.risk(), "empirical", sharing) for each in (low, high))
+            for one, other in zip(K.blocks.values(), L.blocks.values(), strict=True):
+                for found, exact in ((one.A, other.A), (one.B, other.B)):
+                    # Each of some ten operations in a row loses 8 bits at worst; a row that goes to a wrong datum, or
+                    # a sum over data, changes far more.
+                    assert float((found.double() - exact).norm()) < 0.05 * float(exact.norm()) + 1e-6, one.name
+
+
+# What is refused although it is well-defined: numbers of data, and why.
+IMAGES = "an image counts as a row, so that data along its spatial axis are refused"
+NODES = "nodes are not recognized as data if N does not divide their number; then, a bias needs the block of its weight"
+Limits = Mapping[str, tuple[tuple[int, ...], str]]
+WITH_ANY_BIAS: Limits = {"spatial axis": ((2, N, 9), IMAGES)}
+WITH_SEPARATE_BIAS: Limits = {
+    **WITH_ANY_BIAS,
+    "graphs, as many nodes as data": ((2,), NODES),
+    "graphs, a multiple": ((2,), NODES),
+    "graphs, no multiple": ((2, N, 9), NODES),
+}
+
+
+def arrangements(limits: Limits, *numbers: int) -> list[Any]:
+    """Return all arrangements with these numbers of data, for `parametrize`."""
+    found = []
+    for problem in ARRANGEMENTS:
+        refused, why = limits.get(problem.name, ((), ""))
+        for num_data in numbers:
+            marks = [pytest.mark.xfail(reason=why, strict=True)] if num_data in refused else []
+            found.append(pytest.param(problem, num_data, marks=marks, id=f"{problem}-{num_data}"))
+    return found
+
+
+class TestArrangements:
+    """Data along axes in all ways."""
+
+    @pytest.mark.parametrize(("problem", "num_data"), arrangements(WITH_SEPARATE_BIAS, 1, 2, N, 9))
+    def test_traces(self, problem: Problem, num_data: int) -> None:
+        one = instance(problem, num_data)
+        check_traces(one, "type-2", "expand")
+        if num_data > 1:
+            check_traces(one, "empirical", "reduce")
+
+    @pytest.mark.parametrize(("problem", "num_data"), arrangements(WITH_ANY_BIAS, N))
+    def test_batches(self, problem: Problem, num_data: int) -> None:
+        singles = [[0], [1], [2], [3]] if "as many nodes" not in problem.name else [[0], [1], [2, 3]]
+        check_batches(instance(problem, num_data), singles, [[0, 1, 2], [3]])
+
+    @pytest.mark.parametrize(("problem", "num_data"), arrangements(WITH_ANY_BIAS, N))
+    def test_order(self, problem: Problem, num_data: int) -> None:
+        check_batches(instance(problem, num_data), [[2, 0, 3, 1]])
+
+    @pytest.mark.parametrize("num_data", [65, 513])
+    @pytest.mark.parametrize("name", ["siamese", "sorted", "experts, masks", "graphs, all of one size"])
+    def test_many_data(self, name: str, num_data: int) -> None:
+        """Where every batch is measured, indices of data have several digits."""
+        (problem,) = [one for one in ARRANGEMENTS if one.name == name]
+        check_traces(instance(problem, num_data), "empirical", "reduce")
+
+    def test_a_graph_without_nodes_alone(self) -> None:
+        """Its prediction does not depend on any data, so that the use of the head is not seen: an error, no silence."""
+        (problem,) = [one for one in ARRANGEMENTS if one.name == "graphs, as many nodes as data"]
+        with pytest.raises(ModelError, match=r"'o\.(weight|bias)': .* not seen"):
+            KFAC(instance(problem, N).risk([0], [1], [2], [3]))

@@ -1,0 +1,306 @@
+"""A learned table that is brought to one copy per datum before it meets data, in all ways that people write it.
+
+Nothing tells from its shape whether a row belongs to a datum. Oracles: the same function of `p + 0 * x`, which depends
+on data; gradients of every datum alone; and batches of other sizes.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from kfs.kfac import KFAC
+from kfs.risk import EmpiricalRisk
+from tests.kfac.arrangements import Instance, Problem, normal
+from tests.kfac.models import Function
+from tests.kfac.test_ownership import SHARING, check_traces, check_traces_and_batches, same_factors
+from tests.operators.contract import close
+
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, about take
+
+Form = Callable[[Tensor, int], Tensor]
+
+
+def order(p: Tensor, n: int) -> Tensor:
+    """Return row indices `[n, rows]`, the same for every datum: the last row first."""
+    return torch.arange(len(p)).flip(0).expand(n, -1)
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=torch.float64)
+
+
+# The table as it is: `[L, H]` to `[N, L, H]`.
+COPIES: dict[str, Form] = {
+    "repeat": lambda p, n: p.repeat(n, 1, 1),
+    "repeat of a row": lambda p, n: p.unsqueeze(0).repeat(n, 1, 1),
+    "repeat, flat": lambda p, n: p.flatten().repeat(n).view(n, *p.shape),
+    "repeat of the transpose": lambda p, n: p.T.repeat(n, 1, 1).mT,
+    "tile": lambda p, n: p.tile(n, 1, 1),
+    "torch.tile": lambda p, n: torch.tile(p, (n, 1, 1)),
+    "expand": lambda p, n: p.expand(n, -1, -1),
+    "expand, clone": lambda p, n: p.expand(n, -1, -1).clone(),
+    "expand, contiguous": lambda p, n: p.expand(n, -1, -1).contiguous(),
+    "broadcast_to": lambda p, n: torch.broadcast_to(p, (n, *p.shape)),
+    "stack": lambda p, n: torch.stack([p] * n),
+    "stack along the second axis": lambda p, n: torch.stack([p] * n, 1).transpose(0, 1),
+    "cat": lambda p, n: torch.cat([p.unsqueeze(0)] * n),
+    "cat, flat": lambda p, n: torch.cat([p] * n).view(n, *p.shape),
+    "repeat_interleave": lambda p, n: p.unsqueeze(0).repeat_interleave(n, 0),
+    "repeat_interleave of rows": lambda p, n: p.repeat_interleave(n, 0).view(len(p), n, -1).transpose(0, 1),
+    "zeros plus": lambda p, n: torch.zeros(n, *p.shape, dtype=p.dtype) + p,
+    "times ones": lambda p, n: p * ones(n, 1, 1),
+    "outer": lambda p, n: torch.outer(ones(n), p.flatten()).view(n, *p.shape),
+    "einsum": lambda p, n: torch.einsum("n,lh->nlh", ones(n), p),
+    "product with ones": lambda p, n: (ones(n, 1) @ p.reshape(1, -1)).view(n, *p.shape),
+    "where": lambda p, n: torch.where(ones(n, 1, 1) > 0, p, 0.0),
+    "take": lambda p, n: p.take(torch.arange(p.numel()).repeat(n)).view(n, *p.shape),
+    "embedding of repeated indices": lambda p, n: F.embedding(torch.arange(len(p)).repeat(n, 1), p),
+}
+# Its rows in another order.
+PICKS: dict[str, Form] = {
+    "index": lambda p, n: p[order(p, n)],
+    "index, flat": lambda p, n: p[order(p, n).flatten()].view(n, *p.shape),
+    "gather": lambda p, n: p.expand(n, -1, -1).gather(1, order(p, n).unsqueeze(2).expand(-1, -1, p.shape[1])),
+    "gather of copies": lambda p, n: p.repeat(n, 1, 1).gather(1, order(p, n).unsqueeze(2).expand(-1, -1, p.shape[1])),
+    "index_select": lambda p, n: p.index_select(0, order(p, n).flatten()).view(n, *p.shape),
+    "take_along_dim": lambda p, n: torch.take_along_dim(p.unsqueeze(0), order(p, n).unsqueeze(2), 1),
+    "embedding": lambda p, n: F.embedding(order(p, n), p),
+    "flip": lambda p, n: p.flip(0).repeat(n, 1, 1),
+}
+# Functions of it.
+FUNCTIONS: dict[str, Form] = {
+    "function, repeat": lambda p, n: p.exp().repeat(n, 1, 1),
+    "repeat, function": lambda p, n: p.repeat(n, 1, 1).exp(),
+    "embedding, function": lambda p, n: F.embedding(torch.arange(len(p)).expand(n, -1), p).exp(),
+    "function, expand, clone": lambda p, n: p.exp().expand(n, -1, -1).clone(),
+    "ones to a power": lambda p, n: (torch.zeros(n, 1, 1, dtype=p.dtype) + p).exp(),
+}
+REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    **dict.fromkeys(COPIES, lambda z: z),
+    **dict.fromkeys(PICKS, lambda z: z.flip(1)),
+    **dict.fromkeys(FUNCTIONS, torch.exp),
+}
+FORMS = COPIES | PICKS | FUNCTIONS
+
+
+class Table(nn.Module):
+    """A table that multiplies data `[N, L, 3]`, written in one of these forms, or as a function of `p + 0 * x`."""
+
+    def __init__(self, form: str, rows: int, explicit: bool = False) -> None:
+        super().__init__()
+        self.p = nn.Parameter(normal(rows, 3))
+        self.o = nn.Linear(3, 3)
+        self.form = form
+        self.explicit = explicit
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = REFERENCES[self.form](self.p + 0 * x) if self.explicit else FORMS[self.form](self.p, len(x))
+        result: Tensor = self.o((table * x).tanh().sum(1))
+        return result
+
+
+@cache
+def instance(form: str, num_data: int, rows: int, explicit: bool = False) -> Instance:
+    return Problem(form, lambda: Table(form, rows, explicit), lambda _: normal(1, rows, 3)).instance(num_data)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_datum(form: str) -> None:
+    check_traces(instance(form, 1, 5), "type-2", "expand")
+
+
+@pytest.mark.parametrize("rows", [5, 4])
+@pytest.mark.parametrize("form", FORMS)
+def test_four_data(form: str, rows: int) -> None:
+    one, explicit = (instance(form, 4, rows, explicit) for explicit in (False, True))
+    assert torch.equal(one.predict(0), explicit.predict(0))
+    check_traces(one, "empirical", "expand")
+    for sharing in SHARING:
+        same_factors(*(KFAC(each.risk(), "empirical", sharing, joint_bias=False) for each in (one, explicit)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_batches_as_long_as_the_table(form: str) -> None:
+    """One of the batches has as many data as the table has rows."""
+    one = instance(form, 6, 2)
+    check_traces_and_batches(one, [5], [4, 3], [2, 1, 0])
+    same_factors(*(KFAC(risk, joint_bias=False) for risk in (one.risk(), one.risk([5], [4, 3], [2, 1, 0]))))
+
+
+class FirstState(nn.Module):
+    """A recurrent network with a learned first state."""
+
+    def __init__(self, kind: Any, how: str, **settings: Any) -> None:
+        super().__init__()
+        self.how = how
+        self.rnn = kind(3, 2, **settings)
+        directions = settings.get("num_layers", 1) * (1 + settings.get("bidirectional", False))
+        self.h = nn.Parameter(normal(directions, 1, 2))
+        self.c = nn.Parameter(normal(directions, 1, 2)) if kind is nn.LSTM else None
+        self.o = nn.LazyLinear(3)
+
+    def state(self, p: Tensor, n: int) -> Tensor:
+        forms: dict[str, Callable[[], Tensor]] = {
+            "expand": lambda: p.expand(-1, n, -1),
+            "contiguous": lambda: p.expand(-1, n, -1).contiguous(),
+            "repeat": lambda: p.repeat(1, n, 1),
+            "zeros plus": lambda: torch.zeros(len(p), n, 2, dtype=p.dtype) + p,
+            "function": lambda: p.tanh().repeat(1, n, 1),
+        }
+        return forms[self.how]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = tuple(self.state(p, len(x)) for p in (self.h, self.c) if p is not None)
+        first = self.rnn.batch_first
+        out = self.rnn(x if first else x.transpose(0, 1), states if len(states) == 2 else states[0])[0]
+        result: Tensor = self.o(out.tanh().mean(1 if first else 0))
+        return result
+
+
+@pytest.mark.parametrize("num_data", [1, 3])
+@pytest.mark.parametrize("how", ["expand", "contiguous", "repeat", "zeros plus", "function"])
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU], ids=lambda kind: kind.__name__)
+def test_learned_first_states(kind: Any, how: str, num_data: int) -> None:
+    """As many steps as data, so that axes cannot be told apart by their lengths."""
+    settings: dict[Any, dict[str, Any]] = {
+        nn.RNN: {"batch_first": True, "num_layers": 2},
+        nn.LSTM: {},
+        nn.GRU: {"bidirectional": True},
+    }
+    problem = Problem(how, lambda: FirstState(kind, how, **settings[kind]), lambda _: normal(1, 3, 3))
+    one = problem.instance(num_data)
+    if num_data == 1:
+        check_traces(one, "type-2", "expand")
+    else:
+        check_traces_and_batches(one, [2], [0, 1])
+
+
+class Cell(nn.Module):
+    """A recurrent cell with a learned first state."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.cell = nn.GRUCell(3, 2)
+        self.h = nn.Parameter(normal(2))
+        self.o = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = len(x)
+        forms: dict[str, Callable[[], Tensor]] = {
+            "expand": lambda: self.h.expand(n, -1),
+            "repeat": lambda: self.h.repeat(n, 1),
+            "ones": lambda: ones(n, 2) * self.h,
+        }
+        state = forms[self.how]()
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        result: Tensor = self.o(state)
+        return result
+
+
+class Tokens(nn.Module):
+    """A learned token before a sequence."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.t = nn.Parameter(normal(1, 1, 4))
+        self.e = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.o = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        forms: dict[str, Callable[[int], Tensor]] = {
+            "expand": lambda n: self.t.expand(n, -1, -1),
+            "repeat": lambda n: self.t.repeat(n, 1, 1),
+            "plus data": lambda n: self.t.expand(n, -1, -1) + x[:, :1],
+            "function": lambda n: self.t.tanh().expand(n, -1, -1),
+        }
+        tokens = torch.cat([forms[self.how](len(x)), x], 1)
+        result: Tensor = self.o(self.e(tokens[:, :1], tokens, tokens)[0].squeeze(1))
+        return result
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    **{f"cell, {how}": (lambda how=how: Cell(how), (3, 3)) for how in ("expand", "repeat", "ones")},  # type: ignore[misc]
+    **{
+        f"token, {how}": (lambda how=how: Tokens(how), (4, 4))  # type: ignore[misc]
+        for how in ("expand", "repeat", "plus data", "function")
+    },
+    "one row": (lambda: Function(lambda m, x: (x + m.p[1].repeat(len(x), 1)).tanh(), p=normal(4, 3)), (3,)),
+    "one row by constant indices": (
+        lambda: Function(lambda m, x: (x + m.p[torch.full((len(x),), 2)]).tanh(), p=normal(4, 3)),
+        (3,),
+    ),
+    "one row by unit vectors": (
+        lambda: Function(
+            lambda m, x: (x + F.one_hot(torch.ones(len(x)).long(), 4).double() @ m.p).tanh(), p=normal(4, 3)
+        ),
+        (3,),
+    ),
+    "a row for each datum, by its value": (
+        lambda: Function(lambda m, x: (x + F.embedding((x[:, 0] > 0).long(), m.p)).tanh(), p=normal(4, 3)),
+        (3,),
+    ),
+    "one of two rows, by value": (
+        lambda: Function(lambda m, x: torch.where(x[:, :1] > 0, m.p[0], m.p[3]).tanh() * x, p=normal(4, 3)),
+        (3,),
+    ),
+    "linear map of constants": (
+        lambda: Function(
+            lambda m, x: F.linear(torch.eye(4, dtype=x.dtype).expand(len(x), -1, -1), m.p.T).tanh().sum(1) * x,
+            p=normal(4, 3),
+        ),
+        (3,),
+    ),
+    "mean of a table": (
+        lambda: Function(lambda m, x: (x + m.p.mean(0).repeat(len(x), 1)).tanh(), p=normal(4, 3)),
+        (3,),
+    ),
+    "keys of attention": (
+        lambda: Function(
+            lambda m, x: F.scaled_dot_product_attention(x.unsqueeze(1), *[m.p.repeat(len(x), 1, 1)] * 2).squeeze(1),
+            p=normal(4, 3),
+        ),
+        (3,),
+    ),
+    "distances": (
+        lambda: Function(
+            lambda m, x: (x.unsqueeze(1) - m.p.repeat(len(x), 1, 1)).square().sum(2).tanh(), p=normal(4, 3)
+        ),
+        (3,),
+    ),
+}
+
+
+@pytest.mark.parametrize("num_data", [1, 4])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(name: str, num_data: int) -> None:
+    make, shape = OTHERS[name]
+    one = Problem(name, make, lambda _: normal(1, *shape)).instance(num_data)
+    if num_data == 1:
+        check_traces(one, "type-2", "expand")
+    else:
+        check_traces_and_batches(one, [2], [1, 0], [3])
+
+
+@pytest.mark.parametrize("like", [torch.ones_like, torch.zeros_like, lambda p: p.new_full(p.shape, 2.0)])
+def test_the_shape_of_a_parameter_is_not_a_use(like: Any) -> None:
+    """A mask that is made like a weight has none of its values."""
+    W, b, X, y = normal(3, 3), normal(3), normal(4, 3), torch.arange(4) % 3
+    found = []
+    for mask in (like, lambda p: like(p.detach())):
+        model = Function(
+            lambda m, x, mask=mask: F.linear(x, m.W) + m.b + (x.unsqueeze(1) * mask(m.W)).sum(2) + mask(m.b), W=W, b=b
+        )
+        found.append(KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y))))
+    K, L = found
+    for name, block in L.blocks.items():
+        assert K.blocks[name].operations == block.operations
+        close(K.blocks[name].A, block.A)
+        close(K.blocks[name].B, block.B)
