@@ -32,6 +32,7 @@ PAGES = {
     "howto_train": "How to train with natural gradients",
     "howto_compare": "How to compare structures",
     "howto_checkpoints": "How to save, load and resume",
+    "right": "How do I know that it is right?",
     "engine": "How the engine works",
     "test_your_kfac": "Test your KFAC",
     "errata": "Errata",
@@ -129,11 +130,12 @@ def check_names(names: list[str]) -> None:
 
 
 def write_assets(site: Path) -> None:
-    """Write style, script and figures."""
+    """Write style, script, drawings and figures."""
     highlighting = HtmlFormatter(style="default").get_style_defs(".highlight")
     style = (DOCS / "assets" / "style.css").read_text(encoding="utf-8")
     (site / "style.css").write_text(f"{highlighting}\n{style}\n", encoding="utf-8")
-    shutil.copy(DOCS / "assets" / "search.js", site)
+    for asset in (DOCS / "assets" / "search.js", *sorted((DOCS / "assets").glob("*.svg"))):
+        shutil.copy(asset, site)
     for name in ("play.js", "play.css"):
         (site / name).write_text(play.asset(name), encoding="utf-8")
     draw_figures(site)

@@ -97,6 +97,7 @@ class Markup:
         self._markdown.add_render_rule("table_open", lambda *_: '<div class="scroll" tabindex="0"><table>\n')
         self._markdown.add_render_rule("table_close", lambda *_: "</table></div>\n")
         self._markdown.add_render_rule("link_open", _link)
+        self._markdown.add_render_rule("image", _image)
 
     def render(self, text: str, here: Module | None = None, bare: bool = True) -> str:
         """Return a text as HTML; for `here` and `bare` see `Links.find`."""
@@ -123,6 +124,12 @@ def _link(renderer: Any, tokens: Sequence[Token], place: int, options: Any, env:
     address = str(tokens[place].attrs["href"])
     tokens[place].attrs["href"] = re.sub(r"^([\w.]+)\.md(?=#|$)", r"\1.html", address)
     return str(renderer.renderToken(tokens, place, options, env))
+
+
+def _image(renderer: Any, tokens: Sequence[Token], place: int, options: Any, env: Any) -> str:
+    """Drawings lie in a folder of their own, but beside the pages of the site. A wide one scrolls on small screens."""
+    tokens[place].attrs["src"] = str(tokens[place].attrs["src"]).removeprefix("assets/")
+    return f'<span class="drawing" tabindex="0">{renderer.image(tokens, place, options, env)}</span>'
 
 
 def plain(text: str) -> str:

@@ -63,12 +63,13 @@ def inspect(
     sharing: Annotated[str, typer.Option(help="Weight sharing: expand or reduce.")] = "expand",
     joint_bias: Annotated[bool, typer.Option(help="Whether weight and bias share a block.")] = True,
     max_dim: Annotated[int | None, typer.Option(help="Factors wider than this are diagonal.")] = None,
+    audit: Annotated[bool, typer.Option(help="Whether to check, on a few data, what is captured.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show what KFAC covers of a model, with what factors, at what cost. Fails if something is not covered."""
     try:
         model, sample = _load(target)
-        table = inspect_model(model, sample, sharing=sharing, joint_bias=joint_bias, max_dim=max_dim)
+        table = inspect_model(model, sample, sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, audit=audit)
     except KfsError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(code=2) from error
@@ -76,6 +77,7 @@ def inspect(
         typer.echo(json.dumps([asdict(row) for row in table.rows], indent=2))
     else:
         Console().print(table.table())
+        typer.echo(str(table.audit or ""))
     if table.uncovered:
         raise typer.Exit(code=1)
 

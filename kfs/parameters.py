@@ -21,7 +21,7 @@ def places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, 
             found[id(module), name] = (module._modules, name, child)
             module = cast("nn.Module", child)
         found[id(module), leaf] = (module._parameters, leaf, module._parameters[leaf])
-    return list(found.values())
+    return [place for place in found.values() if isinstance(place[0], dict)]  # scripted modules have something else
 
 
 def module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor] | None) -> Params:

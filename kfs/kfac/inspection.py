@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from kfs.data import tensors_in
 from kfs.errors import DataError, KfsError, ModelError
 from kfs.exact_derivatives import explained
-from kfs.kfac.capture import Audits, backward, forward, measure_rows
-from kfs.kfac.coverage import not_covered
+from kfs.kfac.capture import Audit, Audits, backward, forward, measure_rows
+from kfs.kfac.coverage import not_covered, shared_with
 from kfs.kfac.layout import Side
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
@@ -41,6 +41,8 @@ class Row:
         B: Structure and size of the gradient-based factor.
         nbytes: Bytes of both factors. Zero for a bias that shares its weight's block.
         why_not: Why the parameter is not covered. Empty if it is.
+        rows: How rows of the operations' inputs belong to data. Empty without audit.
+        difference: Relative difference of the sum over its uses from its gradient by autograd. `None` without audit.
     """
 
     parameter: str
@@ -51,6 +53,8 @@ class Row:
     B: str = ""
     nbytes: int = 0
     why_not: str = ""
+    rows: str = ""
+    difference: float | None = None
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,11 @@ class Inspection:
 
     Attributes:
         rows: One per parameter and block.
+        audit: What was checked, and how closely; `None` if nothing was.
     """
 
     rows: tuple[Row, ...]
+    audit: Audit | None = None
 
     @property
     def uncovered(self) -> dict[str, str]:
@@ -86,8 +92,8 @@ class Inspection:
         return make_table(title, columns, rows)
 
     def __str__(self) -> str:
-        """Return the table as text."""
-        return as_text(self.table(), width=160)
+        """Return the table as text, and below what was checked."""
+        return as_text(self.table(), width=160) + ("" if self.audit is None else f"{self.audit}\n")
 
 
 def inspect(
@@ -150,13 +156,14 @@ def inspect(
             measure_rows(f, capture)
             backward(f, capture, torch.ones_like(f).unsqueeze(0))
     why_not = not_covered(risk.params, sums.blocks.values(), capture.unexplained, sums.conflicts)
+    why_not |= shared_with(why_not, sums.blocks.values())
     rows = []
     for name, p in risk.params.items():
         blocks = [block for block in sums.blocks.values() if name in block.layout.params and name not in why_not]
-        rows += [_row(name, p, block) for block in blocks]
+        rows += [_row(name, p, block, audits.report) for block in blocks]
         if not blocks:
             rows.append(Row(name, tuple(p.shape), why_not=why_not[name]))
-    return Inspection(tuple(rows))
+    return Inspection(tuple(rows), audits.report)
 
 
 class _Sample(EmpiricalRisk):
@@ -204,12 +211,16 @@ def _anything(f: Tensor, y: Tensor) -> Tensor:
     return f.sum() + y
 
 
-def _row(name: str, p: Tensor, block: BlockSums) -> Row:
+def _row(name: str, p: Tensor, block: BlockSums, audit: Audit | None) -> Row:
     """Describe a parameter that is covered."""
     A = _structure_and_size(block, "A")
     B = _structure_and_size(block, "B")
     nbytes = block.nbytes if name == block.layout.weight else 0
-    return Row(name, tuple(p.shape), tuple(sorted(block.operations)), block.layout.name, A, B, nbytes)
+    row = Row(name, tuple(p.shape), tuple(sorted(block.operations)), block.layout.name, A, B, nbytes)
+    if audit is None:
+        return row
+    orders = dict.fromkeys(use.rows for use in audit.uses if use.parameter in block.layout.params)
+    return replace(row, rows=", ".join(orders), difference=audit.gradients.get(name))
 
 
 def _structure_and_size(block: BlockSums, side: Side) -> str:

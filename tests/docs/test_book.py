@@ -5,6 +5,7 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -178,6 +179,21 @@ def test_sections_of_contributing(site: Path) -> None:
     assert "OuterProductSum.add(g)" in html.unescape(re.sub(r"<[^>]+>", "", text))
     with pytest.raises(RuntimeError, match="no section 'Nonsense'"):
         build.contributing("Nonsense")
+
+
+def test_drawings(site: Path) -> None:
+    """They are XML with a title, load nothing, and pages show them from where they were copied to."""
+    drawings = sorted((ROOT / "docs" / "assets").glob("*.svg"))
+    assert drawings
+    pages = "".join(read(site, name) for name in build.PAGES)
+    for drawing in drawings:
+        root = ElementTree.parse(drawing).getroot()
+        names = [element.tag.rpartition("}")[2] for element in root.iter()]
+        assert "title" in names
+        assert "image" not in names
+        assert "@font-face" not in drawing.read_text(encoding="utf-8")
+        assert f'<img src="{drawing.name}" alt="' in pages
+        assert (site / drawing.name).read_bytes() == drawing.read_bytes()
 
 
 def test_benchmarks_with_and_without_results(tmp_path: Path) -> None:

@@ -197,15 +197,8 @@ class TestPrecision:
 
 # What is refused although it is well-defined: numbers of data, and why.
 IMAGES = "an image counts as a row, so that data along its spatial axis are refused"
-NODES = "nodes are not recognized as data if N does not divide their number; then, a bias needs the block of its weight"
 Limits = Mapping[str, tuple[tuple[int, ...], str]]
-WITH_ANY_BIAS: Limits = {"spatial axis": ((2, N, 9), IMAGES)}
-WITH_SEPARATE_BIAS: Limits = {
-    **WITH_ANY_BIAS,
-    "graphs, as many nodes as data": ((2,), NODES),
-    "graphs, a multiple": ((2,), NODES),
-    "graphs, no multiple": ((2, N, 9), NODES),
-}
+LIMITS: Limits = {"spatial axis": ((2, N, 9), IMAGES)}
 
 
 def arrangements(limits: Limits, *numbers: int) -> list[Any]:
@@ -222,7 +215,7 @@ def arrangements(limits: Limits, *numbers: int) -> list[Any]:
 class TestArrangements:
     """Data along axes in all ways."""
 
-    @pytest.mark.parametrize(("problem", "num_data"), arrangements(WITH_SEPARATE_BIAS, 1, 2, N, 9))
+    @pytest.mark.parametrize(("problem", "num_data"), arrangements(LIMITS, 1, 2, N, 9))
     def test_traces(self, problem: Problem, num_data: int) -> None:
         one = instance(problem, num_data)
         if num_data != N:
@@ -230,12 +223,12 @@ class TestArrangements:
         if num_data in {2, N}:
             check_traces(one, "empirical", "reduce")
 
-    @pytest.mark.parametrize(("problem", "num_data"), arrangements(WITH_ANY_BIAS, N))
+    @pytest.mark.parametrize(("problem", "num_data"), arrangements(LIMITS, N))
     def test_batches(self, problem: Problem, num_data: int) -> None:
         singles = [[0], [1], [2], [3]] if "as many nodes" not in problem.name else [[0], [1], [2, 3]]
         check_batches(instance(problem, num_data), singles, [[0, 1, 2], [3]])
 
-    @pytest.mark.parametrize(("problem", "num_data"), arrangements(WITH_ANY_BIAS, N))
+    @pytest.mark.parametrize(("problem", "num_data"), arrangements(LIMITS, N))
     def test_order(self, problem: Problem, num_data: int) -> None:
         check_batches(instance(problem, num_data), [[2, 0, 3, 1]])
 

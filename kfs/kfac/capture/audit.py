@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kfs.data import can_be_cut, cut, mapped
 from kfs.errors import ModelError
-from kfs.kfac.capture.audit_report import Audit, AuditedUse
+from kfs.kfac.capture.audit_report import Audit, AuditedUse, percent
 from kfs.kfac.capture.comparison import IN_HALF_PRECISION, Both, Results, difference_of, tolerance_for, wrong_rule
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.mode import Capture
@@ -73,8 +73,8 @@ def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
     difference = difference_of(f[len(f) - len(few) :], few)
     if difference > tolerance:
         raise _mixing_error(
-            f"The predictions for the last {len(few)} data differ by {difference:.0%} if they are computed in a batch "
-            f"of {len(f)}."
+            f"The predictions for the last {len(few)} data differ by {percent(difference)} if they are computed in a "
+            f"batch of {len(f)}."
         )
 
 
@@ -149,6 +149,7 @@ class _Audit:
                 AuditedUse(site.what[1], site.what[0], self._rows(site, capture.routes), _misfit(site)) for site in uses
             ),
             tolerance,
+            missed=tuple(name for name in gradients if name in dict(unexplained)),
         )
         known = replace(
             self.known,
@@ -307,7 +308,8 @@ class _Audit:
         seen = ", ".join(sorted(sums.operations[name]))
         hidden = sorted({function for parameter, function in hidden_uses(f, self.params) if parameter == name})
         other = ", ".join(hidden) or "something that PyTorch hides"
-        return f"{seen} and by {other}, or {seen} was misread (without it, the gradient differs by {difference:.0%})"
+        what_differs = f"the gradient differs by {percent(difference)} from the sum over all uses that were seen"
+        return f"{seen} and by {other}, or {seen} was misread ({what_differs})"
 
     def _wrong_rule(self, difference: float, tolerance: float) -> ModelError:
         """Find the first operation whose result is another one under capture."""
@@ -330,7 +332,7 @@ class _Audit:
         after = f", and before {sites[last + 1].what[0]} ({sites[last + 1].what[1]!r})" if last + 1 < len(sites) else ""
         return _mixing_error(
             f"Data mix after {operation} ({parameter!r}){after}: a row of its output influences the predictions for "
-            f"several data (gradients are off by {_misfit(sites[last]):.0%})."
+            f"several data (gradients are off by {percent(_misfit(sites[last]))})."
         )
 
     def _placed(self, site: Site, routes: bool) -> Placed:

@@ -32,6 +32,7 @@ class Audit:
         uses: All uses, in their order.
         tolerance: Up to which relative difference predictions and gradients count as the same.
         shapes: For how many different shapes of inputs this was done. Numbers are the largest ones.
+        missed: Parameters of which a use was missed or misread. They are not covered.
     """
 
     num_data: int
@@ -40,6 +41,7 @@ class Audit:
     uses: tuple[AuditedUse, ...]
     tolerance: float
     shapes: int = 1
+    missed: tuple[str, ...] = ()
 
     def merged(self, other: "Audit") -> "Audit":
         """Return one audit for the shapes of both; the same one if they are equal."""
@@ -52,6 +54,7 @@ class Audit:
             predictions=max(self.predictions, other.predictions),
             gradients=worst,
             shapes=self.shapes + other.shapes,
+            missed=tuple(name for name in names if name in self.missed or name in other.missed),
         )
 
     def __str__(self) -> str:
@@ -61,11 +64,13 @@ class Audit:
             what = (use.parameter, use.operation, use.rows)
             uses[what] = uses.get(what, 0) + 1
         shapes = "shape" if self.shapes == 1 else "shapes"
+        right = [difference for name, difference in self.gradients.items() if name not in self.missed]
         lines = [
             f"audit of {len(self.gradients)} parameters on {self.num_data} data, {self.shapes} {shapes} of inputs",
             f"predictions with and without capture differ by {self.predictions:.1e}",
-            f"sums over uses and gradients by autograd differ by {max(self.gradients.values(), default=0.0):.1e}",
+            f"sums over uses and gradients by autograd differ by {max(right, default=0.0):.1e}",
         ]
+        lines += [f"  {name}: not covered, differs by {percent(self.gradients[name])}" for name in self.missed]
         for (parameter, operation, rows), times in uses.items():
             repeated = "" if times == 1 else f", {times} times"
             lines.append(f"  {parameter}: {operation}{repeated}; {rows}")
@@ -75,3 +80,10 @@ class Audit:
 def both_audits(one: Audit | None, other: Audit | None) -> Audit | None:
     """Return one audit for the shapes of both; `None` if one of them is missing."""
     return None if one is None or other is None else one.merged(other)
+
+
+def percent(difference: float) -> str:
+    """Return a relative difference for a message."""
+    if not difference < 10:  # a ratio of anything and nearly nothing
+        return "more than 1000%"
+    return f"{100 * difference:.2g}%" if difference < 0.995 else f"{difference:.0%}"

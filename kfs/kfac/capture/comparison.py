@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kfs.errors import ModelError
+from kfs.kfac.capture.audit_report import percent
 from kfs.kfac.capture.tracking import Tracker, tensors_of
 
 # Up to which relative difference two results count as the same. Batches of different size are rounded differently.
@@ -64,7 +65,7 @@ def wrong_rule(plain: Results, captured: Results, difference: float, tolerance: 
             culprit = f" {name}{used} is the first operation whose result differs: the rule for it is wrong."
             break
     return ModelError(
-        f"Predictions under capture differ by {difference:.0%} from those of the model.{culprit}",
+        f"Predictions under capture differ by {percent(difference)} from those of the model.{culprit}",
         "Leave the parameters of that operation out with params=, and report it as an error of kfs. audit=False would "
         "go on with other predictions than those of the model.",
     )

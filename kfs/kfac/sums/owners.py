@@ -180,7 +180,6 @@ def by_length(num_data: int, leading: Sequence[int], axis: int | None = None) ->
         raise DataError(
             f"A parameter is used with an input of leading axes {list(leading)}, in which the batch of {num_data} data "
             "is not found.",
-            "Say where it is with batch_axis=, put it first, or leave the audit on, which measures it. KFAC with "
-            "sharing='expand' needs no batch axis.",
+            "Say where it is with batch_axis=, or put it first. KFAC with sharing='expand' needs no batch axis.",
         )
     return Regular(num_data, leading[found] // num_data * prod(leading[found + 1 :]))
