@@ -196,6 +196,8 @@ def can_be_cut(x: Any, num_data: int, few: int, batch_axis: int | None = None) -
     if all(axis_to_cut(t.shape, num_data, batch_axis) is None for t in found):
         return False
     integers = [t for t in found if t.dtype != torch.bool and not (t.is_floating_point() or t.is_complex())]
+    # Tokens `[N, T]` may be as small as indices of data. On a CPU, a wrong index is an error like any other one.
+    integers = [t for t in integers if t.ndim < 2 or not t.is_cpu or axis_to_cut(t.shape, num_data, batch_axis) is None]
     largest = [int(t.max()) for t in integers if t.numel() and len(found) > 1]
     return not any(few <= number < num_data for number in largest)
 

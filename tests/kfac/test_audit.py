@@ -242,3 +242,23 @@ def test_mixing_in_other_precisions(dtype: torch.dtype) -> None:
     for compute in (MIXING["centered"][0], MIXING["contrast"][0], MIXING["centered before any parameter"][0]):
         with pytest.raises(ModelError, match=REST):
             KFAC(EmpiricalRisk(mixing_model(compute).to(dtype), LOSS, (X, labels(FEW))), uncovered="skip")
+
+
+@pytest.mark.parametrize("vocabulary", [3, FEW, 10])
+@pytest.mark.parametrize("num_data", [FEW, 16])
+def test_tokens_that_look_like_indices_of_data(num_data: int, vocabulary: int) -> None:
+    """They do not keep the audit from computing some data alone."""
+
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(vocabulary, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            h = (self.tokens(x) * mask.unsqueeze(2)).sum(1)
+            result: Tensor = self.head((h - h.mean(0).detach()).tanh())
+            return result
+
+    x = (torch.randint(vocabulary, (num_data, 5)), torch.ones(num_data, 5))
+    with pytest.raises(ModelError, match=REST):
+        KFAC(EmpiricalRisk(Centered().double(), LOSS, [(x, labels(num_data))]))

@@ -359,6 +359,14 @@ class TestReport:
         folded = rows(lambda layer, x: layer(x.transpose(0, 1).reshape(-1, 2, 4)).view(3, -1, 2, 3).mean((0, 2)), 3, 2)
         assert folded == "2 of 6 rows of a datum together"
 
+    def test_inspection(self) -> None:
+        """It is below the table."""
+        table = inspect(mlp(), normal(MANY, 4))
+        assert table.audit is not None
+        assert list(table.audit.gradients) == [row.parameter for row in table.rows]
+        assert str(table).rstrip().endswith(str(table.audit))
+        assert inspect(mlp(), normal(MANY, 4), audit=False).audit is None
+
     def test_functions(self) -> None:
         """A function of parameters is audited, too."""
         params = {"W": normal(4, 3)}
