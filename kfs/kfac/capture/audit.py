@@ -41,7 +41,7 @@ FEW = 4
 # A gradient may be off by this many roundings of its largest terms.
 _ROUNDINGS = 100
 # How often decisions about constants may change before one gives up.
-_ROUNDS = 5
+_ROUNDS = 10
 # Evaluates the model on some inputs, within a context: takes inputs, their number, and the context.
 Run = Callable[[Any, int, AbstractContextManager[Any] | None], Tensor]
 
@@ -157,6 +157,7 @@ class _Audit:
             uses=tuple(self._placed(site, capture.routes) for site in uses),
             meetings=tuple(self._placed(site, capture.routes) for site in sites if site.meeting),
             unexplained=frozenset(unexplained),
+            inputs=tuple(is_data for _, _, is_data in capture.marks.inputs),
         )
         _forget(capture)
         return Audited(report, known, self.whole), f.detach()
@@ -168,6 +169,7 @@ class _Audit:
             Predictions, the pass, sums over uses, and gradients by autograd of what was asked for.
         """
         self.known = Known()
+        first: Capture | None = None  # the first pass in which data mixed, whatever inputs are constant
         for last in (False,) * (_ROUNDS - 1) + (True,):
             sums = GradientSums()
             capture = Capture(self.session, sums, self.num_data, self.batch_axis, self.known, measuring=True)
@@ -180,11 +182,12 @@ class _Audit:
             mixed = [site for site in _waiting(capture) if site.measured is not None and site.measured.mixes]
             if not mixed or self.session.mixing:
                 return f, capture, sums, exact
+            first = first or capture
             constants = self._more_constants(capture)
-            if constants == self.known.constants or last:
+            if constants is None or last:
                 break
             self.known = Known(constants=constants)
-        raise self._mixing(capture)
+        raise self._mixing(first or capture)
 
     def _send_back(self, f: Tensor, capture: Capture, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Measure rows, add gradients times inputs up, and return gradients by autograd for the same vectors."""
@@ -226,14 +229,17 @@ class _Audit:
         """
         return found.tolerance <= 1e-3 or 2 * found.number_of_owners > self.num_data
 
-    def _more_constants(self, capture: Capture) -> frozenset[int]:
-        """Return inputs that may be the same for all data: first those without an axis as long as the batch."""
-        data = [
-            (place, shape, integers) for place, (shape, integers, is_data) in enumerate(capture.marks.inputs) if is_data
-        ]
-        without = [place for place, shape, _ in data if self.num_data not in shape]
-        vectors = [place for place, shape, integers in data if integers and len(shape) == 1]
-        return self.known.constants | frozenset(without or vectors)
+    def _more_constants(self, capture: Capture) -> frozenset[int] | None:
+        """Return other inputs that may be the same for all data; `None` if all ways were tried.
+
+        First those without an axis as long as the batch, then one after the other.
+        """
+        data = [place for place, (_, _, is_data) in enumerate(capture.marks.inputs) if is_data]
+        if not self.known.constants:
+            without = [place for place in data if self.num_data not in capture.marks.inputs[place][0]]
+            self.candidates = [frozenset(without)] if without else []
+            self.candidates += [frozenset([place]) for place in reversed(data)] if len(capture.marks.inputs) > 1 else []
+        return self.candidates.pop(0) if self.candidates else None
 
     def _compare_predictions(self, f: Tensor, tolerance: float) -> float:
         """Compare predictions with those of the model alone, for half of the data if possible."""

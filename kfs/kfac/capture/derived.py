@@ -36,6 +36,7 @@ class Spread:
         self.index = index
         self.source = source
         self.own = own
+        self.along_own_axes = index.flatten()  # the entries along the axes where they differ
         self._readers: dict[Regular, Callable[[Tensor], Tensor]] = {}
 
     @classmethod
@@ -46,17 +47,17 @@ class Spread:
         strides = (0,) * (len(shape) - t.ndim) + t.stride
         strides = tuple(0 if n == 1 else stride for n, stride in zip(padded, strides, strict=True))
         own = tuple(axis for axis, stride in enumerate(strides) if stride != 0 and shape[axis] != 1)
-        index = torch.arange(max(prod(t.source[0]), 1)).as_strided(shape, strides, t.offset)  # nothing is copied
-        return cls(shape, index, t.source[0], own)
+        places = torch.arange(max(prod(t.source[0]), 1))
+        index = places.as_strided(shape, strides, t.offset)  # nothing is copied
+        spread = cls(shape, index, t.source[0], own)
+        lengths, steps = [shape[axis] for axis in own], [strides[axis] for axis in own]
+        spread.along_own_axes = places.as_strided(lengths, steps, t.offset).flatten()
+        return spread
 
     @property
     def free(self) -> tuple[int, ...]:
         """The axes along which entries do not differ."""
         return tuple(axis for axis in range(len(self.shape)) if axis not in (self.own or ()))
-
-    def entries(self) -> Tensor:
-        """Return the entries along the axes where they differ, flattened."""
-        return self.index[tuple(0 if axis in self.free else slice(None) for axis in range(len(self.shape)))].flatten()
 
     def reader(self, owners: Owners) -> Callable[[Tensor], Tensor]:
         """Return what reads gradients `[columns, *shape]` as `[columns, N, *source]`."""
@@ -74,7 +75,7 @@ class Spread:
         if rows is None:
             return None
         order = (*self.free, *self.own)
-        entries = self.entries()
+        entries = self.along_own_axes
         index = None if _in_order(entries, prod(self.source)) else entries
 
         def read(g: Tensor) -> Tensor:
@@ -132,7 +133,9 @@ def tap_broadcast(capture: "Capture", step: Broadcast, t: Tensor, call: Call) ->
     if step.plan is None:
         derived = capture.tracker.get(t).derived
         assert derived is not None  # noqa: S101 (there is no third kind)
-        return tap_spread(capture, z, (call.name, step.argument.name or ""), step.spread, derived.collector())
+        with full_precision(z.device.type):
+            collect = derived.collector()
+        return tap_spread(capture, z, (call.name, step.argument.name or ""), step.spread, collect)
     with full_precision(z.device.type):
         (plan,) = settled(capture, step.plan, call, z)
         receive = capture.use(plan, None)

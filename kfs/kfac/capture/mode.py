@@ -101,7 +101,8 @@ class Capture(TorchFunctionMode):
         self.batch_axis = batch_axis
         self.measuring = measuring
         self.sites: Sites | None = None  # where it matters whose rows are, if anywhere
-        self.marks = Marks(self.tracker, num_data, batch_axis, known.constants if known is not None else ())
+        inputs = ((), ()) if known is None else (known.constants, known.inputs)
+        self.marks = Marks(self.tracker, num_data, batch_axis, *inputs)
         self.is_data = self.marks.is_data
         self.as_data = self.marks.as_data
         self.mark_data = self.marks.mark_data

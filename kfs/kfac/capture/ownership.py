@@ -150,25 +150,35 @@ def regular_order(owners: Tensor, num_data: int, leading: Sequence[int]) -> tupl
     rows = len(owners)
     if rows == 0 or rows % num_data:
         return None, True
-    voters = (owners >= 0).nonzero().squeeze(1)
-    votes = owners[voters]
-    found = None
+    everybody = bool((owners >= 0).all())
+    obeyed = []
     for inner in _candidates(num_data, leading):
-        if torch.equal(voters // inner % num_data, votes):
-            if found is not None:
-                return found, False
-            found = inner
-            if len(voters) == rows:
+        if obeys(owners, inner, num_data):
+            obeyed.append(inner)
+            if everybody:
                 break
-    return found, True
+    # An axis that is as long as the batch explains more than a part of a longer one.
+    along_axes = [inner for inner in obeyed if inner in _axes(num_data, leading)]
+    chosen = along_axes or obeyed
+    return (chosen[0] if chosen else None), len(chosen) == 1
+
+
+def obeys(owners: Tensor, inner: int, num_data: int) -> bool:
+    """Whether rows are in a regular order, as far as a gradient came back to them."""
+    voters = (owners >= 0).nonzero().squeeze(1)
+    return torch.equal(voters // inner % num_data, owners[voters])
 
 
 def _candidates(num_data: int, leading: Sequence[int]) -> Iterator[int]:
     """Generate possible numbers of consecutive rows of one datum: the simplest ones first."""
     shared = prod(leading) // num_data
-    axes = [prod(leading[axis + 1 :]) for axis, length in enumerate(leading) if length == num_data]
     folded = [inner for inner in range(shared, 0, -1) if shared % inner == 0] if shared < 2**16 else [shared, 1]
-    yield from dict.fromkeys((shared, *axes, *folded))
+    yield from dict.fromkeys((shared, *_axes(num_data, leading), *folded))
+
+
+def _axes(num_data: int, leading: Sequence[int]) -> list[int]:
+    """Return how many consecutive rows one datum has if an axis as long as the batch is the batch axis."""
+    return [prod(leading[axis + 1 :]) for axis, length in enumerate(leading) if length == num_data]
 
 
 def nearest_order(gradients: Sequence[Tensor], num_data: int, leading: Sequence[int]) -> int | None:

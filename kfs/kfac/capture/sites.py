@@ -20,6 +20,7 @@ from kfs.kfac.capture.ownership import (
     measured,
     nearest_order,
     number_of_digits,
+    obeys,
     regular_order,
 )
 from kfs.kfac.sums.interface import Receiver
@@ -71,6 +72,7 @@ class Known:
     # Whether results that do not depend on data have a row for every datum.
     answers: Mapping[Question, bool] = field(default_factory=dict)
     constants: frozenset[int] = frozenset()  # which inputs of the model are the same for all data, by their number
+    inputs: tuple[bool, ...] = ()  # which inputs are data; empty if that is not known yet
     unexplained: frozenset[tuple[str, str]] = (
         frozenset()
     )  # `(parameter, operation)` of uses that were missed or misread
@@ -91,6 +93,7 @@ class Site:
     dtype: torch.dtype = torch.float32
     device: torch.device = CPU
     measured: Measured | None = None
+    owners: Tensor | None = None  # the datum of each row, or -1; `None` if positions of a row belong to different data
     inner: int | None = None
     certain: bool = True
 
@@ -105,23 +108,40 @@ class Site:
         self.dtype, self.device = g.dtype, g.device
         self.probed.append(in_few_directions(g[0]))
 
-    def settle(self, found: Measured | None, num_data: int, mixing: bool) -> None:
-        """Start, with what was measured; `None` if no gradient came back, so that predictions do not depend on it."""
+    @property
+    def is_certain(self) -> bool:
+        """Whether rows are in a regular order, and in no other one."""
+        return self.certain and self.inner is not None
+
+    def find_order(self, found: Measured, num_data: int, mixing: bool) -> None:
+        """Find the order of rows, with what was measured."""
         self.measured = found
-        if found is None:
-            self.certain = False
-            self.receiver = self.start(guessed(num_data, self.leading, self.sites.axis))
-            return
-        owners = found.of_groups(prod(self.leading))
+        self.owners = found.of_groups(prod(self.leading))
         if mixing and found.mixes:
             self.inner = nearest_order(self.probed, num_data, self.leading)
-        elif owners is not None:
-            self.inner, self.certain = regular_order(owners, num_data, self.leading)
+        elif self.owners is not None:
+            self.inner, self.certain = regular_order(self.owners, num_data, self.leading)
+            self.certain = self.certain and found.has_votes
         self.probed.clear()
+
+    def adopt(self, inner: int | None, num_data: int) -> None:
+        """Take over the order of rows at other places, where it is not certain and not contradicted."""
+        if self.is_certain or inner is None:
+            return
+        silent = self.measured is None  # no gradient came back at all
+        if silent or (self.owners is not None and obeys(self.owners, inner, num_data)):
+            self.inner, self.certain = inner, True
+
+    def begin(self, num_data: int) -> None:
+        """Start, with the owners of rows."""
         if self.inner is not None:
-            self.receiver = self.start(Regular(num_data, self.inner))
-        elif owners is not None:
-            self.receiver = self.start(Listed(owners.to(self.device), num_data))
+            has_votes = self.measured is not None and self.measured.has_votes
+            self.receiver = self.start(Regular(num_data, self.inner, complete=self.certain or not has_votes))
+        elif self.measured is None:  # predictions do not depend on it
+            self.certain = False
+            self.receiver = self.start(guessed(num_data, self.leading, self.sites.axis))
+        elif self.owners is not None:
+            self.receiver = self.start(Listed(self.owners.to(self.device), num_data))
         else:
             operation, parameter = self.what
             error = DataError(
@@ -239,14 +259,18 @@ class Sites:
         for site in (*self.waiting, *self.observed):
             if len(site.probed) == probes:
                 kinds.setdefault((site.dtype, site.probed[0].shape[1]), []).append(site)
-            else:
-                site.settle(None, self.num_data, self._mixing)
         for (dtype, _), sites in kinds.items():
             # All rows together, and not on an accelerator: there are many small questions to answer.
-            gradients = [torch.cat([site.probed[i] for site in sites]).cpu() for i in range(probes)]
+            # Squares of vanishing gradients need the range of float64.
+            gradients = [torch.cat([site.probed[i] for site in sites]).cpu().double() for i in range(probes)]
             lengths = [len(site.probed[0]) for site in sites]
             for site, found in zip(sites, measured(gradients, lengths, self.num_data, dtype), strict=True):
-                site.settle(found, self.num_data, self._mixing)
+                site.find_order(found, self.num_data, self._mixing)
+        # Where gradients of too few rows came back, rows are in the order that they have at other places.
+        orders = {site.leading: site.inner for site in self.waiting if site.is_certain}
+        for site in (*self.waiting, *self.observed):
+            site.adopt(orders.get(site.leading), self.num_data)
+            site.begin(self.num_data)
 
     def replay(self) -> None:
         """Pass gradients of the first probe on, now that it is known whose they are; the latest places come first."""

@@ -7,7 +7,7 @@ that was freed is used again.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,13 +148,19 @@ class Marks:
         num_data: Number of data in the batch.
         batch_axis: Where the batch axis is in inputs, if not first.
         constants: Which inputs are the same for all data, by their number.
+        known: Of the first inputs, whether they are data.
 
     Attributes:
         inputs: Of every input: its shape, whether it has integers, and whether it is taken for data.
     """
 
     def __init__(
-        self, tracker: Tracker, num_data: int, batch_axis: int | None = None, constants: Collection[int] = ()
+        self,
+        tracker: Tracker,
+        num_data: int,
+        batch_axis: int | None = None,
+        constants: Collection[int] = (),
+        known: Sequence[bool] = (),
     ) -> None:
         """Start without marks."""
         self.inputs: list[tuple[tuple[int, ...], bool, bool]] = []
@@ -162,6 +168,7 @@ class Marks:
         self.num_data = num_data
         self.batch_axis = batch_axis
         self._constants = constants
+        self._known = known
         self._marked: list[weakref.ref[Tensor]] = []
 
     def is_data(self, t: Tensor) -> bool:
@@ -183,8 +190,10 @@ class Marks:
         elsewhere = self.num_data in t.shape and (t.shape[0] > 1 or self.num_data == 1)
         nodes = first > 1 and t.is_floating_point()  # graphs of different size have any number of nodes
         data = divides or elsewhere or nodes or self.num_data == first
-        if len(self.inputs) in self._constants:
-            data = False
+        place = len(self.inputs)
+        if place < len(self._known):  # an audit found out
+            data = self._known[place]
+        data = data and place not in self._constants
         self.inputs.append((tuple(t.shape), not t.is_floating_point(), data))
         return self.as_data(t, data)
 

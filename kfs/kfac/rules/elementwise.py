@@ -56,7 +56,7 @@ def meet_batch(call: Call, t: Argument, shape: tuple[int, ...], operation: str) 
     padded = (1,) * (len(shape) - t.ndim) + t.shape
     strides = (0,) * (len(shape) - t.ndim) + t.stride
     repeated = any(stride == 0 and n > 1 for n, stride in zip(padded, strides, strict=True))
-    if call.num_data > 1 and padded == tuple(shape) and not t.derived and not repeated:
+    if call.num_data > 1 and t.shape == tuple(shape) and not t.derived and not repeated:
         return None
     return broadcast(t, tuple(shape), operation)
 
@@ -70,7 +70,7 @@ def broadcast(t: Argument, shape: tuple[int, ...], operation: str) -> Broadcast:
     free = spread.free
     own_last = _own_axes_last(free, own)
     layout = entries_layout(t)
-    rows, places = _rows_and_places(spread.entries(), layout)
+    rows, places = _rows_and_places(spread.along_own_axes, layout)
 
     def read(g: Tensor, _: Any) -> Tensor:
         g = own_last(g)

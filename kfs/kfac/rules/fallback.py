@@ -17,6 +17,7 @@ from kfs.kfac.rules import elementwise
 from kfs.kfac.rules.elementwise import all_rows, entries_layout
 from kfs.kfac.sums.inputs import Rows
 from kfs.kfac.sums.interface import Receiver
+from kfs.kfac.sums.outer_products import full_precision
 from kfs.kfac.sums.owners import Owners
 
 # Operations whose results consist of entries of their first argument.
@@ -124,9 +125,10 @@ class _Following:
 
     def _receiver(self) -> Receiver:
         """Return what takes gradients `[columns, N, *shape of the parameter]`."""
-        if self.parameter.derived is None:
-            return _use_per_datum(self.capture, self.call, self.argument, self.parameter.tensor)
-        return self.parameter.derived.collector()
+        with full_precision(self.plain.device.type):
+            if self.parameter.derived is None:
+                return _use_per_datum(self.capture, self.call, self.argument, self.parameter.tensor)
+            return self.parameter.derived.collector()
 
     def _pull_back(self) -> Callable[[Tensor], Tensor]:
         """Return what takes gradients `[..., *shape of the result]` back to the parameter."""

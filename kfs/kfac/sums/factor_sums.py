@@ -5,6 +5,7 @@ positions of all uses of a parameter are collected for one batch, and added when
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from kfs.kfac.sums.block_sums import BlockSums, RoleSums
 from kfs.kfac.sums.inputs import Vectors
 from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums, ignore
 from kfs.kfac.sums.outer_products import OuterProductSum, full_precision
-from kfs.kfac.sums.owners import Owners
+from kfs.kfac.sums.owners import Owners, Regular
 from kfs.kfac.sums.placement import Placement
 
 
@@ -73,7 +74,9 @@ class FactorSums(Sums):
                 total = collected.role.input.on(collected.inputs.device)
                 total.add_whole(collected.inputs)
                 collected.role.input.merge_in(total)
-            collected.role.terms += len(collected.inputs)
+            # Data that do not use the parameter do not count, in whatever batch they are.
+            everybody = collected.everybody
+            collected.role.terms += len(collected.inputs) if everybody else float((collected.counts > 0).sum())
             if self.settings.fisher == "forward-only":
                 collected.role.add_positions(collected.counts)
 
@@ -160,6 +163,7 @@ class _Collected:
     role: RoleSums  # where they go
     inputs: Tensor  # [batch, groups, d]
     counts: Tensor  # number of positions, [batch]
+    everybody: bool  # whether every datum has positions
     gradients: Tensor | None = None  # [columns, batch, groups * d]
 
 
@@ -181,8 +185,8 @@ class _Reduce(Adder):
         assert owners is not None  # noqa: S101 (it says that it needs them)
         if not owners.complete:
             raise DataError(
-                f"Some inputs of {self.plan.operation} (block {self.plan.layout.name!r}) have no gradient, and come in "
-                "no regular order, so that one cannot say to which datum they belong.",
+                f"Some inputs of {self.plan.operation} (block {self.plan.layout.name!r}) have no gradient, and the "
+                "order of the others does not say to which datum they belong.",
                 "Use sharing='expand' for it, which does not need to know: sharing={name: 'expand', ...}.",
             )
         inputs, counts = self.plan.inputs.sums(x, owners)  # type: ignore[arg-type]
@@ -190,12 +194,15 @@ class _Reduce(Adder):
             last = counts if self.plan.ones else torch.zeros_like(counts)
             last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)
             inputs = torch.cat([inputs, last], dim=2)
+        # In a regular order, all data have the same number of positions.
+        everybody = isinstance(owners, Regular) and prod(self.plan.inputs.leading(x)) > 0
         before = self.collected.get(self.key)
         if before is None:
-            self.collected[self.key] = _Collected(self.role, inputs, counts)
+            self.collected[self.key] = _Collected(self.role, inputs, counts, everybody)
         else:
             before.inputs = before.inputs + inputs
             before.counts = before.counts + counts
+            before.everybody = before.everybody or everybody
         if self.forward_only:
             return ignore
         leading = len(self.plan.inputs.leading(x))

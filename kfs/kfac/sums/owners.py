@@ -62,6 +62,7 @@ class Regular(Owners):
         num_data: Number of data.
         inner: How many consecutive rows belong to one datum. If the batch axis comes first, these are all its rows; if
             it comes last, one.
+        complete: Whether that is certain for all rows: those without gradient may be in another order.
 
     Example:
         >>> Regular(2, inner=1).by_datum(torch.tensor([[0], [1], [0], [1]])).tolist()
@@ -70,6 +71,7 @@ class Regular(Owners):
 
     num_data: int
     inner: int
+    complete: bool = True
 
     @classmethod
     def batch_first(cls, num_data: int, rows: int) -> "Regular":

@@ -1,0 +1,318 @@
+"""Models and data that tell right from lucky: results do not depend on lengths that happen to agree, or on batches.
+
+The oracle is a loop over data: one forward and one backward pass for each of them, by plain autograd.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from kfs import KFAC, EmpiricalRisk, optim
+from kfs.errors import KfsError
+from kfs.kfac.alternatives import exact_diagonal
+from tests.operators.contract import close
+
+LOSS = nn.CrossEntropyLoss(reduction="sum")
+
+
+def still_wrong(reason: str, *values: Any) -> Any:
+    """Mark parameters of a test as a known error; remove the mark with the error."""
+    return pytest.param(*values, marks=pytest.mark.xfail(reason=reason, strict=True))
+
+
+Take = Callable[[Any, slice], Any]
+
+
+class Model(nn.Module):
+    """A module from parts and a function of them and the inputs."""
+
+    def __init__(self, function: Callable[..., Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.double().eval()
+
+    def forward(self, *x: Tensor) -> Tensor:
+        return self.function(self, *x)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(normal(*shape))
+
+
+def layers() -> dict[str, nn.Module]:
+    return {"inner": nn.Linear(3, 4), "outer": nn.Linear(4, 3)}
+
+
+def all_of(x: Any, part: slice) -> Any:
+    return tuple(t[part] for t in x)
+
+
+def first_of(x: Any, part: slice) -> Any:
+    """Cut the first input; the second one is the same for all data."""
+    return x[0][part], x[1]
+
+
+def batches(x: Any, y: Tensor, sizes: Sequence[int], take: Take) -> list[tuple[Any, Tensor]]:
+    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+    return [(take(x, slice(b - n, b)), y[b - n : b]) for b, n in zip(ends, sizes, strict=True)]
+
+
+def check_diagonal(model: nn.Module, x: Any, sizes: Sequence[int], take: Take = all_of) -> None:
+    """Compare the exact diagonal of the empirical Fisher with squared gradients of one datum after the other."""
+    y = torch.arange(sum(sizes)) % 3
+    params = dict(model.named_parameters())
+    expected = {name: torch.zeros_like(p) for name, p in params.items()}
+    for n in range(len(y)):
+        loss = LOSS(model(*take(x, slice(n, n + 1))), y[n : n + 1])
+        for name, g in zip(params, torch.autograd.grad(loss, list(params.values())), strict=True):
+            expected[name] += g.square()
+    D = exact_diagonal(EmpiricalRisk(model, LOSS, batches(x, y, sizes, take)), fisher="empirical")
+    for name, t in D.domain.unflatten(D.diagonal().unsqueeze(0)).items():
+        close(t.squeeze(0), expected[name])
+
+
+def check_factors(model: nn.Module, x: Any, splits: Sequence[Sequence[int]], sharing: Any, take: Take = all_of) -> None:
+    """Compare factors for several ways of splitting the same data into batches."""
+    y = torch.arange(sum(splits[0])) % 3
+    results = [
+        KFAC(EmpiricalRisk(model, LOSS, batches(x, y, sizes, take)), fisher="empirical", sharing=sharing)
+        for sizes in splits
+    ]
+    for K in results[1:]:
+        for name, block in results[0].blocks.items():
+            close(K.blocks[name].A, block.A)
+            close(K.blocks[name].B, block.B)
+
+
+SHARED = "lengths decide, batch by batch, whether an input has a batch axis"
+RIGHT = [
+    *(("positions", length, sizes) for length in (4, 5, 12) for sizes in ((12,), (5, 4, 3), (3, 4, 5), (8, 4), (9, 3))),
+    *(("positions", 6, sizes) for sizes in ((12,), (3, 4, 5), (8, 4))),
+    *(("table", length, sizes) for length in (4, 5) for sizes in ((12,), (8, 4), (9, 3))),
+    *(("table", 6, sizes) for sizes in ((3, 4, 5), (8, 4))),
+]
+WRONG = [
+    *(("positions", 6, sizes) for sizes in ((5, 4, 3), (9, 3))),
+    *(("table", length, sizes) for length in (4, 5) for sizes in ((5, 4, 3), (3, 4, 5))),
+    *(("table", 6, sizes) for sizes in ((12,), (5, 4, 3), (9, 3))),
+    ("table", 12, (12,)),
+]
+
+
+@pytest.mark.parametrize(("kind", "length", "sizes"), [*RIGHT, *(still_wrong(SHARED, *case) for case in WRONG)])
+def test_inputs_that_all_data_share(kind: str, length: int, sizes: tuple[int, ...]) -> None:
+    """Whether an input has a batch axis does not depend on lengths that divide each other."""
+    torch.manual_seed(0)
+    table = nn.Embedding(length, 4) if kind == "positions" else nn.Linear(2, 4)
+    shared = torch.arange(length) if kind == "positions" else normal(length, 2)
+    model = Model(lambda m, x, t: m.outer((m.inner(x) + m.table(t)).tanh().mean(1)), table=table, **layers())
+    check_diagonal(model, (normal(12, length, 3), shared), sizes, first_of)
+
+
+def minus_mean(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+def attention(x: Tensor) -> Tensor:
+    return (x @ x.T).softmax(1) @ x
+
+
+def cumulative(x: Tensor) -> Tensor:
+    return x.cumsum(0)
+
+
+def minus_first(x: Tensor) -> Tensor:
+    return x - x[:1]
+
+
+def minus_previous(x: Tensor) -> Tensor:
+    return x - F.pad(x, (0, 0, 1, 0))[:-1]
+
+
+@pytest.mark.parametrize("num_data", [2, 3, 4, 6, 9])
+@pytest.mark.parametrize("detached", [False, True])
+@pytest.mark.parametrize("mix", [minus_mean, attention, cumulative, minus_first, minus_previous])
+def test_data_that_mix_before_the_first_parameter(mix: Any, detached: bool, num_data: int) -> None:
+    """No parameter's output mixes: only predictions show it, those of the first data perhaps not at all."""
+    torch.manual_seed(0)
+    if detached:
+        model = Model(lambda m, x: m.outer((h := m.inner(x).tanh()) + mix(h).detach()), **layers())
+    else:
+        model = Model(lambda m, x: m.outer(m.inner(mix(x)).tanh()), **layers())
+    with pytest.raises(KfsError, match="depends on the rest of its batch"):
+        KFAC(EmpiricalRisk(model, LOSS, (normal(num_data, 3), torch.arange(num_data) % 3)), fisher="empirical")
+
+
+class Branches(nn.Module):
+    """Sends data to one of two layers; a layer without data is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])
+        self.outer = nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 4)
+        for layer, mine in zip(self.layers, (x[:, 0] > 0, x[:, 0] <= 0), strict=True):
+            if mine.any():
+                h = h.index_put((mine.nonzero()[:, 0],), layer(x[mine]))
+        return self.outer(h.tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sharing", ["expand", still_wrong("B is divided by data of batches that use it", "reduce")])
+def test_layers_that_a_batch_does_not_use(sharing: Any) -> None:
+    torch.manual_seed(0)
+    x = normal(6, 3)
+    x[:, 0] = torch.tensor([1, 1, 1, 1, -1, -1])
+    check_factors(Branches(), (x,), [(6,), (4, 2), (1,) * 6], sharing)
+
+
+@pytest.mark.xfail(reason="the first order that fits is taken, even if another one fits, too", strict=True)
+def test_rows_that_fit_two_orders() -> None:
+    """Sequences come first, and prediction n reads position n: batch-first order fits these rows as well."""
+    torch.manual_seed(0)
+    model = Model(
+        lambda m, x, last: m.outer(m.inner(x.transpose(0, 1)).tanh()[last, torch.arange(len(last))]), **layers()
+    )
+    check_factors(model, (normal(4, 4, 3), torch.arange(4)), [(4,), (1,) * 4], "reduce")
+
+
+def readout(m: Any, nodes: Tensor, owners: Tensor, graphs: Tensor) -> Tensor:
+    h = (m.inner(nodes) + m.shift).tanh()
+    h = m.middle(h).tanh()
+    result: Tensor = m.outer(h.new_zeros(len(graphs), 4).index_add(0, owners, h))
+    return result
+
+
+def ragged(sizes: Sequence[int]) -> Take:
+    """Return what puts some graphs, of these numbers of nodes, together."""
+    nodes = [normal(n, 3) for n in sizes]
+
+    def take(_: Any, part: slice) -> Any:
+        owners = torch.arange(len(nodes[part])).repeat_interleave(torch.tensor(sizes[part]))
+        return torch.cat(nodes[part]), owners, torch.zeros(len(nodes[part]), dtype=torch.float64)
+
+    return take
+
+
+CRASH = "an adder gets inputs with a graph: a raw error of PyTorch"
+
+
+@pytest.mark.parametrize("splits", [still_wrong(CRASH, (5, 6)), still_wrong(CRASH, (6, 5)), (11,), (3, 4, 4)])
+def test_ragged_graphs(splits: tuple[int, ...]) -> None:
+    """Five graphs have 15 nodes, six have 16: one number of nodes is a multiple of the number of graphs."""
+    torch.manual_seed(0)
+    take = ragged([2, 4, 3, 1, 5, 3, 4, 2, 1, 2, 4])
+    model = Model(readout, shift=parameter(4), middle=nn.Linear(4, 4), **layers())
+    check_diagonal(model, None, splits, take)
+
+
+@pytest.mark.xfail(reason="a vector that is added to nodes counts once for a graph or once for a node", strict=True)
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_factors_of_ragged_graphs(sharing: Any) -> None:
+    torch.manual_seed(0)
+    take = ragged([2, 4, 3, 1, 5, 3, 4, 2, 1, 2, 4])
+    model = Model(readout, shift=parameter(4), middle=nn.Linear(4, 4), **layers())
+    check_factors(model, None, [(11,), (1,) * 11], sharing, take)
+
+
+@pytest.mark.xfail(reason="the first tensor is asked for the number of data", strict=True)
+def test_the_optimizer_takes_graphs() -> None:
+    torch.manual_seed(0)
+    model = Model(readout, shift=parameter(4), middle=nn.Linear(4, 4), **layers())
+    optimizer = optim.KFAC(model, LOSS)
+    LOSS(model(*ragged([2, 4, 3])(None, slice(None))), torch.arange(3)).backward()
+    optimizer.step()
+    assert not optimizer.uncovered
+
+
+def queries(m: Any, x: Tensor) -> Tensor:
+    result: Tensor = m.outer((m.layer(m.latents.expand(len(x), -1, -1)) @ x.transpose(1, 2)).flatten(1))
+    return result
+
+
+def frames(m: Any, x: Tensor) -> Tensor:
+    folded = m.inner(x.flatten(0, 1))
+    h = torch.cat([m.token.expand(len(folded), -1, -1), folded], 1).tanh().mean(1)
+    result: Tensor = m.outer(h.unflatten(0, (len(x), -1)).mean(1))
+    return result
+
+
+def one_by_one(m: Any, x: Tensor) -> Tensor:
+    return torch.stack([m.outer((m.inner(datum) + m.table).tanh().mean(0)) for datum in x])
+
+
+def chosen(m: Any, x: Tensor) -> Tensor:
+    mine = x[:, 0] > 0
+    h = x.new_zeros(len(x), 4).index_put((mine.nonzero()[:, 0],), (x[mine] @ m.weight + m.bias).tanh())
+    result: Tensor = m.outer(h)
+    return result
+
+
+def legitimate(name: str) -> tuple[nn.Module, Tensor]:
+    """Return a model that treats data one by one, and inputs."""
+    if name in {"queries and a linear layer", "queries and a norm"}:
+        layer = nn.Linear(3, 3) if "linear" in name else nn.LayerNorm(3)
+        return Model(queries, latents=parameter(1, 2, 3), layer=layer, outer=nn.Linear(6, 3)), normal(5, 3, 3)
+    if name == "a token for every frame":
+        return Model(frames, token=parameter(1, 1, 4), **layers()), normal(5, 3, 2, 3)
+    if name == "a loop over data":
+        return Model(one_by_one, table=parameter(4, 4), **layers()), normal(5, 4, 3)
+    x = normal(5, 3)
+    x[:, 0] = -1
+    x[: int(name.split(maxsplit=1)[0]), 0] = 1
+    return Model(chosen, weight=parameter(3, 4), bias=parameter(4), outer=nn.Linear(4, 3)), x
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        still_wrong("an expanded parameter as input has no rule", "queries and a linear layer"),
+        still_wrong("an expanded parameter as input has no rule", "queries and a norm"),
+        still_wrong("expanded to more than the number of data", "a token for every frame"),
+        still_wrong("nothing is broadcast", "a loop over data"),
+        "2 rows are chosen",
+        still_wrong("nothing is broadcast", "1 rows are chosen"),
+    ],
+)
+def test_legitimate_models(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = legitimate(name)
+    check_diagonal(model, (x,), (len(x),))
+
+
+@pytest.mark.xfail(reason="IndexError: a vector is broadcast to no rows at all", strict=True)
+def test_no_row_is_chosen() -> None:
+    """A batch without any such row adds nothing, and is no error."""
+    torch.manual_seed(0)
+    model, x = legitimate("3 rows are chosen")
+    check_factors(model, (x,), [(5,), (3, 2)], "expand")
+
+
+UNDERFLOW = "squares of small gradients are zero when owners are measured"
+
+
+@pytest.mark.parametrize("length", [20, still_wrong(UNDERFLOW, 100), still_wrong(UNDERFLOW, 400)])
+def test_gradients_that_vanish(length: int) -> None:
+    """Those of early inputs are so small that their squares are zero in single precision."""
+    torch.manual_seed(0)
+    model = nn.LSTM(4, 8, batch_first=True)
+
+    def last(params: Any, x: Tensor) -> Tensor:
+        result: Tensor = torch.func.functional_call(model, params, (x,))[0][:, -1]
+        return result
+
+    params = dict(model.named_parameters())
+    risk = EmpiricalRisk(last, LOSS, (torch.randn(6, length, 4), torch.arange(6)), params=params)
+    assert all(block.B.isfinite().all() for block in KFAC(risk, fisher="empirical").blocks.values())
