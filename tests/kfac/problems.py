@@ -1,8 +1,6 @@
 """All models of these tests, as problems whose data are made one by one; see `arrangements`."""
 
 from collections.abc import Callable, Iterator
-from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,39 +94,3 @@ def _double(t: Tensor) -> Tensor:
 
 
 KNOWN = (*_one_position(), *_several_positions(), *_composites(), *_experts())
-
-
-class Logits(nn.Module):
-    """A model of Hugging Face that takes tensors and returns logits."""
-
-    def __init__(self, model: nn.Module, *names: str) -> None:
-        super().__init__()
-        self.model = model
-        self.names = names
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        logits: Tensor = self.model(**dict(zip(self.names, inputs, strict=True)), use_cache=False).logits
-        return logits
-
-
-def whisper() -> nn.Module:
-    """Positions of the decoder are looked up by indices that were repeated over the batch."""
-    t: Any = import_module("transformers")
-    config = t.WhisperConfig(
-        vocab_size=7,
-        num_mel_bins=4,
-        d_model=8,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=6,
-        decoder_ffn_dim=6,
-        max_source_positions=4,
-        max_target_positions=8,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    )
-    return Logits(t.WhisperForConditionalGeneration(config), "input_features", "decoder_input_ids")

@@ -35,7 +35,7 @@ from tests.kfac.arrangements import (
     set_of,
     time_major,
 )
-from tests.kfac.problems import KNOWN, whisper
+from tests.kfac.problems import KNOWN
 from tests.operators.contract import close
 
 SHARING: tuple[Any, ...] = ("expand", "reduce")
@@ -136,14 +136,6 @@ class TestKnownModels:
         check_batches(instance(problem), [[3, 0], [1, 2]])
 
 
-def test_hugging_face() -> None:
-    """Positions of a decoder, looked up by indices that were repeated over the batch."""
-    problem = Problem("whisper", whisper, lambda _: (normal(1, 4, 8), torch.randint(3, 7, (1, 3))))
-    one = instance(problem, 3)
-    check_traces(one, "empirical", "expand")
-    check_batches(one, [[0], [1, 2]])
-
-
 def in_precision(one: Instance, dtype: torch.dtype) -> Instance:
     """Convert a model and its data."""
 
@@ -234,8 +226,10 @@ class TestArrangements:
     def test_order(self, problem: Problem, num_data: int) -> None:
         check_batches(instance(problem, num_data), [[2, 0, 3, 1]])
 
-    @pytest.mark.parametrize("num_data", [65, 513])
-    @pytest.mark.parametrize("name", ["siamese", "sorted", "experts, masks", "graphs, all of one size"])
+    @pytest.mark.parametrize(
+        ("name", "num_data"),
+        [("siamese", 65), ("sorted", 65), ("experts, masks", 65), ("graphs, all of one size", 65), ("sorted", 513)],
+    )
     def test_many_data(self, name: str, num_data: int) -> None:
         """Where every batch is measured, indices of data have several digits."""
         (problem,) = [one for one in ARRANGEMENTS if one.name == name]
