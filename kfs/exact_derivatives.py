@@ -90,8 +90,8 @@ def no_hooks_on_saved_tensors() -> Iterator[None]:
 class RightGradients(TorchFunctionMode):
     """Makes batch and instance normalizations have the right gradient on the CPU.
 
-    The backward pass of `F.batch_norm` reads a gradient in the wrong order if the batch has one datum, and channels are
-    last in memory. `F.instance_norm` makes one datum of all data, and calls the same function.
+    The backward pass of `F.batch_norm` reads a gradient or an input in the wrong order if the batch has one datum, and
+    channels are last in memory. `F.instance_norm` makes one datum of all data, and calls the same function.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
@@ -146,8 +146,10 @@ def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
 
 
 def _batch_norm(*args: Any, **kwargs: Any) -> Tensor:
-    out = F.batch_norm(*args, **kwargs)
-    return _with_contiguous_gradient(out) if len(out) == 1 else out
+    x, rest = (args[0], args[1:]) if args else (kwargs.pop("input"), ())
+    if len(x) != 1:
+        return F.batch_norm(x, *rest, **kwargs)
+    return _with_contiguous_gradient(F.batch_norm(x.contiguous(), *rest, **kwargs))
 
 
 def _instance_norm(*args: Any, **kwargs: Any) -> Tensor:

@@ -25,9 +25,16 @@ from kfs.optim.targets import Targets
 from kfs.outputs import parts_of, prediction_in
 
 
-def number_of_data(arguments: Any, axis: int = 0) -> int | None:
-    """Return how many data a model is called with, by the first tensor that has a batch axis; `None` without one."""
-    return next((t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis), None)
+def number_of_data(arguments: Any, axis: int = 0, place: int = 0) -> int | None:
+    """Return how many data a model is called with, by a tensor that has a batch axis; `None` without one.
+
+    Args:
+        arguments: Of the model.
+        axis: The batch axis.
+        place: Which of these tensors has as many rows as there are data; by default the first one.
+    """
+    lengths = [t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis]
+    return lengths[place] if place < len(lengths) else None
 
 
 @dataclass(eq=False)
@@ -41,14 +48,16 @@ class Pass:
     bases: Bases  # in which to sum squared gradients
     arguments: InitVar[tuple[Any, Any]]  # of the model: positional and keyword arguments
     keep_inputs: bool  # whether the result has the arguments
+    place: int = 0  # which tensor among the arguments has as many rows as there are data
     has_gradient: bool = False  # whether the gradient of a loss has arrived
 
     def __post_init__(self, session: Session | None, known: Known | None, arguments: tuple[Any, Any]) -> None:
         """Find the number of data."""
         axis = self.settings.batch_axis or 0
-        self.num_data = number_of_data(arguments, axis) or 1
+        num_data = number_of_data(arguments, axis, self.place)
+        self.num_data = num_data or 1
         self._problem: KfsError | None = None  # It is raised if somebody trains with this pass, and only then.
-        if number_of_data(arguments, axis) is None:
+        if num_data is None:
             self._problem = DataError(
                 "The model was called without any tensor that has a batch axis.",
                 "Call it with a batch of inputs: model(x) with x of shape [N, ...].",

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
 from torch.autograd.graph import get_gradient_edge
 
+from kfs.data import tensors_in
 from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.capture import Audit, Audits, Known, NotRepeatableError, Session
 from kfs.kfac.rules import new_session
@@ -57,6 +58,7 @@ class Watch:
     keep_inputs: bool  # whether the result has the inputs of all passes
     first_datum: int = 0  # number of data in earlier steps, on which the labels that are drawn depend
     audit: Audit | None = None  # what was checked for the last pass
+    _place: int = 0  # which tensor among the model's arguments has as many rows as there are data
     _session: Session | None = None
     _call: _Call | None = None
     _latest: "weakref.ref[Pass] | None" = None
@@ -130,7 +132,7 @@ class Watch:
         except BaseException:
             self._call = None  # PyTorch calls no other hook then
             raise
-        one = Pass(self.loss, self.settings, session, known, bases, (args, kwargs), self.keep_inputs)
+        one = Pass(self.loss, self.settings, session, known, bases, (args, kwargs), self.keep_inputs, self._place)
         self._call.watched = one
         return one.start()
 
@@ -140,12 +142,20 @@ class Watch:
         Returns:
             What was found; `None` if the model returns nothing that can be trained.
         """
-        num_data = number_of_data(arguments, self.settings.batch_axis or 0)
-        if num_data is None:
-            return None
+        axis = self.settings.batch_axis or 0
         audits = Audits(model, session, self.settings.batch_axis, halves=False)
         try:
-            known = audits.of(partial(_predictions, model), arguments, num_data)
+            num_data = number_of_data(arguments, axis, self._place)
+            if num_data is None:
+                return None
+            try:
+                known = audits.of(partial(_predictions, model), arguments, num_data)
+            except _OtherNumberError as error:  # as in a batch of graphs, whose nodes come first
+                lengths = [t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis]
+                if error.num_data not in lengths:
+                    return None
+                self._place = lengths.index(error.num_data)
+                known = audits.of(partial(_predictions, model), arguments, error.num_data)
         except _NoPredictionsError:
             return None
         except NotRepeatableError as error:
@@ -214,6 +224,14 @@ class _NoPredictionsError(Exception):
     """The model returned something that nobody trains."""
 
 
+class _OtherNumberError(_NoPredictionsError):
+    """The model returned another number of predictions than there are data."""
+
+    def __init__(self, num_data: int) -> None:
+        super().__init__()
+        self.num_data = num_data
+
+
 def _predictions(model: nn.Module, arguments: Any, num_data: int, within: AbstractContextManager[Any] | None) -> Tensor:
     """Evaluate a model on a few data, and leave it as it is."""
     device = next(model.parameters()).device
@@ -224,8 +242,10 @@ def _predictions(model: nn.Module, arguments: Any, num_data: int, within: Abstra
         f = prediction_in(output)
     except ModelError as error:
         raise _NoPredictionsError from error
-    if not f.requires_grad or f.shape[:1] != (num_data,):
+    if not f.requires_grad or f.ndim == 0:
         raise _NoPredictionsError
+    if len(f) != num_data:
+        raise _OtherNumberError(len(f))
     return f
 
 

@@ -325,7 +325,6 @@ def test_what_rules_do_not_understand() -> None:
         plan_of(F.embedding, data(N, 4), parameter(2, 7, view=lambda t: t.T)),
         plan_of(F.layer_norm, constant, (4,), parameter(4)),
         plan_of(torch.add, constant, parameter(4)),
-        plan_of(torch.add, data(N, 4), parameter(N, 4)),
         plan_of(torch.cat, (data(N, 4), parameter(1, 4))),
         plan_of(Tensor.clone, parameter(4, 2, view=lambda t: t[1:])),
     ):

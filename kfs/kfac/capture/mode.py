@@ -208,7 +208,8 @@ class Capture(TorchFunctionMode):
         guess = self.num_data > 1 and leading[axis : axis + 1] == (self.num_data,)
         with self.places().question(func, planned[0].layout.weight, guess) as has_data:
             if has_data:  # what is multiplied does not depend on data, but it has a row for every datum
-                return self._settle_and_tap(planned, call, (key, "rows of data"), args, kwargs, out)
+                tapped = self._settle_and_tap(planned, call, (key, "rows of data"), args, kwargs, out)
+                return self.marks.mark(tapped)
             followed = follow(self, planned[0], call, x, out, key)
         return self.session.fallback(self, func, args, kwargs) if followed is None else followed
 

@@ -116,7 +116,9 @@ def measured(gradients: Sequence[Tensor], lengths: Sequence[int], num_data: int,
     # Rows are compared with the largest one at their place.
     maxima = torch.stack([part.max() if len(part) else part.new_zeros(()) for part in size.split(list(lengths))])
     largest = maxima.repeat_interleave(torch.tensor(lengths))
-    votes = size > min(_NOTHING * eps, _SMALLEST) ** 2 * largest
+    # Numbers that are nearly too small for their precision are not rounded as larger ones are.
+    smallest = torch.finfo(dtype).tiny * (4 if torch.finfo(dtype).bits == 16 else 1 / eps)
+    votes = (size > min(_NOTHING * eps, _SMALLEST) ** 2 * largest) & (size > smallest**2)
     roundings = _ROUNDINGS.get(dtype, _ROUNDINGS_IN_HALF_PRECISION)
     noise = roundings * eps * (largest / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt()
     owners = torch.zeros_like(size, dtype=torch.long)

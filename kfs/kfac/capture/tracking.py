@@ -105,7 +105,10 @@ class Tracker:
         """Return what a tensor is a view of; `None` also if it was detached from a trainable parameter."""
         if t.layout is not torch.strided:
             return None
-        inside = self._by_storage.get(t.untyped_storage()._cdata)
+        try:
+            inside = self._by_storage.get(t.untyped_storage()._cdata)
+        except NotImplementedError:  # what torch.func.vjp keeps has no storage
+            return None
         if inside is None:
             return None
         at = t.storage_offset() * t.element_size()
@@ -200,13 +203,15 @@ class Marks:
     def as_data(self, t: Tensor, data: bool = True) -> Tensor:
         """Return a tensor such that what is computed from it is known to depend on data (or not)."""
         alias = t.view_as(t) if t.layout is torch.strided else t.detach()  # sparse tensors have no views
-        self._set_mark(alias, data)
+        self.mark(alias, data)
         return alias
 
-    def _set_mark(self, t: Tensor, data: bool) -> None:
+    def mark(self, t: Tensor, data: bool = True) -> Tensor:
+        """Mark a tensor, and return it."""
         if getattr(t, "_kfs_data", None) is None:
             self._marked.append(weakref.ref(t))
         t._kfs_data = data  # type: ignore[attr-defined]
+        return t
 
     def note(self, func: Any, inputs: list[Tensor], args: Any, result: Any) -> None:
         """Mark results by whether they depend on data, and what data were written into.
@@ -220,15 +225,17 @@ class Marks:
                     data = True
                     break
         for t in (result,) if isinstance(result, Tensor) else tensors_of([result]):
+            if getattr(t, "_kfs_data", None):  # whoever marked it knows better: it has a row for every datum
+                continue
             if self.is_data(t) is not data and (data or all(t is not before for before in inputs)):
-                self._set_mark(t, data)
+                self.mark(t, data)
         if not data or not is_in_place(func) or not args or not isinstance(args[0], Tensor):
             return
         if func is Tensor.__setitem__:
-            self._set_mark(args[0], True)
+            self.mark(args[0], True)
         base = args[0]._base
         if base is not None and not base.requires_grad:
-            self._set_mark(base, True)  # data were written into a part of it
+            self.mark(base, True)  # data were written into a part of it
 
     def forget(self) -> None:
         """Take marks off tensors that a model has kept."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.kfac.capture.mode import Capture
 from kfs.kfac.capture.plan import Argument, Call, Planned, Rewrite
-from kfs.kfac.rules.elementwise import joined, meet_batch
+from kfs.kfac.rules.elementwise import broadcast, joined
 
 _BODY = FunctionType(
     F.multi_head_attention_forward.__code__,
@@ -47,8 +47,7 @@ def scaled_dot_product(
     if learned or attn_mask is None or not attn_mask.by_rows:
         return joined(call, query, key, value, *(() if attn_mask is None else (attn_mask,)))
     shape = torch.broadcast_shapes(attn_mask.shape, (*query.shape[:-1], key.shape[-2]))
-    step = meet_batch(call, attn_mask, tuple(shape), "attention bias")
-    return None if step is None else (step,)
+    return (broadcast(attn_mask, tuple(shape), "attention bias"),)
 
 
 RULES = {

@@ -26,10 +26,7 @@ def elementwise(call: Call, *args: Any, **named: Any) -> Planned:
     if changed or not any(t.data for t in inputs) or not all(t.by_rows for t in tracked):
         return None
     shape = torch.broadcast_shapes(*(t.shape for t in inputs))
-    steps = [meet_batch(call, t, shape, call.name.strip("_")) for t in tracked]
-    if any(step is None for step in steps):
-        return None  # nothing is broadcast, so there is no batch axis
-    return tuple(step for step in steps if step is not None)
+    return tuple(broadcast(t, tuple(shape), call.name.strip("_")) for t in tracked)
 
 
 def joined(call: Call, *args: Any, **named: Any) -> Planned:
@@ -38,7 +35,7 @@ def joined(call: Call, *args: Any, **named: Any) -> Planned:
     flat = [inner for part in parts for inner in (part if isinstance(part, tuple) else (part,))]
     inputs = [part for part in flat if isinstance(part, Argument)]
     tracked = [t for t in inputs if t.tracked]
-    if not any(t.data for t in inputs) or not all(is_expanded(call, t) and t.by_rows for t in tracked):
+    if not any(t.data for t in inputs) or not all(is_expanded(call.num_data, t) and t.by_rows for t in tracked):
         return None
     return tuple(broadcast(t, t.shape, call.name) for t in tracked)
 
@@ -51,18 +48,8 @@ def copied(call: Call, input: Argument, *args: Any, **named: Any) -> Planned:
     return Copy(view.name)
 
 
-def meet_batch(call: Call, t: Argument, shape: tuple[int, ...], operation: str) -> Broadcast | None:
-    """Plan a tap of (a view of) a parameter that meets data of some shape; `None` if it is not broadcast at all."""
-    padded = (1,) * (len(shape) - t.ndim) + t.shape
-    strides = (0,) * (len(shape) - t.ndim) + t.stride
-    repeated = any(stride == 0 and n > 1 for n, stride in zip(padded, strides, strict=True))
-    if call.num_data > 1 and t.shape == tuple(shape) and not t.derived and not repeated:
-        return None
-    return broadcast(t, tuple(shape), operation)
-
-
 def broadcast(t: Argument, shape: tuple[int, ...], operation: str) -> Broadcast:
-    """Plan the expansion of (a view of) a parameter to a shape with batch axis."""
+    """Plan the expansion of (a view of) a parameter to the shape of data; one datum may have no further axis."""
     spread = Spread.expanded(t, shape)
     if t.derived:
         return Broadcast(t, shape, None, spread)
@@ -120,11 +107,12 @@ def entries_layout(t: Argument) -> Layout:
     return Layout(t.name, shape, (0, shape[0]), order, 1)
 
 
-def is_expanded(call: Call, t: Argument) -> bool:
+def is_expanded(num_data: int, t: Argument) -> bool:
     """Whether a parameter was expanded over the batch before; a batch of one shows only as a first axis of one."""
-    if call.num_data == 1:
+    if num_data == 1:
         return t.ndim > 1 and t.shape[0] == 1
-    return any(n == call.num_data and stride == 0 for n, stride in zip(t.shape, t.stride, strict=True))
+    repeated = (n for n, stride in zip(t.shape, t.stride, strict=True) if stride == 0)
+    return any(n > 1 and n % num_data == 0 for n in repeated)
 
 
 def _own_axes_last(free: tuple[int, ...], own: tuple[int, ...]) -> Callable[[Tensor], Tensor]:

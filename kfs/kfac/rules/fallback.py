@@ -54,8 +54,33 @@ def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dic
         argument = Argument.of((), tracked[0], parameters[0], data=False)
         if argument.by_rows:
             return _Following(capture, func, args, kwargs, tracked[0], argument, parameters[0], result).result()
+    expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _has_rows(capture, t, parameter)]
+    if expanded and (len(names) > 1 or any(map(capture.is_data, inputs))):
+        return _with_expanded(capture, func, args, kwargs, expanded[0])
     before = any(parameter.derived is not None for parameter in parameters)
+    operation = f"{operation} together with another parameter" if len(names) > 1 else operation
     return _probed(capture, result, names, f"{operation} before it meets the batch" if before else operation)
+
+
+def _has_rows(capture: Capture, t: Tensor, parameter: Tracked) -> bool:
+    """Whether (a view of) a parameter may have a row for every datum, as learned queries that were expanded."""
+    argument = Argument.of((), t, parameter, data=False)
+    computed = parameter.derived is not None and capture.num_data == 1
+    return argument.by_rows and (computed or elementwise.is_expanded(capture.num_data, argument))
+
+
+def _with_expanded(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor) -> Any:
+    """Run an operation on (a view of) a parameter that was expanded over the batch: as on data."""
+    parameter = capture.tracker.get(t)
+    argument = Argument.of((), t, parameter, data=False)
+    call = Call(func, capture.num_data)
+    collect = _per_datum_receiver(capture, call, argument, parameter)
+    spread = Spread.expanded(argument, tuple(t.shape))
+    # A copy does not live where the parameter does, so that it is not taken for it again.
+    swap = {id(t): tap_spread(capture, t, (call.name, parameter.name), spread, collect).clone()}
+    named = {key: _replaced(part, swap) for key, part in kwargs.items()}
+    with capture:
+        return func(*_replaced(args, swap), **named)
 
 
 class _Following:
@@ -90,7 +115,7 @@ class _Following:
         # Without an audit: there is an axis as long as the batch that was not there before.
         guess = num_data > 1 and self.plain.shape.count(num_data) > self.t.shape.count(num_data)
         with self.capture.places().question(self.func, self.parameter.name, guess) as has_data:
-            return self._with_rows_of_data() if has_data else self._derived()
+            return self.capture.marks.mark(self._with_rows_of_data()) if has_data else self._derived()
 
     def _with_rows_of_data(self) -> Tensor:
         """Tap the result: it has a row for every datum, so that gradients are still there for each of them."""
@@ -125,10 +150,7 @@ class _Following:
 
     def _receiver(self) -> Receiver:
         """Return what takes gradients `[columns, N, *shape of the parameter]`."""
-        with full_precision(self.plain.device.type):
-            if self.parameter.derived is None:
-                return _use_per_datum(self.capture, self.call, self.argument, self.parameter.tensor)
-            return self.parameter.derived.collector()
+        return _per_datum_receiver(self.capture, self.call, self.argument, self.parameter)
 
     def _pull_back(self) -> Callable[[Tensor], Tensor]:
         """Return what takes gradients `[..., *shape of the result]` back to the parameter."""
@@ -162,6 +184,14 @@ class _Following:
         places = places.cpu()
         index = self.argument.entries(tuple(range(self.t.ndim)))
         return places if index is None else index[places]
+
+
+def _per_datum_receiver(capture: Capture, call: Call, argument: Argument, parameter: Tracked) -> Receiver:
+    """Return what takes gradients `[columns, N, *shape]` of a parameter, or of a derived one."""
+    with full_precision(argument.device.type):
+        if parameter.derived is None:
+            return _use_per_datum(capture, call, argument, parameter.tensor)
+        return parameter.derived.collector()
 
 
 def _use_per_datum(capture: Capture, call: Call, argument: Argument, like: Tensor) -> Receiver:
