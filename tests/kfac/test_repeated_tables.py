@@ -17,7 +17,7 @@ from kfs.kfac import KFAC
 from kfs.risk import EmpiricalRisk
 from tests.kfac.arrangements import Instance, Problem, normal
 from tests.kfac.models import Function
-from tests.kfac.test_ownership import SHARING, check_traces, check_traces_and_batches, same_factors
+from tests.kfac.test_ownership import SHARING, check_batches, check_traces, check_traces_and_batches, same_factors
 from tests.operators.contract import close
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, about take
@@ -233,11 +233,40 @@ class Tokens(nn.Module):
         return result
 
 
+class Queries(nn.Module):
+    """Learned queries, as many as data, which attend to a sequence."""
+
+    def __init__(self, how: str, batch_first: bool) -> None:
+        super().__init__()
+        self.how, self.batch_first = how, batch_first
+        self.q = nn.Parameter(normal(4, 4))
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+        self.o = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        forms: dict[str, Callable[[int], Tensor]] = {
+            "expand": lambda n: self.q.expand(n, -1, -1),
+            "repeat": lambda n: self.q.repeat(n, 1, 1),
+            "function": lambda n: self.q.tanh().expand(n, -1, -1),
+            "plus data": lambda n: self.q.expand(n, -1, -1) + x[:, :1],
+        }
+        q = forms[self.how](len(x))
+        if not self.batch_first:
+            q, x = q.transpose(0, 1), x.transpose(0, 1)
+        result: Tensor = self.o(self.attention(q, x, x)[0].tanh().mean(1 if self.batch_first else 0))
+        return result
+
+
 OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     **{f"cell, {how}": (lambda how=how: Cell(how), (3, 3)) for how in ("expand", "repeat", "ones")},  # type: ignore[misc]
     **{
         f"token, {how}": (lambda how=how: Tokens(how), (4, 4))  # type: ignore[misc]
         for how in ("expand", "repeat", "plus data", "function")
+    },
+    **{
+        f"queries, {how}, {first}": (lambda how=how, first=first: Queries(how, first), (4, 4))  # type: ignore[misc]
+        for how in ("repeat", "function", "plus data")
+        for first in (True, False)
     },
     "one row": (lambda: Function(lambda m, x: (x + m.p[1].repeat(len(x), 1)).tanh(), p=normal(4, 3)), (3,)),
     "one row by constant indices": (
@@ -294,6 +323,14 @@ def test_other_models(name: str, num_data: int) -> None:
         check_traces(one, "type-2", "expand")
     else:
         check_traces_and_batches(one, [2], [1, 0], [3])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_queries_that_are_expanded(batch_first: bool) -> None:
+    """They have a rule if a bias shares the block of its weight."""
+    one = Problem("queries", lambda: Queries("expand", batch_first), lambda _: normal(1, 4, 4)).instance(4)
+    check_batches(one, [[2], [1, 0], [3]])
+    assert "q" in KFAC(one.risk()).blocks
 
 
 @pytest.mark.parametrize("like", [torch.ones_like, torch.zeros_like, lambda p: p.new_full(p.shape, 2.0)])
