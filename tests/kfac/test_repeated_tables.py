@@ -17,7 +17,7 @@ from kfs.kfac import KFAC
 from kfs.risk import EmpiricalRisk
 from tests.kfac.arrangements import Instance, Problem, normal
 from tests.kfac.models import Function
-from tests.kfac.test_ownership import SHARING, check_batches, check_traces, check_traces_and_batches, same_factors
+from tests.kfac.test_ownership import SHARING, check_traces, check_traces_and_batches, same_factors
 from tests.operators.contract import close
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch's own, about take
@@ -325,12 +325,14 @@ def test_other_models(name: str, num_data: int) -> None:
         check_traces_and_batches(one, [2], [1, 0], [3])
 
 
+ALONE = pytest.mark.xfail(reason="with one datum, queries that were expanded are not recognized", strict=True)
+
+
+@pytest.mark.parametrize("split", [[[2, 0], [1, 3]], pytest.param([[2], [1, 0, 3]], marks=ALONE)], ids=str)
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_queries_that_are_expanded(batch_first: bool) -> None:
-    """They have a rule if a bias shares the block of its weight."""
+def test_queries_that_are_expanded(batch_first: bool, split: list[list[int]]) -> None:
     one = Problem("queries", lambda: Queries("expand", batch_first), lambda _: normal(1, 4, 4)).instance(4)
-    check_batches(one, [[2], [1, 0], [3]])
-    assert "q" in KFAC(one.risk()).blocks
+    check_traces_and_batches(one, *split)
 
 
 @pytest.mark.parametrize("like", [torch.ones_like, torch.zeros_like, lambda p: p.new_full(p.shape, 2.0)])
