@@ -58,7 +58,8 @@ def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dic
     if expanded and (len(names) > 1 or any(map(capture.is_data, inputs))):
         return _with_expanded(capture, func, args, kwargs, expanded[0])
     before = any(parameter.derived is not None for parameter in parameters)
-    operation = f"{operation} together with another parameter" if len(names) > 1 else operation
+    if len(names) > 1 and not any(map(capture.is_data, inputs)):
+        operation = f"{operation} together with another parameter"
     return _probed(capture, result, names, f"{operation} before it meets the batch" if before else operation)
 
 
