@@ -46,10 +46,6 @@ NOT_COVERED: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
         lambda m, x: F.linear(x, torch.ones(4, 4, dtype=x.dtype), m.b[0, 1]),
         {"b": normal(2, 2, 4)},
     ),
-    "bilinear of a parameter": (
-        lambda m, x: F.bilinear(x, m.v.expand_as(x), m.W),
-        {"W": normal(4, 4, 4), "v": normal(1, 4)},
-    ),
     "copied part": (lambda m, x: x @ m.W[:2].clone().repeat(2, 1), {"W": normal(4, 4)}),
     "copied columns": (lambda m, x: x @ m.W[:, ::2].contiguous(), {"W": normal(4, 8)}),
     "strided parameter": (lambda m, x: x * m.W, {"W": torch.randn(1, 8)[:, ::2]}),
@@ -100,10 +96,6 @@ HIDDEN: dict[str, tuple[Callable[..., Tensor], str]] = {
     "custom function": (lambda m, x: F.linear(x, m.W) + Double.apply(x, m.W), "Double"),  # type: ignore[no-untyped-call]
     "torch.func": (lambda m, x: F.linear(x, m.W) + torch.vmap(lambda v: m.W @ v)(x), "inside of torch.func"),
     "norm of a parameter": (lambda m, x: x @ F.layer_norm(m.W, (4,), m.W[0]), "layer_norm"),
-    "learned kernel": (
-        lambda m, x: F.conv1d(x.unsqueeze(0), m.W[:1, None, :3].expand(3, 1, 3), groups=3, padding=1)[0],
-        "conv1d",
-    ),
 }
 
 

@@ -244,6 +244,18 @@ def one_by_one(m: Any, x: Tensor) -> Tensor:
     return torch.stack([m.outer((m.inner(datum) + m.table).tanh().mean(0)) for datum in x])
 
 
+def one_kernel(m: Any, x: Tensor) -> Tensor:
+    """Let data be channels."""
+    kernels = m.kernel.unsqueeze(1).expand(len(x), 1, 3)
+    result: Tensor = m.outer(F.conv1d(x.unsqueeze(0), kernels, groups=len(x), padding=1)[0].tanh())
+    return result
+
+
+def with_vector(m: Any, x: Tensor) -> Tensor:
+    result: Tensor = m.outer(F.bilinear(x, m.vector.expand_as(x), m.weight).tanh())
+    return result
+
+
 def chosen(m: Any, x: Tensor) -> Tensor:
     mine = x[:, 0] > 0
     h = x.new_zeros(len(x), 4).index_put((mine.nonzero()[:, 0],), (x[mine] @ m.weight + m.bias).tanh())
@@ -260,6 +272,12 @@ def legitimate(name: str) -> tuple[nn.Module, Tensor]:
         return Model(frames, token=parameter(1, 1, 4), **layers()), normal(5, 3, 2, 3)
     if name == "a loop over data":
         return Model(one_by_one, table=parameter(4, 4), **layers()), normal(5, 4, 3)
+    if name == "a kernel for every datum":
+        return Model(one_kernel, kernel=parameter(1, 3), outer=nn.Linear(4, 3)), normal(5, 4)
+    if name == "a bilinear map of a vector":
+        return Model(with_vector, weight=parameter(4, 4, 4), vector=parameter(1, 4), outer=nn.Linear(4, 3)), normal(
+            5, 4
+        )
     x = normal(5, 3)
     x[:, 0] = -1
     x[: int(name.split(maxsplit=1)[0]), 0] = 1
@@ -273,6 +291,8 @@ def legitimate(name: str) -> tuple[nn.Module, Tensor]:
         "queries and a norm",
         "a token for every frame",
         "a loop over data",
+        "a kernel for every datum",
+        "a bilinear map of a vector",
         "2 rows are chosen",
         "1 rows are chosen",
     ],

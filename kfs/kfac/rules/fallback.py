@@ -54,16 +54,21 @@ def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dic
         argument = Argument.of((), tracked[0], parameters[0], data=False)
         if argument.by_rows:
             return _Following(capture, func, args, kwargs, tracked[0], argument, parameters[0], result).result()
-    expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _has_rows(capture, t, parameter)]
-    if expanded and (len(names) > 1 or any(map(capture.is_data, inputs))):
-        return _with_expanded(capture, func, args, kwargs, expanded[0])
+    has_data = any(map(capture.is_data, inputs))
+    expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _may_have_rows(capture, t, parameter)]
+    if expanded and (len(names) > 1 or has_data):
+        # With one datum, everything may be a row of it. What larger batches are like is known from an audit.
+        guess = capture.num_data > 1 or not has_data
+        with capture.places().question(func, capture.tracker.get(expanded[0]).name, guess) as has_rows:
+            if has_rows:
+                return _with_expanded(capture, func, args, kwargs, expanded[0])
     before = any(parameter.derived is not None for parameter in parameters)
-    if len(names) > 1 and not any(map(capture.is_data, inputs)):
+    if len(names) > 1 and not has_data:
         operation = f"{operation} together with another parameter"
     return _probed(capture, result, names, f"{operation} before it meets the batch" if before else operation)
 
 
-def _has_rows(capture: Capture, t: Tensor, parameter: Tracked) -> bool:
+def _may_have_rows(capture: Capture, t: Tensor, parameter: Tracked) -> bool:
     """Whether (a view of) a parameter may have a row for every datum, as learned queries that were expanded."""
     argument = Argument.of((), t, parameter, data=False)
     computed = parameter.derived is not None and capture.num_data == 1
