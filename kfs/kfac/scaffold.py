@@ -86,6 +86,7 @@ def sweep(
                 f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
                 risk.finite(f.detach(), batch)
                 audits.compare(f.detach())
+                missed = audits.follow_up(risk, batch, capture.operations)
                 # Step 3: generate vectors and send them back; gradients are added to the gradient-based factors.
                 first = settings.first_datum + batch.first
                 vectors = backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, at_once)
@@ -94,7 +95,7 @@ def sweep(
             progress.batches += 1
             progress.num_data += len(batch.y)
             progress.count += risk.loss.count(batch.y)
-            progress.unexplained |= capture.unexplained
+            progress.unexplained |= capture.unexplained | missed
             del f, capture  # their graph is large, and the next one comes before they are replaced
             if journal is not None:
                 journal.note(progress, sums)

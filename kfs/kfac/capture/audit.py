@@ -15,7 +15,7 @@ a row for every datum all the same (a table that is repeated over the batch).
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite, isnan, nan, prod
 from typing import Any
 
@@ -53,6 +53,7 @@ class Audited:
     report: Audit
     known: Known
     whole: bool  # whether it is about all data of a batch, because that cannot be cut
+    ways: set[int] = field(default_factory=set)  # hashes of the operations of passes that it is about
 
     @property
     def is_conclusive(self) -> bool:
@@ -79,7 +80,13 @@ def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
 
 
 def audit(
-    run: Run, x: Any, num_data: int, session: Session, batch_axis: int | None = None, halves: bool = True
+    run: Run,
+    x: Any,
+    num_data: int,
+    session: Session,
+    batch_axis: int | None = None,
+    halves: bool = True,
+    whole: bool = False,
 ) -> tuple[Audited, Tensor]:
     """Check what is captured on a few data.
 
@@ -93,12 +100,13 @@ def audit(
         session: Has parameters and rules. It is not changed.
         batch_axis: Where the batch axis is in inputs, if not first.
         halves: Whether predictions are a function of one datum, so that half of the data have the same ones.
+        whole: Whether to look at all data in any case.
 
     Raises:
         ModelError: If a rule runs something else than the user's operation, or if data mix.
     """
     with torch.compiler.set_stance("force_eager"):  # a compiled model hides its operations
-        if num_data > FEW and can_be_cut(x, num_data, FEW, batch_axis):
+        if num_data > FEW and not whole and can_be_cut(x, num_data, FEW, batch_axis):
             try:
                 part = cut(x, num_data, range(num_data - FEW, num_data), batch_axis)
                 return _Audit(run, part, FEW, session, batch_axis, halves).result()
@@ -170,13 +178,15 @@ class _Audit:
         """
         self.known = Known()
         first: Capture | None = None  # the first pass in which data mixed, whatever inputs are constant
-        for last in (False,) * (_ROUNDS - 1) + (True,):
+        rounds = 0
+        while True:
+            rounds += 1
             sums = GradientSums()
             capture = Capture(self.session, sums, self.num_data, self.batch_axis, self.known, measuring=True)
             f = self._forward(capture)
             exact = self._send_back(f, capture, params)
             changed = self._changed_answers(capture)
-            if changed and not last:
+            if changed and rounds < _ROUNDS:
                 self.known = replace(self.known, answers={**self.known.answers, **changed})
                 continue
             mixed = [site for site in _waiting(capture) if site.measured is not None and site.measured.mixes]
@@ -184,10 +194,9 @@ class _Audit:
                 return f, capture, sums, exact
             first = first or capture
             constants = self._more_constants(capture)
-            if constants is None or last:
-                break
+            if constants is None:
+                raise self._mixing(first)
             self.known = Known(constants=constants)
-        raise self._mixing(first or capture)
 
     def _send_back(self, f: Tensor, capture: Capture, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Measure rows, add gradients times inputs up, and return gradients by autograd for the same vectors."""

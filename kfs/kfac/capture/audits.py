@@ -18,6 +18,8 @@ from kfs.risk import EmpiricalRisk
 
 # By model: what was found, by all that it depends on.
 _DONE: "WeakKeyDictionary[Any, dict[Any, Audited]]" = WeakKeyDictionary()
+# So many different sequences of operations are audited for one shape of inputs.
+_MOST_WAYS = 16
 # So many shapes of inputs are remembered for a model.
 _MOST_SHAPES = 256
 
@@ -45,6 +47,7 @@ class Audits:
         self._key = (_described(model, session), batch_axis, halves)
         self._seen: list[Audited] = []
         self._predictions: Tensor | None = None
+        self._current: Audited | None = None
 
     def of_batch(self, risk: EmpiricalRisk, batch: Batch) -> Known:
         """Return what is known about batches like one of a risk; see `of`."""
@@ -74,10 +77,36 @@ class Audits:
             cannot_be_cut = found.whole and num_data > FEW
             if found.is_conclusive:
                 self._done[loose if cannot_be_cut else key] = found
+        self._current = found
         if all(found is not one for one in self._seen):
             self._seen.append(found)
             self.report = found.report if self.report is None else self.report.merged(found.report)
         return found.known
+
+    def follow_up(self, risk: EmpiricalRisk, batch: Batch, operations: int) -> set[tuple[str, str]]:
+        """Audit a batch if the model took another way than in batches of its shape before: `if x.sum() > 0: ...`.
+
+        Args:
+            risk: Model and parameters.
+            batch: The batch, right after its forward pass.
+            operations: A hash of the operations in that pass.
+
+        Returns:
+            `(parameter, operation)` of uses that were missed or misread.
+
+        Raises:
+            ModelError: If the audit fails.
+        """
+        found = self._current
+        if found is None or operations in found.ways or len(found.ways) >= _MOST_WAYS:
+            return set()
+        is_first = not found.ways
+        found.ways.add(operations)
+        if is_first:  # the pass that it was made for
+            return set()
+        run = partial(_evaluate, risk, batch)
+        other, _ = audit(run, batch.x, len(batch.y), self._session, self._batch_axis, self._halves, whole=True)
+        return set(other.known.unexplained)
 
     def compare(self, f: Tensor) -> None:
         """Compare predictions of a whole batch with those that its last data had alone, right after an audit.
