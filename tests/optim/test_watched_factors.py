@@ -31,13 +31,14 @@ class Interrupted(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("audit", [True, False])
 @pytest.mark.parametrize("closed", [True, False])
-def test_interrupts(closed: bool) -> None:
+def test_interrupts(closed: bool, audit: bool) -> None:
     """After an interrupt from the keyboard, the next call or step puts everything in order."""
     X, y = data()
     layer = Interrupted()
     model = nn.Sequential(mlp(), layer)
-    optimizer = KFAC(model, LOSS)
+    optimizer = KFAC(model, LOSS, audit=audit)
     layer.errors = [KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         model(X)

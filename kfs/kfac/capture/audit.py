@@ -147,7 +147,7 @@ class _Audit:
         gradients, unexplained = self._compare_gradients(
             f, capture, sums, dict(zip(names, exact, strict=True)), tolerance
         )
-        sites = _waiting(capture)
+        sites = list(capture.places().waiting)
         uses = [site for site in sites if not site.meeting]
         report = Audit(
             self.num_data,
@@ -167,7 +167,7 @@ class _Audit:
             unexplained=frozenset(unexplained),
             inputs=tuple(is_data for _, _, is_data in capture.marks.inputs),
         )
-        _forget(capture)
+        capture.places().forget()
         return Audited(report, known, self.whole), f.detach()
 
     def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, Capture, GradientSums, Sequence[Tensor | None]]:
@@ -189,7 +189,7 @@ class _Audit:
             if changed and rounds < _ROUNDS:
                 self.known = replace(self.known, answers={**self.known.answers, **changed})
                 continue
-            mixed = [site for site in _waiting(capture) if site.measured is not None and site.measured.mixes]
+            mixed = [site for site in capture.places().waiting if site.measured is not None and site.measured.mixes]
             if not mixed or self.session.mixing:
                 return f, capture, sums, exact
             first = first or capture
@@ -341,7 +341,7 @@ class _Audit:
 
     def _mixing(self, capture: Capture) -> ModelError:
         """Say between which operations data mix."""
-        sites = [site for site in _waiting(capture) if site.measured is not None]
+        sites = [site for site in capture.places().waiting if site.measured is not None]
         last = max(place for place, site in enumerate(sites) if site.measured.mixes)  # type: ignore[union-attr]
         operation, parameter = sites[last].what
         after = f", and before {sites[last + 1].what[0]} ({sites[last + 1].what[1]!r})" if last + 1 < len(sites) else ""
@@ -389,17 +389,6 @@ def _mixing_error(cause: str) -> ModelError:
         "Change the model such that it treats data one by one, or let a datum be what influences each other (a graph, "
         "a group). If you know better, pass audit=False.",
     )
-
-
-def _waiting(capture: Capture) -> list[Site]:
-    """Return all places that were measured."""
-    return [] if capture.sites is None else list(capture.sites.waiting)
-
-
-def _forget(capture: Capture) -> None:
-    """Let a pass go."""
-    if capture.sites is not None:
-        capture.sites.forget()
 
 
 def _misfit(site: Site) -> float:
