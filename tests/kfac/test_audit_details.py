@@ -15,7 +15,7 @@ from kfs.kfac.capture import Audits, audits, backward
 from kfs.kfac.capture.comparison import IN_HALF_PRECISION, Results, difference_of, tolerance_for, wrong_rule
 from kfs.kfac.capture.mode import Capture
 from kfs.kfac.capture.ownership import measured
-from kfs.kfac.capture.sites import Unknown
+from kfs.kfac.capture.sites import Placed, Unknown
 from kfs.kfac.capture.tracking import Tracker
 from kfs.kfac.rules import new_session
 from kfs.kfac.sums.gradient_sums import GradientSums
@@ -223,3 +223,13 @@ def test_audits_need_a_batch() -> None:
     batch = next(iter(risk.batches()))
     assert unused.report is None
     assert unused.follow_up(risk, batch, 0) == set()
+
+
+def test_orders_in_other_batches() -> None:
+    """An order carries over if the batch axis alone has another length."""
+    first, last = (Placed(("linear", "W"), shape, 4, inner) for shape, inner in (((4, 5), 5), ((5, 4), 1)))
+    assert first.owners(8, (8, 5)) == Regular(8, 5)
+    assert last.owners(8, (5, 8)) == Regular(8, 1)
+    for num_data, leading in ((8, (8, 6)), (8, (7, 5)), (8, (8,)), (5, (4, 5))):
+        assert first.owners(num_data, leading) is None
+    assert last.owners(8, (10, 4)) is None
