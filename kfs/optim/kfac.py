@@ -69,9 +69,8 @@ class KFAC(Optimizer):
         max_dim: Factors wider than this keep their diagonal only.
         batch_axis: The batch axis of inputs and activations, if it is not the first.
         seed: Seed for drawing labels with `fisher="mc"`.
-        audit: Whether to check, on a few data of the first pass (and of the first one of every other shape), that
-            watching the model does not change what it computes and sees all uses of its parameters. The model is called
-            some more times for it; buffers, random state and attributes of modules are restored.
+        audit: Whether to check, on a few data, that watching the model changes nothing and sees all uses of parameters.
+            The model is called some more times for it; buffers, random state and attributes of modules are restored.
 
     Attributes:
         steps: Number of steps that were taken.

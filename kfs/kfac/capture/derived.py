@@ -188,7 +188,8 @@ def add_derived(
 def track_copy(capture: "Capture", copy: Copy, result: Any, key: Any) -> Any:
     """Take a copy of a whole parameter for it; a view needs nothing."""
     if isinstance(result, Tensor) and capture.tracker.find(result) is None:
-        capture.note_precision(copy.name, result.dtype)
+        known = capture.precisions.get(copy.name, result.dtype)
+        capture.precisions[copy.name] = max(known, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
         capture.tracker.add(Tracked(copy.name, result, ("copy", key, result.dtype)))
     return result
 

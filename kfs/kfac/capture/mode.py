@@ -9,8 +9,7 @@ Where a parameter meets no data yet (an embedding of positions `0, ..., T - 1` w
 per datum.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -25,7 +24,6 @@ from kfs.exact_derivatives import refuse_reentrant_checkpoint
 from kfs.kfac.capture.derived import follow, tap_broadcast, track_copy
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.plan import (
-    Argument,
     Broadcast,
     Call,
     Copy,
@@ -33,6 +31,7 @@ from kfs.kfac.capture.plan import (
     Read,
     Rewrite,
     argument_at,
+    describe,
     with_argument,
 )
 from kfs.kfac.capture.session import Session
@@ -117,8 +116,7 @@ class Capture(TorchFunctionMode):
         self.listening = False  # whether gradients of somebody else's backward pass are of interest
         self.operations = 0  # a hash of all operations that were seen, in order
         self.derived: list[Derived] = []  # in the order in which they were met
-        # `(parameter, operation)` of uses that no rule explains and that influence the predictions, or may do so. It is
-        # complete after a backward pass.
+        # `(parameter, operation)` of uses that no rule explains; complete after a backward pass.
         self.unexplained: set[tuple[str, str]] = set() if known is None else set(known.unexplained)
         self._known = known
         self._waits = False  # whether the next tap belongs to a place that waits to be measured
@@ -261,8 +259,8 @@ class Capture(TorchFunctionMode):
             return None
         plans = self.session.plans
         if key not in plans or type(plans[key]) is list:  # they do not fit the blocks of this pass
-            described = [self._describe(part, (place,)) for place, part in enumerate(args)]
-            named = {name: self._describe(part, (name,)) for name, part in kwargs.items()}
+            described = [describe(part, (place,), self.tracker, self.is_data) for place, part in enumerate(args)]
+            named = {name: describe(part, (name,), self.tracker, self.is_data) for name, part in kwargs.items()}
             plans[key] = rule(call, *described, **named)
         return plans[key]
 
@@ -327,31 +325,12 @@ class Capture(TorchFunctionMode):
             self._waits = False
         return apply_tap(z, self.handle, self, receive, waits)
 
-    def note_precision(self, name: str, dtype: torch.dtype) -> None:
-        """Take note that a parameter is cast to another precision before it is used."""
-        known = self.precisions.get(name, dtype)
-        self.precisions[name] = max(known, dtype, key=lambda one: torch.finfo(one).eps)
-
     def find_hidden_uses(self, f: Tensor) -> None:
-        """Look for uses that were not seen.
-
-        A pass that consists of the same operations as one before is not looked at again.
-        """
+        """Look for uses that were not seen, unless an earlier pass consisted of the same operations."""
         known = self.session.hidden_uses
         if self.operations not in known:
             known[self.operations] = hidden_uses(f, self.tracker.params)
         self.unexplained |= known[self.operations]
-
-    @contextmanager
-    def with_batch_axis(self, axis: int | None) -> Iterator[None]:
-        """Override the batch axis in this context."""
-        sites = self.places()
-        before = sites.axis
-        sites.axis = before if axis is None else axis
-        try:
-            yield
-        finally:
-            sites.axis = before
 
     def leave_nothing_behind(self) -> None:
         """After the forward pass: take marks off tensors that a model has kept, and forget tensors of this batch."""
@@ -370,14 +349,6 @@ class Capture(TorchFunctionMode):
             finally:
                 torch._C._set_grad_enabled(True)
         return self.tap(out, receive)
-
-    def _describe(self, part: Any, place: tuple[int | str, ...]) -> Any:
-        """Return arguments with tensors replaced by descriptions."""
-        if isinstance(part, Tensor):
-            return Argument.of(place, part, self.tracker.find(part), self.is_data(part))
-        if type(part) in {tuple, list}:
-            return tuple(self._describe(inner, (*place, i)) for i, inner in enumerate(part))
-        return part
 
 
 def forward(

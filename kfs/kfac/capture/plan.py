@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kfs.exact_derivatives import refuse_sparse_and_nested
-from kfs.kfac.capture.tracking import Tracked
+from kfs.kfac.capture.tracking import Tracked, Tracker
 from kfs.kfac.layout import Layout, Side
 from kfs.kfac.sums.inputs import Inputs
 
@@ -218,6 +218,15 @@ class Copy:
 
 
 Planned = tuple[Plan | Broadcast, ...] | Rewrite | Copy | None
+
+
+def describe(part: Any, place: Place, tracker: Tracker, is_data: Callable[[Tensor], bool]) -> Any:
+    """Return an argument with tensors replaced by descriptions."""
+    if isinstance(part, Tensor):
+        return Argument.of(place, part, tracker.find(part), is_data(part))
+    if type(part) in {tuple, list}:
+        return tuple(describe(inner, (*place, i), tracker, is_data) for i, inner in enumerate(part))
+    return part
 
 
 def argument_at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -239,6 +239,16 @@ class Sites:
         return lambda g: site.receive(g.unsqueeze(-1))
 
     @contextmanager
+    def with_axis(self, axis: int | None) -> Iterator[None]:
+        """Override the batch axis in this context, where nobody measures."""
+        before = self.axis
+        self.axis = before if axis is None else axis
+        try:
+            yield
+        finally:
+            self.axis = before
+
+    @contextmanager
     def question(self, func: Any, name: str, guess: bool) -> Iterator[bool]:
         """Ask whether the result of an operation on a parameter and constants has a row for every datum.
 

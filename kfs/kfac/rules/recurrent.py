@@ -129,7 +129,7 @@ def _network(
     per = 4 if has_biases else 2
     projected = states == 2 and initial[0].shape[-1] != initial[1].shape[-1]
     per += projected
-    with capture.with_batch_axis(0), capture:
+    with capture.places().with_axis(0), capture:
         x = input if batch_first else input.transpose(0, 1)
         last: list[State] = []
         for layer in range(num_layers):
