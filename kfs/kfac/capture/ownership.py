@@ -98,28 +98,36 @@ class Measured:
         return largest if bool(agree.all()) else None
 
 
-def measured(gradients: Sequence[Tensor], lengths: Sequence[int], num_data: int, dtype: torch.dtype) -> list[Measured]:
+def measured(
+    gradients: Sequence[Tensor],
+    lengths: Sequence[int],
+    num_data: int,
+    dtype: torch.dtype,
+    precision: torch.dtype | None = None,
+) -> list[Measured]:
     """Find the datum of each row, for the rows of several places together.
 
     Args:
         gradients: For each vector of `probes`, a few numbers for each row, `[rows of all places, directions]`.
         lengths: How many rows each place has.
         num_data: Number of data.
-        dtype: The precision in which gradients were computed.
+        dtype: The dtype of gradients.
+        precision: The lowest precision on their way, if it is another one, as under `autocast`.
 
     Returns:
         What was measured at each place.
     """
     first = gradients[0]
     size = first.square().sum(1)
-    eps, tolerance = torch.finfo(dtype).eps, _MISFIT.get(dtype, _MISFIT_IN_HALF_PRECISION)
+    precision = precision or dtype
+    eps, tolerance = torch.finfo(precision).eps, _MISFIT.get(precision, _MISFIT_IN_HALF_PRECISION)
     # Rows are compared with the largest one at their place.
     maxima = torch.stack([part.max() if len(part) else part.new_zeros(()) for part in size.split(list(lengths))])
     largest = maxima.repeat_interleave(torch.tensor(lengths))
     # Numbers that are nearly too small for their precision are not rounded as larger ones are.
-    smallest = torch.finfo(dtype).tiny * (4 if torch.finfo(dtype).bits == 16 else 1 / eps)
+    smallest = torch.finfo(dtype).tiny * (4 if torch.finfo(dtype).bits == 16 else 1 / torch.finfo(dtype).eps)
     votes = (size > min(_NOTHING * eps, _SMALLEST) ** 2 * largest) & (size > smallest**2)
-    roundings = _ROUNDINGS.get(dtype, _ROUNDINGS_IN_HALF_PRECISION)
+    roundings = _ROUNDINGS.get(precision, _ROUNDINGS_IN_HALF_PRECISION)
     noise = roundings * eps * (largest / size.clamp(min=torch.finfo(size.dtype).tiny)).sqrt()
     owners = torch.zeros_like(size, dtype=torch.long)
     misfit = torch.zeros_like(size)

@@ -269,12 +269,15 @@ class Sites:
         for site in (*self.waiting, *self.observed):
             if len(site.probed) == probes:
                 kinds.setdefault((site.dtype, site.probed[0].shape[1]), []).append(site)
+        # Gradients in float32 that came through operations in half precision are no more precise than those.
+        lowest = max((dtype for dtype, _ in kinds), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
         for (dtype, _), sites in kinds.items():
             # All rows together, and not on an accelerator: there are many small questions to answer.
             # Squares of vanishing gradients need the range of float64.
             gradients = [torch.cat([site.probed[i] for site in sites]).cpu().double() for i in range(probes)]
             lengths = [len(site.probed[0]) for site in sites]
-            for site, found in zip(sites, measured(gradients, lengths, self.num_data, dtype), strict=True):
+            found_at = measured(gradients, lengths, self.num_data, dtype, lowest)
+            for site, found in zip(sites, found_at, strict=True):
                 site.find_order(found, self.num_data, self._mixing)
         # Where gradients of too few rows came back, rows are in the order that they have at other places.
         orders = {site.leading: site.inner for site in self.waiting if site.is_certain}
