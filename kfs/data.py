@@ -8,7 +8,7 @@ import hashlib
 import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from kfs import waiting
 from kfs.errors import DataError
 
 # How many numbers of each tensor a fingerprint looks at. A prime, so that they are not all in one column of a table.
@@ -28,12 +29,15 @@ class Batch(NamedTuple):
     Attributes:
         x: What the model takes: a tensor, a tuple of arguments or a mapping; see `arguments`.
         y: Targets, `[N, ...]`.
-        first: Index of the first datum within the data set.
+        first: Index of the first datum within the data set; a tensor without axes if the batch belongs to a recorded
+            computation, where it changes.
+        count: What a mean over the targets divides by; a tensor without axes if that is known on their device alone.
     """
 
     x: Any
     y: Tensor
-    first: int
+    first: int | Tensor
+    count: float | Tensor = 0.0
 
 
 def as_batches(data: object) -> Iterable[Any]:
@@ -129,9 +133,24 @@ def move(x: Any, device: torch.device) -> Any:
         return with_values(x, {key: move(value, device) for key, value in x.items()})
     if type(x) in {tuple, list}:
         return type(x)(move(value, device) for value in x)
-    if hasattr(x, "to"):  # tensors, packed sequences
+    if isinstance(x, Tensor):
+        # A copy to an accelerator need not be waited for. One from there must be complete before somebody reads it.
+        return x.to(device, non_blocking=x.is_cpu and waiting.runs_behind(device))
+    if hasattr(x, "to"):  # packed sequences
         return x.to(device)
     return type(x)(*(move(value, device) for value in x)) if _is_named_tuple(x) else x
+
+
+def copies_end(x: Any, y: Tensor, device: torch.device) -> Callable[[], None]:
+    """Return what waits until a batch that was just moved to a device may be overwritten where it was.
+
+    Copies from pinned memory are made while the host goes on. A loader may use this memory for its next batch.
+    """
+    if device.type == "cuda" and any(t.is_pinned() for t in (*tensors_in(x), y)):  # pragma: no cover (tested on a GPU)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event.synchronize
+    return lambda: None
 
 
 def mapped(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -264,7 +283,9 @@ def fingerprint(x: Any, y: Tensor) -> Fingerprint:
             samples.setdefault(t.device, []).append(_sample(t))
     hashed = hashlib.blake2b(digest_size=16)
     for on_device in samples.values():
-        hashed.update(torch.cat(on_device).cpu().numpy().tobytes())
+        chosen = torch.cat(on_device)
+        with waiting.waiting_allowed() if chosen.is_cuda else nullcontext():
+            hashed.update(chosen.cpu().numpy().tobytes())
     return Fingerprint(tuple(f"{t.dtype} {list(t.shape)}" for t in found), hashed.hexdigest())
 
 

@@ -12,8 +12,8 @@ considered in `kfs.parameters`; derivatives beyond the gradient live in `kfs.ope
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from math import isclose, isfinite
-from typing import Any, cast
+from math import isfinite
+from typing import Any, NoReturn, cast
 
 import torch
 from rich.progress import track
@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kfs import waiting
 from kfs.basics._checks import check_no_inference_mode
 from kfs.data import (
     Batch,
     Fingerprint,
     arguments,
     as_batches,
+    copies_end,
     default_unpack,
     fingerprint,
     move,
@@ -36,9 +38,11 @@ from kfs.data import (
 )
 from kfs.errors import DataError, ModelError
 from kfs.exact_derivatives import ExactDerivatives, explained, no_hooks_on_saved_tensors
+from kfs.flags import Flags, not_finite
 from kfs.losses import Loss, describe
 from kfs.outputs import prediction_in
 from kfs.parameters import Params, function_params, module_params, places, switched_on, with_gradients
+from kfs.same_data import SameData
 from kfs.state import UnusedDraws, check_module, evaluating, random_state, restored, unchanged
 
 
@@ -98,8 +102,8 @@ class EmpiricalRisk:
         self.progress = progress
         self._data = as_batches(data)
         self._unpack = default_unpack if unpack is None else unpack
-        self._counted: tuple[int, float] | None = None
-        self._first_batch: Fingerprint | None = None
+        self._same_data = SameData()
+        self.flags: Flags | None = None  # takes note of bad data, in passes that do not wait for an accelerator
         self._draws = UnusedDraws(self.device)
         self._differentiates = False  # whether the model needs a graph in its forward pass
         self._places: list[tuple[dict[str, Any], str, Any]] = []  # where parameters were when they were the model's
@@ -109,6 +113,11 @@ class EmpiricalRisk:
     def num_data(self) -> int:
         """The number of data, counted on first use."""
         return self.count()[0]
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches, if the data say so."""
+        return len(self._data) if isinstance(self._data, Sized) else None
 
     @property
     def reduction_factor(self) -> float:
@@ -181,11 +190,14 @@ class EmpiricalRisk:
         Returns:
             Predictions `[N, ...]`: the model's output, its `logits` (as in Hugging Face), or the first of several.
         """
-        before = random_state(self.device)
+        recorded = isinstance(batch.first, Tensor)  # for a recorded computation, all that follows was checked before
+        before = [] if recorded else random_state(self.device)
         with unchanged(tensors_in(batch.x)), within or nullcontext():
             output = self._output(params, batch)
-        # At the parameters as they are: those given may be tracked by autograd, `vmap` or a capture.
-        self._draws.check(before, lambda: self._without_graph(lambda: prediction_in(self._output(self.params, batch))))
+        if not recorded:
+            # At the parameters as they are: those given may be tracked by autograd, `vmap` or a capture.
+            own = lambda: prediction_in(self._output(self.params, batch))  # noqa: E731
+            self._draws.check(before, lambda: self._without_graph(own))
         f = output if isinstance(output, Tensor) else prediction_in(output)
         if f.shape[:1] != batch.y.shape[:1]:
             raise DataError(
@@ -194,6 +206,7 @@ class EmpiricalRisk:
                 "Put the batch axis first in both, or say how batches are split with unpack=.",
             )
         self.loss.check(f, batch.y)
+        self._refuse_wrong(f, batch)
         return f
 
     def evaluate(self, batch: Batch) -> Tensor:
@@ -202,14 +215,55 @@ class EmpiricalRisk:
 
     def finite(self, f: Tensor, batch: Batch) -> None:
         """Refuse predictions with NaN or positive infinity (negative infinity masks a class)."""
-        if f.numel() == 0 or f.amax().isfinite():
+        if self.flags is not None:
+            self.flags.note(not_finite(f), batch.first)
+        elif f.numel() and not f.amax().isfinite():
+            bad = not_finite(f).nonzero()
+            if len(bad):
+                raise DataError(
+                    f"The prediction for datum {int(batch.first) + int(bad[0, 0])} is not finite.",
+                    "Look for NaN or infinity in the data or the parameters.",
+                )
+
+    @contextmanager
+    def checking_later(self) -> Iterator[Callable[[], None]]:
+        """Let checks of values on an accelerator only set flags in this context; what it returns reads them.
+
+        Raises:
+            KfsError: When flags are read, if a datum has failed a check: what is wrong with it.
+        """
+        self.flags = Flags(self.device) if waiting.runs_behind(self.device) else None
+
+        def check() -> None:
+            datum = None if self.flags is None else self.flags.first_bad()
+            if datum is not None:
+                self.flags = None
+                self._explain(datum)
+
+        try:
+            yield check
+        finally:
+            self.flags = None
+
+    def _explain(self, datum: int) -> NoReturn:
+        """Say what is wrong with a datum for which a flag was raised, by looking at it again."""
+        for batch in self.batches():
+            if int(batch.first) <= datum < int(batch.first) + len(batch.y):
+                self.finite(self.evaluate(batch), batch)
+        raise DataError(
+            f"The prediction or the target of datum {datum} could not be used, and now it can.",
+            "Pass data that give the same values every time, and a model that returns the same predictions.",
+        )
+
+    def _refuse_wrong(self, f: Tensor, batch: Batch) -> None:
+        """Refuse values that the loss does not take; on a CPU it has done so already."""
+        wrong = self.loss.wrong(f, batch.y) if waiting.runs_behind(f.device) else None
+        if wrong is None:
             return
-        bad = (f.isnan() | (f == torch.inf)).nonzero()
-        if len(bad):
-            raise DataError(
-                f"The prediction for datum {batch.first + int(bad[0, 0])} is not finite.",
-                "Look for NaN or infinity in the data or the parameters.",
-            )
+        if self.flags is not None:
+            self.flags.note(wrong, batch.first)
+        elif wrong.any():
+            self.loss.check(f.detach().cpu(), batch.y.cpu())
 
     def batches(self, task: str = "") -> Iterator[Batch]:
         """Iterate over the data, on the parameters' device, with progress if asked for; empty batches are left out.
@@ -219,31 +273,33 @@ class EmpiricalRisk:
         """
         data: Iterable[Any] = repeatably(self._data)
         if self.progress:
-            data = track(data, task, total=len(self._data) if isinstance(self._data, Sized) else None, transient=True)
-        first, count = 0, 0.0
+            data = track(data, task, total=self.num_batches, transient=True)
+        first = 0
+        count: float | Tensor = 0  # an integer, so that counts of integers on a device stay exact
         seen: Fingerprint | None = None
         for raw in data:
             x, y = unpacked(self._unpack, raw)
             if len(y):
                 if seen is None:
                     seen = fingerprint(x, y)  # where the data are: those on a CPU need not wait for an accelerator
-                    self._check_first_batch(seen)
+                    self._same_data.check_first_batch(seen)
                 batch = self._moved(x, y, first)
+                wait_for_copies = copies_end(x, y, self.device)
                 yield batch
-                count += self.loss.count(batch.y)
+                wait_for_copies()
+                count = count + batch.count
             first += len(y)
-        self._check_count(first, count)
-        self._first_batch = seen
+        self._same_data.check_count(first, count, self.loss.reduction == "mean", seen)
 
     def count(self) -> tuple[int, float]:
         """Return the number of data and what a mean over them divides by; the first complete pass over them counts.
 
         Call it before a loop over batches that needs it: not every loader can be iterated a second time meanwhile.
         """
-        if self._counted is None:
+        if self._same_data.counted is None:
             for _ in self.batches("counting"):
                 pass
-        return cast("tuple[int, float]", self._counted)
+        return cast("tuple[int, float]", self._same_data.counted)
 
     def tensors(self, batch: Batch) -> list[Tensor]:
         """Return everything that the predictions for a batch depend on: parameters, buffers and data."""
@@ -345,7 +401,8 @@ class EmpiricalRisk:
     def _moved(self, x: Any, y: Tensor, first: int) -> Batch:
         """Return a batch on the parameters' device."""
         try:
-            return Batch(move(x, self.device), y.to(self.device), first)
+            y = move(y, self.device)
+            return Batch(move(x, self.device), y, first, self.loss.count(y))
         except NotImplementedError as error:
             if "meta" not in str(error):
                 raise
@@ -353,44 +410,3 @@ class EmpiricalRisk:
                 "A batch is on the meta device, where tensors have shapes but no values.",
                 f"Pass data with values: the model is on {self.device}.",
             ) from error
-
-    def _check_first_batch(self, seen: Fingerprint) -> None:
-        """Refuse data whose first batch differs from that of the first complete pass over them."""
-        before = self._first_batch
-        if before is None or seen == before:
-            return
-        if seen.tensors != before.tensors:
-            cause = (
-                f"The first batch had the tensors {', '.join(before.tensors)}, and has {', '.join(seen.tensors)} now."
-            )
-        else:
-            cause = "The first batch has other values than in the first pass over the data."
-        raise DataError(
-            cause,
-            "Pass data that give the same batches in the same order every time: draw random numbers for them with "
-            "PyTorch, not NumPy, or pass list(data). After changing data on purpose, make a new EmpiricalRisk.",
-        )
-
-    def _check_count(self, num_data: int, count: float) -> None:
-        """Remember what one pass over the data counted, and refuse data that are empty or have changed."""
-        if num_data == 0:
-            raise DataError("The data set is empty.", "Pass at least one batch with at least one datum.")
-        if self.loss.reduction == "mean" and count == 0:
-            raise DataError(
-                "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",
-                "Pass data with targets that count, or use reduction='sum'.",
-            )
-        if self._counted is None:
-            self._counted = (num_data, count)
-        if num_data != self._counted[0]:
-            raise DataError(
-                f"The data had {self._counted[0]} targets at first, and {num_data} now.",
-                "Pass data that can be iterated repeatedly with the same result.",
-            )
-        # Weights are summed up in floating point, so that another order of the data gives another last digit.
-        if self.loss.reduction == "mean" and not isclose(count, self._counted[1], rel_tol=1e-6):
-            raise DataError(
-                f"The mean was over {self._counted[1]:g} targets at first, and is over {count:g} now: targets or "
-                "weights have changed.",
-                "Make a new EmpiricalRisk after such a change.",
-            )

@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -262,6 +262,14 @@ def equal_up_to_round_off(a: Tensor, b: Tensor) -> bool:
     tolerance = 100 * torch.finfo(a.dtype).eps
     scale = float(a.nan_to_num(0.0, 0.0, 0.0).abs().max())
     return torch.allclose(a, b, rtol=0.0, atol=tolerance * scale, equal_nan=True)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which a compiled model runs as it was written: compiled code hides its operations.
+
+    Nothing is compiled as long as nobody has imported PyTorch's compiler, which takes seconds.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 _evaluations = threading.local()  # in each thread: how many predictions are being computed

@@ -4,11 +4,14 @@ An accelerator runs behind the host. Who asks it for a number waits until it has
 makes up its mind. So checks set flags on the device, counts stay there, and both are read together at the end.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+
+_ERROR = 2  # PyTorch's number for the debug mode in which operations that wait are errors
 
 
 def runs_behind(device: torch.device) -> bool:
@@ -26,20 +29,45 @@ def numbers(tensors: Sequence[Tensor]) -> list[float]:
     if not tensors:
         return []
     device = tensors[0].device
-    with waiting_allowed():
+    with waiting_allowed() if device.type == "cuda" else nullcontext():
         values: list[float] = torch.stack([t.to(device, torch.float64) for t in tensors]).tolist()
     return values
 
 
 @contextmanager
-def waiting_allowed() -> Iterator[None]:
+def waiting_allowed() -> Iterator[None]:  # pragma: no cover (tested on a GPU)
     """Wait on purpose: PyTorch's debug mode for synchronisation says nothing in this context."""
-    if not torch.cuda.is_available():
+    before = torch.cuda.get_sync_debug_mode()
+    if not before:
         yield
         return
-    before = torch.cuda.get_sync_debug_mode()  # pragma: no cover (tested on a GPU)
-    torch.cuda.set_sync_debug_mode("default")  # pragma: no cover
-    try:  # pragma: no cover
+    torch.cuda.set_sync_debug_mode("default")
+    try:
         yield
-    finally:  # pragma: no cover
+    finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def noticed_waits() -> Iterator[list[str]]:  # pragma: no cover (tested on a GPU)
+    """Collect what PyTorch says about operations in this context that wait for a GPU; other warnings are passed on.
+
+    The list is complete after the context. Operations that wait are an error if PyTorch's debug mode says so.
+    """
+    waits: list[str] = []
+    before = torch.cuda.get_sync_debug_mode()
+    if before == _ERROR:
+        yield waits
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for one in caught:
+        if "synchronizing" in str(one.message):
+            waits.append(str(one.message))
+        elif "Synchronization debug mode" not in str(one.message):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)

@@ -18,9 +18,10 @@ from contextlib import nullcontext
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kfs.data import Batch
 from kfs.exact_derivatives import RightGradients, explained, has_instance_norms
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors, columns_at_once
-from kfs.kfac.capture import Audits, forward, send_back
+from kfs.kfac.capture import Audits, Replays, forward, recorder_for, send_back
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Journal, Progress
@@ -43,6 +44,7 @@ def kfac(risk: EmpiricalRisk, settings: Settings, journal: Journal | None = None
     """
     sums = FactorSums(settings)
     progress = sweep(risk, sums, settings, "KFAC", journal)
+    sums.settle_counts()
     for block in sums.blocks.values():
         block.complete(settings.factor_dtype)
     # Step 5: return the factors.
@@ -73,12 +75,18 @@ def sweep(
     instances = has_instance_norms(risk.model)  # PyTorch takes them for channels of a single datum
     # vmap does not know the faster attention kernels.
     attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
-    with risk.untouched(first_order=True), attention, torch.enable_grad(), explained():
+    with (
+        risk.untouched(first_order=True),
+        attention,
+        torch.enable_grad(),
+        explained(),
+        risk.checking_later() as check_values,
+    ):
         session = new_session(risk.params, settings.joint_bias)
         audits = Audits(risk.model, session, settings.batch_axis)
-        for place, batch in enumerate(risk.batches(task)):
-            if journal is not None and journal.knows(place, batch):
-                continue
+
+        def run(batch: Batch) -> None:
+            """Run the pass over a batch."""
             # For a single datum, PyTorch misreads some gradients.
             with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
                 known = audits.of_batch(risk, batch) if settings.audit else None
@@ -91,14 +99,19 @@ def sweep(
                 first = settings.first_datum + batch.first
                 vectors = backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, at_once)
                 send_back(f, capture, vectors)
-            # Step 4: what the loss's reduction divides by.
-            progress.batches += 1
-            progress.num_data += len(batch.y)
-            progress.count += risk.loss.count(batch.y)
             progress.unexplained |= capture.unexplained | missed
-            del f, capture  # their graph is large, and the next one comes before they are replaced
-            if journal is not None:
-                journal.note(progress, sums)
+
+        with Replays(run, sums, recorder_for(risk, settings), risk.num_batches) as replays:
+            for place, batch in enumerate(risk.batches(task)):
+                if journal is not None and journal.knows(place, batch):
+                    continue
+                replays.run(batch)
+                # Step 4: what the loss's reduction divides by.
+                progress.add(batch)
+                if journal is not None and journal.is_due(progress):
+                    check_values()
+                    journal.write(progress, sums)
+        check_values()
     progress.audit = audits.report
     if journal is not None:
         journal.close(progress, sums)

@@ -2,18 +2,22 @@ r"""Random numbers that depend on what they are for, not on when they are drawn.
 
 Entry $e$ of draw $m$ for datum $n$ is a pure function of $(\mathrm{seed}, n, m, e)$. It is the same for every batch
 size, order, device and number of processes. The function is Threefry-2x32 with 20 rounds (Salmon et al., 2011), a keyed
-bijection of 64-bit counters, in integer tensor operations.
+bijection of 64-bit counters, in integer operations: by NumPy for a CPU, by one kernel on a GPU, by tensor operations
+elsewhere. Words and uniform numbers are equal to the last bit everywhere; normal numbers up to how a device rounds
+logarithm and cosine in float64.
 """
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import pi, prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from kfs import waiting
 
 _MASK = 0xFFFFFFFF
 _PARITY = 0x1BD11BDA
@@ -73,6 +77,53 @@ def _schedule(key: tuple[int, int]) -> tuple[int, int, int]:
     return *key, key[0] ^ key[1] ^ _PARITY
 
 
+# Both words of one counter. Arithmetic of unsigned integers in C++ is modulo 2**32.
+_KERNEL = """
+template <typename T>
+void threefry(T counter0, T counter1, T key0, T key1, T& word0, T& word1) {
+    unsigned int keys[3] = {(unsigned int)key0, (unsigned int)key1, (unsigned int)key0 ^ (unsigned int)key1 ^ PARITYu};
+    unsigned int rotations[8] = {ROTATIONS};
+    unsigned int x0 = (unsigned int)counter0 + keys[0];
+    unsigned int x1 = (unsigned int)counter1 + keys[1];
+    #pragma unroll
+    for (int round = 0; round < 20; ++round) {
+        unsigned int rotation = rotations[round % 8];
+        x0 += x1;
+        x1 = (x1 << rotation) | (x1 >> (32 - rotation));
+        x1 ^= x0;
+        if (round % 4 == 3) {
+            int block = round / 4 + 1;
+            x0 += keys[block % 3];
+            x1 += keys[(block + 1) % 3] + block;
+        }
+    }
+    word0 = x0;
+    word1 = x1;
+}
+"""
+
+
+@cache
+def _gpu_kernel() -> Any:  # pragma: no cover (tested on a GPU)
+    """Compile the function for a GPU; `None` where that is not possible."""
+    code = _KERNEL.replace("PARITY", str(_PARITY)).replace("ROTATIONS", ", ".join(map(str, _ROTATIONS)))
+    try:
+        kernel = torch.cuda.jiterator._create_multi_output_jit_fn(code, num_outputs=2, key0=0, key1=0)
+        one = torch.ones((), dtype=torch.int64, device="cuda")
+        kernel(one, one)
+    except RuntimeError:  # no compiler
+        return None
+    return kernel
+
+
+def _scrambled(key: tuple[int, int], x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor]:
+    """Scramble pairs of words, broadcast against each other, where they are."""
+    if x0.is_cuda and (kernel := _gpu_kernel()) is not None:  # pragma: no cover (tested on a GPU)
+        w0, w1 = kernel(x0, x1, key0=key[0], key1=key[1])
+        return w0, w1
+    return threefry(key, *torch.broadcast_tensors(x0, x1))
+
+
 @cache
 def _key_of(seed: int, sample: int) -> tuple[int, int]:
     """Return the key for one Monte Carlo sample."""
@@ -95,12 +146,13 @@ class Draws:
 
     Attributes:
         seed: Equal seeds give equal numbers; from 0 to 2**64 - 1.
-        first: Index of the first datum within the data set.
+        first: Index of the first datum within the data set: a number, or a tensor without axes on the device for which
+            numbers are drawn, so that a recorded computation draws other numbers if it changes.
         sample: Index of the Monte Carlo sample.
     """
 
     seed: int
-    first: int
+    first: int | Tensor
     sample: int
 
     def uniform(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -117,23 +169,24 @@ class Draws:
     def _words(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
         """Return two int64 tensors `[num_data, *shape]` of independent uniform 32-bit words.
 
-        These are some hundred operations on integers. They are done for many data at a time, and small batches find
-        theirs done. An accelerator would spend more time starting them than a CPU on all of them.
+        These are some hundred operations on integers. On a CPU, they are done for many data at a time, and small
+        batches find theirs done. A GPU has a kernel for them.
         """
         key, entries = _key_of(self.seed, self.sample), prod(shape)
         at_a_time = _BLOCK // max(entries, 1)
-        stop = self.first + num_data
-        if at_a_time and num_data and stop <= _MASK:
-            start = self.first // at_a_time
+        first = self.first
+        few = bool(at_a_time and num_data)
+        if few and isinstance(first, int) and first + num_data <= _MASK and not waiting.runs_behind(device):
+            start, stop = first // at_a_time, first + num_data
             blocks = [_block_of_words(key, block, at_a_time, entries) for block in range(start, -(-stop // at_a_time))]
             words = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
-            offset = self.first - start * at_a_time
+            offset = first - start * at_a_time
             mine = words[:, offset : offset + num_data]
             w0, w1 = (torch.from_numpy(word).to(device) for word in mine)
         else:
-            datum = torch.arange(self.first, stop, device=device).unsqueeze(1)
+            datum = (torch.arange(num_data, device=device) + first).unsqueeze(1)
             entry = torch.arange(entries, device=device).unsqueeze(0)
-            w0, w1 = threefry(key, *torch.broadcast_tensors(datum, entry))
+            w0, w1 = _scrambled(key, datum, entry)
         return w0.reshape(num_data, *shape), w1.reshape(num_data, *shape)
 
 
@@ -157,5 +210,7 @@ class Stream(Draws):
 
     def _generator(self, device: torch.device) -> torch.Generator:
         """Return a generator whose seed depends on all that numbers are for."""
-        words = threefry((self.seed & _MASK, self.seed >> 32), self.first & _MASK, self.sample & _MASK)
+        first = self.first
+        assert isinstance(first, int)  # noqa: S101 (a recorded computation does not use these draws)
+        words = threefry((self.seed & _MASK, self.seed >> 32), first & _MASK, self.sample & _MASK)
         return torch.Generator(device).manual_seed((words[0] << 32 | words[1]) >> 1)

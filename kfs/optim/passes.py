@@ -23,6 +23,7 @@ from kfs.optim.outputs import KeepsPass, with_parts
 from kfs.optim.step_sums import Bases, FactorAndSquareSums, StepSums
 from kfs.optim.targets import Targets
 from kfs.outputs import parts_of, prediction_in
+from kfs.state import uncompiled
 
 
 def number_of_data(arguments: Any, axis: int = 0, place: int = 0) -> int | None:
@@ -77,8 +78,7 @@ class Pass:
         if self._capture is None:
             return None
         marked = mapped(self._arguments, self._capture.mark_data)
-        # A compiled model hides its operations.
-        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.enter_context(uncompiled())
         self._stack.enter_context(self._capture)
         return marked
 

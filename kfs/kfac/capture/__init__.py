@@ -7,6 +7,7 @@ from kfs.kfac.capture.audit import NotRepeatableError
 from kfs.kfac.capture.audit_report import Audit, both_audits
 from kfs.kfac.capture.audits import Audits, forget_audits
 from kfs.kfac.capture.mode import Capture, forward
+from kfs.kfac.capture.replay import Replays, recorder_for
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known
 from kfs.kfac.capture.tap import backward, measure_rows, pass_derived, send_back
@@ -17,6 +18,7 @@ __all__ = [
     "Capture",
     "Known",
     "NotRepeatableError",
+    "Replays",
     "Session",
     "backward",
     "both_audits",
@@ -24,5 +26,6 @@ __all__ = [
     "forward",
     "measure_rows",
     "pass_derived",
+    "recorder_for",
     "send_back",
 ]

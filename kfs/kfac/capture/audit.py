@@ -34,6 +34,7 @@ from kfs.kfac.capture.sites import Known, Placed, Question, Site
 from kfs.kfac.capture.tap import backward, measure_rows, pass_derived
 from kfs.kfac.sums.gradient_sums import GradientSums
 from kfs.kfac.sums.outer_products import full_precision
+from kfs.state import uncompiled
 
 log = logging.getLogger("kfs.kfac")
 # How many data an audit looks at.
@@ -105,7 +106,7 @@ def audit(
     Raises:
         ModelError: If a rule runs something else than the user's operation, or if data mix.
     """
-    with torch.compiler.set_stance("force_eager"):  # a compiled model hides its operations
+    with uncompiled():
         if num_data > FEW and not whole and can_be_cut(x, num_data, FEW, batch_axis):
             try:
                 part = cut(x, num_data, range(num_data - FEW, num_data), batch_axis)

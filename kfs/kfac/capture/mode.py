@@ -42,6 +42,7 @@ from kfs.kfac.sums.interface import Adder, Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
 from kfs.kfac.sums.owners import Owners, Regular
 from kfs.risk import EmpiricalRisk
+from kfs.state import uncompiled
 
 # Questions, which are asked so often that it pays not to look at their arguments.
 _PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_sparse", "layout")
@@ -375,7 +376,7 @@ def forward(
     capture = Capture(session, sums, len(batch.y), batch_axis, known)
     marked = Batch(mapped(batch.x, capture.mark_data), batch.y, batch.first)
     try:
-        with torch.compiler.set_stance("force_eager"):  # a compiled model hides its operations
+        with uncompiled():
             f = risk.predict(risk.params, marked, within=capture)
     finally:
         capture.leave_nothing_behind()

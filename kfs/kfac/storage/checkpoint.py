@@ -25,6 +25,7 @@ from kfs.kfac.settings import Settings
 from kfs.kfac.sums.interface import Sums
 from kfs.losses import Loss
 from kfs.risk import EmpiricalRisk
+from kfs.waiting import numbers
 
 
 @dataclass(frozen=True)
@@ -61,19 +62,31 @@ class Progress:
     Attributes:
         batches: Number of batches.
         num_data: Number of data.
-        count: What a mean over the targets divides by.
+        count: What a mean over the targets divides by; a tensor as long as only a device knows it.
         unexplained: `(parameter, operation)` of uses that no rule explains.
         audit: What was checked on a few data.
     """
 
     batches: int = 0
     num_data: int = 0
-    count: float = 0.0
+    count: float | Tensor = 0
     unexplained: set[tuple[str, str]] = field(default_factory=set)
     audit: Audit | None = None
 
+    def add(self, batch: Batch) -> None:
+        """Count a batch."""
+        self.batches += 1
+        self.num_data += len(batch.y)
+        self.count = self.count + batch.count
+
+    def settle(self) -> None:
+        """Ask the device for what only it knows."""
+        if isinstance(self.count, Tensor):
+            (self.count,) = numbers([self.count])
+
     def state(self) -> dict[str, Any]:
         """Return what has to be known to continue, for a file."""
+        self.settle()
         return {
             "batches": self.batches,
             "num_data": self.num_data,
@@ -163,23 +176,23 @@ class Journal:
             "Pass the same data in the same order, delete the checkpoint, or choose another path.",
         )
 
-    def note(self, progress: Progress, sums: Sums) -> None:
-        """Write the sums, if enough batches or minutes have passed."""
+    def is_due(self, progress: Progress) -> bool:
+        """Whether enough batches or minutes have passed to write the sums."""
         batches = self.checkpoint.batches
         minutes = self.checkpoint.minutes
         minutes = 5.0 if batches is None and minutes is None else minutes
         late = minutes is not None and time.monotonic() - self._written_at >= 60 * minutes
-        if late or (batches is not None and progress.batches % batches == 0):
-            self._write(progress, sums)
+        return late or (batches is not None and progress.batches % batches == 0)
 
     def close(self, progress: Progress, sums: Sums) -> None:
         """Write the final sums. Refuse data that have fewer batches than the file."""
         if self._batches_seen < self._batches_in_file:
             raise self._other_data()
         if progress.batches != self._batches_in_file:
-            self._write(progress, sums)
+            self.write(progress, sums)
 
-    def _write(self, progress: Progress, sums: Sums) -> None:
+    def write(self, progress: Progress, sums: Sums) -> None:
+        """Write the sums."""
         digest = {"digest": self._data.hexdigest()}
         about = {"kind": "checkpoint", "belongs_to": self.belongs_to, "batches": progress.batches}
         storage.write(self.path, about, {"progress": progress.state() | digest, "uses": sums.state()})

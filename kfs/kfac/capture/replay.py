@@ -1,0 +1,299 @@
+"""Replay: on a GPU, the pass over a batch is recorded once, and repeated for further batches of its shape.
+
+A GPU finishes the operations of a small model faster than Python can start them. A CUDA graph has all operations of a
+pass, forward, vectors, backward and sums, and starts them together. The first batch of a shape runs as usual (and is
+audited). The second one does, too, while PyTorch says whether anything waits for the GPU: that would be a decision that
+depends on data, which a graph does not take again. The third one is recorded. Its inputs are copied to where the graph
+reads them, as are those of all further batches.
+
+What a graph cannot know are numbers on the host. A pass adds the same to them for every batch of a shape (`Sums.counts`
+has them all). The index of the first datum, on which draws depend, is a tensor on the device.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from kfs.data import Batch, mapped, tensors_in, without_tensors
+from kfs.kfac.settings import Settings
+from kfs.kfac.sums.interface import Sums
+from kfs.risk import EmpiricalRisk
+from kfs.waiting import noticed_waits
+
+log = logging.getLogger("kfs.kfac")
+# A recording pays if at least so many further batches are expected.
+_WORTH = 4
+# So many graphs are kept.
+_MOST_GRAPHS = 4
+# What inputs may have next to tensors: values of these types do not change unnoticed.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class Graph(Protocol):
+    """A recorded computation."""
+
+    def replay(self) -> None:
+        """Run it again."""
+
+    def reset(self) -> None:
+        """Free its memory."""
+
+
+class Recorder(Protocol):
+    """What records computations: `CudaRecorder`."""
+
+    def notices_waits(self, run: Callable[[], None]) -> str:
+        """Run something, and say what in it waits for the device; an empty text if nothing does."""
+
+    def record(self, run: Callable[[], None]) -> Graph:
+        """Record what something would compute, without computing it."""
+
+
+@dataclass
+class Recorded:
+    """The recorded pass over batches of one shape."""
+
+    graph: Graph
+    batch: Batch  # what the graph reads
+    counts: dict[Any, float]  # what a pass adds to numbers on the host
+
+    def replay(self, batch: Batch, sums: Sums) -> None:
+        """Run the pass for another batch."""
+        mine, theirs = ([*tensors_in(one.x), one.y] for one in (self.batch, batch))
+        assert isinstance(self.batch.first, Tensor)  # noqa: S101 (it was made so)
+        with torch.no_grad():  # inputs may require gradients
+            torch._foreach_copy_(mine, theirs)
+            self.batch.first.fill_(batch.first)
+        self.graph.replay()
+        sums.add_counts(self.counts)
+
+
+class Replays:
+    """Runs the passes over all batches of a computation, recorded ones where that pays.
+
+    Args:
+        run: Runs the pass over a batch.
+        sums: What it adds to.
+        recorder: Records passes. `None` to run all of them as they are.
+        expected: How many batches there will be, if known.
+    """
+
+    def __init__(
+        self, run: Callable[[Batch], None], sums: Sums, recorder: Recorder | None, expected: int | None = None
+    ) -> None:
+        """Start without graphs."""
+        self._run = run
+        self._sums = sums
+        self._recorder = recorder
+        self._left = expected
+        self._times: dict[Any, int] = {}  # how often shapes were seen
+        self._recorded: dict[Any, Recorded] = {}
+
+    def run(self, batch: Batch) -> None:
+        """Run the pass over a batch."""
+        if self._left is not None:
+            self._left -= 1
+        recorder = self._recorder
+        shape = None if recorder is None else _shape(batch)
+        if recorder is None or shape is None:
+            self._run(batch)
+            return
+        if shape in self._recorded:
+            self._recorded[shape].replay(batch, self._sums)
+            return
+        times = self._times[shape] = self._times.get(shape, 0) + 1
+        worth = self._left is None or self._left + 1 >= _WORTH
+        if times == 1 or not worth or len(self._recorded) == _MOST_GRAPHS:
+            self._run(batch)
+        elif times == 2:
+            waits = recorder.notices_waits(lambda: self._run(batch))
+            if waits:
+                self._give_up(f"an operation waits for the GPU ({waits})")
+        else:
+            self._record(recorder, shape, batch)
+
+    def __enter__(self) -> "Replays":
+        """Do nothing: graphs are made when batches come."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free all graphs."""
+        self.close()
+
+    def close(self) -> None:
+        """Free all graphs."""
+        for recorded in self._recorded.values():
+            recorded.graph.reset()
+        self._recorded.clear()
+
+    def _record(self, recorder: Recorder, shape: Any, batch: Batch) -> None:
+        """Record the pass over a batch and run it; if it cannot be recorded, run it as it is."""
+        sums = self._sums
+        first = torch.zeros((), dtype=torch.int64, device=batch.y.device)
+        static = Batch(mapped(batch.x, _copy), _copy(batch.y), first)
+        before, plans = sums.counts(), len(sums.adders)
+        try:
+            graph = recorder.record(lambda: self._run(static))
+            why = "" if len(sums.adders) == plans else "it used parameters in another way than before"
+        except torch.OutOfMemoryError:
+            graph, why = None, "there is not enough memory"
+        except Exception as error:  # noqa: BLE001 (whatever it is, the pass may well run as it is)
+            graph, why = None, str(error).partition("\n")[0]
+        added = {key: value - before.get(key, 0.0) for key, value in sums.counts().items()}
+        sums.add_counts({key: -value for key, value in added.items()})  # nothing was computed yet
+        if why:
+            if graph is not None:
+                graph.reset()
+            sums.finish_batch()
+            self._give_up(why)
+            self._run(batch)
+            return
+        assert graph is not None  # noqa: S101 (there is a reason if not)
+        self._recorded[shape] = Recorded(graph, static, added)
+        self._recorded[shape].replay(batch, sums)
+
+    def _give_up(self, why: str) -> None:
+        """Run all further passes as they are."""
+        log.info("Passes over batches are not replayed as CUDA graphs: %s.", why)
+        self._recorder = None
+        self.close()
+
+
+class CudaRecorder:  # pragma: no cover (tested on a GPU)
+    """Records CUDA graphs that share their memory: they never run at the same time, and nothing outlives a replay.
+
+    Args:
+        device: A GPU.
+        memory: How many bytes graphs may take.
+    """
+
+    def __init__(self, device: torch.device, memory: int | None = None) -> None:
+        """Make a stream to record on."""
+        self._device = device
+        self._memory = memory
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._taken = 0
+
+    def notices_waits(self, run: Callable[[], None]) -> str:
+        """Run something, and say what in it waits for the GPU."""
+        with noticed_waits() as waits:
+            run()
+        return waits[0].partition(" (Triggered")[0] if waits else ""
+
+    def record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Record what something would compute, without computing it.
+
+        Raises:
+            RuntimeError: If it cannot be recorded; the state of PyTorch is as before.
+        """
+        with torch.cuda.device(self._device):
+            before = torch.cuda.memory_reserved()
+            idle = before - torch.cuda.memory_allocated()
+            if torch.cuda.mem_get_info()[0] < idle:  # graphs do not use memory that PyTorch keeps for others
+                torch.cuda.empty_cache()
+                before = torch.cuda.memory_reserved()
+            graph = torch.cuda.CUDAGraph()
+            with _without_cached_casts(), _recording(graph, self._stream, self._pool):
+                run()
+            self._taken += max(torch.cuda.memory_reserved() - before, 0)
+        if self._memory is not None and self._taken > self._memory:
+            graph.reset()
+            raise RuntimeError(f"graphs take {self._taken} bytes, and memory={self._memory}")
+        return graph
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> Iterator[None]:  # pragma: no cover
+    """Record all operations in this context; whatever happens, nothing is recorded afterwards."""
+    collects = gc.isenabled()
+    gc.disable()  # what it frees meanwhile may belong to streams that know nothing of a graph
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            # Threads of a data loader may go on with what they do.
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                yield
+            except BaseException:
+                _abandon(graph)
+                raise
+            try:
+                graph.capture_end()
+            except BaseException:
+                _abandon(graph)
+                raise
+    finally:
+        torch.cuda.current_stream().wait_stream(stream)
+        if collects:
+            gc.enable()
+
+
+def _abandon(graph: torch.cuda.CUDAGraph) -> None:  # pragma: no cover (tested on a GPU)
+    """End a recording that failed."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        # PyTorch leaves its random generator and its allocator in the middle of a recording if that has failed. They
+        # recover with the next one that succeeds.
+        small = torch.cuda.CUDAGraph()
+        t = torch.zeros((), device="cuda")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            small.capture_begin(capture_error_mode="thread_local")
+            t.add_(1)
+            small.capture_end()
+        small.reset()
+    graph.reset()
+
+
+@contextmanager
+def _without_cached_casts() -> Iterator[None]:  # pragma: no cover (tested on a GPU)
+    """Let `autocast` convert parameters anew: what it keeps belongs to the graph otherwise, and has no values yet."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def recorder_for(risk: EmpiricalRisk, settings: Settings) -> Recorder | None:
+    """Return what records passes; `None` if they are to run as they are."""
+    if not settings.replay or risk.device.type != "cuda":
+        return None
+    model = risk.model.parameters() if isinstance(risk.model, Module) else ()  # pragma: no cover (tested on a GPU)
+    devices = {t.device for t in (*risk.params.values(), *model)}  # pragma: no cover
+    sums = risk.device if settings.factor_device is None else torch.device(settings.factor_device)  # pragma: no cover
+    if len(devices) > 1 or sums.type != "cuda":  # pragma: no cover
+        log.info("Passes over batches are not replayed as CUDA graphs: model and sums are on several devices.")
+        return None
+    return CudaRecorder(risk.device, settings.memory)  # pragma: no cover
+
+
+def _copy(t: Tensor) -> Tensor:
+    return t.detach().clone().requires_grad_(t.requires_grad)
+
+
+def _shape(batch: Batch) -> Any:
+    """Return what a recording depends on; `None` if a batch cannot be copied to where another one was."""
+    tensors = [*tensors_in(batch.x), batch.y]
+    plain = _is_plain(batch.x)
+    if not plain or any(t.layout is not torch.strided or t.is_nested or t.is_quantized for t in tensors):
+        return None
+    return (*((t.shape, t.dtype, t.device) for t in tensors), without_tensors(batch.x))
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether inputs consist of tensors and of what does not change unnoticed."""
+    if isinstance(x, Mapping):
+        return all(map(_is_plain, x.values()))
+    if isinstance(x, (tuple, list)):
+        return all(map(_is_plain, x))
+    return isinstance(x, (Tensor, *_PLAIN))

@@ -1,0 +1,80 @@
+"""Data that are iterated several times must be the same every time: what is checked of that."""
+
+from math import isclose
+
+from torch import Tensor
+
+from kfs.data import Fingerprint
+from kfs.errors import DataError
+from kfs.waiting import numbers
+
+
+class SameData:
+    """Remembers what the first complete pass over data has seen, and refuses another pass that differs.
+
+    Attributes:
+        counted: Number of data, and what a mean over them divides by; `None` before the first complete pass.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self.counted: tuple[int, float] | None = None
+        self._first_batch: Fingerprint | None = None
+
+    def check_first_batch(self, seen: Fingerprint) -> None:
+        """Refuse data whose first batch differs from that of the first complete pass over them.
+
+        Raises:
+            DataError: If it differs.
+        """
+        before = self._first_batch
+        if before is None or seen == before:
+            return
+        if seen.tensors != before.tensors:
+            cause = (
+                f"The first batch had the tensors {', '.join(before.tensors)}, and has {', '.join(seen.tensors)} now."
+            )
+        else:
+            cause = "The first batch has other values than in the first pass over the data."
+        raise DataError(
+            cause,
+            "Pass data that give the same batches in the same order every time: draw random numbers for them with "
+            "PyTorch, not NumPy, or pass list(data). After changing data on purpose, make a new EmpiricalRisk.",
+        )
+
+    def check_count(self, num_data: int, count: float | Tensor, mean: bool, first_batch: Fingerprint | None) -> None:
+        """Remember what a complete pass over the data has counted, and refuse data that are empty or have changed.
+
+        Args:
+            num_data: Number of data.
+            count: What a mean over them divides by.
+            mean: Whether the loss is such a mean.
+            first_batch: Tells the first batch from others.
+
+        Raises:
+            DataError: If there are no data, or others than before.
+        """
+        if num_data == 0:
+            raise DataError("The data set is empty.", "Pass at least one batch with at least one datum.")
+        if isinstance(count, Tensor):
+            (count,) = numbers([count])
+        if mean and count == 0:
+            raise DataError(
+                "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",
+                "Pass data with targets that count, or use reduction='sum'.",
+            )
+        if self.counted is None:
+            self.counted = (num_data, count)
+        if num_data != self.counted[0]:
+            raise DataError(
+                f"The data had {self.counted[0]} targets at first, and {num_data} now.",
+                "Pass data that can be iterated repeatedly with the same result.",
+            )
+        # Weights are summed up in floating point, so that another order of the data gives another last digit.
+        if mean and not isclose(count, self.counted[1], rel_tol=1e-6):
+            raise DataError(
+                f"The mean was over {self.counted[1]:g} targets at first, and is over {count:g} now: targets or "
+                "weights have changed.",
+                "Make a new EmpiricalRisk after such a change.",
+            )
+        self._first_batch = first_batch
