@@ -9,7 +9,7 @@ The likelihood is Bernoulli's, each entry raised to its mass.
 from torch import Tensor, nn, ones_like
 
 from kfs.losses.counter import Draws
-from kfs.losses.interface import Elementwise, per_datum, root
+from kfs.losses.interface import Elementwise, per_datum, placed, root
 
 
 class BinaryCrossEntropy(Elementwise):
@@ -23,10 +23,9 @@ class BinaryCrossEntropy(Elementwise):
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the weighted sum over entries."""
         y = y.to(f.dtype)
+        weight, pos_weight = self._weights(f)
         return per_datum(
-            nn.functional.binary_cross_entropy_with_logits(
-                f, y, self.weight, pos_weight=self.pos_weight, reduction="none"
-            )
+            nn.functional.binary_cross_entropy_with_logits(f, y, weight, pos_weight=pos_weight, reduction="none")
         )
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
@@ -49,10 +48,17 @@ class BinaryCrossEntropy(Elementwise):
 
     def _yes(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the mass of the positive label, per entry."""
-        yes = y * (ones_like(f) if self.pos_weight is None else self.pos_weight)
-        return yes if self.weight is None else self.weight * yes
+        weight, pos_weight = self._weights(f)
+        yes = y * (ones_like(f) if pos_weight is None else pos_weight)
+        return yes if weight is None else weight * yes
 
     def _mass(self, f: Tensor, y: Tensor) -> Tensor:
         """Return how much every entry counts."""
+        weight, _ = self._weights(f)
         no = (1 - y) * ones_like(f)
-        return self._yes(f, y) + (no if self.weight is None else self.weight * no)
+        return self._yes(f, y) + (no if weight is None else weight * no)
+
+    def _weights(self, f: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return both weights on the predictions' device."""
+        weight, pos_weight = (t if t is None else placed(t, f.device) for t in (self.weight, self.pos_weight))
+        return weight, pos_weight

@@ -13,9 +13,11 @@ $\tilde{y} \sim \sigma$.
 import torch
 from torch import Tensor, nn
 
+from kfs import waiting
 from kfs.errors import DataError, DtypeError, LossError, ShapeError
+from kfs.losses.categorical import covariance_product, softmax, subtract_draws_, subtract_one_
 from kfs.losses.counter import Draws
-from kfs.losses.interface import Loss, per_datum
+from kfs.losses.interface import Loss, any_per_datum, per_datum, placed
 from kfs.losses.interface import root as root_of
 
 
@@ -50,20 +52,27 @@ class CrossEntropy(Loss):
                 "Give one weight per class.",
             )
         if labels:
-            self._counted(y, f.shape[1])
+            self._check_labels(y, f.shape[1])
         if not labels and self.ignore_index >= 0:
             raise LossError(
                 f"Targets are probabilities, but ignore_index={self.ignore_index}, which is for labels.",
                 "Leave ignore_index at its default of -100.",
             )
 
-    def count(self, y: Tensor) -> float:
+    def wrong(self, f: Tensor, y: Tensor) -> Tensor | None:
+        """Return which data have a label that is no class and not ignored."""
+        return None if y.is_floating_point() else any_per_datum(self._wrong_labels(y, f.shape[1]))
+
+    def count(self, y: Tensor) -> float | Tensor:
         """Return the number of labels, weighted if they are, without the ignored ones."""
         if y.is_floating_point():
             return y.numel() / max(y.shape[1], 1)
         if self.weight is None:
-            return int((y != self.ignore_index).sum())
-        return float(self.weight[self._counted(y, len(self.weight))].sum())
+            count = self._counts(y).sum()
+        else:
+            self._check_labels(y, len(self.weight))
+            count = self._weights(self.weight, y, torch.float64).sum()
+        return count if waiting.runs_behind(y.device) else count.item()
 
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the sum over positions."""
@@ -71,7 +80,7 @@ class CrossEntropy(Loss):
             nn.functional.cross_entropy(
                 f,
                 y.to(f.dtype) if y.is_floating_point() else y,
-                weight=None if self.weight is None else self.weight.to(f),
+                weight=None if self.weight is None else placed(self.weight, f.device).to(f.dtype),
                 ignore_index=self.ignore_index,
                 label_smoothing=self.label_smoothing,
                 reduction="none",
@@ -80,27 +89,26 @@ class CrossEntropy(Loss):
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the mass times the softmax, minus the target's weighted mass."""
+        if self.in_place(f, y):
+            return self.gradient_(softmax(f), y)
         target = self._target(f, y)
-        return target.sum(1, keepdim=True) * f.softmax(1) - target
+        return target.sum(1, keepdim=True) * softmax(f) - target
 
     def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """Multiply with a diagonal minus rank one matrix per position."""
-        axis = v.ndim - f.ndim + 1
-        sigma, mass = f.softmax(1), self._target(f, y).sum(1, keepdim=True)
-        sigma_v = sigma * v
-        return mass * (sigma_v - sigma * sigma_v.sum(axis, keepdim=True))
+        return covariance_product(softmax(f), v, 1 - f.ndim).mul_(self.mass(f, y))
 
     def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Return one column per class and position: `sqrt(mass) (sqrt(sigma_k) e_k - sigma sqrt(sigma_k))` there."""
         num_data, classes = f.shape[:2]
         sigma = f.softmax(1).reshape(num_data, classes, -1)
-        mass = self._target(f, y).sum(1).reshape(num_data, -1)
+        root_of_mass = self._root_of_mass(f, y).reshape(num_data, 1, -1)
         index = torch.arange(classes * sigma.shape[2], device=f.device)[start:stop]
         columns, k, p = torch.arange(len(index), device=f.device), index // sigma.shape[2], index % sigma.shape[2]
         root = sigma[:, k, p].sqrt()  # [N, columns]
         values = -sigma[:, :, p] * root.unsqueeze(1)  # [N, C, columns]
         values[:, k, columns] += root
-        values = root_of(mass[:, p]).unsqueeze(1) * values
+        values *= root_of_mass[:, :, p]
         result = f.new_zeros(len(index), *sigma.shape)
         result[columns, :, :, p] = values.permute(2, 0, 1)
         return result.reshape(-1, *f.shape)
@@ -116,43 +124,73 @@ class CrossEntropy(Loss):
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a label per position."""
-        sigma = f.softmax(1)
-        u = draws.uniform(len(f), (1, *f.shape[2:]), f.device)
-        cumulative = sigma.double().cumsum(1)
-        label = (cumulative < u * cumulative[:, -1:]).sum(1, keepdim=True)
-        return self._root_of_mass(f, y) * (sigma - torch.zeros_like(f).scatter(1, label, 1.0))
+        return self.sampled_gradient_(softmax(f.detach()), y, draws)
+
+    def in_place(self, f: Tensor, y: Tensor) -> bool:
+        """Whether `gradient_` computes the gradient: targets are plain labels, and nobody differentiates it."""
+        return self.weight is None and not (y.is_floating_point() or self.label_smoothing or f.requires_grad)
+
+    def gradient_(self, sigma: Tensor, y: Tensor) -> Tensor:
+        """Turn probabilities into the gradient for plain labels, in place."""
+        counts = self._counts(y).unsqueeze(1)
+        return subtract_one_(sigma.mul_(counts), self._classes(y, sigma.shape[1]).unsqueeze(1), counts.to(sigma.dtype))
+
+    def sampled_gradient_(self, sigma: Tensor, y: Tensor, draws: Draws) -> Tensor:
+        """Turn probabilities into the gradient for labels that are drawn from them, in place."""
+        u = draws.uniform(len(sigma), (1, *sigma.shape[2:]), sigma.device)
+        return subtract_draws_(sigma, u).mul_(self._root_of_mass(sigma, y))
+
+    def mass(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return how much every position counts, `[N, 1, ...]`; booleans if that is either once or not at all."""
+        if y.is_floating_point() or (self.weight is not None and self.label_smoothing):
+            return self._target(f, y).sum(1, keepdim=True)
+        # Label smoothing alone moves mass between classes.
+        return (self._counts(y) if self.weight is None else self._weights(self.weight, y, f.dtype)).unsqueeze(1)
 
     def _root_of_mass(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the square root of the mass of every position, `[N, 1, ...]`."""
-        if self.weight is None and not y.is_floating_point():  # it is one, or zero where the label is ignored
-            return (y != self.ignore_index).unsqueeze(1).to(f.dtype)
-        return root_of(self._target(f, y).sum(1, keepdim=True))
+        mass = self.mass(f, y)
+        return mass if mass.dtype == torch.bool else root_of(mass)
 
-    def _counted(self, y: Tensor, classes: int) -> Tensor:
-        """Return the labels that are not ignored, and refuse those that are none."""
+    def _counts(self, y: Tensor) -> Tensor:
+        """Return which labels are not ignored."""
+        return y != self.ignore_index
+
+    def _classes(self, y: Tensor, classes: int) -> Tensor:
+        """Return labels that can serve as indices: any class where they are ignored or wrong."""
+        return y.clamp(0, classes - 1)
+
+    def _weights(self, weight: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weights of the labels, zero where they are ignored, shaped like `y`."""
+        classes = self._classes(y, len(weight))
+        weights = placed(weight, y.device).to(dtype).index_select(0, classes.flatten()).reshape(y.shape)
+        return weights * self._counts(y)
+
+    def _wrong_labels(self, y: Tensor, classes: int) -> Tensor:
+        """Return which labels are no class and not ignored, shaped like `y`."""
+        return self._counts(y) & ((y < 0) | (y >= classes))
+
+    def _check_labels(self, y: Tensor, classes: int) -> None:
+        """Refuse labels of another dtype and, unless that means to wait, wrong ones."""
         if y.dtype != torch.int64:
             raise DtypeError(f"Class labels have dtype {y.dtype}, expected torch.int64.", "Convert them: y.long().")
-        counted = y[y != self.ignore_index]
-        if counted.numel() and not 0 <= counted.min() <= counted.max() < classes:
+        if not waiting.runs_behind(y.device) and self._wrong_labels(y, classes).any():
+            counted = y[self._counts(y)]
             raise DataError(
                 f"Labels go from {counted.min().item()} to {counted.max().item()}, but there are {classes} classes.",
                 f"Use labels from 0 to {classes - 1}, or ignore_index ({self.ignore_index}) for missing ones.",
             )
-        return counted
 
     def _target(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the weighted mass that the targets put on the classes, shaped like `f`."""
         if y.is_floating_point():
-            counts, p = None, y.to(f.dtype)
+            p = y.to(f.dtype)
         else:
-            counted = (y != self.ignore_index).unsqueeze(1)
-            labels = torch.where(counted, y.unsqueeze(1), 0)
-            counts, p = counted.to(f.dtype), torch.zeros_like(f).scatter(1, labels, 1.0)
+            p = torch.zeros_like(f).scatter(1, self._classes(y, f.shape[1]).unsqueeze(1), 1.0)
         if self.label_smoothing:
             p = (1 - self.label_smoothing) * p + self.label_smoothing / f.shape[1]
         if self.weight is not None:
-            p = self.weight.to(f).reshape(-1, *[1] * (f.ndim - 2)) * p
-        return p if counts is None else counts * p
+            p = placed(self.weight, f.device).to(f.dtype).reshape(-1, *[1] * (f.ndim - 2)) * p
+        return p if y.is_floating_point() else self._counts(y).unsqueeze(1) * p
 
 
 class TokenCrossEntropy(Loss):
@@ -198,7 +236,11 @@ class TokenCrossEntropy(Loss):
             )
         self.base.check(self._logits(f), self._labels(y))
 
-    def count(self, y: Tensor) -> float:
+    def wrong(self, f: Tensor, y: Tensor) -> Tensor | None:
+        """Return which data have a label, among those that are predicted, that is no class and not ignored."""
+        return self.base.wrong(self._logits(f), self._labels(y))
+
+    def count(self, y: Tensor) -> float | Tensor:
         """Return the number of labels that count."""
         return self.base.count(self._labels(y))
 
@@ -208,11 +250,17 @@ class TokenCrossEntropy(Loss):
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the gradient, zero where a position predicts nothing."""
-        return self._back(self.base.gradient(self._logits(f), self._labels(y)))
+        if not self.base.in_place(f, y):
+            return self._back(self.base.gradient(self._logits(f), self._labels(y)))
+        g = f.softmax(-1)
+        self.base.gradient_(self._logits(g), self._labels(y))
+        return self._without_last(g)
 
     def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """Multiply position by position."""
-        return self._back(self.base.hessian_product(self._logits(f), self._labels(y), self._logits(v)))
+        product = covariance_product(f.softmax(-1), v, -1)
+        self._logits(product).mul_(self.base.mass(self._logits(f), self._labels(y)))
+        return self._without_last(product)
 
     def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Return one column per class and predicting position."""
@@ -229,7 +277,9 @@ class TokenCrossEntropy(Loss):
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a label per predicting position."""
-        return self._back(self.base.sampled_gradient(self._logits(f), self._labels(y), draws))
+        g = f.detach().softmax(-1)
+        self.base.sampled_gradient_(self._logits(g), self._labels(y), draws)
+        return self._without_last(g)
 
     def _logits(self, f: Tensor) -> Tensor:
         """Return `[..., N, C, S]`, without the last position if it predicts nothing."""
@@ -242,3 +292,9 @@ class TokenCrossEntropy(Loss):
         """Undo `_logits` for derivatives: `[..., N, S, C]`."""
         g = g.transpose(-1, -2)
         return nn.functional.pad(g, (0, 0, 0, 1)) if self.shift else g
+
+    def _without_last(self, g: Tensor) -> Tensor:
+        """Set derivatives to zero where a position predicts nothing, in place: that costs no copy."""
+        if self.shift:
+            g[..., -1:, :] = 0
+        return g

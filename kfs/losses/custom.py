@@ -6,6 +6,9 @@ eigenvalues and no such factor; that is an error unless clipping them was asked 
 
 Without a likelihood there is nothing to draw from. Give one as a function from a prediction to a distribution of
 `torch.distributions`; its negative log-density then serves for draws and for the Fisher.
+
+Distributions are asked for labels on the CPU, and check their arguments. So `fisher_factor`, `fisher_product` and
+`sampled_gradient` wait for an accelerator, and cannot be replayed. So does `hessian_factor`, for its eigensolver.
 """
 
 from collections.abc import Callable
@@ -16,6 +19,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.func import grad, hessian, jvp, vmap
 
+from kfs import waiting
 from kfs.errors import DtypeError, LossError, ShapeError
 from kfs.losses.counter import Draws
 from kfs.losses.interface import Loss
@@ -90,17 +94,20 @@ class Custom(Loss):
         return product.reshape(v.shape)
 
     def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the eigenvectors, scaled by the roots of their eigenvalues."""
+        """Return the eigenvectors, scaled by the roots of their eigenvalues. The eigensolver waits for its device."""
         return self._factor(vmap(hessian(self.function))(f, y), f)[start:stop]
 
     def fisher_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """Multiply with the expected outer product of the log-density's gradient."""
+        """Multiply with the expected outer product of the log-density's gradient; waits as `fisher_factor` does."""
         S = self.fisher_factor(f, y)
         S, columns = S.reshape(*S.shape[:2], -1), v.reshape(-1, len(f), f[0].numel())
         return torch.einsum("kni,knj,cnj->cni", S, S, columns).reshape(v.shape)
 
     def fisher_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
-        """Average outer products over all labels, which must be finitely many."""
+        """Average outer products over all labels, which must be finitely many.
+
+        Distributions wait for the device when they check their arguments, so this cannot be replayed.
+        """
         likelihood = self._distribution()
         distributions = [likelihood(f_n) for f_n in f.detach()]
         if not all(d.has_enumerate_support for d in distributions):
@@ -128,7 +135,10 @@ class Custom(Loss):
         return f
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
-        """Draw a target per datum on the CPU, by a generator that is seeded for this datum and sample alone."""
+        """Draw a target per datum on the CPU, by a generator that is seeded for this datum and sample alone.
+
+        This waits for the predictions and cannot be replayed.
+        """
         likelihood = self._distribution()
         seeds = (draws.uniform(len(f), (), f.device) * 2.0**52).long().tolist()
         labels = []
@@ -152,12 +162,18 @@ class Custom(Loss):
         return self.likelihood
 
     def _factor(self, H: Tensor, f: Tensor) -> Tensor:
-        """Return columns `[K, *f.shape]` from Hessians of shape `[N, ..., ...]`."""
+        """Return columns `[K, *f.shape]` from Hessians of shape `[N, ..., ...]`.
+
+        A negative eigenvalue is an error or, on an accelerator, makes a column of NaN; unless it is to be clipped.
+        """
         size = f[0].numel()
         eigenvalues, Q = torch.linalg.eigh(H.reshape(len(f), size, size))
         # Round-off of a symmetric eigensolver is some eps times the largest eigenvalue and the size.
         floor = -10 * size * torch.finfo(f.dtype).eps * eigenvalues.abs().max()
-        if self.negative == "refuse" and (eigenvalues < floor).any():
+        negative = eigenvalues < floor
+        if self.negative == "refuse" and waiting.runs_behind(f.device):
+            eigenvalues = torch.where(negative, torch.nan, eigenvalues)
+        elif self.negative == "refuse" and negative.any():
             raise LossError(
                 f"{self.name} is not convex in the prediction: its Hessian has the eigenvalue "
                 f"{eigenvalues.min().item():.2e}, and no symmetric factor.",

@@ -13,11 +13,14 @@ $$
 The Hessian is indefinite wherever $r^2 < v$, that is, mostly. The GGN inherits this. The Fisher is what one wants here.
 """
 
-from torch import Tensor, nn, stack
+from math import log, pi
 
+from torch import Tensor, nn, no_grad, stack
+
+from kfs import waiting
 from kfs.errors import LossError, ShapeError
 from kfs.losses.counter import Draws
-from kfs.losses.interface import Loss, check_floating, diagonal_factor, per_datum
+from kfs.losses.interface import Loss, any_per_datum, check_floating, diagonal_factor, per_datum
 
 
 class Gaussian(Loss):
@@ -36,11 +39,15 @@ class Gaussian(Loss):
                 f"GaussianNLLLoss: predictions have shape {list(f.shape)} and targets {list(y.shape)}.",
                 "Let the model return mean and variance stacked along axis 1: [N, 2, ...] for targets [N, ...].",
             )
-        if (f.select(1, 1) < 0).any():
+        if not waiting.runs_behind(f.device) and self.wrong(f, y).any():
             raise LossError(
                 "GaussianNLLLoss was given a negative variance.",
                 "Let the model return a positive second output, e.g. through softplus.",
             )
+
+    def wrong(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return which data have a negative variance."""
+        return any_per_datum(f.select(1, 1) < 0)
 
     def count(self, y: Tensor) -> float:
         """Return the number of entries."""
@@ -57,11 +64,16 @@ class Gaussian(Loss):
         return mean
 
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the sum over entries."""
+        """Return the sum over entries.
+
+        PyTorch's function asks the device whether a variance is negative. Otherwise these are its operations.
+        """
         mean, variance = f.unbind(1)
-        return per_datum(
-            nn.functional.gaussian_nll_loss(mean, y, variance, full=self.full, eps=self.eps, reduction="none")
-        )
+        variance = variance.clone()
+        with no_grad():
+            variance.clamp_(min=self.eps)
+        entries = 0.5 * (variance.log() + (mean - y) ** 2 / variance)
+        return per_datum(entries + 0.5 * log(2 * pi) if self.full else entries)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the gradient with respect to mean and variance."""

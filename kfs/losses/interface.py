@@ -10,6 +10,20 @@ any number of leading axes followed by those of `f`. Two matrices per datum exis
 - the **Fisher** matrix: the covariance of the gradient if targets follow the model's likelihood. It makes the (type-I
   and type-II) Fisher. For many losses it equals the Hessian. Where it does not, or where there is no likelihood, a
   loss says so.
+
+On an accelerator no method waits for the device, except those that say so. Values are therefore not looked at when a
+method is called. There are three ways to refuse data:
+
+| | looks at | waits | call it |
+|---|---|---|---|
+| `check` | shapes, dtypes and settings; on a CPU also values | never | for every batch |
+| `wrong` | values | never | for every batch on an accelerator; read the result when the device is waited for anyway |
+| `check_now` | all of that | on an accelerator | for single batches, and before `criterion` where nobody reads `wrong` |
+
+Once `wrong` has marked data, `check` of copies on the CPU raises the error with its cause. Other values that have no
+result, such as negative curvatures, are errors on a CPU and NaN on an accelerator: repeat the computation on the CPU for
+the message. Methods do not index by values of targets that are out of range, which would abort a process with CUDA;
+only PyTorch's own criterion for labels does.
 """
 
 from abc import ABC, abstractmethod
@@ -17,11 +31,15 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from kfs import waiting
 from kfs.errors import DtypeError, LossError, ShapeError
 from kfs.losses.counter import Draws
 
 Reduction = Literal["mean", "sum"]
+# Copies of settings on accelerators, by device and version of the setting.
+_COPIES = WeakTensorKeyDictionary()
 
 
 class Loss(ABC):
@@ -48,17 +66,44 @@ class Loss(ABC):
         self.scale = scale
 
     def __call__(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of a batch, `R` times the sum of the criterion."""
-        self.check(f, y)
-        return self.reduction_factor(self.count(y)) * self.criterion(f, y).sum()
+        """Return the loss of a batch, `R` times the sum of the criterion, after `check_now`."""
+        self.check_now(f, y)
+        count, total = self.count(y), self.criterion(f, y).sum()
+        if isinstance(count, Tensor) and self.reduction == "mean":
+            return (self.scale / count * total).to(total.dtype)
+        return self.reduction_factor(count) * total
 
     @abstractmethod
     def check(self, f: Tensor, y: Tensor) -> None:
-        """Refuse predictions and targets that do not belong together."""
+        """Refuse predictions and targets that do not belong together, without waiting.
+
+        Shapes, dtypes and settings are looked at on every device, values only where that costs nothing: see
+        `kfs.waiting.runs_behind`.
+        """
+
+    def wrong(self, f: Tensor, y: Tensor) -> Tensor | None:
+        """Return which data have values that `check` refuses on a CPU, as booleans `[N]`, without waiting.
+
+        Shapes and dtypes must have passed `check`. `None` means that no value is refused.
+        """
+        return None
+
+    def check_now(self, f: Tensor, y: Tensor) -> None:
+        """Refuse what `check` refuses, and values on every device; waits for an accelerator."""
+        self.check(f, y)
+        if not waiting.runs_behind(f.device):
+            return
+        wrong = self.wrong(f, y)
+        with waiting.waiting_allowed():
+            if wrong is not None and wrong.any():
+                self.check(f.cpu(), y.cpu())
 
     @abstractmethod
-    def count(self, y: Tensor) -> float:
-        """Return what a mean over these targets divides by; additive over batches."""
+    def count(self, y: Tensor) -> float | Tensor:
+        """Return what a mean over these targets divides by; additive over batches.
+
+        It is a number or, if it depends on values of targets on an accelerator, a tensor without axes there.
+        """
 
     @abstractmethod
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
@@ -92,8 +137,8 @@ class Loss(ABC):
         missing: the weight belongs to the datum, not to the label that was drawn.
         """
 
-    def examples(self, y: Tensor) -> float:
-        """Return how many examples these targets are: what an average over examples divides by."""
+    def examples(self, y: Tensor) -> float | Tensor:
+        """Return how many examples these targets are: what an average over examples divides by; see `count`."""
         return self.count(y)
 
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
@@ -115,9 +160,13 @@ class Loss(ABC):
         """Return how far `g` is from a gradient of this loss, whatever the targets are, relative to its length."""
         return g.new_zeros(())
 
-    def reduction_factor(self, count: float) -> float:
-        """Return `R`, given the count of all targets."""
-        return self.scale if self.reduction == "sum" else self.scale / count
+    def reduction_factor(self, count: float | Tensor) -> float:
+        """Return `R`, given the count of all targets; waits if that is a tensor on an accelerator."""
+        if self.reduction == "sum":
+            return self.scale
+        if isinstance(count, Tensor):
+            (count,) = waiting.numbers([count])
+        return self.scale / count
 
     def no_likelihood(self, why: str) -> LossError:
         """Return the error for a question that only a likelihood answers."""
@@ -165,9 +214,26 @@ def per_datum(t: Tensor) -> Tensor:
     return t.flatten(1).sum(1) if t.ndim > 1 else t
 
 
+def any_per_datum(t: Tensor) -> Tensor:
+    """Tell for each datum whether any of its entries is true: `[N, ...]` to `[N]`."""
+    return t.flatten(1).any(1) if t.ndim > 1 else t
+
+
+def placed(setting: Tensor, device: torch.device) -> Tensor:
+    """Return a setting on a device. An accelerator receives one copy, not one per batch: it would wait for each."""
+    if setting.device == device:
+        return setting
+    copies = _COPIES.setdefault(setting, {})
+    key = device, setting._version
+    if key not in copies:
+        copies[key] = setting.to(device, non_blocking=True)
+    copy: Tensor = copies[key]
+    return copy
+
+
 def root(curvature: Tensor) -> Tensor:
-    """Return the square root of curvatures, or say that there is none."""
-    if (curvature < 0).any():
+    """Return the square root of curvatures. If there is none, raise; on an accelerator, return NaN there."""
+    if not waiting.runs_behind(curvature.device) and (curvature < 0).any():
         raise LossError(
             "A target gives the criterion a negative curvature, which has no real factor.",
             "Use targets and weights in the loss's range (probabilities from 0 to 1, counts from 0).",

@@ -13,9 +13,13 @@ In the second line the Hessian depends on the target, so that GGN and Fisher dif
 import torch
 from torch import Tensor, nn
 
+from kfs import waiting
 from kfs.errors import LossError
 from kfs.losses.counter import Draws
 from kfs.losses.interface import Elementwise, diagonal_factor, per_datum, root
+
+# Rates up to two to this power have counts with at most one more binary digit.
+_DIGITS = 40
 
 
 class Poisson(Elementwise):
@@ -58,8 +62,12 @@ class Poisson(Elementwise):
         return self.gradient(f, count.to(f.dtype))
 
     def _rate(self, f: Tensor) -> Tensor:
+        """Return the rates. If one is negative or infinite, raise; on an accelerator, return NaN there."""
         rate = f.exp() if self.module.log_input else f
-        if (rate < 0).any() or not rate.isfinite().all():
+        right = (rate >= 0) & rate.isfinite()
+        if waiting.runs_behind(f.device):
+            return torch.where(right, rate, torch.nan)
+        if not right.all():
             raise LossError(
                 "PoissonNLLLoss was given a negative or infinite rate, for which no counts can be drawn.",
                 "Let the model predict the logarithm of the rate (log_input=True), and keep it in range.",
@@ -68,23 +76,28 @@ class Poisson(Elementwise):
 
 
 def poisson_quantile(u: Tensor, rate: Tensor) -> Tensor:
-    """Return the smallest count whose cumulative probability reaches `u`, by bisection.
+    """Return the smallest count whose cumulative probability reaches `u`, one binary digit after the other.
 
     Args:
         u: Numbers between 0 and 1, float64.
         rate: The Poisson rates, float64, same shape.
 
     Returns:
-        Counts as float64.
+        Counts as float64; NaN where the rate is.
     """
-    # Beyond 2**40 counts, a normal distribution differs by less than the bisection could resolve.
-    large = rate > 2.0**40
+    # Beyond 2**40 counts, a normal distribution differs by less than the incomplete gamma function could resolve.
+    large = rate > 2.0**_DIGITS
     approximate = torch.round(rate + rate.sqrt() * torch.special.ndtri(u))
     rate = torch.where(large, 1.0, rate)
     # No quantile that 52 bits can ask for is further than 9 standard deviations and a few counts from the rate.
-    low, high = torch.full_like(rate, -1), torch.ceil(rate + 9 * rate.sqrt() + 40)
-    while (high - low > 1).any():
-        middle = torch.floor((low + high) / 2)
-        reached = torch.special.gammaincc(middle + 1, rate.clamp(min=1e-300)) >= u
-        low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
-    return torch.where(large, approximate, high)
+    highest = torch.ceil(rate + 9 * rate.sqrt() + 40)
+    # How large counts are, an accelerator is not asked: further digits are zero.
+    ask = rate.numel() and not waiting.runs_behind(rate.device)
+    digits = int(highest.max()).bit_length() if ask else _DIGITS + 1
+    rate = rate.clamp(min=1e-300)
+    count = torch.zeros_like(rate) * rate
+    for digit in reversed(range(digits)):
+        # The probability of fewer than `larger` counts; if it does not reach `u`, there are at least so many.
+        larger = count + 2.0**digit
+        count = torch.where(torch.special.gammaincc(larger, rate) < u, larger, count)
+    return torch.where(large, approximate, count)

@@ -1,0 +1,86 @@
+"""Probabilities of classes, and what is drawn from them, in place: logits of language models fill much of a memory.
+
+A tensor of probabilities is `[N, C, ...]`. Drawing labels from it needs cumulative sums in float64; these are computed
+for some positions at a time. All else that is as large as the logits is the result itself.
+"""
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+from torch import Tensor
+
+# Cumulative sums that exist at the same time take about this many bytes.
+_TEMPORARY_BYTES = 2**26
+
+
+def softmax(f: Tensor) -> Tensor:
+    """Return the softmax over axis 1, in a new tensor whose classes are adjacent in memory if those of `f` are.
+
+    PyTorch would copy a tensor whose axes are not in the order of its memory, and return it in another order.
+    """
+    rows = f.movedim(1, -1)
+    if rows.is_contiguous() and not f.is_contiguous():
+        return rows.softmax(-1).movedim(-1, 1)
+    return f.softmax(1)
+
+
+def subtract_one_(sigma: Tensor, labels: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Subtract one at the labels, in place.
+
+    Args:
+        sigma: `[N, C, ...]`.
+        labels: `[N, 1, ...]`, from 0 to C - 1.
+        counted: What to subtract instead of one, in the dtype of `sigma`, `[N, 1, ...]`.
+
+    Returns:
+        `sigma`.
+    """
+    one = sigma.new_ones(()).expand(labels.shape) if counted is None else counted
+    return sigma.scatter_add_(1, labels, -one)
+
+
+def subtract_draws_(sigma: Tensor, u: Tensor) -> Tensor:
+    """Draw a label for every position and subtract one there, in place.
+
+    Args:
+        sigma: Probabilities `[N, C, ...]`. They need not sum to one exactly.
+        u: Numbers between 0 and 1, `[N, 1, ...]`.
+
+    Returns:
+        `sigma`.
+    """
+    num_data, classes = sigma.shape[:2]
+    positions = prod(sigma.shape[2:])
+    # A view, or an error: a copy would be changed in vain.
+    flat = sigma.view(num_data, classes, positions)
+    u = u.reshape(num_data, 1, positions)
+    for data, where in _pieces(num_data, positions, _TEMPORARY_BYTES // (8 * max(classes, 1))):
+        piece = flat[data, :, where]
+        subtract_one_(piece, _draw(piece, u[data, :, where]))
+    return sigma
+
+
+def covariance_product(sigma: Tensor, v: Tensor, axis: int) -> Tensor:
+    """Multiply `diag(sigma) - sigma sigma^T` with `v` along an axis, counted from the last one."""
+    product = sigma * v
+    return product.addcmul_(sigma, product.sum(axis, keepdim=True), value=-1)
+
+
+def _draw(sigma: Tensor, u: Tensor) -> Tensor:
+    """Return labels `[N, 1, P]` for probabilities `[N, C, P]`: the first whose cumulative probability reaches `u`."""
+    rows = sigma.transpose(1, 2)
+    cumulative = rows.to(torch.float64, copy=True, memory_format=torch.contiguous_format).cumsum_(2)
+    # Rounded probabilities sum to a bit more or less than one. So `u` is relative to their sum.
+    reached = u.transpose(1, 2) * cumulative[:, :, -1:]
+    # Where probabilities are NaN, no class is reached. An index must be one nevertheless.
+    return torch.searchsorted(cumulative, reached).clamp_(max=rows.shape[2] - 1).transpose(1, 2)
+
+
+def _pieces(num_data: int, positions: int, at_a_time: int) -> Iterator[tuple[slice, slice]]:
+    """Divide data and their positions into ranges of about `at_a_time` positions, at least one."""
+    width = max(1, min(positions, at_a_time))
+    data = max(1, at_a_time // max(positions, 1))
+    for n in range(0, num_data, data):
+        for p in range(0, positions, width):
+            yield slice(n, n + data), slice(p, p + width)
