@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfs import waiting
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.kfac.sums.owners import Owners
 
@@ -31,11 +32,11 @@ class Inputs(ABC):
     overlap: int = 1  # in how many vectors a number of the activation is
 
     @abstractmethod
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float | Tensor:
         """Add the outer products of all vectors to a sum, with a bias coordinate of one if asked for.
 
         Returns:
-            The number of vectors.
+            The number of vectors; a tensor if it depends on data, and if one would have to wait for it.
         """
 
     @abstractmethod
@@ -197,11 +198,14 @@ class OneHot(Inputs):
         """Return gradients `[columns, *leading, features]` with zeros at positions that do not count."""
         return g if self.padding is None else g * self.counted(index).unsqueeze(-1)
 
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float | Tensor:
         """Count every index."""
         counted = self.counted(x)
         total.entries[0].index_add_(0, x.flatten(), counted.flatten().to(total.total.dtype))
-        return x.numel() if self.padding is None else float(counted.sum())
+        if self.padding is None:
+            return x.numel()
+        number = counted.sum()
+        return number if waiting.runs_behind(number.device) else float(number)
 
     def leading(self, x: Tensor) -> tuple[int, ...]:
         """All axes."""
