@@ -179,10 +179,8 @@ class Pass:
                 capture.sites.forget()
         result.blocks = self._sums.blocks
         result.squares = {key: squares.total for key, (_, squares) in self.bases.items()}
-        gradients = []
-        for block in result.blocks.values():
-            block.complete()
-            gradients += [role.gradient.total for role in block.roles.values()]
+        self._sums.complete()
+        gradients = [role.gradient.total for block in result.blocks.values() for role in block.roles.values()]
         if self.settings.fisher == "empirical":
             for total in (*gradients, *result.squares.values()):
                 total.div_(self.targets.scale**2)

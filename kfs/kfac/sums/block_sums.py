@@ -1,5 +1,9 @@
-"""The sums of one block, before any scaling: of inputs and of gradients, for each role of its parameter."""
+"""The sums of one block, before any scaling: of inputs and of gradients, for each role of its parameter.
 
+Nothing here asks an accelerator for a number while data are added: see `RoleSums`.
+"""
+
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -7,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfs import waiting
 from kfs.kfac.layout import Layout, Side
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.storage import UnfitError
@@ -16,25 +21,53 @@ from kfs.storage import UnfitError
 class RoleSums:
     """Sums of one role of a parameter: inputs, gradients, and over how many positions (or data) they were taken.
 
+    How many positions count may depend on data (a padding index, tokens that are sent to experts). Then an accelerator
+    keeps their number, so that nobody waits for it, until `settle_counts`.
+
     Attributes:
         input: Outer products of inputs.
         gradient: Outer products of gradients.
-        terms: Number of positions (or data).
+        counted: Number of positions (or data), as far as the host knows it.
         inverse_squares: Sum over data of `1 / S^2`, for their numbers `S` of positions, if the identity stands in for
             gradients (forward-only) and sharing is `reduce`. `None` for sums of an earlier version, which did without.
+        terms_on_device: Further positions, in float64; `None` if there never were any. Changed in place.
+        settled: Whether `terms_on_device` is zero.
     """
 
     input: OuterProductSum
     gradient: OuterProductSum
-    terms: float = 0.0
+    counted: float = 0.0
     inverse_squares: Tensor | float | None = 0.0
+    terms_on_device: Tensor | None = None
+    settled: bool = True
+
+    @property
+    def terms(self) -> float:
+        """Number of positions (or data). This waits for an accelerator if counts are not settled."""
+        if not self.settled:
+            settle_counts([self])
+        return self.counted
+
+    def add_terms(self, count: float | Tensor) -> None:
+        """Add a number of positions (or data); one that is on a device stays there."""
+        if not isinstance(count, Tensor):
+            self.counted += count
+            return
+        if self.terms_on_device is None:
+            self.terms_on_device = torch.zeros((), dtype=torch.float64, device=count.device)
+        self.terms_on_device.add_(count)
+        self.settled = False
 
     def add_positions(self, counts: Tensor) -> None:
         """Add the numbers of positions of some data, `[batch]`. The device is not asked for a result."""
-        if self.inverse_squares is not None:
-            # The gradients of a datum without any position have a sum of zero.
-            squares = counts.to(torch.promote_types(self.input.total.dtype, torch.float32)).square()
-            self.inverse_squares = self.inverse_squares + torch.where(squares > 0, 1 / squares, 0.0).sum()
+        if self.inverse_squares is None:
+            return
+        # The gradients of a datum without any position have a sum of zero.
+        squares = counts.to(torch.promote_types(self.input.total.dtype, torch.float32)).square()
+        more = torch.where(squares > 0, 1 / squares, 0.0).sum()
+        if not isinstance(self.inverse_squares, Tensor):
+            self.inverse_squares = torch.full_like(more, self.inverse_squares)
+        self.inverse_squares.add_(more)
 
     def plus(self, other: "RoleSums") -> "RoleSums":
         """Return the sums over both."""
@@ -44,10 +77,31 @@ class RoleSums:
             squares = self.inverse_squares + other.inverse_squares
         return RoleSums(input_sum, gradient_sum, self.terms + other.terms, squares)
 
+    def complete(self, dtype: torch.dtype | None = None) -> None:
+        """Complete all sums, and let the host know their counts; nothing is kept on a device for further ones."""
+        self.input.complete(dtype)
+        self.gradient.complete(dtype)
+        if not self.settled:
+            settle_counts([self])
+        self.terms_on_device = None
+
     def state(self) -> dict[str, Any]:
         """Return everything, for a file."""
         sums = {"input": self.input.state(), "gradient": self.gradient.state()}
         return sums | {"terms": self.terms, "inverse_squares": self.inverse_squares}
+
+
+def settle_counts(roles: Iterable[RoleSums]) -> None:
+    """Let the host know what was counted on devices; an accelerator is asked once for all of it.
+
+    Tensors are set to zero in place: a pass that is replayed goes on adding to them.
+    """
+    pending = [(role, role.terms_on_device) for role in roles if role.terms_on_device is not None]
+    values = waiting.numbers([tensor for _, tensor in pending])
+    for (role, tensor), value in zip(pending, values, strict=True):
+        role.counted += value
+        role.settled = True
+        tensor.zero_()
 
 
 @dataclass
@@ -110,8 +164,8 @@ class BlockSums:
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and convert them to another precision if asked for."""
-        for s in self.sums:
-            s.complete(dtype)
+        for role in self.roles.values():
+            role.complete(dtype)
 
     def shared(self) -> "BlockSums":
         """Return a block with the same tensors, for another owner: what one replaces, the other keeps."""
@@ -134,11 +188,12 @@ class BlockSums:
         first, second = self.roles["A"], self.roles["B"]
         inputs = _trace(first.input) * _trace(second.input)
         gradients = _trace(first.gradient) * _trace(second.gradient)
-        ratio = inputs / gradients if gradients > 0 else 1.0
+        # All of it stays on the device, which need not be waited for.
+        ratio = torch.where((inputs > 0) & (gradients > 0), inputs / gradients, 1.0)
         one, other = (first.input, second.gradient) if side == "A" else (first.gradient, second.input)
         if one.diagonal != other.diagonal:
             one, other = one.densified(), other.densified()
-        scale: float = ratio**0.5 if side == "A" else ratio**-0.5
+        scale = ratio.sqrt() if side == "A" else ratio.rsqrt()
         return one.total + scale * other.total
 
     def state(self) -> dict[str, Any]:
@@ -172,5 +227,6 @@ class BlockSums:
         return block
 
 
-def _trace(s: OuterProductSum) -> float:
-    return float(s.entries.sum())
+def _trace(s: OuterProductSum) -> Tensor:
+    """Return the trace in float64, in which products of traces do not overflow."""
+    return s.entries.sum(dtype=torch.float64)

@@ -4,6 +4,7 @@ With `expand`, inputs are added in the forward pass, and gradients where they ar
 positions of all uses of a parameter are collected for one batch, and added when they are complete.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfs import waiting
 from kfs.errors import DataError
 from kfs.kfac.layout import Key, Side
 from kfs.kfac.settings import Settings
-from kfs.kfac.sums.block_sums import BlockSums, RoleSums
+from kfs.kfac.sums.block_sums import BlockSums, RoleSums, settle_counts
 from kfs.kfac.sums.inputs import Vectors
 from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums, ignore
 from kfs.kfac.sums.outer_products import OuterProductSum, full_precision
@@ -75,8 +77,11 @@ class FactorSums(Sums):
                 total.add_whole(collected.inputs)
                 collected.role.input.merge_in(total)
             # Data that do not use the parameter do not count, in whatever batch they are.
-            everybody = collected.everybody
-            collected.role.terms += len(collected.inputs) if everybody else float((collected.counts > 0).sum())
+            if collected.everybody:
+                collected.role.add_terms(len(collected.inputs))
+            else:
+                using = (collected.counts > 0).sum()
+                collected.role.add_terms(using if waiting.runs_behind(using.device) else float(using))
             if self.settings.fisher == "forward-only":
                 collected.role.add_positions(collected.counts)
 
@@ -96,8 +101,40 @@ class FactorSums(Sums):
         """Forget the batch."""
         self._collected.clear()
 
+    def counts(self) -> dict[Any, float]:
+        """Return the numbers of positions, and of vectors with a bias coordinate, by block, side and what is counted.
+
+        Numbers that depend on data are on an accelerator, if there is one: see `settle_counts`.
+        """
+        counts = {}
+        for key, side, role in self._roles():
+            counts[key, side, "terms"] = role.counted
+            counts[key, side, "input.ones"] = role.input.ones
+            counts[key, side, "gradient.ones"] = role.gradient.ones
+        return counts
+
+    def add_counts(self, more: Mapping[Any, float]) -> None:
+        """Add differences of `counts`."""
+        for key, side, role in self._roles():
+            role.counted += more.get((key, side, "terms"), 0.0)
+            role.input.ones += more.get((key, side, "input.ones"), 0.0)
+            role.gradient.ones += more.get((key, side, "gradient.ones"), 0.0)
+            # A pass that was replayed has added to numbers on the device as well.
+            role.settled = role.terms_on_device is None
+
+    def settle_counts(self) -> None:
+        """Let the host know what was counted on an accelerator, which is asked once for all blocks."""
+        settle_counts(role for _, _, role in self._roles())
+
+    def complete(self, dtype: torch.dtype | None = None) -> None:
+        """Complete all sums, and convert them to another precision if asked for."""
+        self.settle_counts()
+        for block in self.blocks.values():
+            block.complete(dtype)
+
     def state(self) -> dict[str, Any]:
         """Return all sums, between two batches, for a file."""
+        self.settle_counts()
         blocks = [block.state() for block in self.blocks.values()]
         return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
 
@@ -107,6 +144,12 @@ class FactorSums(Sums):
         blocks = map(BlockSums.from_state, state["blocks"])
         self.blocks = {block.layout.key: block for block in blocks}
         self.placement = Placement(block.layout for block in self.blocks.values())
+
+    def _roles(self) -> Iterator[tuple[Key, Side, RoleSums]]:
+        """Go through the roles of all blocks."""
+        for key, block in self.blocks.items():
+            for side, role in block.roles.items():
+                yield key, side, role
 
     def _new_role(self, block: BlockSums, plan: PlannedUse) -> RoleSums:
         """Return zeros for the first use of a parameter in a role."""
@@ -140,9 +183,9 @@ class _Expand(Adder):
     def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
         total = self.role.input if self.is_here else self.role.input.on(self.device)
         if self.are_vectors:  # the most common case, without a detour
-            self.role.terms += total.add(x, self.ones)  # type: ignore[arg-type]
+            self.role.counted += total.add(x, self.ones)  # type: ignore[arg-type]
         else:
-            self.role.terms += self.inputs.add_to(total, x, self.ones)  # type: ignore[arg-type]
+            self.role.add_terms(self.inputs.add_to(total, x, self.ones))  # type: ignore[arg-type]
         if not self.is_here:  # pragma: no cover (tested on a GPU)
             self.role.input.merge_in(total)
         return self.receive

@@ -13,6 +13,7 @@ from kfs.kfac.layout import Key, Layout
 from kfs.kfac.sums.inputs import Use
 from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.owners import Owners, Regular
+from kfs.waiting import numbers
 
 _HALF = {torch.float16, torch.bfloat16}
 
@@ -70,17 +71,16 @@ class GradientSums(Sums):
                 unseen[name] -= g.numel()
         keys = list(self.sizes)
         norms += [self.sizes[key] for key in keys]
-        # An accelerator is asked once.
-        values = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]).tolist() if norms else []
+        values = numbers(norms)  # an accelerator is asked once
         sizes = dict(zip(names, values, strict=False))
         terms_of = dict(zip(keys, values[len(names) + len(parts) :], strict=True))
         squares, terms = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
         for (name, key), distance in zip(parts, values[len(names) :], strict=False):
             squares[name] += distance**2
             terms[name] += terms_of[key]
-        for name in names:
-            if unseen[name]:  # entries that no block has should have no gradient
-                squares[name] += float(self._rest(name, exact).norm()) ** 2
+        partly = [name for name in names if unseen[name]]  # entries that no block has should have no gradient
+        for name, rest in zip(partly, numbers([self._rest(name, exact).norm() for name in partly]), strict=True):
+            squares[name] += rest**2
         return {name: (squares[name] ** 0.5, sizes[name], terms[name]) for name in names}
 
     def _rest(self, name: str, exact: Mapping[str, Tensor]) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfs import waiting
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.kfac.sums.owners import Owners
 
@@ -31,11 +32,11 @@ class Inputs(ABC):
     overlap: int = 1  # in how many vectors a number of the activation is
 
     @abstractmethod
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float | Tensor:
         """Add the outer products of all vectors to a sum, with a bias coordinate of one if asked for.
 
         Returns:
-            The number of vectors.
+            The number of vectors; a tensor if it depends on data, and if one would have to wait for it.
         """
 
     @abstractmethod
@@ -105,7 +106,7 @@ def add_rotated_squares(total: Tensor, gradients: Tensor, Q_A: Tensor | None, Q_
 
 def at_a_time(like: Tensor, numbers: int) -> int:
     """Return for how many data to form per-datum gradients together, given how many numbers each has."""
-    return max(1, _GRADIENT_BYTES[like.device.type != "cpu"] // (4 * numbers))
+    return max(1, _GRADIENT_BYTES[like.device.type != "cpu"] // (4 * max(numbers, 1)))
 
 
 class Vectors(Inputs):
@@ -197,11 +198,14 @@ class OneHot(Inputs):
         """Return gradients `[columns, *leading, features]` with zeros at positions that do not count."""
         return g if self.padding is None else g * self.counted(index).unsqueeze(-1)
 
-    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float | Tensor:
         """Count every index."""
         counted = self.counted(x)
         total.entries[0].index_add_(0, x.flatten(), counted.flatten().to(total.total.dtype))
-        return x.numel() if self.padding is None else float(counted.sum())
+        if self.padding is None:
+            return x.numel()
+        number = counted.sum()
+        return number if waiting.runs_behind(number.device) else float(number)
 
     def leading(self, x: Tensor) -> tuple[int, ...]:
         """All axes."""
@@ -226,6 +230,9 @@ class OneHot(Inputs):
 
     def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Sum over equal tokens of a datum, and look only at tokens that occur; their factor is diagonal."""
+        if waiting.runs_behind(g.device):
+            self._add_squares_without_waiting(total, use, g, Q_B)
+            return
         index, g = self._both(use, g)
         pairs = index + self.size * torch.arange(len(index), device=index.device).unsqueeze(1)
         pairs, places = torch.unique(pairs, return_inverse=True)
@@ -234,10 +241,52 @@ class OneHot(Inputs):
         sums = sums if Q_B is None else sums @ Q_B[0]
         total[0].index_add_(1, pairs % self.size, sums.square().T)
 
+    def _add_squares_without_waiting(self, total: Tensor, use: Use, g: Tensor, Q_B: Tensor | None) -> None:
+        """Do the same with tensors whose sizes do not depend on how many different tokens occur.
+
+        There is a row for every position. All positions of a datum that have the same token are added to one row, and
+        the others of these rows stay zero. With more zeros to square, a CPU takes longer than with `torch.unique`.
+        """
+        index, g = self._both(use, g)
+        shared, width = g.shape[1:]
+        if "tokens" not in use.cache:
+            use.cache["tokens"], use.cache["rows"] = _rows_by_token(index)
+        step = at_a_time(g, shared * width)
+        parts = (t.split(step) for t in (use.cache["tokens"], use.cache["rows"], g))
+        for tokens, rows, some_g in zip(*parts, strict=True):
+            rows_of_all = rows + shared * torch.arange(len(rows), device=rows.device).unsqueeze(1)
+            sums = some_g.new_zeros(rows.numel(), width, dtype=total.dtype)
+            sums.index_add_(0, rows_of_all.flatten(), some_g.flatten(0, 1).to(total.dtype))
+            sums = sums if Q_B is None else sums @ Q_B[0]
+            total[0].index_add_(1, tokens.flatten(), sums.square().T)
+
     def _both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return indices `[batch, shared]` and gradients `[batch, shared, d_B]`, zero where they do not count."""
         index = use.owners.by_datum(use.x, trailing=0)
         return index, self.masked(use.owners.by_datum(g), index)
+
+
+def _rows_by_token(index: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose one row for all positions of a datum that have the same token.
+
+    Args:
+        index: Tokens, `[batch, shared]`.
+
+    Returns:
+        The token of each row, and the row of each position, both `[batch, shared]`. Rows that no position has, have
+        one of the tokens, too.
+
+    Example:
+        >>> tokens, rows = _rows_by_token(torch.tensor([[7, 5, 7, 6]]))
+        >>> tokens.tolist(), rows.tolist()
+        ([[5, 6, 7, 7]], [[2, 0, 2, 1]])
+    """
+    tokens, order = index.sort(dim=1)
+    is_new = torch.ones_like(tokens, dtype=torch.bool)
+    is_new[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
+    positions = torch.arange(index.shape[1], device=index.device)
+    first = torch.where(is_new, positions, 0).cummax(1).values
+    return tokens, torch.empty_like(first).scatter_(1, order, first)
 
 
 class Rows(Inputs):

@@ -1,7 +1,7 @@
 """What all sums over uses offer: `FactorSums` for Kronecker factors, `PerDatumSums` for statistics of gradients."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -84,6 +84,18 @@ class Sums(ABC):
 
     def finish_batch(self) -> None:  # noqa: B027 (most have nothing to do)
         """Forget the batch."""
+
+    def counts(self) -> dict[Any, float]:
+        """Return all numbers on the host that a pass adds to.
+
+        Everything else that a pass changes are tensors, in place. A pass that is replayed on an accelerator changes
+        them without running any Python; so it takes `add_counts` with the differences that a recorded pass has made.
+        They are the same for all batches of one shape.
+        """
+        return {}
+
+    def add_counts(self, more: Mapping[Any, float]) -> None:  # noqa: B027 (most have nothing to do)
+        """Add differences of `counts`, which may be negative, to take a pass back that was only recorded."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

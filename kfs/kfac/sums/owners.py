@@ -16,6 +16,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from kfs import waiting
 from kfs.errors import DataError
 
 
@@ -105,6 +106,8 @@ class Regular(Owners):
 class Listed(Owners):
     """Rows in any order, and any number of them for each datum: ragged graphs, tokens that are sent to experts.
 
+    They are measured anew in every batch, and sizes of tensors depend on them: an accelerator has to be waited for.
+
     Args:
         owners: The datum of each row, `[rows]`; negative for a row that belongs to none, because no gradient comes back
             to it.
@@ -118,7 +121,8 @@ class Listed(Owners):
     def __init__(self, owners: Tensor, num_data: int) -> None:
         """Remember them."""
         self.num_data = num_data
-        self.complete = bool((owners >= 0).all())
+        with waiting.waiting_allowed():
+            self.complete = bool((owners >= 0).all())
         self._owners = owners
 
     def by_datum(self, t: Tensor, trailing: int = 1) -> Tensor:
@@ -141,17 +145,20 @@ class Listed(Owners):
 
     @cached_property
     def _counts(self) -> Tensor:
-        return torch.bincount(self._owners[self._owners >= 0], minlength=self.num_data)
+        with waiting.waiting_allowed():
+            return torch.bincount(self._owners[self._owners >= 0], minlength=self.num_data)
 
     @cached_property
     def _places(self) -> Tensor:
         """The rows of each datum, `[batch, shared]`; one behind the last row where there are no more."""
+        with waiting.waiting_allowed():
+            number, most = int(self._counts.sum()), int(self._counts.max())
         order = self._owners.argsort(stable=True)
-        order = order[len(order) - int(self._counts.sum()) :]  # those that belong to no datum come first
+        order = order[len(order) - number :]  # those that belong to no datum come first
         sorted_owners = self._owners[order]
         first = self._counts.cumsum(0) - self._counts
         position = torch.arange(len(order), device=order.device) - first[sorted_owners]
-        places = order.new_full((self.num_data, int(self._counts.max())), len(self._owners))
+        places = order.new_full((self.num_data, most), len(self._owners))
         places[sorted_owners, position] = order
         return places
 
