@@ -8,7 +8,7 @@ import hashlib
 import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,15 +29,22 @@ class Batch(NamedTuple):
     Attributes:
         x: What the model takes: a tensor, a tuple of arguments or a mapping; see `arguments`.
         y: Targets, `[N, ...]`.
-        first: Index of the first datum within the data set; a tensor without axes if the batch belongs to a recorded
-            computation, where it changes.
-        count: What a mean over the targets divides by; a tensor without axes if that is known on their device alone.
+        first: Index of the first datum within the data set.
+        counted: What a mean over the targets divides by; a tensor without axes if only their device knows it.
+        recorded: For a batch that belongs to a recorded computation: the index of the first datum, as a tensor without
+            axes, since it changes.
     """
 
     x: Any
     y: Tensor
-    first: int | Tensor
-    count: float | Tensor = 0.0
+    first: int
+    counted: float | Tensor = 0.0
+    recorded: Tensor | None = None
+
+    @property
+    def start(self) -> int | Tensor:
+        """The index of the first datum, whoever runs the computation."""
+        return self.first if self.recorded is None else self.recorded
 
 
 def as_batches(data: object) -> Iterable[Any]:
@@ -284,7 +291,7 @@ def fingerprint(x: Any, y: Tensor) -> Fingerprint:
     hashed = hashlib.blake2b(digest_size=16)
     for on_device in samples.values():
         chosen = torch.cat(on_device)
-        with waiting.waiting_allowed() if chosen.is_cuda else nullcontext():
+        with waiting.waiting_allowed():
             hashed.update(chosen.cpu().numpy().tobytes())
     return Fingerprint(tuple(f"{t.dtype} {list(t.shape)}" for t in found), hashed.hexdigest())
 

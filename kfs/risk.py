@@ -190,7 +190,7 @@ class EmpiricalRisk:
         Returns:
             Predictions `[N, ...]`: the model's output, its `logits` (as in Hugging Face), or the first of several.
         """
-        recorded = isinstance(batch.first, Tensor)  # for a recorded computation, all that follows was checked before
+        recorded = batch.recorded is not None  # for a recorded computation, all that follows was checked before
         before = [] if recorded else random_state(self.device)
         with unchanged(tensors_in(batch.x)), within or nullcontext():
             output = self._output(params, batch)
@@ -216,12 +216,12 @@ class EmpiricalRisk:
     def finite(self, f: Tensor, batch: Batch) -> None:
         """Refuse predictions with NaN or positive infinity (negative infinity masks a class)."""
         if self.flags is not None:
-            self.flags.note(not_finite(f), batch.first)
+            self.flags.note(not_finite(f), batch.start)
         elif f.numel() and not f.amax().isfinite():
             bad = not_finite(f).nonzero()
             if len(bad):
                 raise DataError(
-                    f"The prediction for datum {int(batch.first) + int(bad[0, 0])} is not finite.",
+                    f"The prediction for datum {batch.first + int(bad[0, 0])} is not finite.",
                     "Look for NaN or infinity in the data or the parameters.",
                 )
 
@@ -248,7 +248,7 @@ class EmpiricalRisk:
     def _explain(self, datum: int) -> NoReturn:
         """Say what is wrong with a datum for which a flag was raised, by looking at it again."""
         for batch in self.batches():
-            if int(batch.first) <= datum < int(batch.first) + len(batch.y):
+            if batch.first <= datum < batch.first + len(batch.y):
                 self.finite(self.evaluate(batch), batch)
         raise DataError(
             f"The prediction or the target of datum {datum} could not be used, and now it can.",
@@ -261,7 +261,7 @@ class EmpiricalRisk:
         if wrong is None:
             return
         if self.flags is not None:
-            self.flags.note(wrong, batch.first)
+            self.flags.note(wrong, batch.start)
         elif wrong.any():
             self.loss.check(f.detach().cpu(), batch.y.cpu())
 
@@ -287,7 +287,7 @@ class EmpiricalRisk:
                 wait_for_copies = copies_end(x, y, self.device)
                 yield batch
                 wait_for_copies()
-                count = count + batch.count
+                count = count + batch.counted
             first += len(y)
         self._same_data.check_count(first, count, self.loss.reduction == "mean", seen)
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kfs.data import Fingerprint
 from kfs.errors import DataError
-from kfs.waiting import numbers
+from kfs.waiting import number
 
 
 class SameData:
@@ -56,8 +56,7 @@ class SameData:
         """
         if num_data == 0:
             raise DataError("The data set is empty.", "Pass at least one batch with at least one datum.")
-        if isinstance(count, Tensor):
-            (count,) = numbers([count])
+        count = number(count)
         if mean and count == 0:
             raise DataError(
                 "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",

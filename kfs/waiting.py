@@ -6,7 +6,7 @@ makes up its mind. So checks set flags on the device, counts stay there, and bot
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -29,22 +29,27 @@ def numbers(tensors: Sequence[Tensor]) -> list[float]:
     if not tensors:
         return []
     device = tensors[0].device
-    with waiting_allowed() if device.type == "cuda" else nullcontext():
+    with waiting_allowed():
         values: list[float] = torch.stack([t.to(device, torch.float64) for t in tensors]).tolist()
     return values
 
 
+def number(value: float | Tensor) -> float:
+    """Return a number that may be a tensor without axes; an accelerator is asked for it."""
+    return numbers([value])[0] if isinstance(value, Tensor) else value
+
+
 @contextmanager
-def waiting_allowed() -> Iterator[None]:  # pragma: no cover (tested on a GPU)
-    """Wait on purpose: PyTorch's debug mode for synchronisation says nothing in this context."""
-    before = torch.cuda.get_sync_debug_mode()
+def waiting_allowed() -> Iterator[None]:
+    """Wait on purpose: PyTorch's debug mode for synchronization says nothing in this context."""
+    before = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
     if not before:
         yield
         return
-    torch.cuda.set_sync_debug_mode("default")
-    try:
+    torch.cuda.set_sync_debug_mode("default")  # pragma: no cover (tested on a GPU)
+    try:  # pragma: no cover
         yield
-    finally:
+    finally:  # pragma: no cover
         torch.cuda.set_sync_debug_mode(before)
 
 

@@ -27,7 +27,13 @@ _NUMBERS = 2**22
 
 
 def backpropagated_vectors(
-    loss: Loss, f: Tensor, y: Tensor, settings: Settings, first_datum: int, at_once: int, random: type[Draws] = Draws
+    loss: Loss,
+    f: Tensor,
+    y: Tensor,
+    settings: Settings,
+    first_datum: int | Tensor,
+    at_once: int,
+    random: type[Draws] = Draws,
 ) -> Iterator[Tensor]:
     """Generate the vectors of a batch.
 
@@ -36,7 +42,7 @@ def backpropagated_vectors(
         f: Predictions, `[N, ...]`, detached.
         y: Targets, `[N, ...]`.
         settings: Which curvature matrix is approximated.
-        first_datum: Index of the first datum within all data. Draws depend on it.
+        first_datum: Index of the first datum within all data, as in `Draws`.
         at_once: Number of vectors to return together.
         random: Generator of draws.
 

@@ -49,6 +49,7 @@ from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
 from kfs.storage import UnfitError
+from kfs.waiting import numbers
 
 
 @loadable
@@ -196,8 +197,9 @@ class EKFAC(BlockDiagonal):
         # The draws behind the eigenvectors have least curvature along the smallest of them, by chance.
         stacks, progress = one_by_one_if_needed(settings.with_fresh_draws(), run)
         self._write_exact_diagonals(stacks, risk, settings)
-        for stack in stacks:
-            if not stack.structure.like.isfinite().all():
+        finite = numbers([stack.structure.like.isfinite().all() for stack in stacks])
+        for stack, is_finite in zip(stacks, finite, strict=True):
+            if not is_finite:
                 raise DataError(
                     f"Gradients of the blocks {sorted(set(stack.names))} are not finite.",
                     "Look for NaN or infinity in the data, the parameters or the loss.",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.placement import Placement
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
+from kfs.waiting import numbers
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ class KFAC(BlockDiagonal):
         audit: Whether to check, on a few data of the first batch (and of the first one of every other shape), that what
             is captured is what the model computes; see `kfs.kfac.capture.audit`. Without, the batch axis is guessed by
             its length.
+        replay: Whether passes over batches of one shape are recorded as a CUDA graph, from the third one on, if the
+            model is on a GPU and more than a few batches are to come; see `kfs.kfac.capture.replay`. Passes that cannot
+            be recorded, because something in them depends on values of data, run as they are; the logger `kfs.kfac`
+            says so.
+        memory: How many bytes these graphs may take. By default, as many as there are.
         checkpoint: File for intermediate results, or a `Checkpoint` that also says how often to write. If the file
             exists, the computation is resumed.
 
@@ -129,6 +136,8 @@ class KFAC(BlockDiagonal):
         factor_device: str | torch.device | None = None,
         factor_dtype: torch.dtype | None = None,
         audit: bool = True,
+        replay: bool = True,
+        memory: int | None = None,
         checkpoint: str | Path | Checkpoint | None = None,
     ) -> None:
         """Compute all factors."""
@@ -146,6 +155,8 @@ class KFAC(BlockDiagonal):
             None if factor_device is None else str(factor_device),
             factor_dtype,
             audit,
+            replay=replay,
+            memory=memory,
         )
         self._check_names(risk)
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
@@ -343,7 +354,7 @@ def _params(layouts: Iterable[Layout]) -> set[str]:
 def _check_finite(blocks: list[BlockSums]) -> None:
     """Refuse NaN and infinity; the device is asked once if all is well."""
     totals = [s.total for block in blocks for s in block.sums]
-    if not totals or torch.nn.utils.get_total_norm(totals).isfinite():
+    if not totals or all(map(isfinite, numbers([torch.nn.utils.get_total_norm(totals)]))):
         return
     for block in blocks:
         for role in block.roles.values():

@@ -96,7 +96,7 @@ def sweep(
                 audits.compare(f.detach())
                 missed = audits.follow_up(risk, batch, capture.operations)
                 # Step 3: generate vectors and send them back; gradients are added to the gradient-based factors.
-                first = settings.first_datum + batch.first
+                first = settings.first_datum + batch.start
                 vectors = backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, at_once)
                 send_back(f, capture, vectors)
             progress.unexplained |= capture.unexplained | missed
@@ -112,6 +112,7 @@ def sweep(
                     check_values()
                     journal.write(progress, sums)
         check_values()
+    progress.settle()
     progress.audit = audits.report
     if journal is not None:
         journal.close(progress, sums)

@@ -13,7 +13,12 @@ Sharing = Literal["expand", "reduce"]
 Uncovered = Literal["error", "skip", "diagonal"]
 _CHOICES = {"fisher": get_args(Fisher), "uncovered": get_args(Uncovered), "sharing": get_args(Sharing)}
 # The smallest value of each number.
-_SMALLEST = {"mc_samples": 1, "seed": 0, "max_dim": 1, "first_datum": 0, "columns_at_once": 1, "first_sample": 0}
+_SMALLEST = {"mc_samples": 1, "seed": 0, "max_dim": 1, "first_datum": 0, "columns_at_once": 1} | {
+    "first_sample": 0,
+    "memory": 0,
+}
+# Settings that do not change results: whether they are checked, and how they are computed.
+_NO_RESULT = ("audit", "replay", "memory")
 
 
 def check_device(device: str | torch.device) -> None:
@@ -51,6 +56,8 @@ class Settings:
     factor_dtype: torch.dtype | None = None
     audit: bool = True
     first_sample: int = 0
+    replay: bool = True
+    memory: int | None = None
 
     def __post_init__(self) -> None:
         """Check all settings."""
@@ -61,7 +68,7 @@ class Settings:
                     raise ModelError(f"{name} is {one!r}.", f"Choose from {', '.join(map(repr, choices))}.")
         for name, smallest in _SMALLEST.items():
             value = getattr(self, name)
-            optional = name in {"max_dim", "columns_at_once"} and value is None
+            optional = name in {"max_dim", "columns_at_once", "memory"} and value is None
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < smallest):
                 raise ModelError(f"{name} is {value!r}.", f"Use an integer of at least {smallest}.")
         dtype = self.factor_dtype
@@ -75,7 +82,8 @@ class Settings:
         dtype = None if self.factor_dtype is None else str(self.factor_dtype).removeprefix("torch.")
         sharing = dict(self.sharing) if isinstance(self.sharing, Mapping) else self.sharing
         state = asdict(self) | {"sharing": sharing, "factor_dtype": dtype}
-        del state["audit"]  # whether results were checked does not change them
+        for name in _NO_RESULT:
+            del state[name]
         if self.first_sample == 0:  # files of earlier versions do not have it, and checkpoints are compared with them
             del state["first_sample"]
         return state
@@ -92,8 +100,7 @@ class Settings:
 
     def check_same(self, other: "Settings") -> None:
         """Raise a `ModelError` if a setting differs, except for which data were used."""
-        mine = replace(self, first_datum=0, audit=True)
-        theirs = replace(other, first_datum=0, audit=True)
+        mine, theirs = (replace(one, first_datum=0, audit=True, replay=True, memory=None) for one in (self, other))
         if mine != theirs:
             raise ModelError(f"The settings differ: {mine} and {theirs}.", "Merge what was computed in the same way.")
 

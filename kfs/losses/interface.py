@@ -17,12 +17,12 @@ method is called. There are three ways to refuse data:
 | | looks at | waits | call it |
 |---|---|---|---|
 | `check` | shapes, dtypes and settings; on a CPU also values | never | for every batch |
-| `wrong` | values | never | for every batch on an accelerator; read the result when the device is waited for anyway |
-| `check_now` | all of that | on an accelerator | for single batches, and before `criterion` where nobody reads `wrong` |
+| `wrong` | values | never | for every batch on an accelerator; read it when the device is waited for anyway |
+| `check_now` | all of that | on an accelerator | for single batches; before `criterion` if nobody reads `wrong` |
 
 Once `wrong` has marked data, `check` of copies on the CPU raises the error with its cause. Other values that have no
-result, such as negative curvatures, are errors on a CPU and NaN on an accelerator: repeat the computation on the CPU for
-the message. Methods do not index by values of targets that are out of range, which would abort a process with CUDA;
+result, such as negative curvatures, are errors on a CPU and NaN on an accelerator: repeat the computation on the CPU
+for the message. Methods do not index by values of targets that are out of range, which would abort a process with CUDA;
 only PyTorch's own criterion for labels does.
 """
 

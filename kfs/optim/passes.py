@@ -24,6 +24,7 @@ from kfs.optim.step_sums import Bases, FactorAndSquareSums, StepSums
 from kfs.optim.targets import Targets
 from kfs.outputs import parts_of, prediction_in
 from kfs.state import uncompiled
+from kfs.waiting import number
 
 
 def number_of_data(arguments: Any, axis: int = 0, place: int = 0) -> int | None:
@@ -139,8 +140,8 @@ class Pass:
         y = self.targets.match(f, g, self.loss, self.settings.fisher) if result.finite else None
         # The empirical Fisher of a vanishing gradient has no scale, and is not used.
         if y is not None and (self.settings.fisher != "empirical" or bool(self.targets.scale)):
-            result.examples = self.loss.examples(y)
-            result.count = self.loss.count(y)
+            result.examples = number(self.loss.examples(y))
+            result.count = number(self.loss.count(y))
             if self.keep_inputs and result.examples:
                 args, kwargs = self._arguments
                 result.inputs = [(args, {key: value for key, value in kwargs.items() if key != "labels"}, y)]

@@ -26,6 +26,7 @@ from kfs.losses import Loss
 from kfs.optim.step_sums import StepSums
 from kfs.outputs import prediction_in
 from kfs.state import restored
+from kfs.waiting import number
 
 Step = dict[str, Tensor]
 
@@ -90,7 +91,7 @@ class QuadraticModel:
             pushed = [self._push_forward(d, args, kwargs) for d in directions]
             products = [{"f": self._loss.fisher_product(f, y, Jd)} for f, Jd in pushed]
             C += _inner_products(products, [{"f": Jd} for _, Jd in pushed])
-            examples += self._loss.examples(y)
+            examples += number(self._loss.examples(y))
         damped = [{n: damping[n] * t for n, t in d.items()} for d in directions]
         C = C / examples + _inner_products(damped, directions)
         return (C + C.T) / 2

@@ -128,7 +128,7 @@ def _evaluate(
     risk: EmpiricalRisk, batch: Batch, x: Any, num_data: int, within: AbstractContextManager[Any] | None
 ) -> Tensor:
     """Evaluate the model of a risk on a part of a batch."""
-    return risk.predict(risk.params, Batch(x, batch.y[:num_data], batch.first), within=within)
+    return risk.predict(risk.params, batch._replace(x=x, y=batch.y[:num_data]), within=within)
 
 
 def _done(model: Any) -> dict[Any, Audited]:

@@ -374,7 +374,7 @@ def forward(
         Predictions, and what is needed to send vectors back.
     """
     capture = Capture(session, sums, len(batch.y), batch_axis, known)
-    marked = Batch(mapped(batch.x, capture.mark_data), batch.y, batch.first)
+    marked = batch._replace(x=mapped(batch.x, capture.mark_data))
     try:
         with uncompiled():
             f = risk.predict(risk.params, marked, within=capture)

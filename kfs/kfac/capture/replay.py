@@ -67,10 +67,10 @@ class Recorded:
     def replay(self, batch: Batch, sums: Sums) -> None:
         """Run the pass for another batch."""
         mine, theirs = ([*tensors_in(one.x), one.y] for one in (self.batch, batch))
-        assert isinstance(self.batch.first, Tensor)  # noqa: S101 (it was made so)
+        assert self.batch.recorded is not None  # noqa: S101 (it was made so)
         with torch.no_grad():  # inputs may require gradients
             torch._foreach_copy_(mine, theirs)
-            self.batch.first.fill_(batch.first)
+            self.batch.recorded.fill_(batch.first)
         self.graph.replay()
         sums.add_counts(self.counts)
 
@@ -137,7 +137,7 @@ class Replays:
         """Record the pass over a batch and run it; if it cannot be recorded, run it as it is."""
         sums = self._sums
         first = torch.zeros((), dtype=torch.int64, device=batch.y.device)
-        static = Batch(mapped(batch.x, _copy), _copy(batch.y), first)
+        static = batch._replace(x=mapped(batch.x, _copy), y=_copy(batch.y), recorded=first)
         before, plans = sums.counts(), len(sums.adders)
         try:
             graph = recorder.record(lambda: self._run(static))

@@ -25,7 +25,7 @@ from kfs.kfac.settings import Settings
 from kfs.kfac.sums.interface import Sums
 from kfs.losses import Loss
 from kfs.risk import EmpiricalRisk
-from kfs.waiting import numbers
+from kfs.waiting import number
 
 
 @dataclass(frozen=True)
@@ -62,27 +62,32 @@ class Progress:
     Attributes:
         batches: Number of batches.
         num_data: Number of data.
-        count: What a mean over the targets divides by; a tensor as long as only a device knows it.
+        count: What a mean over the targets divides by.
         unexplained: `(parameter, operation)` of uses that no rule explains.
         audit: What was checked on a few data.
     """
 
     batches: int = 0
     num_data: int = 0
-    count: float | Tensor = 0
+    count: float = 0.0
     unexplained: set[tuple[str, str]] = field(default_factory=set)
     audit: Audit | None = None
+    _on_device: Tensor | None = None  # the part of the count that only a device knows
 
     def add(self, batch: Batch) -> None:
         """Count a batch."""
         self.batches += 1
         self.num_data += len(batch.y)
-        self.count = self.count + batch.count
+        if isinstance(batch.counted, Tensor):
+            self._on_device = batch.counted + (0 if self._on_device is None else self._on_device)
+        else:
+            self.count += batch.counted
 
     def settle(self) -> None:
         """Ask the device for what only it knows."""
-        if isinstance(self.count, Tensor):
-            (self.count,) = numbers([self.count])
+        if self._on_device is not None:
+            self.count += number(self._on_device)
+            self._on_device = None
 
     def state(self) -> dict[str, Any]:
         """Return what has to be known to continue, for a file."""
