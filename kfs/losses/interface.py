@@ -17,13 +17,13 @@ method is called. There are three ways to refuse data:
 | | looks at | waits | call it |
 |---|---|---|---|
 | `check` | shapes, dtypes and settings; on a CPU also values | never | for every batch |
-| `wrong` | values | never | for every batch on an accelerator; read it when the device is waited for anyway |
-| `check_now` | all of that | on an accelerator | for single batches; before `criterion` if nobody reads `wrong` |
+| `wrong` | values | never | for every batch on an accelerator, and read the results together at the end |
+| `check_now` | all of that | on an accelerator | for a single batch, and always before `criterion` of labels |
 
 Once `wrong` has marked data, `check` of copies on the CPU raises the error with its cause. Other values that have no
-result, such as negative curvatures, are errors on a CPU and NaN on an accelerator: repeat the computation on the CPU
-for the message. Methods do not index by values of targets that are out of range, which would abort a process with CUDA;
-only PyTorch's own criterion for labels does.
+result, such as negative curvatures, are errors on a CPU and NaN on an accelerator. Repeat the computation on the CPU
+for the message. An index that is out of range would abort a process with CUDA, so methods make none of wrong labels;
+except for `criterion`, which is PyTorch's.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +38,7 @@ from kfs.errors import DtypeError, LossError, ShapeError
 from kfs.losses.counter import Draws
 
 Reduction = Literal["mean", "sum"]
-# Copies of settings on accelerators, by device and version of the setting.
+# Copies of settings on other devices: for each setting, by device, the version that was copied and the copy.
 _COPIES = WeakTensorKeyDictionary()
 
 
@@ -70,7 +70,7 @@ class Loss(ABC):
         self.check_now(f, y)
         count, total = self.count(y), self.criterion(f, y).sum()
         if isinstance(count, Tensor) and self.reduction == "mean":
-            return (self.scale / count * total).to(total.dtype)
+            return (self.scale / count.double() * total).to(total.dtype)
         return self.reduction_factor(count) * total
 
     @abstractmethod
@@ -220,15 +220,17 @@ def any_per_datum(t: Tensor) -> Tensor:
 
 
 def placed(setting: Tensor, device: torch.device) -> Tensor:
-    """Return a setting on a device. An accelerator receives one copy, not one per batch: it would wait for each."""
+    """Return a setting on a device. An accelerator is sent one copy, not one per batch: the host would wait each time.
+
+    A recording of the device's work must not contain the first call.
+    """
     if setting.device == device:
         return setting
-    copies = _COPIES.setdefault(setting, {})
-    key = device, setting._version
-    if key not in copies:
-        copies[key] = setting.to(device, non_blocking=True)
-    copy: Tensor = copies[key]
-    return copy
+    copies: dict[torch.device, tuple[int, Tensor]] = _COPIES.setdefault(setting, {})
+    version = 0 if setting.is_inference() else setting._version
+    if device not in copies or copies[device][0] != version:
+        copies[device] = version, setting.to(device, non_blocking=waiting.runs_behind(device))
+    return copies[device][1]
 
 
 def root(curvature: Tensor) -> Tensor:

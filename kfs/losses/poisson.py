@@ -89,13 +89,13 @@ def poisson_quantile(u: Tensor, rate: Tensor) -> Tensor:
     large = rate > 2.0**_DIGITS
     approximate = torch.round(rate + rate.sqrt() * torch.special.ndtri(u))
     rate = torch.where(large, 1.0, rate)
-    # No quantile that 52 bits can ask for is further than 9 standard deviations and a few counts from the rate.
-    highest = torch.ceil(rate + 9 * rate.sqrt() + 40)
-    # How large counts are, an accelerator is not asked: further digits are zero.
-    ask = rate.numel() and not waiting.runs_behind(rate.device)
-    digits = int(highest.max()).bit_length() if ask else _DIGITS + 1
+    # An accelerator is not asked how large counts are. Digits that they do not have are zero.
+    digits = _DIGITS + 1
+    if rate.numel() and not waiting.runs_behind(rate.device):
+        # No quantile that 52 bits can ask for is further than 9 standard deviations and a few counts from the rate.
+        digits = int((rate + 9 * rate.sqrt() + 40).nan_to_num().max()).bit_length()
     rate = rate.clamp(min=1e-300)
-    count = torch.zeros_like(rate) * rate
+    count = 0 * rate
     for digit in reversed(range(digits)):
         # The probability of fewer than `larger` counts; if it does not reach `u`, there are at least so many.
         larger = count + 2.0**digit

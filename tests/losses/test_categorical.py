@@ -1,0 +1,184 @@
+"""Gradients of cross-entropy, bit for bit: probabilities minus a one, however many positions are drawn at a time."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kfs.losses import TokenCrossEntropy, categorical, describe
+from kfs.losses.counter import Draws, Stream
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+WEIGHT = torch.tensor([0.5, 1.0, 3.0, 0.0, 2.0])
+
+
+def drawn(sigma: Tensor, u: float) -> int:
+    """The class in which `u` lies if classes are as wide as they are likely: a loop over cumulative sums."""
+    cumulative = [0.0]
+    for p in sigma.double().tolist():
+        cumulative.append(cumulative[-1] + p)
+    return next(k for k, upper in enumerate(cumulative[1:]) if upper >= u * cumulative[-1])
+
+
+def literally(sigma: Tensor, y: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
+    """Position by position: the root of the label's weight, times probabilities minus a one at `labels`.
+
+    Args:
+        sigma: `[N, C, S]`.
+        y: `[N, S]`, which counts.
+        labels: `[N, S]`, where the one is.
+        weight: `[C]`.
+    """
+    g = torch.zeros_like(sigma)
+    for n in range(y.shape[0]):
+        for s in range(y.shape[1]):
+            if y[n, s] != -100:
+                one = torch.zeros(sigma.shape[1], dtype=sigma.dtype)
+                one[labels[n, s]] = 1
+                g[n, :, s] = weight[y[n, s]].to(sigma.dtype).sqrt() * (sigma[n, :, s] - one)
+    return g
+
+
+def labels_for(sigma: Tensor, draws: Draws) -> Tensor:
+    num_data, _, positions = sigma.shape
+    u = draws.uniform(num_data, (positions,), CPU)
+    rows = [[drawn(sigma[n, :, s], float(u[n, s])) for s in range(positions)] for n in range(num_data)]
+    return torch.tensor(rows, dtype=torch.int64).reshape(num_data, positions)
+
+
+def data(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    f = 3 * torch.randn(4, 5, 7, generator=generator, dtype=torch.float64)
+    f[0, 2] = -torch.inf  # a class that is masked
+    y = torch.randint(5, (4, 7), generator=generator)
+    y.view(-1)[::4] = -100
+    return f.to(dtype), y
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHT])
+@pytest.mark.parametrize("bytes_at_a_time", [1, 8 * 5 * 3, 8 * 5 * 20, 2**26])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("draws", [Draws(3, 10, 1), Stream(3, 10, 1)])
+def test_draws_bit_for_bit(
+    draws: Draws, dtype: torch.dtype, bytes_at_a_time: int, weight: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(categorical, "_TEMPORARY_BYTES", bytes_at_a_time)
+    f, y = data(dtype)
+    weights = torch.ones(5) if weight is None else weight
+    loss = describe(nn.CrossEntropyLoss(weight))
+    sigma = f.softmax(1)
+    expected = literally(sigma, y, labels_for(sigma, draws), weights)
+    actual = loss.sampled_gradient(f, y, draws)
+    assert actual.dtype == dtype
+    assert torch.equal(actual, expected)
+    # More than one axis of positions, and none.
+    one = loss.sampled_gradient(f[:, :, :6].reshape(4, 5, 2, 3), y[:, :6].reshape(4, 2, 3), draws)
+    sigma = f[:, :, :6].softmax(1)
+    assert torch.equal(one.flatten(2), literally(sigma, y[:, :6], labels_for(sigma, draws), weights))
+    none = loss.sampled_gradient(f[:, :, 0], y[:, 0], draws)
+    sigma = f[:, :, 0].softmax(1).unsqueeze(2)
+    assert torch.equal(none.unsqueeze(2), literally(sigma, y[:, :1], labels_for(sigma, draws), weights))
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("bytes_at_a_time", [1, 8 * 5 * 3, 2**26])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_draws_for_tokens_bit_for_bit(
+    dtype: torch.dtype, bytes_at_a_time: int, shift: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Classes are adjacent in memory, where the softmax is that of every row alone."""
+    monkeypatch.setattr(categorical, "_TEMPORARY_BYTES", bytes_at_a_time)
+    f, y = data(dtype)
+    draws = Draws(3, 10, 1)
+    logits = f.transpose(1, 2).contiguous()  # [N, S, C]
+    rows = torch.stack([torch.stack([row.softmax(0) for row in datum]) for datum in logits])
+    sigma, labels = rows.transpose(1, 2), y
+    if shift:
+        sigma, labels = sigma[:, :, :-1], y[:, 1:]
+    ones = torch.ones(5)
+    expected = torch.zeros_like(logits)
+    expected[:, : sigma.shape[2]] = literally(sigma, labels, labels_for(sigma, draws), ones).transpose(1, 2)
+    loss = TokenCrossEntropy(shift=shift)
+    assert torch.equal(loss.sampled_gradient(logits, y, draws), expected)
+    expected[:, : sigma.shape[2]] = literally(sigma, labels, labels, ones).transpose(1, 2)
+    assert torch.equal(loss.gradient(logits, y), expected)
+    if not shift:  # a view with the classes in PyTorch's place
+        plain = describe(nn.CrossEntropyLoss())
+        assert torch.equal(plain.gradient(logits.transpose(1, 2), y), expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_bit_for_bit(dtype: torch.dtype) -> None:
+    f, y = data(dtype)
+    loss = describe(nn.CrossEntropyLoss())
+    assert torch.equal(loss.gradient(f, y), literally(f.softmax(1), y, y, torch.ones(5)))
+
+
+def test_not_a_number() -> None:
+    """NaN stays NaN, at its position alone; whether a class is drawn there or not."""
+    f, y = data(torch.float64)
+    f[1, 3, 2] = torch.nan
+    expected = torch.zeros_like(f, dtype=torch.bool)
+    expected[1, :, 2] = True
+    loss = describe(nn.CrossEntropyLoss())
+    assert torch.equal(loss.sampled_gradient(f, y, Draws(0, 0, 0)).isnan(), expected)
+    tokens = f.transpose(1, 2)
+    last = TokenCrossEntropy(shift=True).sampled_gradient(tokens[:, :3], y[:, :3], Draws(0, 0, 0))
+    assert last.isfinite().all()  # the last position predicts nothing
+
+
+def test_nothing_to_draw() -> None:
+    draws = Draws(0, 0, 0)
+    loss = describe(nn.CrossEntropyLoss())
+    for shape in ((0, 3), (0, 3, 2), (2, 3, 0)):
+        y = torch.zeros(shape[:1] + shape[2:], dtype=torch.int64)
+        assert loss.sampled_gradient(torch.zeros(shape), y, draws).shape == shape
+    alone = TokenCrossEntropy(shift=True).sampled_gradient(torch.ones(2, 1, 3), torch.zeros(2, 1).long(), draws)
+    assert torch.equal(alone, torch.zeros(2, 1, 3))
+
+
+def test_gradients_can_be_differentiated() -> None:
+    for loss in (describe(nn.CrossEntropyLoss()), TokenCrossEntropy(shift=True)):
+        f = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
+        v = torch.randn_like(f)
+        y = torch.tensor([[0, 1, 2], [-100, 0, 1]])
+        (derivative,) = torch.autograd.grad((loss.gradient(f, y) * v).sum(), f)
+        torch.testing.assert_close(derivative, loss.hessian_product(f.detach(), y, v))
+
+
+class Allocations(TorchDispatchMode):
+    """Keeps all storages of some size that operations return, so that each has its own address."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.storages: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.untyped_storage().nbytes() >= self.size:
+            self.storages[result.untyped_storage().data_ptr()] = result.untyped_storage()
+        return result
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_for_language_models(dtype: torch.dtype, shift: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor as large as the logits is new, the result; two for products, where probabilities are needed, too."""
+    monkeypatch.setattr(categorical, "_TEMPORARY_BYTES", 8 * 50 * 2)
+    f = torch.randn(4, 10, 50).to(dtype)
+    y = torch.randint(50, (4, 10))
+    loss = TokenCrossEntropy(shift=shift)
+    for call, tensors in (
+        (lambda: loss.gradient(f, y), 1),
+        (lambda: loss.sampled_gradient(f, y, Draws(0, 0, 0)), 1),
+        (lambda: loss.hessian_product(f, y, f), 2),
+    ):
+        with Allocations(f.numel() * f.element_size() // 2) as seen:
+            result = call()
+        new = {address for address in seen.storages if address != f.untyped_storage().data_ptr()}
+        assert len(new) == tensors
+        assert result.is_contiguous()
