@@ -15,7 +15,7 @@ from kfs.kfac.capture import both_audits
 from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shared_with, warn_of_wide
 from kfs.kfac.layout import Layout
 from kfs.kfac.scaffold import kfac
-from kfs.kfac.settings import Fisher, Settings, Sharing, Uncovered
+from kfs.kfac.settings import Fisher, Products, Settings, Sharing, Uncovered
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress, details
 from kfs.kfac.storage.files import loadable
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
@@ -83,6 +83,12 @@ class KFAC(BlockDiagonal):
         factor_device: Device of the factors, if not the model's. `"cpu"` saves GPU memory and takes longer.
         factor_dtype: Precision of the factors. By default the model's, or float32 for half precision. Sums are taken
             in float32 or better in any case.
+        products: Precision in which outer products for dense factors are multiplied, for models in float32 or half
+            precision. `"auto"` multiplies half precision as it is, with results in float32, and float32 as
+            `torch.backends.cuda.matmul` says. `"float32"` converts half precision first, and does without TF32.
+            `"tf32"` multiplies float32 in TF32. `"bf16"` rounds float32 to bfloat16 first, which is fastest: an entry
+            of a factor is off by about `2^-7` of its sum of absolute products, at most. A CPU has no TF32, and is not
+            faster with `"bf16"`. Eigenvalues of `EKFAC` are computed as with `"auto"`.
         audit: Whether to check, on a few data of the first batch (and of the first one of every other shape), that what
             is captured is what the model computes; see `kfs.kfac.capture.audit`. Without, the batch axis is guessed by
             its length.
@@ -135,6 +141,7 @@ class KFAC(BlockDiagonal):
         columns_at_once: int | None = None,
         factor_device: str | torch.device | None = None,
         factor_dtype: torch.dtype | None = None,
+        products: Products = "auto",
         audit: bool = True,
         replay: bool = True,
         memory: int | None = None,
@@ -155,6 +162,7 @@ class KFAC(BlockDiagonal):
             None if factor_device is None else str(factor_device),
             factor_dtype,
             audit,
+            products=products,
             replay=replay,
             memory=memory,
         )

@@ -11,9 +11,20 @@ from kfs.errors import ModelError
 Fisher = Literal["type-2", "ggn", "mc", "empirical", "forward-only"]
 Sharing = Literal["expand", "reduce"]
 Uncovered = Literal["error", "skip", "diagonal"]
-_CHOICES = {"fisher": get_args(Fisher), "uncovered": get_args(Uncovered), "sharing": get_args(Sharing)}
+Products = Literal["auto", "float32", "tf32", "bf16"]
+_CHOICES = {
+    "fisher": get_args(Fisher),
+    "uncovered": get_args(Uncovered),
+    "sharing": get_args(Sharing),
+    "products": get_args(Products),
+}
 # The smallest value of each number.
-_SMALLEST = {"mc_samples": 1, "seed": 0, "max_dim": 1, "first_datum": 0, "columns_at_once": 1} | {
+_SMALLEST = {
+    "mc_samples": 1,
+    "seed": 0,
+    "max_dim": 1,
+    "first_datum": 0,
+    "columns_at_once": 1,
     "first_sample": 0,
     "memory": 0,
 }
@@ -56,6 +67,7 @@ class Settings:
     factor_dtype: torch.dtype | None = None
     audit: bool = True
     first_sample: int = 0
+    products: Products = "auto"
     replay: bool = True
     memory: int | None = None
 
@@ -84,8 +96,11 @@ class Settings:
         state = asdict(self) | {"sharing": sharing, "factor_dtype": dtype}
         for name in _NO_RESULT:
             del state[name]
-        if self.first_sample == 0:  # files of earlier versions do not have it, and checkpoints are compared with them
+        # Files of earlier versions do not have these, and checkpoints are compared with them.
+        if self.first_sample == 0:
             del state["first_sample"]
+        if self.products == "auto":
+            del state["products"]
         return state
 
     def with_fresh_draws(self) -> "Settings":

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kfs.kfac import EKFAC, KFAC, exact_blocks, load, optimal_kronecker
 from kfs.kfac.sums.gram import add_gram, mirror
+from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.risk import EmpiricalRisk
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -53,6 +54,37 @@ def test_strips(size: int, dtype: torch.dtype) -> None:
     expected = 3 * torch.einsum("npi,npj->ij", x.double(), x.double())
     # Sums of 240 products of size one in float32, where TF32 is off.
     torch.testing.assert_close(total.double(), expected, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("products", ["auto", "float32", "tf32", "bf16"])
+@pytest.mark.parametrize(("size", "groups"), [(30, 1), (1700, 1), (30, 2)])
+def test_products(size: int, groups: int, products: Any, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 40, size * groups, device="cuda", dtype=dtype)
+    multiplied = x.bfloat16() if products == "bf16" else x
+    # Rounding to TF32's eleven bits is off by 2^-11 twice. The rest is round-off of a sum of 80 products in float32.
+    tolerance = 2**-9 if products == "tf32" and dtype == torch.float32 else 2**-16
+    before = torch.backends.cuda.matmul.allow_tf32
+    total = OuterProductSum.zeros(size, groups, False, True, torch.float32, "cuda", products)
+    total.add(x, ones=True)
+    total.complete()
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+    for group, found in enumerate(total.total.double()):
+        vectors = multiplied.double().flatten(0, 1).unflatten(1, (groups, size))[:, group]
+        vectors = torch.cat([vectors, torch.ones_like(vectors[:, :1])], 1)
+        assert ((found - vectors.T @ vectors).abs() <= tolerance * (vectors.abs().T @ vectors.abs())).all()
+
+
+@pytest.mark.parametrize("products", ["float32", "tf32", "bf16"])
+def test_factors_by_products(products: Any) -> None:
+    model = Mixed().cuda().eval()
+    X, y = torch.randint(7, (64, 6)), torch.randint(3, (64,))
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y))
+    expected, found = (KFAC(risk, "empirical", products=one) for one in ("auto", products))
+    for name, block in found.blocks.items():
+        # Rounding to bfloat16 changes a product by 2^-7 of it; sums may cancel, but none is larger than these norms.
+        for mine, theirs in ((block.A, expected.blocks[name].A), (block.B, expected.blocks[name].B)):
+            assert (mine - theirs).norm() <= 2**-6 * theirs.norm()
 
 
 def test_autocast() -> None:

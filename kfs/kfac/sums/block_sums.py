@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kfs import waiting
 from kfs.kfac.layout import Layout, Side
+from kfs.kfac.settings import Products
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.storage import UnfitError
 
@@ -207,8 +208,8 @@ class BlockSums:
         }
 
     @classmethod
-    def from_state(cls, state: Any) -> "BlockSums":
-        """Undo `state`."""
+    def from_state(cls, state: Any, products: Products = "auto") -> "BlockSums":
+        """Undo `state`; further vectors are multiplied in a given precision."""
         layout = Layout.from_state(state["layout"])
         block = cls(layout, str(state["sharing"]), bool(state["forward_only"]), operations=set(state["operations"]))
         rows, columns = layout.row_size, layout.column_size
@@ -217,8 +218,8 @@ class BlockSums:
             if side in state["pairs"]:
                 pair = state["pairs"][side]
                 block.roles[side] = RoleSums(
-                    OuterProductSum.from_state(pair["input"], input_size, layout.groups),
-                    OuterProductSum.from_state(pair["gradient"], gradient_size, layout.groups),
+                    OuterProductSum.from_state(pair["input"], input_size, layout.groups, products),
+                    OuterProductSum.from_state(pair["gradient"], gradient_size, layout.groups, products),
                     float(pair["terms"]),
                     None if (squares := pair.get("inverse_squares")) is None else float(squares),
                 )

@@ -22,6 +22,7 @@ from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums, i
 from kfs.kfac.sums.outer_products import OuterProductSum, full_precision
 from kfs.kfac.sums.owners import Owners, Regular
 from kfs.kfac.sums.placement import Placement
+from kfs.kfac.sums.precision import check_products
 
 
 class FactorSums(Sums):
@@ -141,7 +142,7 @@ class FactorSums(Sums):
     def restore(self, state: Any) -> None:
         """Undo `state`."""
         self.conflicts = {(str(name), str(operation)) for name, operation in state["conflicts"]}
-        blocks = map(BlockSums.from_state, state["blocks"])
+        blocks = [BlockSums.from_state(block, self.settings.products) for block in state["blocks"]]
         self.blocks = {block.layout.key: block for block in blocks}
         self.placement = Placement(block.layout for block in self.blocks.values())
 
@@ -158,12 +159,13 @@ class FactorSums(Sums):
         input_size, gradient_size = (columns, rows) if plan.side == "A" else (rows, columns)
         bias = layout.bias is not None and plan.side == "A"
         dtype = s.factor_dtype or plan.dtype
+        check_products(s.products, torch.promote_types(dtype, torch.float32), plan.device, layout.name)
         device = "meta" if self.dry else s.factor_device or plan.device
         sparse = plan.inputs.sparse or s.is_diagonal(input_size + bias)
         narrow = block.forward_only or s.is_diagonal(gradient_size)
         return RoleSums(
-            OuterProductSum.zeros(input_size, layout.groups, sparse, bias, dtype, device),
-            OuterProductSum.zeros(gradient_size, layout.groups, narrow, False, dtype, device),
+            OuterProductSum.zeros(input_size, layout.groups, sparse, bias, dtype, device, s.products),
+            OuterProductSum.zeros(gradient_size, layout.groups, narrow, False, dtype, device, s.products),
         )
 
 
@@ -174,7 +176,7 @@ class _Expand(Adder):
         self.inputs = plan.inputs
         self.are_vectors = isinstance(plan.inputs, Vectors)
         self.ones = plan.ones
-        self.narrow = plan.narrow
+        self.narrow = None if role.gradient.products == "float32" else plan.narrow
         self.device = plan.device
         self.role = role
         self.is_here = role.input.device == plan.device  # sums may live on another device than the model

@@ -2,7 +2,8 @@ r"""The hot spot of KFAC: $X^\top X$, added to a running total.
 
 The product is symmetric, so only its upper triangle is computed: strip by strip, where a strip is a few rows of the
 result from the diagonal to the right. With `D` columns and strips of width `w` this costs `(1 + w / D) / 2` of a full
-product. Inputs in half precision are multiplied as they are, with results in float32 where the device can do that.
+product. Inputs in half precision are multiplied as they are, with results in float32 where the device can do that; or
+in another precision, if somebody asks for it.
 """
 
 from functools import cache
@@ -10,15 +11,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kfs.kfac.settings import Products
+from kfs.kfac.sums.precision import HALF, multiplying, rounded, uses_tf32
+
 # Up to which number of columns one product is faster than strips, and how wide strips are: `benchmarks/gram.py`
 # measures it.
 _STRIPS = {"cpu": (128, 96), "cuda": (512, 256), "cuda, tensor cores": (1536, 768)}
 # Products with fewer multiplications are not cut: starting another operation takes some 35 us on an accelerator.
 _LAUNCH = 3e9
-_HALF = {torch.float16, torch.bfloat16}
 
 
-def add_gram(total: Tensor, x: Tensor) -> None:
+def add_gram(total: Tensor, x: Tensor, products: Products = "auto") -> None:
     """Add the sum of outer products of vectors to the upper triangle of a total.
 
     What is below the diagonal is complete only after `mirror`.
@@ -26,7 +29,12 @@ def add_gram(total: Tensor, x: Tensor) -> None:
     Args:
         total: `[D, D]`, changed in place.
         x: `[..., D]`, with any strides.
+        products: In which precision to multiply.
     """
+    if products != "auto":
+        with multiplying(products):
+            add_gram(total, rounded(x, products))
+        return
     if x.ndim > 2:
         features_first = x.ndim == 3 and x.stride(1) == 1 and x.stride(2) != 1
         # Images lie in memory channel by channel. Products image by image need no copy, and results are small.
@@ -43,8 +51,12 @@ def add_gram(total: Tensor, x: Tensor) -> None:
         _add_product(total[start:stop, start:], x[:, start:stop].T, x[:, start:])
 
 
-def add_grouped_gram(total: Tensor, x: Tensor) -> None:
+def add_grouped_gram(total: Tensor, x: Tensor, products: Products = "auto") -> None:
     """Add outer products within groups of features: `x` is `[..., G * D]`, the total `[G, D, D]`."""
+    if products != "auto":
+        with multiplying(products):
+            add_grouped_gram(total, rounded(x, products))
+        return
     groups, size = total.shape[:2]
     x = x.reshape(-1, groups, size).movedim(1, 0).to(total.dtype)
     total.baddbmm_(x.transpose(1, 2), x)
@@ -76,8 +88,7 @@ def _strips_on_accelerator(size: int, x: Tensor) -> tuple[tuple[int, int], ...]:
     kind = x.device.type
     if x.shape[0] * size**2 < _LAUNCH:
         return _ranges(size, size, size)
-    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    if kind == "cuda" and (x.dtype in _HALF or tf32):
+    if kind == "cuda" and (x.dtype in HALF or (x.dtype == torch.float32 and uses_tf32())):
         kind = "cuda, tensor cores"
     return _ranges(size, *_STRIPS.get(kind, (size, size)))
 
@@ -93,7 +104,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add a product to a total, in the total's precision."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    elif left.dtype in _HALF and left.device.type == "cuda":  # pragma: no cover (measured and tested on a GPU)
+    elif left.dtype in HALF and left.device.type == "cuda":  # pragma: no cover (measured and tested on a GPU)
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfs.kfac.settings import Products
 from kfs.kfac.sums.gram import add_gram, add_grouped_gram, is_one_product, mirror
+from kfs.kfac.sums.precision import rounded
 from kfs.storage import UnfitError
 
 
@@ -21,12 +23,14 @@ class OuterProductSum:
             upper triangle counts until `complete`. It is changed in place.
         diagonal: Whether only diagonals are kept.
         bias: Whether the last coordinate stands for a bias.
+        products: In which precision vectors are multiplied. It does not matter if only diagonals are kept.
     """
 
-    def __init__(self, total: Tensor, diagonal: bool, bias: bool = False) -> None:
+    def __init__(self, total: Tensor, diagonal: bool, bias: bool = False, products: Products = "auto") -> None:
         """Prepare the parts of the total that are written to."""
         self.diagonal = diagonal
         self.bias = bias
+        self.products: Products = "auto" if diagonal else products
         self.ones = 0.0  # how many vectors had a bias coordinate of one, as far as the total does not know yet
         self.total = total
 
@@ -39,13 +43,14 @@ class OuterProductSum:
         bias: bool,
         dtype: torch.dtype,
         device: torch.device | str,
+        products: Products = "auto",
     ) -> "OuterProductSum":
         """Start a sum for vectors of some size (without the bias) and dtype, in float32 or better."""
         size += bias
         width = -(-size // 16) * 16  # rows that start at multiples of 64 bytes are faster to write
         shape = [groups, width] if diagonal else [groups, size, width]
         dtype = torch.promote_types(dtype, torch.float32)
-        return cls(torch.zeros(shape, dtype=dtype, device=device)[..., :size], diagonal, bias)
+        return cls(torch.zeros(shape, dtype=dtype, device=device)[..., :size], diagonal, bias, products)
 
     @property
     def total(self) -> Tensor:
@@ -57,7 +62,8 @@ class OuterProductSum:
         self._total = total
         self.device = total.device
         self._groups = len(total)
-        self._is_small = not self.diagonal and self._groups == 1 and is_one_product(total.shape[-1], total.device)
+        one_product = self._groups == 1 and is_one_product(total.shape[-1], total.device)
+        self._is_small = one_product and not self.diagonal and self.products != "bf16"
         matrix = total[0] if self._groups == 1 and not self.diagonal else total
         self.inner = matrix
         if self.bias:
@@ -89,18 +95,26 @@ class OuterProductSum:
             return len(x)
         if x.ndim == 1:
             x = x.unsqueeze(0)
+        if self.products != "auto":
+            # Also for what vectors have with their bias coordinate: the sum belongs to the same vectors everywhere, and
+            # has no negative eigenvalues.
+            x = self.rounded(x)
         if self.diagonal:
             squares = x.to(self.total.dtype).square()
             self.inner += squares.reshape(-1, *self.inner.shape).sum(0)
         elif self._groups > 1:
-            add_grouped_gram(self.inner, x)
+            add_grouped_gram(self.inner, x, self.products)
         else:
-            add_gram(self.inner, x)
+            add_gram(self.inner, x, self.products)
         count = x.numel() // max(x.shape[-1], 1)
         if ones:
             rows = 0 if x.ndim == 2 else tuple(range(x.ndim - 1))
             self.add_ones(x.sum(rows, dtype=self._total.dtype), count)
         return count
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Return vectors in the precision in which they are multiplied."""
+        return rounded(x, self.products)
 
     def add_ones(self, x: Tensor, count: float) -> None:
         """Add what vectors have with their bias coordinate of one.
@@ -118,9 +132,9 @@ class OuterProductSum:
         if self.diagonal:
             self.total += x.to(self.total.dtype).square().sum(0)
         elif self._groups > 1:
-            add_grouped_gram(self.total, x)
+            add_grouped_gram(self.total, x, self.products)
         else:
-            add_gram(self.total[0], x.squeeze(1))
+            add_gram(self.total[0], x.squeeze(1), self.products)
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Fill in what is below the diagonal; convert to another precision if asked for."""
@@ -140,7 +154,7 @@ class OuterProductSum:
         if self.device == device:
             return self
         size, groups = self.size - self.bias, self._groups
-        return OuterProductSum.zeros(size, groups, self.diagonal, self.bias, self.total.dtype, device)
+        return OuterProductSum.zeros(size, groups, self.diagonal, self.bias, self.total.dtype, device, self.products)
 
     def merge_in(self, other: "OuterProductSum") -> None:
         """Add what `on` returned, after vectors were added to it."""
@@ -165,13 +179,13 @@ class OuterProductSum:
         return {"total": self.total, "diagonal": self.diagonal, "bias": self.bias, "ones": self.ones}
 
     @classmethod
-    def from_state(cls, state: Any, size: int, groups: int) -> "OuterProductSum":
-        """Undo `state`, for vectors of a size (without the bias).
+    def from_state(cls, state: Any, size: int, groups: int, products: Products = "auto") -> "OuterProductSum":
+        """Undo `state`, for vectors of a size (without the bias); further ones are multiplied in a given precision.
 
         Older files have no axis of length one for a single group.
         """
         total, diagonal, bias = state["total"], bool(state["diagonal"]), bool(state["bias"])
-        result = cls.zeros(size, groups, diagonal, bias, total.dtype, total.device)
+        result = cls.zeros(size, groups, diagonal, bias, total.dtype, total.device, products)
         shape = result.total.shape
         if total.shape not in {shape, shape[1:]} or total.numel() != shape.numel():
             expected = shape if groups > 1 else shape[1:]

@@ -68,7 +68,7 @@ class Patches(Inputs):
 
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
         """Add the patch covariance."""
-        x = self._cropped(x)
+        x = total.rounded(self._cropped(x))  # patches have each number several times
         positions = len(x) * prod(self.out)
         if self._shifts_pay(x) and not total.diagonal:
             self._add_by_shifts(total.inner, x)
