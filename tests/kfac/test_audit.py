@@ -134,7 +134,9 @@ def test_hidden_uses_in_some_batches() -> None:
             model = Function(compute, **params)
             data = [(normal(num_data, length, 4), labels(num_data)) for length in (2, 5)]
             assert list(KFAC(EmpiricalRisk(model, LOSS, data[:1])).blocks) == list(params)
-            with pytest.raises(ModelError, match=r"'W': .* not seen"):
+            with pytest.raises(
+                ModelError, match=r"'W': it is used by something that was not seen: .* depend on data\)"
+            ):
                 KFAC(EmpiricalRisk(model, LOSS, data))
 
 

@@ -291,7 +291,11 @@ class _Audit:
     def _compare_gradients(
         self, f: Tensor, capture: Capture, sums: GradientSums, exact: Mapping[str, Tensor | None], tolerance: float
     ) -> tuple[dict[str, float], set[tuple[str, str]]]:
-        """Compare sums over uses with gradients by autograd."""
+        """Compare sums over uses with gradients by autograd.
+
+        Returns:
+            Relative differences by parameter, and `(parameter, why)` of uses that were missed or misread.
+        """
         left_out = {name for name, _ in capture.unexplained | sums.conflicts}
         zeros = torch.zeros_like
         gradients = {name: zeros(self.params[name]) if g is None else g.to_dense() for name, g in exact.items()}
@@ -314,7 +318,7 @@ class _Audit:
                 unexplained.add((name, self._missed(name, f, sums, differences[name])))
         # Another shape of inputs may take another way, so that a parameter has a block all the same.
         unseen = [name for name, g in gradients.items() if name not in sums.operations and bool(g.any())]
-        missed = "something that was not seen: PyTorch hides it, or it does not depend on data"
+        missed = "it is used by something that was not seen: PyTorch hides it, or it does not depend on data"
         unexplained.update((name, missed) for name in unseen if name not in left_out)
         return differences, unexplained
 
@@ -324,7 +328,7 @@ class _Audit:
         hidden = sorted({function for parameter, function in hidden_uses(f, self.params) if parameter == name})
         other = ", ".join(hidden) or "something that PyTorch hides"
         what_differs = f"the gradient differs by {percent(difference)} from the sum over all uses that were seen"
-        return f"{seen} and by {other}, or {seen} was misread ({what_differs})"
+        return f"it is used by {seen} and by {other}, or {seen} was misread ({what_differs})"
 
     def _wrong_rule(self, difference: float, tolerance: float) -> ModelError:
         """Find the first operation whose result is another one under capture."""

@@ -92,7 +92,7 @@ class Audits:
             operations: A hash of the operations in that pass.
 
         Returns:
-            `(parameter, operation)` of uses that were missed or misread.
+            `(parameter, why)` of uses that were missed or misread.
 
         Raises:
             ModelError: If the audit fails.
