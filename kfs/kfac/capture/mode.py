@@ -23,17 +23,7 @@ from kfs.data import Batch, mapped, without_tensors
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
 from kfs.kfac.capture.derived import follow, tap_broadcast, track_copy
 from kfs.kfac.capture.hidden_uses import hidden_uses
-from kfs.kfac.capture.plan import (
-    Broadcast,
-    Call,
-    Copy,
-    Plan,
-    Read,
-    Rewrite,
-    argument_at,
-    describe,
-    with_argument,
-)
+from kfs.kfac.capture.plan import Broadcast, Call, Copy, Plan, Read, Rewrite, argument_at, describe, with_argument
 from kfs.kfac.capture.session import Session, no_rule
 from kfs.kfac.capture.sites import Known, Sites, What
 from kfs.kfac.capture.tap import apply_tap
