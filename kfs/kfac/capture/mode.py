@@ -53,7 +53,7 @@ _MOVES = {
 # Operations that read numbers, such as lengths.
 _READS = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__index__}
 
-_MOST_PLANS = 10_000
+_MOST_PLANS = 10_000  # a model whose shapes never repeat makes new ones in every batch
 
 
 class Capture(TorchFunctionMode):
