@@ -66,7 +66,7 @@ class KFAC(Optimizer):
             `"method": "adamw"`.
         patience: Damping rises after this many events in a row (see `events`).
         max_dim: Factors wider than this keep their diagonal only.
-        batch_axis: The batch axis of inputs and activations, if it is not the first.
+        batch_axis: As in `kfs.KFAC`.
         seed: Seed for drawing labels with `fisher="mc"`.
         audit: Whether to check, on a few data, that watching the model changes nothing and sees all uses of parameters.
             The model is called some more times for it; buffers, random state and attributes of modules are restored.

@@ -162,7 +162,7 @@ class _Audit:
             uses=tuple(self._placed(site, capture.routes) for site in uses),
             meetings=tuple(self._placed(site, capture.routes) for site in sites if site.meeting),
             unexplained=frozenset(unexplained),
-            inputs=tuple(is_data for _, _, is_data in capture.marks.inputs),
+            inputs=tuple(is_data for _, is_data in capture.marks.inputs),
         )
         capture.places().forget()
         return Audited(report, known, self.whole), f.detach()
@@ -236,11 +236,11 @@ class _Audit:
         return found.is_precise or 2 * found.number_of_owners > self.num_data
 
     def _more_constants(self, capture: Capture) -> frozenset[int] | None:
-        """Return other inputs that may be the same for all data; `None` if all ways were tried.
+        """Return other inputs that may be the same for all data; `None` if all were tried.
 
         First those without an axis as long as the batch, then one after the other.
         """
-        data = [place for place, (_, _, is_data) in enumerate(capture.marks.inputs) if is_data]
+        data = [place for place, (_, is_data) in enumerate(capture.marks.inputs) if is_data]
         if not self.known.constants:
             without = [place for place in data if self.num_data not in capture.marks.inputs[place][0]]
             self.candidates = [frozenset(without)] if without else []
