@@ -262,7 +262,7 @@ def test_images_that_are_not_batched() -> None:
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_normalisations_over_several_axes_and_instances(sharing: Any) -> None:
+def test_normalizations_over_several_axes_and_instances(sharing: Any) -> None:
     """Their scales are like those of separate multiplications, and unused ones are left out."""
     torch.manual_seed(0)
     X, y = normal(3, 2, 4), normal(3, 2, 4)
