@@ -109,7 +109,7 @@ class ExactDerivatives(TorchFunctionMode):
 
     - The row `padding_idx` of an embedding is a constant: PyTorch drops its gradient in the backward pass, but not its
       tangent in the forward pass, so that `J` and `J^T` would not be transposes of each other.
-    - The second derivative of weight normalisation is wrong in PyTorch on the CPU; spelled out, it is right.
+    - The second derivative of weight normalization is wrong in PyTorch on the CPU; spelled out, it is right.
     - Batch and instance normalization have a wrong gradient for some strides: see `RightGradients`.
     - Reentrant checkpoints hide parameters from `torch.autograd.grad`; they are refused.
     """

@@ -28,7 +28,7 @@ def check_module(model: Module) -> None:
         model: The module.
 
     Raises:
-        ModelError: If it is in a training mode that matters, normalises over batches, or caches its parametrizations.
+        ModelError: If it is in a training mode that matters, normalizes over batches, or caches its parametrizations.
     """
     for name, module in model.named_modules():
         random = isinstance(module, _DropoutNd) and module.p > 0
@@ -42,7 +42,7 @@ def check_module(model: Module) -> None:
             raise ModelError(
                 f"Module {name!r} ({type(module).__name__}) keeps no running statistics: the prediction for one "
                 "datum depends on the rest of its batch, so curvature is not defined.",
-                "Use track_running_stats=True, or another normalisation.",
+                "Use track_running_stats=True, or another normalization.",
             )
         if parametrize._cache_enabled and parametrize.is_parametrized(module):
             raise ModelError(

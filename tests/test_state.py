@@ -1,5 +1,7 @@
-"""Models that change their input, or whose weights are cached, are refused."""
+"""Models that change their input, or whose weights are cached, are refused; random generators are restored."""
 
+import random
+import sys
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from kfs.errors import ModelError
 from kfs.operators import GGN, Hessian, Jacobian
 from kfs.risk import EmpiricalRisk
+from kfs.state import restored
 
 
 class InPlace(nn.Module):
@@ -60,3 +63,15 @@ def test_cached_parametrizations_are_refused() -> None:
             risk.gradient()
         EmpiricalRisk(plain, nn.MSELoss(), data).gradient()
     risk.gradient()
+
+
+@pytest.mark.parametrize("numpy", [True, False])
+def test_other_generators_are_restored(numpy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not numpy:
+        monkeypatch.delitem(sys.modules, "numpy")
+    random.seed(0)
+    expected = random.random()
+    random.seed(0)
+    with restored(None, torch.device("cpu")):
+        random.random()
+    assert random.random() == expected

@@ -22,7 +22,7 @@ def empirical_fisher_vp(model: Module, loss: Loss, X: Tensor, y: Tensor, params:
     """Multiply the empirical Fisher with a tensor.
 
     Args:
-        model: The network, a function of one datum (no batch normalisation or dropout in training mode).
+        model: The network, a function of one datum (no batch normalization or dropout in training mode).
         loss: A `MSELoss` or `CrossEntropyLoss`.
         X: All inputs, stacked along the first axis.
         y: All targets, likewise.

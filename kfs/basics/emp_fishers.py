@@ -32,7 +32,7 @@ def empirical_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Pa
     """Compute the empirical Fisher tensor with respect to one parameter, or a pair of them.
 
     Args:
-        model: The network, a function of one datum (no batch normalisation or dropout in training mode).
+        model: The network, a function of one datum (no batch normalization or dropout in training mode).
         loss: A `MSELoss` or `CrossEntropyLoss`.
         X: All inputs, stacked along the first axis.
         y: All targets, likewise.

@@ -50,7 +50,7 @@ def type1_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params
     """Compute the type-I Fisher tensor: the exact covariance of would-be gradients.
 
     Args:
-        model: The network, a function of one datum (no batch normalisation or dropout in training mode).
+        model: The network, a function of one datum (no batch normalization or dropout in training mode).
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
         X: All inputs, stacked along the first axis.
         y: All targets, likewise. They matter only for the reduction factor and for labels that are ignored.
@@ -79,7 +79,7 @@ def type2_fisher(model: Module, loss: Loss, X: Tensor, y: Tensor, params: Params
     """Compute the type-II Fisher tensor: the exact expectation of the negative log-likelihood's Hessian.
 
     Args:
-        model: The network, a function of one datum (no batch normalisation or dropout in training mode).
+        model: The network, a function of one datum (no batch normalization or dropout in training mode).
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
         X: All inputs, stacked along the first axis.
         y: All targets, likewise. They matter only for the reduction factor and for labels that are ignored.

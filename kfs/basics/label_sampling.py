@@ -8,7 +8,7 @@ constant. The network's prediction parameterises a distribution over targets:
 | `MSELoss` | $\mathcal{N}(y \mid f, I)$, a normal distribution around the prediction |
 | `CrossEntropyLoss` | $\mathrm{softmax}(f)_y$, a categorical distribution over the classes |
 
-Minimising the empirical risk is maximum likelihood estimation. We can therefore ask the network which targets it
+Minimizing the empirical risk is maximum likelihood estimation. We can therefore ask the network which targets it
 *expects*, by drawing them. The Fisher information matrix is built from such draws. For tensor-valued
 predictions the entries (square loss) or positions (cross-entropy) are independent.
 

@@ -26,7 +26,7 @@ def mc_fisher_vp(
     """Multiply the Monte Carlo Fisher with a tensor.
 
     Args:
-        model: The network, a function of one datum (no batch normalisation or dropout in training mode).
+        model: The network, a function of one datum (no batch normalization or dropout in training mode).
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
         X: All inputs, stacked along the first axis.
         y: All targets, likewise.

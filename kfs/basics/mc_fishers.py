@@ -40,7 +40,7 @@ def mc_fisher(
     """Compute the Monte Carlo Fisher tensor with respect to one parameter, or a pair of them.
 
     Args:
-        model: The network, a function of one datum (no batch normalisation or dropout in training mode).
+        model: The network, a function of one datum (no batch normalization or dropout in training mode).
         loss: A `MSELoss` or `CrossEntropyLoss`, the latter without class weights and label smoothing.
         X: All inputs, stacked along the first axis.
         y: All targets, likewise. They matter only for the reduction factor and for labels that are ignored.

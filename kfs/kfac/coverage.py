@@ -26,14 +26,13 @@ def not_covered(
     Args:
         params: All parameters that should be covered.
         blocks: What was found.
-        unexplained: `(parameter, operation)` of uses that no rule explains.
+        unexplained: `(parameter, why)` of uses that no rule explains.
         conflicts: `(parameter, operation)` of uses that do not fit together with others.
     """
     blocks = list(blocks)
     reasons: dict[str, str] = {}
-    for name, operation in sorted(unexplained):
-        missed = "differs by" in operation  # an audit found out
-        reasons.setdefault(name, f"it is used by {operation}" + ("" if missed else ", for which there is no rule"))
+    for name, why in sorted(unexplained):
+        reasons.setdefault(name, why)
     for name, operation in sorted(conflicts):
         reasons.setdefault(name, f"its use by {operation!r} does not fit together with its other uses")
     covered = {name for block in blocks for name in block.layout.params}

@@ -95,7 +95,7 @@ def spectral_density(A: LinearOperator, *, num_vectors: int = 10, num_steps: int
 
 
 def _quadrature(A: LinearOperator, v: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
-    """Run Lanczos from a unit vector, with full reorthogonalisation, and return nodes and weights."""
+    """Run Lanczos from a unit vector, with full reorthogonalization, and return nodes and weights."""
     basis, alphas, betas = [v], [], []
     while True:
         w = A @ basis[-1]

@@ -3,18 +3,17 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfs.errors import KfsWarning, LossError, ModelError, StorageError
+from kfs.errors import KfsWarning, LossError, ModelError
 from kfs.kfac.block import Block
 from kfs.kfac.capture import Audit
 from kfs.kfac.coverage import listed, shared_with, warn_of_wide
-from kfs.kfac.layout import Key, Layout
+from kfs.kfac.layout import Key
 from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.kfac.structures import Method
 from kfs.losses import describe
@@ -67,7 +66,7 @@ class KFAC(Optimizer):
             `"method": "adamw"`.
         patience: Damping rises after this many events in a row (see `events`).
         max_dim: Factors wider than this keep their diagonal only.
-        batch_axis: The batch axis of inputs and activations, if it is not the first.
+        batch_axis: As in `kfs.KFAC`.
         seed: Seed for drawing labels with `fisher="mc"`.
         audit: Whether to check, on a few data, that watching the model changes nothing and sees all uses of parameters.
             The model is called some more times for it; buffers, random state and attributes of modules are restored.
@@ -308,19 +307,8 @@ class KFAC(Optimizer):
         Raises:
             StorageError: If the state is that of another optimizer, or of another model.
         """
-        if "kfac" not in state_dict:
-            raise StorageError(
-                "The state is not one of kfs.optim.KFAC.", "Load what state_dict() of such an optimizer returned."
-            )
+        self._params.check_state(state_dict)
         mine = state_dict["kfac"]
-        layouts = [Layout.from_state(a["layout"]) for a in mine["curvature"]["averages"]]
-        sizes = {n: p.numel() for n, p in self._params.tensors.items()}
-        strange = [x.name for x in layouts if sizes.get(x.weight) != prod(x.shape) or (x.bias or x.weight) not in sizes]
-        if strange:
-            raise StorageError(
-                f"The state has blocks {strange}, which this model does not have.",
-                "Load it for the model that it was saved for.",
-            )
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
         # PyTorch converts state to the precision of its parameter. Averages may have a better one: read them again.
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]

@@ -2,13 +2,16 @@
 
 import gc
 import weakref
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kfs.errors import ModelError
+from kfs.errors import ModelError, StorageError
+from kfs.kfac.layout import Layout
 
 # By parameter: a weak reference to the `Parameters` that it belongs to.
 _OWNERS: Any = WeakIdKeyDictionary()
@@ -87,6 +90,21 @@ class Parameters:
             raise ModelError(
                 f"The model is on {', '.join(sorted(map(str, where)))}, but the optimizer's state is on {device}.",
                 "Move the model first, then make the optimizer; load_state_dict() takes over a state.",
+            )
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse the state of another optimizer, or of another model."""
+        if "kfac" not in state:
+            raise StorageError(
+                "The state is not one of kfs.optim.KFAC.", "Load what state_dict() of such an optimizer returned."
+            )
+        layouts = [Layout.from_state(average["layout"]) for average in state["kfac"]["curvature"]["averages"]]
+        sizes = {n: p.numel() for n, p in self.tensors.items()}
+        strange = [x.name for x in layouts if sizes.get(x.weight) != prod(x.shape) or (x.bias or x.weight) not in sizes]
+        if strange:
+            raise StorageError(
+                f"The state has blocks {strange}, which this model does not have.",
+                "Load it for the model that it was saved for.",
             )
 
     def _shapes_now(self) -> dict[int, torch.Size]:

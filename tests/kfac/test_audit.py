@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from kfs import optim
-from kfs.errors import ModelError
+from kfs.errors import KfsWarning, ModelError
 from kfs.kfac import EKFAC, KFAC, inspect
+from kfs.kfac.capture import audits
 from kfs.kfac.capture.audit import FEW
 from kfs.operators import GGN
 from kfs.risk import EmpiricalRisk
@@ -134,7 +135,9 @@ def test_hidden_uses_in_some_batches() -> None:
             model = Function(compute, **params)
             data = [(normal(num_data, length, 4), labels(num_data)) for length in (2, 5)]
             assert list(KFAC(EmpiricalRisk(model, LOSS, data[:1])).blocks) == list(params)
-            with pytest.raises(ModelError, match=r"'W': .* not seen"):
+            with pytest.raises(
+                ModelError, match=r"'W': it is used by something that was not seen: .* depend on data\)"
+            ):
                 KFAC(EmpiricalRisk(model, LOSS, data))
 
 
@@ -262,3 +265,55 @@ def test_tokens_that_look_like_indices_of_data(num_data: int, vocabulary: int) -
     x = (torch.randint(vocabulary, (num_data, 5)), torch.ones(num_data, 5))
     with pytest.raises(ModelError, match=REST):
         KFAC(EmpiricalRisk(Centered().double(), LOSS, [(x, labels(num_data))]))
+
+
+def branches(m: Any, x: Tensor) -> Tensor:
+    product = scripted if x.sum() > 0 else F.linear
+    return product(x, m.W)
+
+
+def two_batches(first: Tensor, second: Tensor) -> EmpiricalRisk:
+    y = torch.arange(len(first)) % 3
+    return EmpiricalRisk(Function(branches, W=normal(3, 4)), LOSS, [(first, y), (second, y)])
+
+
+def test_batches_that_take_another_way() -> None:
+    """A use that is hidden in some batches only is found in them, whichever comes first."""
+    x = torch.rand(6, 4, dtype=torch.float64)
+    assert list(KFAC(two_batches(-x, -x)).blocks) == ["W"]
+    for first, second in ((x, -x), (-x, x)):
+        with pytest.raises(ModelError, match=r"'W'.*not seen"):
+            KFAC(two_batches(first, second))
+
+
+def test_not_more_ways_than_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that takes ever new ways is not audited for ever."""
+    monkeypatch.setattr(audits, "_MOST_WAYS", 1)
+    x = torch.rand(6, 4, dtype=torch.float64)
+    KFAC(two_batches(-x, x))
+
+
+class Counts(nn.Module):
+    """Remembers how often it was called, where nobody can restore it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(3, 3), [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        result: Tensor = self.linear(x) * (1 + 0.1 * self.calls[0])
+        return result
+
+
+def test_models_that_are_not_repeatable() -> None:
+    X, y = torch.randn(6, 3), torch.arange(6) % 3
+    with pytest.raises(ModelError, match="not the same function in every call"):
+        KFAC(EmpiricalRisk(Counts(), LOSS, (X, y)))
+    model = Counts()
+    optimizer = optim.KFAC(model, LOSS, factors_every=1)
+    with pytest.warns(KfsWarning, match="cannot be audited"):
+        LOSS(model(X), y).backward()
+    optimizer.step()
+    assert optimizer.audit is None
+    assert not optimizer.uncovered

@@ -164,7 +164,7 @@ def test_given_states_and_packed_sequences() -> None:
             return result
 
     packed = EmpiricalRisk(Packed().double(), nn.MSELoss(), (normal(3, 5, 3), normal(3, 2)))
-    with pytest.raises(ModelError, match=r"'rnn\.weight_ih_l0': it is used by gru, for which there is no rule"):
+    with pytest.raises(ModelError, match=r"'rnn\.weight_ih_l0': it is used by gru with arguments that the rule"):
         KFAC(packed)
     assert list(KFAC(packed, uncovered="skip").blocks) == ["head"]
 

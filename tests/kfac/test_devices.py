@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 class Mixed(nn.Module):
-    """Tokens, positions, attention, normalisation and a convolution."""
+    """Tokens, positions, attention, normalization and a convolution."""
 
     def __init__(self) -> None:
         super().__init__()

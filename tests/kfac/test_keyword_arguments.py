@@ -113,7 +113,7 @@ def test_arguments_that_a_rule_does_not_know_are_uses_without_rule(name: str) ->
     model = Function(lambda m, x: UNDOCUMENTED[name](m, x).flatten(1).tanh(), W=torch.rand(2, 4)).double()
     X = torch.rand(N, WIDTH, dtype=torch.float64)
     assert list(inspect(model, X).uncovered) == ["W"]
-    with pytest.raises(ModelError, match="for which there is no rule"):
+    with pytest.raises(ModelError, match="with arguments that the rule for it does not take"):
         KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, torch.zeros_like(model(X).detach()))))
 
 

@@ -1,19 +1,16 @@
 """Kronecker algebra: everything an operator with structured blocks can do, against its dense matrix."""
 
 from collections.abc import Callable
-from math import exp
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from kfs.basics.reduction_factors import reduction_factor
 from kfs.errors import DtypeError, KfsWarning, ModelError, SolverError
 from kfs.kfac import KFAC
 from kfs.kfac.layout import Layout
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
-from kfs.kfac.structures.damping import damped_inverse, trace_norm_ratio
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
@@ -22,7 +19,6 @@ from kfs.kfac.structures.stack import Stack
 from kfs.operators import LinearOperator
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
-from tests.kfac.definition import definition
 from tests.operators.contract import check_contract, close
 
 
@@ -127,102 +123,6 @@ def test_numbers(name: str) -> None:
     close(K.inverse(0.3).logdet(), -damped.logdet())
     close(K.power(-0.5, 0.3).to_dense() @ K.power(-0.5, 0.3).to_dense(), torch.linalg.inv(damped))
     close(K.power(2.0).to_dense(), dense @ dense)
-
-
-@pytest.mark.parametrize("method", ["exact", "factored", "per-factor"])
-def test_dampings_have_inverses_that_know_everything(method: Any) -> None:
-    """What comes out solves the equation that each method stands for, with factors from literal loops.
-
-    Blocks may have dampings of their own.
-    """
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    X, y, loss = torch.randn(20, 3, dtype=torch.float64), torch.randint(2, (20,)), nn.CrossEntropyLoss()
-    dampings = {"0": 0.1, "2": 0.02}
-    inverse = KFAC(EmpiricalRisk(model, loss, (X, y))).inverse(dampings, method)
-    V = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    M = inverse @ V
-    for name, d in dampings.items():
-        A, B = (
-            factor[0]
-            for factor in definition(model, loss, X, y, model.get_submodule(name), "expand", reduction_factor(loss, y))
-        )
-        I_A, I_B = torch.eye(len(A), dtype=torch.float64), torch.eye(len(B), dtype=torch.float64)
-        m, v = (torch.cat([t[f"{name}.weight"], t[f"{name}.bias"].unsqueeze(1)], 1) for t in (M, V))
-        if method == "exact":
-            close(B @ m @ A + d * m, v)
-        elif method == "per-factor":
-            close((B + d * I_B) @ m @ (A + d * I_A), v)
-        else:
-            pi = best_split(A, B, d)
-            actual = (B + d**0.5 / pi * I_B) @ m @ (A + d**0.5 * pi * I_A)
-            # A minimum is found up to the root of the precision, 1e-8.
-            torch.testing.assert_close(actual, v, rtol=1e-6, atol=1e-6)
-    check_contract(inverse, product_by_product(inverse))
-    close(inverse.trace(), inverse.to_dense().trace())
-    close(inverse.logdet(), inverse.to_dense().logdet())
-
-
-def number(*values: float) -> Factor:
-    """A stack of factors that are one number each."""
-    return Factor.dense(torch.tensor(values, dtype=torch.float64).reshape(-1, 1, 1), torch.full((len(values),), 0.5))
-
-
-@pytest.mark.parametrize("kind", ["dense", "diagonal", "identity", "number"])
-@pytest.mark.parametrize("side", ["A", "B"])
-@pytest.mark.parametrize("other", ["number", "identity"])
-def test_factored_damping_of_multiples_of_the_identity_is_exact(kind: str, side: str, other: str) -> None:
-    """Several blocks have different numbers and dampings; one of the numbers is zero."""
-    scale = torch.tensor([2.0, 0.5, 3.0], dtype=torch.float64)
-    matrices = torch.stack([definite(4, seed) for seed in range(3)])
-    wide = {
-        "dense": Factor.dense(matrices, scale),
-        "diagonal": Factor.diagonal(matrices.diagonal(dim1=1, dim2=2).contiguous(), scale),
-        "identity": Factor.identity(4, scale),
-        "number": number(1.0, 2.0, 5.0),
-    }[kind]
-    multiple = number(3.0, 0.0, 1e-3) if other == "number" else Factor.identity(3, 1.5 * scale)
-    K = Kronecker(wide, multiple) if side == "B" else Kronecker(multiple, wide)
-    damping = torch.tensor([0.1, 2.0, 1e-2], dtype=torch.float64)
-    identity = torch.eye(K.rows * K.columns, dtype=torch.float64)
-    exact = torch.linalg.inv(K.to_dense() + damping.reshape(-1, 1, 1) * identity)
-    inverse = damped_inverse(K, damping, "factored")
-    assert isinstance(inverse, Kronecker)
-    torch.testing.assert_close(inverse.to_dense(), exact, rtol=1e-10, atol=0.0)
-    # What the formula for other blocks gives is far from it.
-    pi = trace_norm_ratio(K)
-    A, B = K.A.shift(pi * damping.sqrt()), K.B.shift(damping.sqrt() / pi)
-    wrong = Kronecker(A.inverse(), B.inverse()).to_dense()
-    assert ((wrong - exact).flatten(1).norm(dim=1) > 1e-3 * exact.flatten(1).norm(dim=1)).all()
-
-
-def test_factored_damping_of_biases_and_scales() -> None:
-    """Layers without inputs of their own, in a network: damping is exact for them, and for others it is not."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).double()
-    data = torch.randn(20, 3, dtype=torch.float64), torch.randn(20, 1, dtype=torch.float64)
-    K, d = KFAC(EmpiricalRisk(model, nn.MSELoss(), data), joint_bias=False), 0.05
-    factored, exact = K.inverse(d, "factored"), K.inverse(d)
-    for name in ("0.bias", "1.weight", "1.bias", "3.weight", "3.bias"):
-        close(factored.submatrix([name]).to_dense(), exact.submatrix([name]).to_dense())
-    difference = (factored.submatrix(["0.weight"]) - exact.submatrix(["0.weight"])).to_dense()
-    assert difference.norm() > 0.1 * exact.submatrix(["0.weight"]).to_dense().norm()
-
-
-def best_split(A: Tensor, B: Tensor, damping: float) -> float:
-    """Find the `pi` for which factored damping adds least in the trace norm, by ternary search for its logarithm."""
-    I_A, I_B = torch.eye(len(A), dtype=A.dtype), torch.eye(len(B), dtype=B.dtype)
-
-    def added(log: float) -> float:
-        pi = exp(log)
-        damped = torch.kron(B + damping**0.5 / pi * I_B, A + damping**0.5 * pi * I_A)
-        return float(torch.linalg.matrix_norm(damped - torch.kron(B, A), "nuc"))
-
-    low, high = -10.0, 10.0
-    while high - low > 1e-9:
-        left, right = low + (high - low) / 3, high - (high - low) / 3
-        low, high = (low, right) if added(left) < added(right) else (left, high)
-    return exp(low)
 
 
 def test_inverse_without_damping_is_a_kronecker_product() -> None:
@@ -358,28 +258,6 @@ def test_zero_scales() -> None:
     close((zero - zero).to_dense(), torch.zeros(6, 6, dtype=torch.float64))
     with pytest.raises(SolverError, match="'W' is singular: its scale is zero"):
         zero.inverse()
-
-
-def test_sums_over_many_data_in_float32_can_be_damped() -> None:
-    """Their smallest eigenvalues are negative by more than the round-off of a decomposition."""
-    torch.manual_seed(0)
-    X = 0.3 + 1e-7 * torch.randn(1000, 1)
-    risk = EmpiricalRisk(nn.Linear(1, 2), nn.MSELoss(), (X, torch.randn(1000, 2)))
-    inverse = KFAC(risk).inverse(1e-3).to_dense().double()
-    exact = KFAC(EmpiricalRisk(nn.Linear(1, 2).double(), nn.MSELoss(), (X.double(), torch.randn(1000, 2).double())))
-    expected = exact.inverse(1e-3).to_dense()
-    assert (inverse - expected).norm() < 1e-2 * expected.norm()  # 1e-3 above, float32 noise of 1e-6 below
-    for dtype in (torch.bfloat16, torch.float16):
-        wide = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3))
-        data = torch.randn(12, 40), torch.randint(3, (12,))
-        K = KFAC(EmpiricalRisk(wide, nn.CrossEntropyLoss(), data), factor_dtype=dtype)
-        assert K.inverse(1e-2).to_dense().isfinite().all()
-
-
-def test_a_dead_layer_can_be_damped() -> None:
-    dead = one_block(torch.zeros(3, 3, dtype=torch.float64), definite(2))
-    close(dead.inverse(0.1).to_dense(), 10 * torch.eye(6, dtype=torch.float64))
-    assert dead.inverse(0.1, "factored").to_dense().isfinite().all()
 
 
 def test_float32_that_fails_is_tried_in_float64() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from kfs import KFAC, EmpiricalRisk, inspect
 from kfs.conformance.cases import EXACT
@@ -16,6 +15,7 @@ from kfs.errors import DataError, ModelError
 from tests.kfac.models import ONE_POSITION, Function, PackedAttention, between
 from tests.kfac.test_chunks import MODELS as CHUNKS
 from tests.kfac.test_definition import CONVOLUTIONS
+from tests.language_models import bert, gpt2, llama
 from tests.operators.problems import PROBLEMS
 
 pytestmark = [  # PyTorch's own
@@ -24,14 +24,6 @@ pytestmark = [  # PyTorch's own
 ]
 
 META = torch.device("meta")
-SIZE: dict[str, Any] = {
-    "vocab_size": 11,
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 8,
-    "max_position_embeddings": 6,
-}
 
 
 class Outputs(nn.Module):
@@ -48,11 +40,6 @@ class Outputs(nn.Module):
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-def gpt2() -> Any:
-    config = GPT2Config(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(config)
 
 
 def without_rule() -> nn.Module:
@@ -73,9 +60,9 @@ def collect() -> dict[str, tuple[Callable[[], nn.Module], Any]]:
         "attention": (PackedAttention, torch.randn(3, 4)),
         "without rule": (without_rule, torch.randn(3, 3)),
         "GPT-2": (gpt2, text),
-        "Llama": (lambda: LlamaForCausalLM(LlamaConfig(**SIZE)), text),
-        "Llama with a mask": (lambda: LlamaForCausalLM(LlamaConfig(**SIZE)), {**text, **mask}),
-        "BERT with a mask": (lambda: BertForMaskedLM(BertConfig(**SIZE)), {"input_ids": tokens, **mask}),
+        "Llama": (llama, text),
+        "Llama with a mask": (llama, {**text, **mask}),
+        "BERT with a mask": (bert, {"input_ids": tokens, **mask}),
     }
     for case in ONE_POSITION:
         sample = torch.randint(5, (3, 1)) if case.tokens else torch.randn(3, 3)

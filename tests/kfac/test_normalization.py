@@ -1,4 +1,4 @@
-"""Scales and shifts of normalisations: what they multiply depends on all settings, and nothing is changed twice."""
+"""Scales and shifts of normalizations: what they multiply depends on all settings, and nothing is changed twice."""
 
 from collections.abc import Callable
 from typing import Any

@@ -19,51 +19,58 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
+class Steps:
+    """Trains a model that computes in different ways; a call is a step, and says `how`."""
+
+    def __init__(self, compute: Any, outputs: int, **params: Tensor) -> None:
+        self.outputs = outputs
+        self.model = Function(compute, **params)
+        self.loss = nn.MSELoss()
+        self.optimizer = optim.KFAC(self.model, self.loss, factors_every=1)
+
+    def __call__(self, how: str) -> None:
+        self.model.how = how  # type: ignore[assignment]
+        self.optimizer.zero_grad()
+        self.loss(self.model(normal(8, 3)), normal(8, self.outputs)).backward()
+        self.optimizer.step()
+
+    @property
+    def uncovered(self) -> set[str]:
+        return set(self.optimizer.uncovered)
+
+
 def test_other_uses_of_a_weight_in_a_later_step() -> None:
     """Every step decides anew which blocks there are: rows that are used apart get curvature, too."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
-        if m.apart:
+        if m.how == "apart":
             return torch.cat([F.linear(x, m.W[:2], m.b[:2]), F.linear(x, m.W[2:], m.b[2:])], 1)
         return F.linear(x, m.W, m.b)
 
-    model = Function(compute, W=normal(4, 3), b=normal(4))
-    loss = nn.MSELoss()
-    optimizer = optim.KFAC(model, loss, factors_every=1)
-    for apart in (False, True, False):
-        model.apart = apart  # type: ignore[assignment]
-        optimizer.zero_grad()
-        loss(model(normal(8, 3)), normal(8, 4)).backward()
-        optimizer.step()
-        assert not optimizer.uncovered
-        averages = optimizer.state_dict()["kfac"]["curvature"]["averages"]
+    step = Steps(compute, 4, W=normal(4, 3), b=normal(4))
+    for how in ("together", "apart", "together"):
+        step(how)
+        assert not step.uncovered
+        averages = step.optimizer.state_dict()["kfac"]["curvature"]["averages"]
         rows = [tuple(average["layout"]["rows"]) for average in averages]
-        assert rows == ([(0, 2), (2, 4)] if apart else [(0, 4)])
+        assert rows == ([(0, 2), (2, 4)] if how == "apart" else [(0, 4)])
 
 
 def test_plans_that_fit_one_by_one_but_not_together() -> None:
     """A weight that is used as a whole in one step and by rows in another cannot be used in both ways in a third."""
 
     def compute(m: Any, x: Tensor) -> Tensor:
-        whole = F.linear(x, m.W) if "whole" in m.uses else 0.0
-        parts = torch.cat([F.linear(x, m.W[:2]), F.linear(x, m.W[2:])], 1) if "parts" in m.uses else 0.0
+        whole = F.linear(x, m.W) if "whole" in m.how else 0.0
+        parts = torch.cat([F.linear(x, m.W[:2]), F.linear(x, m.W[2:])], 1) if "parts" in m.how else 0.0
         return torch.as_tensor(whole + parts)
 
-    model, loss = Function(compute, W=normal(4, 3)), nn.MSELoss()
-    optimizer = optim.KFAC(model, loss, factors_every=1)
-
-    def step(*uses: str) -> None:
-        model.uses = uses  # type: ignore[assignment]
-        optimizer.zero_grad()
-        loss(model(normal(8, 3)), normal(8, 4)).backward()
-        optimizer.step()
-
+    step = Steps(compute, 4, W=normal(4, 3))
     step("whole")
     step("parts")
-    assert not optimizer.uncovered
+    assert not step.uncovered
     with pytest.warns(KfsWarning, match="does not fit together"):
-        step("whole", "parts")
-    assert set(optimizer.uncovered) == {"W"}
+        step("whole and parts")
+    assert step.uncovered == {"W"}
 
 
 def test_blocks_of_a_checkpoint_are_known(tmp_path: Path) -> None:
@@ -103,21 +110,13 @@ def test_a_bias_that_is_added_by_itself_in_another_step() -> None:
         z: Tensor = x @ m.W.T + m.b if m.how == "apart" else F.linear(x, m.W, m.b)
         return z.tanh() + m.b if m.how == "both" else z
 
-    model, loss = Function(compute, W=normal(2, 3), b=normal(2)), nn.MSELoss()
-    optimizer = optim.KFAC(model, loss, factors_every=1)
-
-    def step(how: str) -> None:
-        model.how = how  # type: ignore[assignment]
-        optimizer.zero_grad()
-        loss(model(normal(8, 3)), normal(8, 2)).backward()
-        optimizer.step()
-
+    step = Steps(compute, 2, W=normal(2, 3), b=normal(2))
     step("apart")
     step("joint")
-    assert not optimizer.uncovered
+    assert not step.uncovered
     with pytest.warns(KfsWarning, match="does not fit together with its other uses"):
         step("both")
-    assert set(optimizer.uncovered) == {"W", "b"}
+    assert step.uncovered == {"W", "b"}
 
 
 def test_data_that_cannot_be_added_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

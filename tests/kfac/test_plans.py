@@ -323,3 +323,15 @@ def test_plans_die_with_the_strides_of_a_parameter() -> None:
     weight.data = weight.data.T  # the same storage, address and shape
     run(session, sums, model, normal(5, 3))
     assert asked.times == 4
+
+
+def test_models_that_use_torch_func() -> None:
+    """Inside of `torch.func` there is no parameter here."""
+
+    def cosine(m: Any, x: Tensor) -> Tensor:
+        z, pull_back, *_ = torch.func.vjp(torch.sin, x @ m.W)
+        result: Tensor = pull_back(torch.ones_like(z))[0]
+        return result
+
+    risk = EmpiricalRisk(Function(cosine, W=normal(4, 3)), nn.CrossEntropyLoss(), (normal(5, 4), torch.arange(5) % 3))
+    close(EKFAC(risk).trace(), GGN(risk).to_dense().trace())

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.kfac import KFAC
+from kfs.kfac import EKFAC, KFAC
+from kfs.operators import GGN
 from kfs.risk import EmpiricalRisk
 from tests.kfac.arrangements import Instance, Problem, normal
 from tests.kfac.models import Function
@@ -350,3 +351,13 @@ def test_the_shape_of_a_parameter_is_not_a_use(like: Any) -> None:
         assert K.blocks[name].operations == block.operations
         close(K.blocks[name].A, block.A)
         close(K.blocks[name].B, block.B)
+
+
+def test_casts_of_expanded_parameters() -> None:
+    """The cast has a row for every datum, and counts like the parameter."""
+    p, X, y = normal(1, 3), normal(5, 3), torch.arange(5) % 3
+    model = Function(lambda m, x: (m.p.expand(len(x), -1).type(torch.float64).clone() + x).tanh(), p=p).double()
+    single = Function(lambda m, x: (m.p.float().expand(len(x), -1).double() + x).tanh(), p=p).double()
+    for one in (model, single):
+        risk = EmpiricalRisk(one, nn.CrossEntropyLoss(), (X, y))
+        torch.testing.assert_close(EKFAC(risk).trace().double(), GGN(risk).to_dense().trace(), rtol=1e-6, atol=1e-9)

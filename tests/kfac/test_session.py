@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfs.kfac.capture import Capture, Session, forward, send_back
+from kfs.kfac.capture import Capture, Session, backward, forward, send_back
 from kfs.kfac.capture.plan import Plan
-from kfs.kfac.rules import RULES
+from kfs.kfac.rules import RULES, new_session
 from kfs.kfac.rules.fallback import without_rule
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums import BlockSums, FactorSums
+from kfs.kfac.sums.gradient_sums import GradientSums
 from kfs.risk import EmpiricalRisk
 from tests.kfac.models import Function
 from tests.operators.contract import close
@@ -224,3 +225,15 @@ def test_a_batch_leaves_nothing_behind() -> None:
         assert alive(references) == 0
     for name, p in sweep.model.named_parameters():
         assert sweep.session.tracker.get(p).name == name
+
+
+def test_backward_passes_without_taps() -> None:
+    """Gradients of what was asked for are there, also if no use was seen."""
+    W = torch.randn(4, 3, requires_grad=True)
+    capture = Capture(new_session({"W": W}), GradientSums(), 2)
+    f = torch.randn(2, 3) @ W.T @ W
+    v = torch.ones_like(f).unsqueeze(0)
+    (g,) = backward(f, capture, v, keep_graph=True, also=[W])
+    assert g is not None
+    assert backward(f, capture, v) == ()
+    assert backward(f.detach(), capture, v, also=[W]) == [None]

@@ -141,21 +141,20 @@ class Causal(nn.Module):
         return result
 
 
+def swapped(func: Any, other: Callable[[Tensor, Tensor], Tensor]) -> Wrong:
+    """Run something else for a function of data and a parameter, in which they are swapped."""
+    return Wrong(
+        func,
+        rewritten(other),
+        lambda: Function(lambda m, x: func(x, m.b) @ m.V, b=normal(4), V=normal(4, 3)),
+        f"{func.__name__} .parameter 'b'.",
+        refused=True,
+    )
+
+
 ZOO: dict[str, Wrong] = {
-    "subtraction, swapped": Wrong(
-        torch.sub,
-        rewritten(lambda a, b: torch.add(b, a.neg())),
-        lambda: Function(lambda m, x: torch.sub(x, m.b) @ m.V, b=normal(4), V=normal(4, 3)),
-        "sub .parameter 'b'.",
-        refused=True,
-    ),
-    "division, swapped": Wrong(
-        torch.div,
-        rewritten(lambda a, b: torch.mul(b, a.reciprocal())),
-        lambda: Function(lambda m, x: torch.div(x, m.b) @ m.V, b=normal(4), V=normal(4, 3)),
-        "div .parameter 'b'.",
-        refused=True,
-    ),
+    "subtraction, swapped": swapped(torch.sub, lambda a, b: torch.add(b, a.neg())),
+    "division, swapped": swapped(torch.div, lambda a, b: torch.mul(b, a.reciprocal())),
     "without bias": Wrong(
         F.linear, rewritten(lambda x, W, _: x @ W.T), mlp, r"linear .parameter '0\.bias', '0\.weight'.", refused=True
     ),

@@ -5,37 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Wav2Vec2Config,
-    Wav2Vec2ForSequenceClassification,
-)
+from transformers import Wav2Vec2Config, Wav2Vec2ForSequenceClassification
 
 from kfs import GGN, KFAC, EmpiricalRisk, Fisher, Hessian
 from kfs.basics.ggn_product import ggnvp
 from kfs.basics.hessian_product import mixed_hvp
 from kfs.losses import TokenCrossEntropy
-
-SIZE: dict[str, Any] = {
-    "vocab_size": 11,
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 8,
-    "max_position_embeddings": 6,
-}
-
-
-def gpt2() -> Any:
-    config = GPT2Config(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(config).double().eval()
-
-
-def bert() -> Any:
-    return BertForMaskedLM(BertConfig(**SIZE)).double().eval()
+from tests.language_models import bert, gpt2
 
 
 def batch(num_data: int) -> dict[str, Tensor]:
@@ -50,7 +26,8 @@ def batch(num_data: int) -> dict[str, Tensor]:
 @pytest.fixture(params=["gpt2", "bert"])
 def problem(request: pytest.FixtureRequest) -> tuple[Any, TokenCrossEntropy, list[dict[str, Tensor]]]:
     causal = request.param == "gpt2"
-    return gpt2() if causal else bert(), TokenCrossEntropy(shift=causal), [batch(2), batch(1)]
+    model = gpt2() if causal else bert()
+    return model.double().eval(), TokenCrossEntropy(shift=causal), [batch(2), batch(1)]
 
 
 def test_value_is_the_models_own(problem: Any) -> None:

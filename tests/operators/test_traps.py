@@ -113,7 +113,7 @@ def test_embeddings_that_change_gradient_or_weight_are_refused(setting: dict[str
     assert torch.equal(model.get_parameter("0.weight"), before)
 
 
-def test_weight_normalisation_has_a_symmetric_hessian() -> None:
+def test_weight_normalization_has_a_symmetric_hessian() -> None:
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)).double()
     X, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
     risk = EmpiricalRisk(nn.Sequential(layer, nn.Tanh()), nn.MSELoss(), (X, y))

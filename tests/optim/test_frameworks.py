@@ -14,11 +14,12 @@ from pytorch_lightning import Trainer as Lightning
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from kfs.errors import ModelError
 from kfs.losses import TokenCrossEntropy
 from kfs.optim import KFAC
+from tests.language_models import gpt2_without_dropout
 from tests.optim.training import data, mlp, train, weights
 
 CE = nn.CrossEntropyLoss
@@ -219,9 +220,7 @@ def test_compiled_models_whose_original_the_optimizer_has() -> None:
 
 def gpt2() -> Any:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=11, n_positions=6, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    return GPT2LMHeadModel(config)
+    return gpt2_without_dropout(layers=1)
 
 
 SENTENCES = [

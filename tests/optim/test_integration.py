@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import kfs
 from kfs import EmpiricalRisk
 from kfs.errors import KfsError
 from kfs.losses import Custom, TokenCrossEntropy
 from kfs.optim import KFAC
+from tests.language_models import gpt2_without_dropout
 from tests.optim.training import data, mlp, train, weights
 
 CE = nn.CrossEntropyLoss
@@ -71,12 +71,6 @@ def twice() -> nn.Module:
     return Wrapped(layers, lambda m, x: m[1](m[0](m[0](x).tanh()).tanh()))
 
 
-def gpt2() -> Any:
-    config = GPT2Config(vocab_size=11, n_positions=6, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    return GPT2LMHeadModel(config)
-
-
 def cnn() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(27, 3)
@@ -96,7 +90,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
     "twice": (twice, CE()),
     "attention": (Attention, CE()),
     "tied": (Tied, TokenCrossEntropy()),
-    "gpt2": (gpt2, TokenCrossEntropy(shift=True)),
+    "gpt2": (gpt2_without_dropout, TokenCrossEntropy(shift=True)),
 }
 
 

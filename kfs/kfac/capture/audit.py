@@ -25,7 +25,15 @@ from torch import Tensor
 from kfs.data import can_be_cut, cut, mapped
 from kfs.errors import ModelError
 from kfs.kfac.capture.audit_report import Audit, AuditedUse, percent
-from kfs.kfac.capture.comparison import IN_HALF_PRECISION, Both, Results, difference_of, tolerance_for, wrong_rule
+from kfs.kfac.capture.comparison import (
+    IN_HALF_PRECISION,
+    Both,
+    Results,
+    difference_of,
+    mixing_error,
+    tolerance_for,
+    wrong_rule,
+)
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.mode import Capture
 from kfs.kfac.capture.ownership import Measured, probes
@@ -37,11 +45,14 @@ from kfs.kfac.sums.outer_products import full_precision
 from kfs.state import uncompiled
 
 log = logging.getLogger("kfs.kfac")
-# How many data an audit looks at.
+# How many data an audit looks at. Two show whether data mix; with four, an order of rows is seldom regular by chance.
 FEW = 4
-# A gradient may be off by this many roundings of its largest terms.
+# A gradient may be off by this many roundings of its terms: those of k terms add up to about the root of k, here of
+# 10,000. In half precision, two: one for the sum, and one for what is multiplied.
 _ROUNDINGS = 100
-# How often decisions about constants may change before one gives up.
+_ROUNDINGS_IN_HALF_PRECISION = 2
+# How often answers to questions may change before one goes on with what there is: models have a few tables that are
+# repeated over the batch, and most answers are right at once.
 _ROUNDS = 10
 # Evaluates the model on some inputs, within a context: takes inputs, their number, and the context.
 Run = Callable[[Any, int, AbstractContextManager[Any] | None], Tensor]
@@ -66,20 +77,6 @@ class NotRepeatableError(ModelError):
     """The model is not the same function in every call."""
 
 
-def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
-    """Compare predictions of a whole batch with those of its last data alone.
-
-    Raises:
-        ModelError: If they differ.
-    """
-    difference = difference_of(f[len(f) - len(few) :], few)
-    if difference > tolerance:
-        raise _mixing_error(
-            f"The predictions for the last {len(few)} data differ by {percent(difference)} if they are computed in a "
-            f"batch of {len(f)}."
-        )
-
-
 def audit(
     run: Run,
     x: Any,
@@ -91,9 +88,6 @@ def audit(
 ) -> tuple[Audited, Tensor]:
     """Check what is captured on a few data.
 
-    Returns:
-        What was found, and predictions for the last data.
-
     Args:
         run: Evaluates the model.
         x: A batch of inputs.
@@ -102,6 +96,9 @@ def audit(
         batch_axis: Where the batch axis is in inputs, if not first.
         halves: Whether predictions are a function of one datum, so that half of the data have the same ones.
         whole: Whether to look at all data in any case.
+
+    Returns:
+        What was found, and predictions for the data that were looked at: the last ones, or all.
 
     Raises:
         ModelError: If a rule runs something else than the user's operation, or if data mix.
@@ -166,7 +163,7 @@ class _Audit:
             uses=tuple(self._placed(site, capture.routes) for site in uses),
             meetings=tuple(self._placed(site, capture.routes) for site in sites if site.meeting),
             unexplained=frozenset(unexplained),
-            inputs=tuple(is_data for _, _, is_data in capture.marks.inputs),
+            inputs=tuple(is_data for _, is_data in capture.marks.inputs),
         )
         capture.places().forget()
         return Audited(report, known, self.whole), f.detach()
@@ -237,14 +234,14 @@ class _Audit:
         In half precision, a single number looks too often by chance as if it belonged to one datum; then, other data
         have none.
         """
-        return found.tolerance <= 1e-3 or 2 * found.number_of_owners > self.num_data
+        return found.is_precise or 2 * found.number_of_owners > self.num_data
 
     def _more_constants(self, capture: Capture) -> frozenset[int] | None:
-        """Return other inputs that may be the same for all data; `None` if all ways were tried.
+        """Return other inputs that may be the same for all data; `None` if all were tried.
 
         First those without an axis as long as the batch, then one after the other.
         """
-        data = [place for place, (_, _, is_data) in enumerate(capture.marks.inputs) if is_data]
+        data = [place for place, (_, is_data) in enumerate(capture.marks.inputs) if is_data]
         if not self.known.constants:
             without = [place for place in data if self.num_data not in capture.marks.inputs[place][0]]
             self.candidates = [frozenset(without)] if without else []
@@ -263,7 +260,7 @@ class _Audit:
             raise self._wrong_rule(difference, tolerance)
         if plain is None:
             return difference
-        raise _mixing_error(
+        raise mixing_error(
             f"The predictions for {len(chosen)} data are not the same in a batch with {self.num_data - len(chosen)} "
             "others."
         )
@@ -292,7 +289,11 @@ class _Audit:
     def _compare_gradients(
         self, f: Tensor, capture: Capture, sums: GradientSums, exact: Mapping[str, Tensor | None], tolerance: float
     ) -> tuple[dict[str, float], set[tuple[str, str]]]:
-        """Compare sums over uses with gradients by autograd."""
+        """Compare sums over uses with gradients by autograd.
+
+        Returns:
+            Relative differences by parameter, and `(parameter, why)` of uses that were missed or misread.
+        """
         left_out = {name for name, _ in capture.unexplained | sums.conflicts}
         zeros = torch.zeros_like
         gradients = {name: zeros(self.params[name]) if g is None else g.to_dense() for name, g in exact.items()}
@@ -305,7 +306,7 @@ class _Audit:
                 differences[name] = nan
                 continue
             precision = torch.bfloat16 if name in sums.narrow else capture.precisions.get(name, f.dtype)
-            roundings = 2 if torch.finfo(precision).bits == 16 else _ROUNDINGS
+            roundings = _ROUNDINGS_IN_HALF_PRECISION if torch.finfo(precision).bits == 16 else _ROUNDINGS
             noise = roundings * torch.finfo(precision).eps * terms
             if distance <= noise:  # terms may cancel, so that nothing but rounding errors is left
                 differences[name] = distance / terms if terms > 0 else 0.0
@@ -315,7 +316,7 @@ class _Audit:
                 unexplained.add((name, self._missed(name, f, sums, differences[name])))
         # Another shape of inputs may take another way, so that a parameter has a block all the same.
         unseen = [name for name, g in gradients.items() if name not in sums.operations and bool(g.any())]
-        missed = "something that was not seen: PyTorch hides it, or it does not depend on data"
+        missed = "it is used by something that was not seen: PyTorch hides it, or it does not depend on data"
         unexplained.update((name, missed) for name in unseen if name not in left_out)
         return differences, unexplained
 
@@ -325,7 +326,7 @@ class _Audit:
         hidden = sorted({function for parameter, function in hidden_uses(f, self.params) if parameter == name})
         other = ", ".join(hidden) or "something that PyTorch hides"
         what_differs = f"the gradient differs by {percent(difference)} from the sum over all uses that were seen"
-        return f"{seen} and by {other}, or {seen} was misread ({what_differs})"
+        return f"it is used by {seen} and by {other}, or {seen} was misread ({what_differs})"
 
     def _wrong_rule(self, difference: float, tolerance: float) -> ModelError:
         """Find the first operation whose result is another one under capture."""
@@ -346,7 +347,7 @@ class _Audit:
         last = max(place for place, site in enumerate(sites) if site.measured.mixes)  # type: ignore[union-attr]
         operation, parameter = sites[last].what
         after = f", and before {sites[last + 1].what[0]} ({sites[last + 1].what[1]!r})" if last + 1 < len(sites) else ""
-        return _mixing_error(
+        return mixing_error(
             f"Data mix after {operation} ({parameter!r}){after}: a row of its output influences the predictions for "
             f"several data (gradients are off by {percent(_misfit(sites[last]))})."
         )
@@ -381,15 +382,6 @@ def _without_hooks(params: Any) -> Iterator[None]:
     finally:
         for one, before in zip(hooks, kept, strict=True):
             one.update(before)
-
-
-def _mixing_error(cause: str) -> ModelError:
-    return ModelError(
-        f"{cause} The prediction for one datum depends on the rest of its batch, so that curvature per datum is not "
-        "defined.",
-        "Change the model such that it treats data one by one, or let a datum be what influences each other (a graph, "
-        "a group). If you know better, pass audit=False.",
-    )
 
 
 def _misfit(site: Site) -> float:

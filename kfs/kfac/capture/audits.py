@@ -10,17 +10,18 @@ from torch import Tensor
 from torch.nn import Module
 
 from kfs.data import Batch, axis_to_cut, tensors_in, without_tensors
-from kfs.kfac.capture.audit import FEW, Audited, Run, audit, compare_whole
+from kfs.kfac.capture.audit import FEW, Audited, Run, audit
 from kfs.kfac.capture.audit_report import Audit
+from kfs.kfac.capture.comparison import compare_whole
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known
 from kfs.risk import EmpiricalRisk
 
 # By model: what was found, by all that it depends on.
 _DONE: "WeakKeyDictionary[Any, dict[Any, Audited]]" = WeakKeyDictionary()
-# So many different sequences of operations are audited for one shape of inputs.
+# So many ways through the model are audited for one shape of inputs: a model that chooses at every layer has very many.
 _MOST_WAYS = 16
-# So many shapes of inputs are remembered for a model.
+# So many shapes of inputs are remembered for a model, so that sequences of all lengths do not fill the memory.
 _MOST_SHAPES = 256
 
 
@@ -92,7 +93,7 @@ class Audits:
             operations: A hash of the operations in that pass.
 
         Returns:
-            `(parameter, operation)` of uses that were missed or misread.
+            `(parameter, why)` of uses that were missed or misread.
 
         Raises:
             ModelError: If the audit fails.

@@ -23,18 +23,8 @@ from kfs.data import Batch, mapped, without_tensors
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
 from kfs.kfac.capture.derived import follow, tap_broadcast, track_copy
 from kfs.kfac.capture.hidden_uses import hidden_uses
-from kfs.kfac.capture.plan import (
-    Broadcast,
-    Call,
-    Copy,
-    Plan,
-    Read,
-    Rewrite,
-    argument_at,
-    describe,
-    with_argument,
-)
-from kfs.kfac.capture.session import Session
+from kfs.kfac.capture.plan import Broadcast, Call, Copy, Plan, Read, Rewrite, argument_at, describe, with_argument
+from kfs.kfac.capture.session import Session, no_rule
 from kfs.kfac.capture.sites import Known, Sites, What
 from kfs.kfac.capture.tap import apply_tap
 from kfs.kfac.capture.tracking import FIRST_ONLY, SHAPES_ONLY, Derived, Marks, Tracked, tensors_of
@@ -64,7 +54,7 @@ _MOVES = {
 # Operations that read numbers, such as lengths.
 _READS = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__index__}
 
-_MOST_PLANS = 10_000
+_MOST_PLANS = 10_000  # a model whose shapes never repeat makes new ones in every batch
 
 
 class Capture(TorchFunctionMode):
@@ -117,7 +107,7 @@ class Capture(TorchFunctionMode):
         self.listening = False  # whether gradients of somebody else's backward pass are of interest
         self.operations = 0  # a hash of all operations that were seen, in order
         self.derived: list[Derived] = []  # in the order in which they were met
-        # `(parameter, operation)` of uses that no rule explains; complete after a backward pass.
+        # `(parameter, why)` of uses that no rule explains; complete after a backward pass.
         self.unexplained: set[tuple[str, str]] = set() if known is None else set(known.unexplained)
         self._known = known
         self._waits = False  # whether the next tap belongs to a place that waits to be measured
@@ -136,7 +126,8 @@ class Capture(TorchFunctionMode):
         elif _are_functorch_transforms_active():  # taps do not work there
             plain = [t for t in inputs if not is_functorch_wrapped_tensor(t)]
             found = [tracked for t in plain if (tracked := self.tracker.find(t)) is not None]
-            self.unexplained.update((tracked.name, f"{func.__name__} inside of torch.func") for tracked in found)
+            why = no_rule(f"{func.__name__} inside of torch.func")
+            self.unexplained.update((tracked.name, why) for tracked in found)
         else:
             if func in FIRST_ONLY:  # the second argument gives type or shape only
                 inputs = inputs[:1]
@@ -330,7 +321,8 @@ class Capture(TorchFunctionMode):
         """Look for uses that were not seen, unless an earlier pass consisted of the same operations."""
         known = self.session.hidden_uses
         if self.operations not in known:
-            known[self.operations] = hidden_uses(f, self.tracker.params)
+            hidden = hidden_uses(f, self.tracker.params)
+            known[self.operations] = {(name, no_rule(function)) for name, function in hidden}
         self.unexplained |= known[self.operations]
 
     def leave_nothing_behind(self) -> None:

@@ -23,16 +23,20 @@ from torch import Tensor
 BASE = 8
 # Gradients of a row are looked at in so many directions.
 _DIRECTIONS = 4
-# A row whose gradient is smaller than this many times the precision, relative to the largest one, has none.
+# A row whose gradient is smaller than this many times the precision, relative to the largest one, has none: that little
+# is left where a few larger terms cancel, and it may look as if it belonged to anybody.
 _NOTHING = 8
-# But not a row with more than this: in half precision, gradients of different data differ by more than their rounding.
+# But a row with more than this has one. In half precision, eight times the precision would be 6 % of the largest
+# gradient, and gradients of different data differ by more than that.
 _SMALLEST = 1e-3
-# A row's gradient may be off by this many roundings of the largest one. Half precision has so few digits that one has
-# to be content with what is likely.
+# A row's gradient may be off by this many roundings of the largest one. Roundings of k terms add up to about the root
+# of k: these are 4096 terms. In half precision, sums are rounded when they are complete, once for each of the two
+# gradients that are compared; with more, so few digits would be left that one would not notice anything.
 _ROUNDINGS = {torch.float64: 64, torch.float32: 64}
 _ROUNDINGS_IN_HALF_PRECISION = 2
 # Up to which relative misfit a row belongs to one datum. Powers of two leave no rounding errors, except where a GPU
-# adds numbers up in varying order.
+# adds numbers up in varying order, so that this is far above them. Where data mix in equal parts, the misfit is about
+# one, since factors differ by two or more. In half precision, it is four times the precision of bfloat16.
 _MISFIT = {torch.float64: 1e-6, torch.float32: 1e-3}
 _MISFIT_IN_HALF_PRECISION = 3e-2
 
@@ -84,6 +88,11 @@ class Measured:
         return self.worst > self.tolerance
 
     @property
+    def is_precise(self) -> bool:
+        """Whether gradients had more digits than those of half precision."""
+        return self.tolerance < _MISFIT_IN_HALF_PRECISION
+
+    @property
     def number_of_owners(self) -> int:
         """The number of different data that rows belong to."""
         return len(self.owners[self.owners >= 0].unique())
@@ -124,7 +133,8 @@ def measured(
     # Rows are compared with the largest one at their place.
     maxima = torch.stack([part.max() if len(part) else part.new_zeros(()) for part in size.split(list(lengths))])
     largest = maxima.repeat_interleave(torch.tensor(lengths))
-    # Numbers that are nearly too small for their precision are not rounded as larger ones are.
+    # Numbers that are nearly too small for their precision are not rounded as larger ones are. In half precision, one
+    # over the precision would be too much: gradients in float16 are often that small.
     smallest = torch.finfo(dtype).tiny * (4 if torch.finfo(dtype).bits == 16 else 1 / torch.finfo(dtype).eps)
     votes = (size > min(_NOTHING * eps, _SMALLEST) ** 2 * largest) & (size > smallest**2)
     roundings = _ROUNDINGS.get(precision, _ROUNDINGS_IN_HALF_PRECISION)
@@ -206,7 +216,7 @@ def nearest_order(gradients: Sequence[Tensor], num_data: int, leading: Sequence[
             factors = (2.0 ** (n % BASE)).unsqueeze(1).to(first.dtype)
             distance += float((other - factors * first).square().sum())
             n = n // BASE
-        if distance < (1 - 1e-6) * smallest:
+        if distance < (1 - 1e-6) * smallest:  # among equal ones, up to rounding errors, the simplest wins
             best, smallest = inner, distance
     return best
 

@@ -18,6 +18,11 @@ from kfs.kfac.sums.placement import Placement
 Rule = Callable[..., Planned]
 
 
+def no_rule(operation: str) -> str:
+    """Say why a parameter is not covered that some operation uses."""
+    return f"it is used by {operation}, for which there is no rule"
+
+
 class Session:
     """Tracked parameters, and plans for their uses.
 
@@ -48,7 +53,7 @@ class Session:
         self.plans: dict[Any, Any] = {}
         # Settled plans of parameters that meet the data later, by what a rule returned.
         self.settled: dict[Plan, tuple[Plan, ...]] = {}
-        # Hidden uses that were found in passes, by the operations of a pass.
+        # `(parameter, why)` of hidden uses that were found in passes, by the operations of a pass.
         self.hidden_uses: dict[Any, set[tuple[str, str]]] = {}
         self.joint_bias = joint_bias
         self.mixing = mixing

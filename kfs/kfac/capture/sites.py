@@ -73,9 +73,7 @@ class Known:
     answers: Mapping[Question, bool] = field(default_factory=dict)
     constants: frozenset[int] = frozenset()  # which inputs of the model are the same for all data, by their number
     inputs: tuple[bool, ...] = ()  # which inputs are data; empty if that is not known yet
-    unexplained: frozenset[tuple[str, str]] = (
-        frozenset()
-    )  # `(parameter, operation)` of uses that were missed or misread
+    unexplained: frozenset[tuple[str, str]] = frozenset()  # `(parameter, why)` of uses that were missed or misread
 
 
 @dataclass(eq=False)

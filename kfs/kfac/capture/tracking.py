@@ -154,7 +154,7 @@ class Marks:
         known: Of the first inputs, whether they are data.
 
     Attributes:
-        inputs: Of every input: its shape, whether it has integers, and whether it is taken for data.
+        inputs: Of every input: its shape, and whether it is taken for data.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Marks:
         known: Sequence[bool] = (),
     ) -> None:
         """Start without marks."""
-        self.inputs: list[tuple[tuple[int, ...], bool, bool]] = []
+        self.inputs: list[tuple[tuple[int, ...], bool]] = []
         self.tracker = tracker
         self.num_data = num_data
         self.batch_axis = batch_axis
@@ -197,7 +197,7 @@ class Marks:
         if place < len(self._known):  # an audit found out
             data = self._known[place]
         data = data and place not in self._constants
-        self.inputs.append((tuple(t.shape), not t.is_floating_point(), data))
+        self.inputs.append((tuple(t.shape), data))
         return self.as_data(t, data)
 
     def as_data(self, t: Tensor, data: bool = True) -> Tensor:

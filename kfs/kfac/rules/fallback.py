@@ -12,6 +12,7 @@ from torch import Tensor
 from kfs.kfac.capture.derived import Spread, add_derived, scattered, settled, tap_spread
 from kfs.kfac.capture.mode import Capture
 from kfs.kfac.capture.plan import Argument, Call, Plan
+from kfs.kfac.capture.session import no_rule
 from kfs.kfac.capture.tracking import Tracked, is_in_place, tensors_of
 from kfs.kfac.rules import elementwise
 from kfs.kfac.rules.elementwise import all_rows, entries_layout
@@ -40,21 +41,21 @@ def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dic
     tracked = [t for t in inputs if capture.tracker.find(t) is not None]
     parameters = [capture.tracker.get(t) for t in tracked]
     names = {parameter.name for parameter in parameters}
-    operation = getattr(func, "__name__", str(func))
+    has_data = any(map(capture.is_data, inputs))
     result = func(*args, **kwargs)
     if is_in_place(func):  # nobody may look at the result, so that there is nothing to probe
-        capture.unexplained.update((name, operation) for name in names)
+        why = _why_not(capture, func, parameters, has_data)
+        capture.unexplained.update((name, why) for name in names)
         return result
     outputs = [t for t in tensors_of([result]) if t.is_floating_point() or t.is_complex()]
     storages = {t.untyped_storage()._cdata for t in tracked}
     if not outputs or all(t.untyped_storage()._cdata in storages for t in outputs):
         return result  # a view of a parameter, or nothing to differentiate
     same = all(t is tracked[0] for t in tracked)
-    if same and isinstance(result, Tensor) and not any(map(capture.is_data, inputs)):
+    if same and isinstance(result, Tensor) and not has_data:
         argument = Argument.of((), tracked[0], parameters[0], data=False)
         if argument.by_rows:
             return _Following(capture, func, args, kwargs, tracked[0], argument, parameters[0], result).result()
-    has_data = any(map(capture.is_data, inputs))
     expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _may_have_rows(capture, t, parameter)]
     if expanded and (len(names) > 1 or has_data):
         # With one datum, everything may be a row of it. What larger batches are like is known from an audit.
@@ -62,10 +63,17 @@ def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dic
         with capture.places().question(func, capture.tracker.get(expanded[0]).name, guess) as has_rows:
             if has_rows:
                 return _with_expanded(capture, func, args, kwargs, expanded[0])
-    before = any(parameter.derived is not None for parameter in parameters)
-    if len(names) > 1 and not has_data:
-        operation = f"{operation} together with another parameter"
-    return _probed(capture, result, names, f"{operation} before it meets the batch" if before else operation)
+    return _probed(capture, result, names, _why_not(capture, func, parameters, has_data))
+
+
+def _why_not(capture: Capture, func: Any, parameters: list[Tracked], has_data: bool) -> str:
+    """Say why a use is not covered: there is no rule for it, or there is one that does not take such arguments."""
+    operation = getattr(func, "__name__", str(func))
+    others = " together with another parameter" if len({one.name for one in parameters}) > 1 and not has_data else ""
+    before = " before it meets the batch" if any(one.derived is not None for one in parameters) else ""
+    if func in capture.session.rules and not others + before:
+        return f"it is used by {operation} with arguments that the rule for it does not take"
+    return no_rule(operation + others + before)
 
 
 def _may_have_rows(capture: Capture, t: Tensor, parameter: Tracked) -> bool:
@@ -217,11 +225,11 @@ def _use_per_datum(capture: Capture, call: Call, argument: Argument, like: Tenso
     return capture.use(plan, None, by_construction=True)
 
 
-def _probed(capture: Capture, result: Any, names: set[str], operation: str) -> Any:
+def _probed(capture: Capture, result: Any, names: set[str], why: str) -> Any:
     """Return results such that one learns whether gradients come back to them."""
 
     def fire(_: Tensor) -> None:
-        capture.unexplained.update((name, operation) for name in names)
+        capture.unexplained.update((name, why) for name in names)
 
     if isinstance(result, Tensor):
         return capture.tap(result, fire, probed=True)

@@ -6,7 +6,7 @@ Internally sequences are `[batch, time, features]`.
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def _sequence(step: Step, states: int) -> Callable[..., Planned]:
             raise ModelError(
                 "A recurrent network drops out, so its prediction depends on chance.", "Call model.eval() first."
             )
-        return Rewrite(partial(_network, step=step, states=states))
+        return Rewrite(_Network(step, states, has_biases, num_layers, bidirectional, batch_first).run)
 
     return rule
 
@@ -108,43 +108,40 @@ def _relu_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
     return ((from_x + from_h).relu(),)
 
 
-def _network(
-    capture: Capture,
-    input: Tensor,
-    hx: Any,
-    params: list[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-    *,
-    step: Step,
-    states: int,
-) -> Any:
-    """Run all layers and directions."""
-    initial = _with_batch(capture, hx if states == 2 else (hx,))
-    directions = 2 if bidirectional else 1
-    per = 4 if has_biases else 2
-    projected = states == 2 and initial[0].shape[-1] != initial[1].shape[-1]
-    per += projected
-    with capture.places().with_axis(0), capture:
-        x = input if batch_first else input.transpose(0, 1)
-        last: list[State] = []
-        for layer in range(num_layers):
-            outputs = []
-            for direction in range(directions):
-                place = layer * directions + direction
-                mine = list(params[place * per : (place + 1) * per])
-                w_hr = mine.pop() if projected else None
-                state = tuple(h[place] for h in initial)
-                out, state = _layer(x, state, mine, w_hr, step, backwards=direction == 1)
-                outputs.append(out)
-                last.append(state)
-            x = torch.cat(outputs, -1) if bidirectional else outputs[0]
-        result = x if batch_first else x.transpose(0, 1)
-        return (result, *(torch.stack([state[i] for state in last]) for i in range(states)))
+@dataclass(frozen=True)
+class _Network:
+    """A recurrent network over all times."""
+
+    step: Step
+    states: int  # an LSTM has two: hidden ones, and those of its cells
+    has_biases: bool
+    num_layers: int
+    bidirectional: bool
+    batch_first: bool
+
+    def run(self, capture: Capture, input: Tensor, hx: Any, params: list[Tensor], *_: Any, **__: Any) -> Any:
+        """Run all layers and directions. Further arguments of the operation are fields already."""
+        initial = _with_batch(capture, hx if self.states == 2 else (hx,))
+        directions = 2 if self.bidirectional else 1
+        per = 4 if self.has_biases else 2
+        projected = self.states == 2 and initial[0].shape[-1] != initial[1].shape[-1]
+        per += projected
+        with capture.places().with_axis(0), capture:
+            x = input if self.batch_first else input.transpose(0, 1)
+            last: list[State] = []
+            for layer in range(self.num_layers):
+                outputs = []
+                for direction in range(directions):
+                    place = layer * directions + direction
+                    mine = list(params[place * per : (place + 1) * per])
+                    w_hr = mine.pop() if projected else None
+                    state = tuple(h[place] for h in initial)
+                    out, state = _layer(x, state, mine, w_hr, self.step, backwards=direction == 1)
+                    outputs.append(out)
+                    last.append(state)
+                x = torch.cat(outputs, -1) if self.bidirectional else outputs[0]
+            result = x if self.batch_first else x.transpose(0, 1)
+            return (result, *(torch.stack([state[i] for state in last]) for i in range(self.states)))
 
 
 def _layer(

@@ -63,7 +63,7 @@ class Progress:
         batches: Number of batches.
         num_data: Number of data.
         count: What a mean over the targets divides by.
-        unexplained: `(parameter, operation)` of uses that no rule explains.
+        unexplained: `(parameter, why)` of uses that no rule explains.
         audit: What was checked on a few data.
     """
 
@@ -154,7 +154,7 @@ class Journal:
             differs = [name for name in mine if theirs[name] != mine[name]]
             if not differs:
                 found = state["progress"]
-                unexplained = {(str(name), str(operation)) for name, operation in found["unexplained"]}
+                unexplained = {(str(name), str(why)) for name, why in found["unexplained"]}
                 progress = Progress(int(found["batches"]), int(found["num_data"]), float(found["count"]), unexplained)
                 self._batches_in_file = progress.batches
                 self._digest_in_file = str(found["digest"])
