@@ -44,9 +44,7 @@ def kfac(risk: EmpiricalRisk, settings: Settings, journal: Journal | None = None
     """
     sums = FactorSums(settings)
     progress = sweep(risk, sums, settings, "KFAC", journal)
-    sums.settle_counts()
-    for block in sums.blocks.values():
-        block.complete(settings.factor_dtype)
+    sums.complete(settings.factor_dtype)
     # Step 5: return the factors.
     return sums, progress
 

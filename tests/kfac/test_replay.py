@@ -1,0 +1,334 @@
+"""Replayed passes compute what passes that run compute: with a stand-in for CUDA graphs, and with them on a GPU.
+
+The stand-in runs the pass again on the inputs that a graph would read, and takes back what a graph does not do: changes
+of sums while it is recorded, and of numbers on the host while it is replayed.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs.data import move
+from kfs.errors import DataError, KfsError
+from kfs.kfac import EKFAC, KFAC, exact_blocks, scaffold
+from kfs.kfac.capture import replay
+from kfs.kfac.capture.replay import Recorded, Replays
+from kfs.kfac.sums.factor_sums import FactorSums
+from kfs.kfac.sums.interface import Sums
+from kfs.risk import EmpiricalRisk
+from tests.kfac.arrangements import ARRANGEMENTS, SUMS, Problem
+from tests.kfac.problems import KNOWN
+from tests.kfac.test_no_waiting import NoWaiting
+from tests.operators.contract import close
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+PROBLEMS = [*KNOWN, *ARRANGEMENTS, *SUMS] if torch.cuda.is_available() else []
+FISHERS: tuple[Any, ...] = ("type-2", "ggn", "mc", "empirical", "forward-only")
+
+
+def tensors_of(sums: Sums) -> list[Tensor]:
+    """Return all tensors that passes change."""
+    if isinstance(sums, FactorSums):
+        roles = [role for block in sums.blocks.values() for role in block.roles.values()]
+        found = [t for role in roles for t in (role.input.total, role.gradient.total)]
+        others = [t for role in roles for t in (role.terms_on_device, role.inverse_squares)]
+        return found + [t for t in others if isinstance(t, Tensor)]
+    return list(sums.state()["totals"])
+
+
+class StandIn:
+    """Stands in for a CUDA graph, and for what records it."""
+
+    def __init__(self, sums: Sums, waits: str = "", error: Exception | None = None) -> None:
+        self.sums = sums
+        self.waits = waits
+        self.error = error
+        self.recorded = 0
+        self.replayed = 0
+        self.freed = 0
+
+    def notices_waits(self, run: Callable[[], None]) -> str:
+        run()
+        return self.waits
+
+    def record(self, run: Callable[[], None]) -> "StandIn":
+        self.recorded += 1
+        tensors = tensors_of(self.sums)
+        before = [t.clone() for t in tensors]
+        run()
+        for t, values in zip(tensors, before, strict=True):
+            t.copy_(values)
+        if self.error is not None:
+            raise self.error
+        self.run = run
+        return self
+
+    def replay(self) -> None:
+        self.replayed += 1
+        before = self.sums.counts()
+        self.run()
+        self.sums.add_counts({key: before[key] - value for key, value in self.sums.counts().items()})
+
+    def reset(self) -> None:
+        self.freed += 1
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
+    """Record all passes by stand-ins; the last ones made are at the end."""
+    made: list[StandIn] = []
+
+    def replays(run: Any, sums: Sums, _: Any, expected: int | None) -> Replays:
+        made.append(StandIn(sums))
+        return Replays(run, sums, made[-1], expected)
+
+    monkeypatch.setattr(scaffold, "Replays", replays)
+    monkeypatch.setattr("kfs.waiting.runs_behind", lambda device: True)  # counts that depend on data are not the host's
+    return made
+
+
+class Net(nn.Module):
+    """Tokens with padding, positions, a convolution, a normalization and linear maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(7, 4, padding_idx=0), nn.Parameter(torch.randn(6, 4))
+        self.conv, self.norm = nn.Conv1d(4, 4, 3, padding=1), nn.LayerNorm(4)
+        self.head = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv((self.tokens(x) + self.positions).transpose(1, 2)).transpose(1, 2)
+        result: Tensor = self.head(self.norm(h)).mean(1)
+        return result
+
+
+def make_risk(batches: int = 8, size: int = 4, last: int = 3, device: str = "cpu") -> EmpiricalRisk:
+    """Return a risk with some batches, the last of which is smaller."""
+    torch.manual_seed(0)
+    model = Net().double().eval().to(device)
+    sizes = [size] * batches + ([last] if last else [])
+    data = [(torch.randint(7, (n, 6), device=device), torch.randint(3, (n,), device=device)) for n in sizes]
+    return EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
+
+
+def same_factors(K: KFAC, L: KFAC, rtol: float = 1e-12) -> None:
+    """Compare all factors and counts."""
+    assert list(K.blocks) == list(L.blocks)
+    assert (K.num_data, K.count) == (L.num_data, L.count)
+    for name, block in K.blocks.items():
+        assert block.sums.terms == L.blocks[name].sums.terms
+        for mine, theirs in zip(block.sums.sums, L.blocks[name].sums.sums, strict=True):
+            scale = float(theirs.total.abs().max())
+            torch.testing.assert_close(mine.total, theirs.total, rtol=rtol, atol=rtol * scale)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", FISHERS)
+def test_factors(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch, fisher: Any, sharing: Any) -> None:
+    risk = make_risk()
+    K = KFAC(risk, fisher, sharing)
+    # Two batches run, six are replayed; the last one has another shape.
+    assert [(one.recorded, one.replayed, one.freed) for one in stand_ins] == [(1, 6, 1)]
+    monkeypatch.undo()
+    same_factors(K, KFAC(risk, fisher, sharing))
+
+
+@pytest.mark.parametrize("fisher", ["mc", "type-2"])
+def test_second_passes(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch, fisher: Any) -> None:
+    risk = make_risk()
+    E, C = EKFAC(risk, fisher), exact_blocks(risk, fisher)
+    assert all(one.replayed == 6 for one in stand_ins)
+    assert len(stand_ins) == 4
+    monkeypatch.undo()
+    close(E.to_dense(), EKFAC(risk, fisher).to_dense())
+    close(C.to_dense(), exact_blocks(risk, fisher).to_dense())
+
+
+def test_draws_advance(stand_ins: list[StandIn]) -> None:
+    """All batches are equal, so that a graph that repeats its draws would make all sums multiples of one batch's."""
+    risk = make_risk(1, last=0)
+    repeated = EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), [next(iter(risk.batches()))[:2]] * 8)
+    K = KFAC(repeated, "mc")
+    parts = [KFAC(risk, "mc", first_datum=4 * n) for n in range(8)]
+    whole = parts[0]
+    for part in parts[1:]:
+        whole.merge(part)
+    same_factors(K, whole)
+    assert stand_ins[0].replayed == 6
+    assert not torch.allclose(K.blocks["head.2"].B, parts[-1].blocks["head.2"].B)
+
+
+class TestWhatIsRecorded:
+    """Which passes are recorded, and what happens if they cannot be."""
+
+    def test_not_worth_it(self, stand_ins: list[StandIn]) -> None:
+        KFAC(make_risk(4, last=0))
+        assert stand_ins[0].recorded == 0
+
+    def test_unknown_number_of_batches(self, stand_ins: list[StandIn]) -> None:
+        class Loader:
+            def __iter__(self) -> Iterator[Any]:
+                return (batch[:2] for batch in batches)
+
+        risk = make_risk(4, last=0)
+        batches = list(risk.batches())
+        KFAC(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), Loader()))
+        assert stand_ins[0].replayed == 2
+
+    def test_few_graphs(self, stand_ins: list[StandIn]) -> None:
+        risk = make_risk(1)
+        data = [(torch.randint(7, (n, 6)), torch.randint(3, (n,))) for n in range(2, 8)] * 4
+        KFAC(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), data))
+        assert stand_ins[0].recorded == 4
+        assert stand_ins[0].freed == 4
+
+    @pytest.mark.parametrize("replay", [True, False])
+    def test_on_a_cpu(self, replay: bool) -> None:
+        assert replay_recorder(replay) is None
+
+    def test_inputs_that_cannot_be_copied(self, stand_ins: list[StandIn]) -> None:
+        class Tokens(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = Net()
+
+            def forward(self, x: Tensor, extra: object) -> Tensor:
+                result: Tensor = self.net(x)
+                return result
+
+        data = [((torch.randint(7, (4, 6)), object()), torch.randint(3, (4,)))] * 8
+        KFAC(EmpiricalRisk(Tokens().eval(), nn.CrossEntropyLoss(), data))
+        assert stand_ins[0].recorded == 0
+
+    @pytest.mark.parametrize("nested", [{"x": torch.ones(2), "n": 3}, [torch.ones(2), (None, "a")]])
+    def test_shapes(self, nested: Any) -> None:
+        batch = next(iter(make_risk(1).batches()))._replace(x=nested)
+        assert replay._shape(batch) == replay._shape(batch)
+        assert replay._shape(batch._replace(x=torch.ones(2).to_sparse())) is None
+
+    @pytest.mark.parametrize(
+        ("problem", "text"),
+        [
+            ({"waits": "called a synchronizing CUDA operation"}, "waits for the GPU"),
+            ({"error": RuntimeError("no capture\nof streams")}, "no capture."),
+            ({"error": torch.OutOfMemoryError("large")}, "not enough memory"),
+        ],
+    )
+    @pytest.mark.parametrize("sharing", ["expand", "reduce"])
+    def test_runs_as_it_is(
+        self,
+        stand_ins: list[StandIn],
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        problem: dict[str, Any],
+        text: str,
+        sharing: Any,
+    ) -> None:
+        made = StandIn.__init__
+        monkeypatch.setattr(StandIn, "__init__", lambda self, sums: made(self, sums, **problem))
+        risk = make_risk()
+        with caplog.at_level(logging.INFO, "kfs.kfac"):
+            K = KFAC(risk, "mc", sharing)
+        assert stand_ins[0].replayed == 0
+        messages = [record.getMessage() for record in caplog.records if "replayed" in record.getMessage()]
+        assert len(messages) == 1
+        assert text in messages[0]
+        monkeypatch.undo()
+        same_factors(K, KFAC(risk, "mc", sharing))
+
+    def test_parameters_used_in_another_way(self, stand_ins: list[StandIn]) -> None:
+        """A use that is new while a pass is recorded would have sums in the memory of the graph."""
+
+        class Odd(Net):
+            calls = 0
+
+            def forward(self, x: Tensor) -> Tensor:
+                result = super().forward(x)
+                Odd.calls += 1
+                if Odd.calls == 3:
+                    result = self.head[2](torch.tanh(result.new_ones(len(x), 1, 5) * result.mean(1).reshape(-1, 1, 1)))
+                    result = result.squeeze(1)
+                return result
+
+        risk = EmpiricalRisk(Odd().eval(), nn.CrossEntropyLoss(), [tuple(b[:2]) for b in make_risk().batches()])
+        KFAC(risk, audit=False)
+        assert (stand_ins[0].recorded, stand_ins[0].replayed) == (1, 0)
+        assert stand_ins[0].freed == 1
+
+
+def replay_recorder(on: bool) -> Any:
+    """Return what would record passes on a CPU."""
+    return replay.recorder_for(make_risk(1), KFAC(make_risk(1), replay=on).settings)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", FISHERS)
+@pytest.mark.parametrize("ekfac", [False, True])
+def test_no_waiting(monkeypatch: pytest.MonkeyPatch, fisher: Any, sharing: Any, ekfac: bool) -> None:
+    """Between the first batch and the end, nothing waits for an accelerator; a CPU is taken for one."""
+    if ekfac and fisher == "forward-only":
+        return
+    risk = make_risk()
+    expected = (EKFAC if ekfac else KFAC)(risk, fisher, sharing)
+    monkeypatch.setattr("kfs.waiting.runs_behind", lambda device: True)
+    mode = NoWaiting()
+
+    def run(one: Replays, batch: Any) -> None:
+        with mode:
+            one._run(batch)
+
+    monkeypatch.setattr(Replays, "run", run)
+    found = (EKFAC if ekfac else KFAC)(risk, fisher, sharing)
+    torch.testing.assert_close(found.trace(), expected.trace())
+
+
+def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with a datum is said at the end, as precisely as at once."""
+    monkeypatch.setattr("kfs.waiting.runs_behind", lambda device: True)
+    risk = make_risk()
+    batches = [b[:2] for b in risk.batches()]
+    batches[3][1][2] = 17
+    with pytest.raises(DataError, match="Labels go from 0 to 17, but there are 3 classes"):
+        KFAC(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), batches), "mc")
+
+
+@needs_gpu
+class TestOnAGPU:
+    """CUDA graphs."""
+
+    @pytest.mark.parametrize("kind", ["mc expand", "type-2 reduce", "empirical expand", "ekfac"])
+    @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+    def test_all_models(self, problem: Problem, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        one = problem.instance(18)
+        model = copy.deepcopy(one.model).cuda()
+        batches = [
+            (move(one.join(one.xs[n : n + 3]), torch.device("cuda")), torch.cat(one.ys[n : n + 3]).cuda())
+            for n in range(0, 18, 3)
+        ]
+        times = []
+        run = Recorded.replay
+        monkeypatch.setattr(Recorded, "replay", lambda *args: (times.append(1), run(*args)))
+        risk = EmpiricalRisk(model, one.loss, batches)
+
+        def compute(**settings: Any) -> Any:
+            if kind == "ekfac":
+                return EKFAC(risk, "mc", uncovered="skip", **settings)
+            fisher, sharing = kind.split()
+            return KFAC(risk, fisher, sharing, uncovered="skip", **settings)  # type: ignore[arg-type]
+
+        try:
+            expected = compute(replay=False)
+        except KfsError as error:
+            pytest.skip(str(error))
+        found = compute()
+        print("REPLAYED" if times else "RAN", problem.name, kind)
+        if kind == "ekfac":
+            for mine, theirs in zip(found._sums, expected._sums, strict=True):
+                torch.testing.assert_close(mine.structure.values.sum(), theirs.structure.values.sum())
+        else:
+            same_factors(found, expected, 1e-9)
