@@ -19,25 +19,16 @@ def softmax(f: Tensor) -> Tensor:
 
     PyTorch would copy a tensor whose axes are not in the order of its memory, and return it in another order.
     """
-    rows = f.movedim(1, -1)
-    if rows.is_contiguous() and not f.is_contiguous():
-        return rows.softmax(-1).movedim(-1, 1)
+    if f.ndim > 2 and not f.is_contiguous():
+        rows = f.movedim(1, -1)
+        if rows.is_contiguous():
+            return rows.softmax(-1).movedim(-1, 1)
     return f.softmax(1)
 
 
-def subtract_one_(sigma: Tensor, labels: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Subtract one at the labels, in place.
-
-    Args:
-        sigma: `[N, C, ...]`.
-        labels: `[N, 1, ...]`, from 0 to C - 1.
-        counted: What to subtract instead of one, in the dtype of `sigma`, `[N, 1, ...]`.
-
-    Returns:
-        `sigma`.
-    """
-    one = sigma.new_ones(()).expand(labels.shape) if counted is None else counted
-    return sigma.scatter_add_(1, labels, -one)
+def subtract_one_(sigma: Tensor, labels: Tensor) -> Tensor:
+    """Subtract one from `sigma`, `[N, C, ...]`, at the labels, `[N, 1, ...]`, in place; return `sigma`."""
+    return sigma.scatter_add_(1, labels, sigma.new_full((1,) * labels.ndim, -1.0).expand(labels.shape))
 
 
 def subtract_draws_(sigma: Tensor, u: Tensor) -> Tensor:
@@ -52,10 +43,13 @@ def subtract_draws_(sigma: Tensor, u: Tensor) -> Tensor:
     """
     num_data, classes = sigma.shape[:2]
     positions = prod(sigma.shape[2:])
+    at_a_time = _TEMPORARY_BYTES // (8 * max(classes, 1))
+    if 0 < num_data * positions <= at_a_time:
+        return subtract_one_(sigma, _draw(sigma, u))
     # A view, or an error: a copy would be changed in vain.
     flat = sigma.view(num_data, classes, positions)
     u = u.reshape(num_data, 1, positions)
-    for data, where in _pieces(num_data, positions, _TEMPORARY_BYTES // (8 * max(classes, 1))):
+    for data, where in _pieces(num_data, positions, at_a_time):
         piece = flat[data, :, where]
         subtract_one_(piece, _draw(piece, u[data, :, where]))
     return sigma
@@ -68,13 +62,13 @@ def covariance_product(sigma: Tensor, v: Tensor, axis: int) -> Tensor:
 
 
 def _draw(sigma: Tensor, u: Tensor) -> Tensor:
-    """Return labels `[N, 1, P]` for probabilities `[N, C, P]`: the first whose cumulative probability reaches `u`."""
-    rows = sigma.transpose(1, 2)
-    cumulative = rows.to(torch.float64, copy=True, memory_format=torch.contiguous_format).cumsum_(2)
+    """Return labels `[N, 1, ...]` for `[N, C, ...]`: the first class whose cumulative probability reaches `u`."""
+    rows = sigma.movedim(1, -1)
+    cumulative = rows.to(torch.float64, copy=True, memory_format=torch.contiguous_format).cumsum_(-1)
     # Rounded probabilities sum to a bit more or less than one. So `u` is relative to their sum.
-    reached = u.transpose(1, 2) * cumulative[:, :, -1:]
+    reached = u.movedim(1, -1) * cumulative[..., -1:]
     # Where probabilities are NaN, no class is reached. An index must be one nevertheless.
-    return torch.searchsorted(cumulative, reached).clamp_(max=rows.shape[2] - 1).transpose(1, 2)
+    return torch.searchsorted(cumulative, reached).clamp_(max=rows.shape[-1] - 1).movedim(-1, 1)
 
 
 def _pieces(num_data: int, positions: int, at_a_time: int) -> Iterator[tuple[slice, slice]]:

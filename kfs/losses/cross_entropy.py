@@ -132,8 +132,8 @@ class CrossEntropy(Loss):
 
     def gradient_(self, sigma: Tensor, y: Tensor) -> Tensor:
         """Turn probabilities into the gradient for plain labels, in place."""
-        counts = self._counts(y).unsqueeze(1)
-        return subtract_one_(sigma.mul_(counts), self._classes(y, sigma.shape[1]).unsqueeze(1), counts.to(sigma.dtype))
+        labels = self._classes(y, sigma.shape[1]).unsqueeze(1)
+        return subtract_one_(sigma, labels).mul_(self._counts(y).unsqueeze(1))
 
     def sampled_gradient_(self, sigma: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Turn probabilities into the gradient for labels that are drawn from them, in place."""

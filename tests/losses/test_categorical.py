@@ -1,5 +1,6 @@
 """Gradients of cross-entropy, bit for bit: probabilities minus a one, however many positions are drawn at a time."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -153,7 +154,7 @@ class Allocations(TorchDispatchMode):
     """Keeps all storages of some size that operations return, so that each has its own address."""
 
     def __init__(self, size: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.size = size
         self.storages: dict[int, Any] = {}
 
@@ -172,11 +173,12 @@ def test_memory_for_language_models(dtype: torch.dtype, shift: bool, monkeypatch
     f = torch.randn(4, 10, 50).to(dtype)
     y = torch.randint(50, (4, 10))
     loss = TokenCrossEntropy(shift=shift)
-    for call, tensors in (
+    calls: list[tuple[Callable[[], Tensor], int]] = [
         (lambda: loss.gradient(f, y), 1),
         (lambda: loss.sampled_gradient(f, y, Draws(0, 0, 0)), 1),
         (lambda: loss.hessian_product(f, y, f), 2),
-    ):
+    ]
+    for call, tensors in calls:
         with Allocations(f.numel() * f.element_size() // 2) as seen:
             result = call()
         new = {address for address in seen.storages if address != f.untyped_storage().data_ptr()}

@@ -63,6 +63,9 @@ class NoQuestions(TorchDispatchMode):
         torch.ops.aten._index_put_impl_.default,
     )
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         masks = func in self.INDEX and any(i is not None and i.dtype in {torch.bool, torch.uint8} for i in args[1])
         if func in self.ASK or masks:
