@@ -63,8 +63,10 @@ def backpropagated_vectors(
         for start in range(0, settings.mc_samples, at_once):
             samples = range(start, min(start + at_once, settings.mc_samples))
             draws = [random(settings.seed, first_datum, settings.first_sample + sample) for sample in samples]
-            gradients = torch.stack([loss.sampled_gradient(f, y, d) for d in draws])
-            yield (gradients / settings.mc_samples**0.5).to(f.dtype)
+            gradients = [loss.sampled_gradient(f, y, d).to(f.dtype) for d in draws]
+            # These may be as large as anything: a single one is not copied.
+            together = gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(gradients)
+            yield together if settings.mc_samples == 1 else together / settings.mc_samples**0.5
     elif settings.fisher == "empirical":
         yield loss.gradient(f, y).unsqueeze(0).to(f.dtype)
     else:

@@ -7,6 +7,7 @@ of sums while it is recorded, and of numbers on the host while it is replayed.
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from kfs.data import move
 from kfs.errors import DataError, KfsError
+from kfs.flags import Flags
 from kfs.kfac import EKFAC, KFAC, exact_blocks, scaffold
 from kfs.kfac.capture import replay
 from kfs.kfac.capture.replay import Recorded, Replays
@@ -88,7 +90,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
         return Replays(run, sums, made[-1], expected)
 
     monkeypatch.setattr(scaffold, "Replays", replays)
-    monkeypatch.setattr("kfs.waiting.runs_behind", lambda device: True)  # counts that depend on data are not the host's
+    monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)  # the host does not know all counts
     return made
 
 
@@ -141,12 +143,12 @@ def test_factors(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch, fish
 @pytest.mark.parametrize("fisher", ["mc", "type-2"])
 def test_second_passes(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch, fisher: Any) -> None:
     risk = make_risk()
-    E, C = EKFAC(risk, fisher), exact_blocks(risk, fisher)
+    E, C = EKFAC(risk, fisher), exact_blocks(risk, fisher=fisher)
     assert all(one.replayed == 6 for one in stand_ins)
     assert len(stand_ins) == 4
     monkeypatch.undo()
     close(E.to_dense(), EKFAC(risk, fisher).to_dense())
-    close(C.to_dense(), exact_blocks(risk, fisher).to_dense())
+    close(C.to_dense(), exact_blocks(risk, fisher=fisher).to_dense())
 
 
 def test_draws_advance(stand_ins: list[StandIn]) -> None:
@@ -273,13 +275,13 @@ def test_no_waiting(monkeypatch: pytest.MonkeyPatch, fisher: Any, sharing: Any, 
     """Between the first batch and the end, nothing waits for an accelerator; a CPU is taken for one."""
     if ekfac and fisher == "forward-only":
         return
-    risk = make_risk()
+    risk = make_risk(last=0)
     expected = (EKFAC if ekfac else KFAC)(risk, fisher, sharing)
-    monkeypatch.setattr("kfs.waiting.runs_behind", lambda device: True)
+    monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)
     mode = NoWaiting()
 
     def run(one: Replays, batch: Any) -> None:
-        with mode:
+        with mode if batch.first else nullcontext():  # plans for the first batch take notes on the host
             one._run(batch)
 
     monkeypatch.setattr(Replays, "run", run)
@@ -289,11 +291,19 @@ def test_no_waiting(monkeypatch: pytest.MonkeyPatch, fisher: Any, sharing: Any, 
 
 def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with a datum is said at the end, as precisely as at once."""
-    monkeypatch.setattr("kfs.waiting.runs_behind", lambda device: True)
+    first_bad = Flags.first_bad
+    behind = [True]
+
+    def read(flags: Flags) -> int | None:
+        behind.clear()  # from now on, the CPU is a CPU
+        return first_bad(flags)
+
+    monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: bool(behind))
+    monkeypatch.setattr(Flags, "first_bad", read)
     risk = make_risk()
     batches = [b[:2] for b in risk.batches()]
     batches[3][1][2] = 17
-    with pytest.raises(DataError, match="Labels go from 0 to 17, but there are 3 classes"):
+    with pytest.raises(DataError, match=r"Labels go from . to 17, but there are 3 classes"):
         KFAC(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), batches), "mc")
 
 
