@@ -15,9 +15,9 @@ import torch
 from torch.nn import CrossEntropyLoss
 
 from benchmarks.factor_problems import Batches, factor_problems
-from benchmarks.factors import curvlinops_operator, forward_backward, kfs_factors, layers
+from benchmarks.factor_programs import curvlinops_operator, forward_backward, kfs_factors, layers
 from benchmarks.report import RESULTS, Row, medians, write
-from kfs import EKFAC, EmpiricalRisk
+from kfs import EKFAC, KFAC, EmpiricalRisk
 
 REPEATS = 3
 DAMPING = 1e-3
@@ -29,7 +29,7 @@ def kfs_programs(problem: Batches) -> dict[str, Callable[[], object]]:
     """Return what is measured of ours."""
     params = layers(problem)
     risk = EmpiricalRisk(problem.model, CrossEntropyLoss(), problem.data, params=params)
-    K = kfs_factors(problem, params, **SETTINGS)
+    K: KFAC = kfs_factors(problem, params, **SETTINGS)
     v = torch.randn(K.shape[0], device=K.device)
     V = torch.randn(K.shape[0], 10, device=K.device)
     inverse = K.inverse(DAMPING)
