@@ -138,9 +138,9 @@ class Plain:
     kfac: float | None = None  # seconds of KFAC's marginal batch, once it is known
 
 
-def replay_settings(problem: Batches, replay: bool = True, products: str = "auto") -> dict[str, Any]:
+def replay_settings(device: torch.device, replay: bool = True, products: str = "auto") -> dict[str, Any]:
     """Return the settings that are for GPUs: none elsewhere, and none that the measured version does not have."""
-    wanted = {"replay": replay, "products": products} if device_of(problem).type == "cuda" else {}
+    wanted = {"replay": replay, "products": products} if device.type == "cuda" else {}
     known = inspect.signature(KFAC).parameters
     return {name: value for name, value in wanted.items() if name in known}
 
@@ -255,7 +255,7 @@ def jobs(problem: Batches) -> list[Job]:
     found = [Job(name, "kfs", inside, task) for name, task in some.items()]
     if len(inside) < len(list(problem.model.parameters())):
         found.append(Job("mc expand", "kfs, all parameters", None, mc))
-    if problem.large and problem.autocast is None and "products" in replay_settings(problem):
+    if problem.large and problem.autocast is None and "products" in replay_settings(device_of(problem)):
         found.append(Job("mc expand, bf16 products", "kfs", inside, mc, products="bf16"))
     if not problem.large:
         found.append(Job("EKFAC mc expand", "kfs", inside, mc, EKFAC))
@@ -266,14 +266,14 @@ def measure_job(problem: Batches, job: Job, counts: tuple[int, int], plain: Plai
     """Measure one of ours."""
 
     def program(count: int, replay: bool = True, problem: Batches = problem) -> Any:
-        settings = job.task | replay_settings(problem, replay, job.products)
+        settings = job.task | replay_settings(device_of(problem), replay, job.products)
         return kfs_factors(with_batches(problem, count), job.params, job.kind, **settings)
 
     audit = audit_seconds(problem, job.params, min(repeats, 3))
     eight = medians({"eight": partial(program, 1, problem=of_eight(problem))}, repeats, "eight data")["eight"]
     found = cost(program, counts, repeats)
     no_replay = None
-    if "replay" in replay_settings(problem):
+    if "replay" in replay_settings(device_of(problem)):
         no_replay = marginal_without_replay(partial(program, replay=False), counts, repeats) / plain.seconds
     memory = peaks(partial(program, counts[0]), device_of(problem))
     ratios: tuple[float | None, float | None] = (None, None)
@@ -334,7 +334,7 @@ def measure_peers(problem: Batches, repeats: int) -> Iterator[ReplayRow]:
 def main(chosen: list[Batches], results: Path = RESULTS, repeats: int = REPEATS) -> None:
     """Measure, and write table, JSON and plot. What the run did not measure is missing in all of them."""
     start = time.perf_counter()
-    if not replay_settings(chosen[0]):
+    if not replay_settings(device_of(chosen[0])):
         print("There is no replay here: not with this version of kfs, or not on this device.")
     for peer in ADAPTERS:
         adapter(peer)  # says what is not installed, before the table
@@ -343,13 +343,12 @@ def main(chosen: list[Batches], results: Path = RESULTS, repeats: int = REPEATS)
     for row in measure(chosen, repeats):
         print(row.line(), flush=True)  # a run may be stopped
         rows.append(row)
-    file = save(rows, "factors_cuda", {"repeats": repeats, "device": device_name(chosen[0])}, results)
+    file = save(rows, "factors_cuda", {"repeats": repeats, "device": device_name(device_of(chosen[0]))}, results)
     bars = [Row(row.problem, row.program, row.library, row.seconds, row.ratio) for row in rows]
     draw(bars, "marginal batch", results / "factors_cuda.png")
     print(f"Written: {file}, {results / 'factors_cuda.png'}; {time.perf_counter() - start:.0f} s")
 
 
-def device_name(problem: Batches) -> str:
-    """Return what to call a problem's device."""
-    device = device_of(problem)
+def device_name(device: torch.device) -> str:
+    """Return what to call a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -47,10 +47,8 @@ def test_settings_for_gpus_are_passed_where_they_exist(monkeypatch: pytest.Monke
     def with_replay(risk: Any, fisher: str, *, replay: bool = True) -> None: ...
 
     monkeypatch.setattr(replayed_factors, "KFAC", with_replay)
-    problem = small(8, "cpu")[0]
-    assert replayed_factors.replay_settings(problem) == {}
-    monkeypatch.setattr(replayed_factors, "device_of", lambda _: torch.device("cuda"))
-    assert replayed_factors.replay_settings(problem, replay=False) == {"replay": False}
+    assert replayed_factors.replay_settings(torch.device("cpu")) == {}
+    assert replayed_factors.replay_settings(torch.device("cuda"), replay=False) == {"replay": False}
 
 
 def test_what_one_more_batch_costs(monkeypatch: pytest.MonkeyPatch) -> None:
