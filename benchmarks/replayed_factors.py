@@ -209,8 +209,13 @@ def graphed_seconds(problem: Batches, count: int, repeats: int) -> float | None:
             accumulate_gradients(one)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # gradients are there already, and are added to, as they are in an eager loop
-        accumulate_gradients(one)
+    try:
+        with torch.cuda.graph(graph):  # gradients are there already, and are added to, as they are in an eager loop
+            accumulate_gradients(one)
+    except RuntimeError as error:
+        print(f"{problem.name}: forward+backward cannot be recorded: {error!s:.300}")
+        problem.model.zero_grad()
+        return None
 
     def replay() -> None:
         for _ in range(count):
