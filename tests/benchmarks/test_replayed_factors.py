@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import factors, replayed_factors
 from benchmarks.factor_problems import Batches, vit
+from benchmarks.factor_programs import kfs_factors
 from tests.benchmarks.test_factors import small
 
 
@@ -85,3 +86,22 @@ def test_problems_are_chosen_by_how_their_names_begin(tmp_path: Path, monkeypatc
     assert seen == ["MLP", "ViT float32", "ViT TF32", "ViT bf16 autocast"]
     with pytest.raises(SystemExit, match="ViT bf16 autocast"):
         factors.main(tmp_path, device="cuda", names=["vit"])
+
+
+def test_replay_and_precision_of_products_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[bool, str]] = set()
+
+    def with_settings(*args: Any, replay: bool, products: str, **settings: Any) -> Any:
+        seen.add((replay, products))
+        return kfs_factors(*args, **settings)
+
+    monkeypatch.setattr(
+        replayed_factors,
+        "replay_settings",
+        lambda _, replay=True, products="auto": {"replay": replay, "products": products},
+    )
+    monkeypatch.setattr(replayed_factors, "kfs_factors", with_settings)
+    rows = list(replayed_factors.measure(narrow_encoder()[1:2], repeats=1))
+    assert seen == {(replay, products) for replay in (True, False) for products in ("auto", "bf16")}
+    assert [row.program for row in rows[1:]] == ["mc expand", "mc expand", "mc expand, bf16 products"]
+    assert all(row.no_replay is not None for row in rows[1:])
