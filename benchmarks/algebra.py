@@ -1,8 +1,10 @@
 """What one does with factors, in units of forward+backward: products, inverses and EKFAC, ours and curvlinops'.
 
 One run measures everything in turn: `python -m benchmarks.algebra` on one CPU thread, `python -m benchmarks.algebra
-cuda` on a GPU. Factors are those of Monte Carlo Fisher and `expand`, of linear layers and convolutions, computed
-beforehand. An inverse is measured with its first product, since curvlinops computes it only then.
+cuda` on a GPU, where ways to decompose and to invert follow (`benchmarks/decompositions.py`; `python -m
+benchmarks.algebra cuda decompositions` measures these alone). Factors are those of Monte Carlo Fisher and `expand`, of
+linear layers and convolutions, computed beforehand. An inverse is measured with its first product, since curvlinops
+computes it only then.
 """
 
 import sys
@@ -14,10 +16,11 @@ from typing import Any
 import torch
 from torch.nn import CrossEntropyLoss
 
+from benchmarks import decompositions
 from benchmarks.factor_problems import Batches, factor_problems
-from benchmarks.factors import curvlinops_operator, forward_backward, kfs_factors, layers
+from benchmarks.factor_programs import curvlinops_operator, forward_backward, kfs_factors, layers
 from benchmarks.report import RESULTS, Row, medians, write
-from kfs import EKFAC, EmpiricalRisk
+from kfs import EKFAC, KFAC, EmpiricalRisk
 
 REPEATS = 3
 DAMPING = 1e-3
@@ -29,7 +32,7 @@ def kfs_programs(problem: Batches) -> dict[str, Callable[[], object]]:
     """Return what is measured of ours."""
     params = layers(problem)
     risk = EmpiricalRisk(problem.model, CrossEntropyLoss(), problem.data, params=params)
-    K = kfs_factors(problem, params, **SETTINGS)
+    K: KFAC = kfs_factors(problem, params, **SETTINGS)
     v = torch.randn(K.shape[0], device=K.device)
     V = torch.randn(K.shape[0], 10, device=K.device)
     inverse = K.inverse(DAMPING)
@@ -107,4 +110,8 @@ def main(results: Path = RESULTS, repeats: int = REPEATS, scale: int = 1, device
 
 
 if __name__ == "__main__":
-    main(device=sys.argv[1] if len(sys.argv) > 1 else "cpu")
+    given = sys.argv[1:] or ["cpu"]
+    if "decompositions" not in given:
+        main(device=given[0])
+    if given[0] == "cuda":
+        decompositions.main()

@@ -37,7 +37,7 @@ from torch.nn import CrossEntropyLoss
 from torch.nn.functional import linear
 
 from benchmarks.factor_problems import Batches
-from benchmarks.factors import curvlinops_operator
+from benchmarks.factor_programs import curvlinops_operator
 from benchmarks.report import RESULTS, Row, draw, save
 from kfs import EKFAC, KFAC, EmpiricalRisk
 

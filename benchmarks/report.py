@@ -4,6 +4,7 @@ import json
 import math
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -51,7 +52,8 @@ def medians(programs: Mapping[Any, Callable[[], object]], repeats: int, task: st
     for program in programs.values():
         program()
     times: dict[Any, list[float]] = {key: [] for key in programs}
-    for _ in track(range(repeats), task, transient=True):
+    hidden = not sys.stdout.isatty()  # it would leave empty lines in a file
+    for _ in track(range(repeats), task, transient=True, disable=hidden):
         for key, program in programs.items():
             synchronize()
             start = time.perf_counter()
