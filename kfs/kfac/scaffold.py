@@ -105,7 +105,9 @@ def sweep(
                     continue
                 replays.run(batch)
                 # Step 4: what the loss's reduction divides by.
-                progress.add(batch)
+                progress.batches += 1
+                progress.num_data += len(batch.y)
+                progress.counted = progress.counted + batch.counted
                 if journal is not None and journal.is_due(progress):
                     check_values()
                     journal.write(progress, sums)

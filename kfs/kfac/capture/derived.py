@@ -1,6 +1,7 @@
 """Parameters that meet the batch later: broadcast parameters, derived parameters, copies."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -107,16 +108,29 @@ class Spread:
         """Add number by number."""
         data = owners.index(prod(self.shape))
         size = prod(self.source)
-        places = data * size + self.index.flatten().to(data.device)
-        counted = data >= 0
+        counted = (data >= 0).nonzero().flatten()
+        places = (data * size + self.index.flatten().to(data.device))[counted]
 
         def read(g: Tensor) -> Tensor:
-            numbers = g.reshape(len(g), -1)[:, counted.to(g.device)]
+            numbers = g.reshape(len(g), -1).index_select(1, on_device(counted, g.device))
             sums = g.new_zeros(len(g), owners.num_data * size)
-            sums.index_add_(1, places[counted].to(g.device), numbers)
+            sums.index_add_(1, on_device(places, g.device), numbers)
             return sums.reshape(len(g), owners.num_data, *self.source)
 
         return read
+
+
+def on_device(index: Tensor, device: torch.device) -> Tensor:
+    """Return indices on a device; the same ones are copied there once, as no copy is made in a recorded pass."""
+    if index.device == device:
+        return index
+    values = index.cpu().contiguous().numpy().tobytes()  # pragma: no cover (tested on a GPU)
+    return _copied(values, tuple(index.shape), device)  # pragma: no cover
+
+
+@lru_cache(maxsize=256)
+def _copied(values: bytes, shape: tuple[int, ...], device: torch.device) -> Tensor:  # pragma: no cover (as above)
+    return torch.frombuffer(bytearray(values), dtype=torch.int64).reshape(shape).to(device)
 
 
 def scattered(g: Tensor, index: Tensor | None, shape: tuple[int, ...]) -> Tensor:
@@ -124,7 +138,7 @@ def scattered(g: Tensor, index: Tensor | None, shape: tuple[int, ...]) -> Tensor
     if index is None:
         return g.reshape(*g.shape[:-1], *shape)
     full = g.new_zeros(*g.shape[:-1], prod(shape))
-    return full.index_add_(-1, index.to(g.device), g).reshape(*g.shape[:-1], *shape)
+    return full.index_add_(-1, on_device(index, g.device), g).reshape(*g.shape[:-1], *shape)
 
 
 def tap_broadcast(capture: "Capture", step: Broadcast, t: Tensor, call: Call) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.kfac.capture.derived import Spread
+from kfs.kfac.capture.derived import Spread, on_device
 from kfs.kfac.capture.plan import Argument, Broadcast, Call, Copy, Plan, Planned, Read
 from kfs.kfac.capture.tracking import is_in_place
 from kfs.kfac.layout import Layout
@@ -63,7 +63,7 @@ def broadcast(t: Argument, shape: tuple[int, ...], operation: str) -> Broadcast:
         g = own_last(g)
         if places is not None:
             full = g.new_zeros(*g.shape[:-1], len(rows) * layout.row_size)
-            g = full.index_add_(-1, places.to(g.device), g)
+            g = full.index_add_(-1, on_device(places, g.device), g)
         rows_last: Tensor = g.unflatten(-1, (-1, layout.row_size))
         return rows_last
 

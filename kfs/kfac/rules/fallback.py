@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.kfac.capture.derived import Spread, add_derived, scattered, settled, tap_spread
+from kfs.kfac.capture.derived import Spread, add_derived, on_device, scattered, settled, tap_spread
 from kfs.kfac.capture.mode import Capture
 from kfs.kfac.capture.plan import Argument, Call, Plan
 from kfs.kfac.capture.session import no_rule
@@ -144,7 +144,7 @@ class _Following:
         receive, pull_back = self._receiver(), self._pull_back()
 
         def start(owners: Owners) -> Receiver:
-            data = owners.index(self.plain.numel()).to(self.plain.device).reshape(shape)
+            data = on_device(owners.index(self.plain.numel()), self.plain.device).reshape(shape)
             mine = [data == n for n in range(capture.num_data)]
             return lambda g: receive(torch.stack([pull_back(g.squeeze(-1) * of_datum) for of_datum in mine], 1))
 

@@ -62,7 +62,8 @@ class Progress:
     Attributes:
         batches: Number of batches.
         num_data: Number of data.
-        count: What a mean over the targets divides by.
+        count: What a mean over the targets divides by, up to the last time that somebody asked for it.
+        counted: What it has to be increased by since then; a tensor if only a device knows it.
         unexplained: `(parameter, why)` of uses that no rule explains.
         audit: What was checked on a few data.
     """
@@ -72,22 +73,12 @@ class Progress:
     count: float = 0.0
     unexplained: set[tuple[str, str]] = field(default_factory=set)
     audit: Audit | None = None
-    _on_device: Tensor | None = None  # the part of the count that only a device knows
-
-    def add(self, batch: Batch) -> None:
-        """Count a batch."""
-        self.batches += 1
-        self.num_data += len(batch.y)
-        if isinstance(batch.counted, Tensor):
-            self._on_device = batch.counted + (0 if self._on_device is None else self._on_device)
-        else:
-            self.count += batch.counted
+    counted: float | Tensor = 0
 
     def settle(self) -> None:
         """Ask the device for what only it knows."""
-        if self._on_device is not None:
-            self.count += number(self._on_device)
-            self._on_device = None
+        self.count += number(self.counted)
+        self.counted = 0
 
     def state(self) -> dict[str, Any]:
         """Return what has to be known to continue, for a file."""
