@@ -95,7 +95,8 @@ def _forward_mode(
     if len(next(iter(columns.values()))) == 1:
         try:
             with torch.no_grad():
-                return _one_column(risk, batch, values, columns)
+                f, Jv = _one_column(risk, batch, values, columns)
+                return f.detach(), Jv
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
@@ -110,7 +111,7 @@ def _forward_mode(
         # Where random numbers are drawn, the risk makes sure that predictions do not depend on them.
         together = vmap(lambda v: jvp(predict, (moving,), (v,))[:2], randomness="same")
         copies, Jv = together(columns)
-    return copies[0], Jv
+    return copies[0].detach(), Jv
 
 
 def _one_column(risk: EmpiricalRisk, batch: Batch, params: Params, columns: Columns) -> tuple[Tensor, Tensor]:
