@@ -8,13 +8,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kfs.errors import StorageError
@@ -26,6 +26,20 @@ class UnfitError(Exception):
 
 
 _NO_DIGEST = "0" * 64
+# What the safetensors format calls dtypes.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 _LARGEST_HEADER = 100_000_000  # what safetensors itself accepts
 _TENSOR = "$tensor"
 
@@ -48,20 +62,19 @@ def write(path: str | Path, about: Mapping[str, Any], state: Any) -> None:
     header |= {"format": "kfs", "kfs_version": __version__, "state": json.dumps(packed), "digest": _NO_DIGEST}
     partial = path.with_name(f".{path.name}.partial")
     try:
-        save_file(tensors, partial, header)
-        with open(partial, "r+b") as file:
-            start, digest = _digest(file)
-            file.seek(start)
-            file.write(digest.encode())
+        with open(partial, "w+b") as file:
+            _write_tensors(file, header, tensors)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
         _sync_folder(path.parent)
-    except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
+    except OSError as error:
         raise StorageError(
             f"{path} cannot be written: {error}.", "Choose an existing folder with enough space that may be written to."
         ) from error
+    finally:
+        with suppress(OSError):  # it has got its name already, or could not even be made
+            partial.unlink()
 
 
 def read(path: str | Path, device: str | torch.device = "cpu") -> tuple[dict[str, str], Any]:
@@ -133,15 +146,21 @@ def _header(file: Any, path: Path) -> dict[str, str]:
     return metadata
 
 
+def _place_of_digest(header: bytes) -> int:
+    """Return where the digest starts."""
+    mark = b'"digest":"'
+    start = header.find(mark) + len(mark)
+    if start < len(mark):
+        raise UnfitError("there is no digest")
+    return start
+
+
 def _digest(file: Any) -> tuple[int, str]:
     """Return where in a file its digest is, and what it should be; the digest itself counts as zeros."""
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
     header = file.read(length)
-    mark = b'"digest":"'
-    start = header.find(mark) + len(mark)
-    if start < len(mark):
-        raise UnfitError("there is no digest")
+    start = _place_of_digest(header)
     hashed = hashlib.blake2b(length.to_bytes(8, "little"), digest_size=32)
     hashed.update(header[:start] + _NO_DIGEST.encode() + header[start + 64 :])
     while block := file.read(2**22):
@@ -149,10 +168,50 @@ def _digest(file: Any) -> tuple[int, str]:
     return 8 + start, hashed.hexdigest()
 
 
+def _write_tensors(file: BinaryIO, header: dict[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Write a file in the safetensors format, with its digest.
+
+    Hashing takes longer than anything else here. So a thread does it while tensors come from an accelerator and are
+    written; what was written is not read again, and at most three tensors have a copy at a time.
+    """
+    entries: dict[str, Any] = {"__metadata__": header}
+    # The largest numbers come first, so that all of them lie at multiples of their size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    end = 0
+    for name in names:
+        t = tensors[name]
+        start, end = end, end + t.numel() * t.element_size()
+        entries[name] = {"dtype": _DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    beginning = len(text).to_bytes(8, "little") + text
+    file.write(beginning)
+    hashed = hashlib.blake2b(beginning, digest_size=32)
+    with ThreadPoolExecutor(1) as hasher:
+        before: Future[None] | None = None
+        for name in names:
+            content = _bytes(tensors[name])
+            if before is not None:
+                before.result()
+            before = hasher.submit(hashed.update, content)
+            file.write(content)
+    file.seek(_place_of_digest(beginning))
+    file.write(hashed.hexdigest().encode())
+
+
+def _bytes(t: Tensor) -> memoryview:
+    """Return the numbers of a tensor, without a copy if they lie in memory as they will in the file."""
+    there = t.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    numbers: Any = there.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
+
+
 def _pack(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Take tensors out of a state."""
     if isinstance(state, Tensor):
-        tensors[name] = state.detach().cpu().contiguous().clone()
+        if state.dtype not in _DTYPES:
+            raise StorageError(f"{name} has dtype {state.dtype}, which files cannot have.", "Convert it before.")
+        tensors[name] = state
         return {_TENSOR: name}
     if isinstance(state, Mapping):
         return {key: _pack(value, f"{name}.{key}".lstrip("."), tensors) for key, value in state.items()}

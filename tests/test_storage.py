@@ -1,13 +1,17 @@
 """Files on the disk: in which order they get there, and that tensors may share memory."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from kfs import storage
+from kfs.errors import StorageError
 
 
 def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,3 +51,71 @@ def test_tensors_that_share_memory_are_written_apart(tmp_path: Path) -> None:
     for name in ("whole", "same", "row", "transposed"):
         assert torch.equal(again[name], state[name])  # type: ignore[arg-type]
     assert torch.equal(again["list"][0], whole.flatten())
+
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
+DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+
+
+def test_every_tool_for_the_format_reads_the_file(tmp_path: Path) -> None:
+    """Tensors of all dtypes and shapes, in any layout in memory, are what the library of the format reads."""
+    state: dict[str, Any] = {}
+    for dtype in DTYPES:
+        whole = (10 * torch.randn(3, 4)).to(dtype)
+        state[str(dtype)] = {"whole": whole, "strided": whole[:, 1:3].T, "single": whole[0, 0], "none": whole[:, :0]}
+    state["conjugate"] = torch.randn(3, dtype=torch.complex64).conj()
+    state["negative"] = state["conjugate"].imag
+    storage.write(tmp_path / "file", {"kind": 'a "digest":"', "größe": 3}, state)
+    with safe_open(tmp_path / "file", framework="pt") as file:
+        header = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+    assert (header["kind"], header["größe"]) == ('a "digest":"', "3")
+    _, again = storage.read(tmp_path / "file")
+    for name, t in {"conjugate": state["conjugate"], "negative": state["negative"]}.items():
+        assert torch.equal(tensors[name], t)
+        assert torch.equal(again[name], t)
+    for dtype in DTYPES:
+        for name, t in state[str(dtype)].items():
+            for found in (tensors[f"{dtype}.{name}"], again[str(dtype)][name]):
+                assert found.dtype == dtype
+                assert torch.equal(found, t)
+    # Readers map numbers into memory: they must lie at multiples of their size.
+    content = (tmp_path / "file").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0
+    entries = json.loads(content[8 : 8 + length])
+    del entries["__metadata__"]
+    assert all(entry["data_offsets"][0] % tensors[name].element_size() == 0 for name, entry in entries.items())
+
+
+def test_what_the_library_of_the_format_writes_is_the_same(tmp_path: Path) -> None:
+    """Earlier versions wrote files with the library: the bytes of all tensors are at the same places."""
+    state = {"b": torch.randn(3), "a": torch.randn(2, 5), "c": torch.arange(3), "half": torch.ones(3).half()}
+    storage.write(tmp_path / "ours", {}, dict(state))
+    save_file(state, tmp_path / "theirs", {"format": "kfs"})
+    entries, numbers = [], []
+    for name in ("ours", "theirs"):
+        content = (tmp_path / name).read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        del header["__metadata__"]
+        entries.append(header)
+        numbers.append(content[8 + length :])
+    assert entries[0] == entries[1]
+    assert numbers[0] == numbers[1]
+
+
+def test_nothing_is_left_behind_by_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StorageError, match=r"a has dtype torch\.complex128"):
+        storage.write(tmp_path / "file", {}, {"a": torch.zeros(2, dtype=torch.complex128)})
+    (tmp_path / "no folder").touch()
+    with pytest.raises(StorageError, match="cannot be written"):
+        storage.write(tmp_path / "no folder" / "file", {}, {"a": torch.zeros(2)})
+
+    def fails(_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(storage, "_bytes", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        storage.write(tmp_path / "file", {}, {"a": torch.zeros(2)})
+    assert [path.name for path in tmp_path.iterdir()] == ["no folder"]

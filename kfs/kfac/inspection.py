@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
-from kfs.data import tensors_in
+from kfs.data import Batch, can_be_cut, cut, tensors_in
 from kfs.errors import DataError, KfsError, ModelError
 from kfs.exact_derivatives import explained
-from kfs.kfac.capture import Audit, Audits, backward, forward, measure_rows
+from kfs.kfac.capture import Audit, Audits, Known, backward, forward, measure_rows
 from kfs.kfac.coverage import not_covered, shared_with
 from kfs.kfac.layout import Side
 from kfs.kfac.rules import new_session
@@ -107,7 +107,10 @@ def inspect(
     batch_axis: int | None = None,
     audit: bool = True,
 ) -> Inspection:
-    """Find out what KFAC covers, with one forward and one backward pass, without computing any factor.
+    """Find out what KFAC covers, without computing any factor.
+
+    After an audit of a few data, the same few go through the model once more, forward and backward, and the rest of the
+    sample does so only if it may be used in another way. Without audit, the whole sample does.
 
     Args:
         model: A module, or a function `f(params, x)`. A module on the `meta` device takes no memory, whatever its size:
@@ -145,18 +148,15 @@ def inspect(
         targets = torch.zeros(len(tensors[0]), device=tensors[0].device)
     risk = _Sample(model, _anything, [(sample, targets)], params=params)
     settings = Settings(sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, batch_axis=batch_axis)
-    sums = FactorSums(settings, dry=True)
     with risk.untouched(first_order=True), torch.enable_grad(), _without_values(risk.device), explained():
-        session = new_session(risk.params, joint_bias)
-        audits = Audits(risk.model, session, batch_axis)
+        audits = Audits(risk.model, new_session(risk.params, joint_bias), batch_axis)
         for batch in risk.batches():
             # Without values there is nothing to audit.
             known = audits.of_batch(risk, batch) if audit and risk.device.type != "meta" else None
-            f, capture = forward(risk, batch, session, sums, batch_axis, known)
-            measure_rows(f, capture)
-            backward(f, capture, torch.ones_like(f).unsqueeze(0))
-    why_not = not_covered(risk.params, sums.blocks.values(), capture.unexplained, sums.conflicts)
-    why_not |= shared_with(why_not, sums.blocks.values())
+            few = _audited_part(batch, known, audits.report, batch_axis)
+            sums, why_not = _uses(risk, batch if few is None else few, settings, known)
+            if few is not None and why_not:  # other data may use what these do not
+                sums, why_not = _uses(risk, batch, settings, known)
     rows = []
     for name, p in risk.params.items():
         blocks = [block for block in sums.blocks.values() if name in block.layout.params and name not in why_not]
@@ -164,6 +164,35 @@ def inspect(
         if not blocks:
             rows.append(Row(name, tuple(p.shape), why_not=why_not[name]))
     return Inspection(tuple(rows), audits.report)
+
+
+def _audited_part(batch: Batch, known: Known | None, report: Audit | None, batch_axis: int | None) -> Batch | None:
+    """Return those data of a batch that were audited, if all other data are used in the same way.
+
+    Shapes of factors do not depend on the number of data, so that a few are enough.
+    """
+    if known is None or report is None or report.num_data >= len(batch.y):
+        return None
+    if any(place.inner is None for place in (*known.uses, *known.meetings)):  # rows depend on the data
+        return None
+    num_data = len(batch.y)
+    if not can_be_cut(batch.x, num_data, report.num_data, batch_axis):  # unlike a batch of this shape before
+        return None
+    last = range(num_data - report.num_data, num_data)
+    return Batch(cut(batch.x, num_data, last, batch_axis), batch.y[last.start :], batch.first + last.start)
+
+
+def _uses(
+    risk: EmpiricalRisk, batch: Batch, settings: Settings, known: Known | None
+) -> tuple[FactorSums, dict[str, str]]:
+    """Run a forward and a backward pass. Return sums that have shapes, but no numbers, and what is not covered."""
+    sums = FactorSums(settings, dry=True)
+    session = new_session(risk.params, settings.joint_bias)
+    f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
+    measure_rows(f, capture)
+    backward(f, capture, torch.ones_like(f).unsqueeze(0))
+    why_not = not_covered(risk.params, sums.blocks.values(), capture.unexplained, sums.conflicts)
+    return sums, why_not | shared_with(why_not, sums.blocks.values())
 
 
 class _Sample(EmpiricalRisk):

@@ -21,15 +21,19 @@ from kfs.exact_derivatives import explained
 from kfs.losses.counter import Draws
 from kfs.operators.derivatives import (
     Linearization,
+    enabled_kernels,
     gradients_of_columns,
     leaves_and_rest,
     pull_back,
+    pull_back_through_model,
     push_forward,
 )
 from kfs.operators.interface import LinearOperator, Submatrix
 from kfs.operators.space import Columns, Space
 from kfs.risk import EmpiricalRisk
 
+# In prediction space, so many numbers are multiplied at once: losses make several copies of them.
+_NUMBERS_AT_ONCE = 2**24
 Blocks = bool | Literal["parameter", "layer"]
 
 
@@ -158,6 +162,7 @@ class Sandwich(Curvature):
         super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size, memory=memory)
         self.reuse = reuse
         self._kept: dict[int, tuple[Linearization, list[Tensor]]] = {}
+        self._kernels = enabled_kernels()
 
     @abstractmethod
     def middle(self, f: Tensor, batch: Batch, u: Tensor) -> Tensor:
@@ -172,12 +177,36 @@ class Sandwich(Curvature):
         if self.reuse and len(next(iter(columns.values()))) == 1:  # several columns are faster in forward mode
             linearization = self._linearization(batch)
             Jv = linearization.push_forward(columns)
-            u = self.risk.reduction_factor * self.middle(linearization.f.detach(), batch, Jv)
-            return linearization.pull_back(u, rows)
+            return linearization.pull_back(self._in_prediction_space(linearization.f, batch, Jv), rows)
         leaves, rest = leaves_and_rest(self.risk, {*columns, *rows})
         f, Jv = push_forward(self.risk, batch, leaves, rest, columns)
-        u = self.risk.reduction_factor * self.middle(f.detach(), batch, Jv)  # cheapest to scale in prediction space
-        return pull_back(f, {name: leaves[name] for name in rows}, u)
+        u = self._in_prediction_space(f, batch, Jv)
+        del Jv  # predictions for many classes may be larger than all else
+        if f.requires_grad:
+            return pull_back(f, {name: leaves[name] for name in rows}, u)
+        del f
+        return pull_back_through_model(self.risk, batch, leaves, rest, rows, u, self._kernels)
+
+    def block(self, columns: Columns, rows: list[str]) -> Columns:
+        """Multiply a block; see `Curvature`."""
+        self._kernels = enabled_kernels()  # the risk is about to choose others
+        return super().block(columns, rows)
+
+    def _in_prediction_space(self, f: Tensor, batch: Batch, Jv: Tensor) -> Tensor:
+        """Multiply `[K, *f.shape]` with every datum's matrix and the reduction factor, a few data at a time."""
+        f = f.detach()
+        R = self.risk.reduction_factor  # cheapest to scale in prediction space
+        at_once = max(_NUMBERS_AT_ONCE * len(f) // max(Jv.numel(), 1), 1)
+        if at_once >= len(f):
+            return R * self.middle(f, batch, Jv)
+        u: Tensor | None = None
+        for start in range(0, len(f), at_once):
+            some = slice(start, start + at_once)
+            part = R * self.middle(f[some], Batch(None, batch.y[some], batch.first + start), Jv[:, some])
+            u = part.new_empty(Jv.shape) if u is None else u
+            u[:, some] = part
+        assert u is not None  # noqa: S101 (there is a datum)
+        return u
 
     def _linearization(self, batch: Batch) -> Linearization:
         """Return the batch's graphs; new ones if the data, or any parameter or buffer, have changed in the meantime."""

@@ -1,16 +1,19 @@
 r"""Derivatives of a batch's predictions: $J v$ and $J^\top u$, for many columns at once.
 
-Columns are pushed forward by forward-mode differentiation, all of them together (`vmap`), and come back through the
-graph of one forward pass. Operations without forward mode fall back to two backward passes, operations that `vmap` does
-not know to one column after the other.
+Columns are pushed forward by forward-mode differentiation, all of them together (`vmap`), without recording a graph.
+They come back through the graph of another forward pass. That takes no longer than recording the first one, where
+columns would be recorded, too, and less memory. Operations without forward mode fall back to two backward passes,
+operations that `vmap` does not know to one column after the other.
 """
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.data import Batch
 from kfs.errors import ModelError
@@ -30,6 +33,13 @@ _NO_FORWARD_MODE = (
 )
 # What they contain where several columns cannot be pushed forward together.
 _ONE_BY_ONE = ("vmap", "functorch", "mutate a captured Tensor")
+# How to ask PyTorch which kernels for attention may be used.
+_KERNELS = {
+    SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+}
 
 
 def leaves_and_rest(risk: EmpiricalRisk, names: Iterable[str]) -> tuple[Params, Params]:
@@ -57,7 +67,8 @@ def push_forward(
         columns: Tensors `[K, *shape]` for some of the leaves; the others do not move.
 
     Returns:
-        Predictions `[N, ...]`, connected to the leaves, and Jacobian products `[K, N, ...]`, detached.
+        Predictions `[N, ...]`, and Jacobian products `[K, N, ...]`, detached. Predictions are connected to the leaves
+        only if that was needed; see `pull_back_through_model`.
     """
     num_columns = len(next(iter(columns.values())))
     try:
@@ -78,25 +89,37 @@ def push_forward(
 def _forward_mode(
     risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, columns: Columns
 ) -> tuple[Tensor, Tensor]:
-    """Push columns forward with the predictions. One column needs no `vmap`."""
-    num_columns = len(next(iter(columns.values())))
-    still = {name: p for name, p in leaves.items() if name not in columns} | rest
-    if num_columns == 1:
-        # A checkpoint would run again after this level of differentiation has ended.
-        with torch.autograd.graph.disable_saved_tensors_hooks("saves no tensors"), forward_ad.dual_level():
-            moving = {name: forward_ad.make_dual(leaves[name], t[0]) for name, t in columns.items()}
-            f, tangent = forward_ad.unpack_dual(risk.predict(moving | still, batch))
-        return f, (torch.zeros_like(f) if tangent is None else tangent).detach().unsqueeze(0)
+    """Push columns forward with the predictions, without a graph if possible. One column needs no `vmap`."""
+    values = {name: p.detach() for name, p in (leaves | rest).items()}
+    moving = {name: values[name] for name in columns}
+    if len(next(iter(columns.values()))) == 1:
+        try:
+            with torch.no_grad():
+                f, Jv = _one_column(risk, batch, values, columns)
+                return f.detach(), Jv
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+        # The model itself differentiates. A checkpoint would run again after this level of differentiation has ended.
+        with torch.autograd.graph.disable_saved_tensors_hooks("saves no tensors"):
+            return _one_column(risk, batch, leaves | rest, columns)
 
     def predict(params: Params) -> Tensor:
-        return risk.predict(params | still, batch)
+        return risk.predict(values | params, batch)
 
-    moving = {name: leaves[name].detach() for name in columns}
-    still = {name: p.detach() for name, p in still.items()}
-    with torch.no_grad():  # recording the columns' graph costs more than a second forward pass for the predictions
+    with torch.no_grad():
         # Where random numbers are drawn, the risk makes sure that predictions do not depend on them.
-        Jv: Tensor = vmap(lambda v: jvp(predict, (moving,), (v,))[1], randomness="same")(columns)
-    return risk.predict(leaves | rest, batch), Jv
+        together = vmap(lambda v: jvp(predict, (moving,), (v,))[:2], randomness="same")
+        copies, Jv = together(columns)
+    return copies[0].detach(), Jv
+
+
+def _one_column(risk: EmpiricalRisk, batch: Batch, params: Params, columns: Columns) -> tuple[Tensor, Tensor]:
+    """Push a single column forward with the predictions."""
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(params[name], t[0]) for name, t in columns.items()}
+        f, tangent = forward_ad.unpack_dual(risk.predict(params | duals, batch))
+    return f, (torch.zeros_like(f) if tangent is None else tangent).detach().unsqueeze(0)
 
 
 def _double_backward(
@@ -169,6 +192,37 @@ def pull_back(f: Tensor, leaves: Params, u: Tensor, keep_graph: bool = False) ->
         name: p.new_zeros(len(u), *p.shape) if g is None else g
         for (name, p), g in zip(leaves.items(), gradients, strict=True)
     }
+
+
+def pull_back_through_model(
+    risk: EmpiricalRisk,
+    batch: Batch,
+    leaves: Params,
+    rest: Params,
+    rows: list[str],
+    u: Tensor,
+    kernels: list[SDPBackend],
+) -> Columns:
+    """Multiply columns with the transposed Jacobian, through the graph of a new forward pass.
+
+    Args:
+        risk: Says what the model is.
+        batch: The data.
+        leaves: Parameters that may be differentiated with respect to.
+        rest: The other parameters.
+        rows: Names of the leaves to differentiate with respect to.
+        u: The columns, `[K, N, ...]`.
+        kernels: Kernels for attention that may be used. The faster ones keep no matrix of all pairs of positions. They
+            cannot be differentiated twice, nor for several columns together; for one column, that is not needed.
+    """
+    # A checkpoint runs the model again in the backward pass, with the same kernels.
+    with sdpa_kernel(kernels) if len(u) == 1 else nullcontext():
+        return pull_back(risk.predict(leaves | rest, batch), {name: leaves[name] for name in rows}, u)
+
+
+def enabled_kernels() -> list[SDPBackend]:
+    """Return the kernels for attention that the user allows."""
+    return [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]  # type: ignore[no-untyped-call]
 
 
 def gradients_of_columns(

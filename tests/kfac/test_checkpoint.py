@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -174,12 +173,12 @@ def test_killed_at_random_moments(make: Any, settings: Any, tmp_path: Path) -> N
 
 
 @forks
-@pytest.mark.parametrize("moment", ["save_file", "fsync", "replace", "after replace"])
+@pytest.mark.parametrize("moment", ["_write_tensors", "fsync", "replace", "after replace"])
 def test_killed_while_writing(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = compute(KFAC, None, Batches())
     path = tmp_path / "c"
     target = moment.removeprefix("after ")
-    original = os.replace
+    original, written = os.replace, storage._write_tensors
 
     def die(*args: Any) -> None:
         if moment == "after replace":
@@ -188,11 +187,11 @@ def test_killed_while_writing(moment: str, tmp_path: Path, monkeypatch: pytest.M
             kill_me()
         if moment == "replace":
             original(*args)
-        elif moment == "save_file":
-            save_file(*args)
+        elif moment == "_write_tensors":
+            written(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage if target == "save_file" else os, target, die)
+        patch.setattr(storage if target == "_write_tensors" else os, target, die)
         assert finished(in_child(lambda: compute(KFAC, path, Batches()))) == -signal.SIGKILL
     assert path.exists()
     K = compute(KFAC, path, Batches())
