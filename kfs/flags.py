@@ -8,7 +8,7 @@ wrong with it. On a CPU there is nothing to wait for, and checks are made at onc
 import torch
 from torch import Tensor
 
-from kfs.waiting import numbers
+from kfs.waiting import counting, numbers
 
 # Larger than the index of any datum, and exact in float64.
 _NONE = 2**52
@@ -38,7 +38,7 @@ class Flags:
             bad: Booleans, `[N]`.
             first: Index of the first of these data; a tensor if the computation is recorded.
         """
-        index = torch.arange(len(bad), device=bad.device) + first
+        index = counting(len(bad), bad.device) + first
         found = torch.where(bad, index, _NONE).amin()
         torch.minimum(self._first, found.to(self._first.device), out=self._first)
 
@@ -58,4 +58,4 @@ def not_finite(f: Tensor) -> Tensor:
     if f[:1].numel() == 0:
         return torch.zeros(len(f), dtype=torch.bool, device=f.device)
     largest = f.amax(tuple(range(1, f.ndim))) if f.ndim > 1 else f
-    return largest.isnan() | (largest == torch.inf)
+    return (largest < torch.inf).logical_not_()

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+_counted: dict[tuple[int, torch.device], Tensor] = {}  # by size and device
+_MOST = 64  # so many of them are kept
 _ERROR = 2  # PyTorch's number for the debug mode in which operations that wait are errors
 
 
@@ -32,6 +34,20 @@ def numbers(tensors: Sequence[Tensor]) -> list[float]:
     with waiting_allowed():
         values: list[float] = torch.stack([t.to(device, torch.float64) for t in tensors]).tolist()
     return values
+
+
+def counting(size: int, device: torch.device) -> Tensor:
+    """Return the integers from zero on, as a tensor that nobody changes; an accelerator makes it once."""
+    key = (size, device)
+    found = _counted.get(key)
+    if found is None:
+        found = torch.arange(size, device=device)
+        # What is made while a computation is recorded has no values yet.
+        if runs_behind(device) and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _counted[key] = found
+            if len(_counted) > _MOST:
+                del _counted[next(iter(_counted))]
+    return found
 
 
 def number(value: float | Tensor) -> float:

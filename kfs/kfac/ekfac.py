@@ -49,7 +49,7 @@ from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
 from kfs.storage import UnfitError
-from kfs.waiting import numbers
+from kfs.waiting import numbers, waiting_allowed
 
 
 @loadable
@@ -113,9 +113,10 @@ class EKFAC(BlockDiagonal):
         """Decompose factors, and compute eigenvalues."""
         super().__init__(factors.domain, None)
         self.factors = factors
-        self._sums = [
-            Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis())) for stack in factors.stacks
-        ]
+        with waiting_allowed():  # a decomposition is checked before anybody uses it
+            self._sums = [
+                Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis())) for stack in factors.stacks
+            ]
         basis = [Q.values for stack in self._sums for Q in (stack.structure.Q_A, stack.structure.Q_B)]  # type: ignore[attr-defined]
         journal = None
         if checkpoint is not None:

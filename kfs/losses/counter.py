@@ -184,8 +184,8 @@ class Draws:
             mine = words[:, offset : offset + num_data]
             w0, w1 = (torch.from_numpy(word).to(device) for word in mine)
         else:
-            datum = (torch.arange(num_data, device=device) + first).unsqueeze(1)
-            entry = torch.arange(entries, device=device).unsqueeze(0)
+            datum = (waiting.counting(num_data, device) + first).unsqueeze(1)
+            entry = waiting.counting(entries, device).unsqueeze(0)
             w0, w1 = _scrambled(key, datum, entry)
         return w0.reshape(num_data, *shape), w1.reshape(num_data, *shape)
 

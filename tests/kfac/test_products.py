@@ -16,8 +16,9 @@ from kfs.kfac.sums import gram
 from kfs.kfac.sums.inputs import Inputs, Vectors
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.kfac.sums.patches import Patches
-from kfs.kfac.sums.precision import check_products, multiplying, uses_tf32
+from kfs.kfac.sums.precision import check_products, multiplying
 from kfs.risk import EmpiricalRisk
+from kfs.tf32 import uses_tf32
 
 # bfloat16 has eight significant bits: a number that is rounded is off by at most 2^-8 of it, and a product of two of
 # them by 2^-7 + 2^-16. Sums of a few hundred products in float32 add less than 2^-12.

@@ -4,7 +4,6 @@ The stand-in runs the pass again on the inputs that a graph would read, and take
 of sums while it is recorded, and of numbers on the host while it is replayed.
 """
 
-import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -14,22 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfs.data import move
-from kfs.errors import DataError, KfsError
+from kfs.errors import DataError
 from kfs.flags import Flags
 from kfs.kfac import EKFAC, KFAC, exact_blocks, scaffold
 from kfs.kfac.capture import replay
-from kfs.kfac.capture.replay import Recorded, Replays
+from kfs.kfac.capture.replay import Replays
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.interface import Sums
 from kfs.risk import EmpiricalRisk
-from tests.kfac.arrangements import ARRANGEMENTS, Problem
-from tests.kfac.problems import KNOWN
 from tests.kfac.test_no_waiting import NoWaiting
 from tests.operators.contract import close
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-PROBLEMS = [*KNOWN, *ARRANGEMENTS] if torch.cuda.is_available() else []
 FISHERS: tuple[Any, ...] = ("type-2", "ggn", "mc", "empirical", "forward-only")
 
 
@@ -305,40 +299,3 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     batches[3][1][2] = 17
     with pytest.raises(DataError, match=r"Labels go from . to 17, but there are 3 classes"):
         KFAC(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), batches), "mc")
-
-
-@needs_gpu
-class TestOnAGPU:
-    """CUDA graphs."""
-
-    @pytest.mark.parametrize("kind", ["mc expand", "type-2 reduce", "empirical expand", "ekfac"])
-    @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-    def test_all_models(self, problem: Problem, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        one = problem.instance(18)
-        model = copy.deepcopy(one.model).cuda()
-        batches = [
-            (move(one.join(one.xs[n : n + 3]), torch.device("cuda")), torch.cat(one.ys[n : n + 3]).cuda())
-            for n in range(0, 18, 3)
-        ]
-        times = []
-        run = Recorded.replay
-        monkeypatch.setattr(Recorded, "replay", lambda *args: [times.append(1), run(*args)])  # type: ignore[func-returns-value]
-        risk = EmpiricalRisk(model, one.loss, batches)
-
-        def compute(**settings: Any) -> Any:
-            if kind == "ekfac":
-                return EKFAC(risk, "mc", uncovered="skip", **settings)
-            fisher, sharing = kind.split()
-            return KFAC(risk, fisher, sharing, uncovered="skip", **settings)  # type: ignore[arg-type]
-
-        try:
-            expected = compute(replay=False)
-        except (KfsError, RuntimeError) as error:  # some have constants that are not moved with a model
-            pytest.skip(str(error))
-        found = compute()
-        print("REPLAYED" if times else "RAN", problem.name, kind)
-        if kind == "ekfac":
-            for mine, theirs in zip(found._sums, expected._sums, strict=True):
-                torch.testing.assert_close(mine.structure.values.sum(), theirs.structure.values.sum())
-        else:
-            same_factors(found, expected, 1e-9)

@@ -95,7 +95,7 @@ class Measured:
     @property
     def number_of_owners(self) -> int:
         """The number of different data that rows belong to."""
-        return len(self.owners[self.owners >= 0].unique())
+        return len(set(self.owners[self.owners >= 0].tolist()))
 
     def of_groups(self, groups: int) -> Tensor | None:
         """Return owners of groups of consecutive rows; `None` if rows of one group belong to different data."""

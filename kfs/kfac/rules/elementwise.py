@@ -8,6 +8,7 @@ others are rows: it is like an embedding whose rows are all looked up once for e
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,7 +129,12 @@ def _own_axes_last(free: tuple[int, ...], own: tuple[int, ...]) -> Callable[[Ten
 def _rows_and_places(index: Tensor, layout: Layout) -> tuple[Tensor, Tensor | None]:
     """Return which rows of a parameter are used, and where entries are among them; `None` if they are in order."""
     features = layout.row_size
-    rows, order = torch.unique(index // features, return_inverse=True)
+    first, count = (int(index[0]), len(index)) if len(index) else (0, 0)
+    if first % features == 0 and count % features == 0 and torch.equal(index, torch.arange(first, first + count)):
+        return torch.arange(first // features, (first + count) // features), None
+    # Not by PyTorch, whose function imports its compiler, which takes seconds.
+    unique, inverse = np.unique((index // features).numpy(), return_inverse=True)
+    rows, order = torch.from_numpy(unique), torch.from_numpy(inverse)
     places = order * features + index % features
     in_order = torch.equal(places, torch.arange(len(rows) * features))
     return rows, None if in_order else places

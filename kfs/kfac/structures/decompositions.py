@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from kfs.errors import KfsWarning
+from kfs.tf32 import tf32
 
+# Up to this size, a GPU decomposes in float64 as fast as in float32, or faster: `benchmarks/decompositions.py`.
+_SMALL = 512
 _HALF = {torch.float16, torch.bfloat16}
 
 
@@ -75,6 +78,10 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
         Eigenvalues in ascending order, `[stack, d]`, and eigenvectors, the columns of `[stack, d, d]`.
     """
     matrices = computable(matrices)
+    if matrices.is_cuda and matrices.shape[-1] <= _SMALL:  # pragma: no cover (tested on a GPU)
+        values, vectors = eigh_in_double(matrices)
+        if values.isfinite().all():
+            return values, vectors
     try:
         values, vectors = torch.linalg.eigh(matrices)
         if values.isfinite().all():
@@ -82,6 +89,11 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         pass  # NaN, or a float32 algorithm that did not converge
     check_finite(matrices)
+    return eigh_in_double(matrices)
+
+
+def eigh_in_double(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Decompose in float64, and round."""
     values, vectors = torch.linalg.eigh(matrices.double())
     return values.to(matrices), vectors.to(matrices).contiguous()
 
@@ -122,7 +134,13 @@ def inverse(matrices: Tensor) -> Tensor:
 
     Results are contiguous, as matrices from files are, so that products with both are equal to the last bit.
     """
-    return torch.cholesky_inverse(cholesky(matrices)).contiguous()
+    L = cholesky(matrices)
+    if L.is_cuda:  # pragma: no cover (tested on a GPU; two to three times as fast there)
+        identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
+        inverse_of_L: Tensor = torch.linalg.solve_triangular(L, identity, upper=False)
+        with tf32(False):
+            return inverse_of_L.mT @ inverse_of_L
+    return torch.cholesky_inverse(L).contiguous()
 
 
 def general_inverse(matrices: Tensor, eps: float | None = None) -> Tensor:

@@ -100,8 +100,7 @@ class OuterProductSum:
             # has no negative eigenvalues.
             x = self.rounded(x)
         if self.diagonal:
-            squares = x.to(self.total.dtype).square()
-            self.inner += squares.reshape(-1, *self.inner.shape).sum(0)
+            self.inner += self._squares(x).view(self.inner.shape)
         elif self._groups > 1:
             add_grouped_gram(self.inner, x, self.products)
         else:
@@ -111,6 +110,15 @@ class OuterProductSum:
             rows = 0 if x.ndim == 2 else tuple(range(x.ndim - 1))
             self.add_ones(x.sum(rows, dtype=self._total.dtype), count)
         return count
+
+    def _squares(self, x: Tensor) -> Tensor:
+        """Sum squares of vectors, `[G * D]`; on an accelerator without writing them down."""
+        rows = tuple(range(x.ndim - 1))
+        dtype = self._total.dtype
+        if x.is_cpu:
+            return x.to(dtype).square().sum(rows)
+        norms: Tensor = torch.linalg.vector_norm(x, dim=rows, dtype=dtype)  # pragma: no cover (tested on a GPU)
+        return norms.square_()  # pragma: no cover
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return vectors in the precision in which they are multiplied."""

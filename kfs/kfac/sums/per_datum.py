@@ -22,6 +22,8 @@ from kfs.kfac.sums.inputs import Use, add_rotated_squares
 from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
 from kfs.kfac.sums.owners import Owners
+from kfs.kfac.sums.precision import HALF
+from kfs.tf32 import tf32
 
 
 class Statistic(ABC):
@@ -57,8 +59,11 @@ class Squares(Statistic):
             add_rotated_squares(total, gradients, Q_A, Q_B)
 
     def add_use(self, use: Use, g: Tensor) -> None:
-        """Rotate and square in the way that is cheapest for this kind of inputs."""
-        with self._on(g.device) as (total, Q_A, Q_B):
+        """Rotate and square in the way that is cheapest for this kind of inputs.
+
+        Gradients in half precision have fewer digits than TF32, so that a GPU may round bases to that.
+        """
+        with self._on(g.device) as (total, Q_A, Q_B), tf32(True if g.dtype in HALF else None):
             use.inputs.add_squares(total, use, g, Q_A, Q_B)
 
     @contextmanager

@@ -3,19 +3,14 @@
 The names are those of `kfs.KFAC`, which documents them. Sums are in float32 or better in any case.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kfs.errors import ModelError
 from kfs.kfac.settings import Products
+from kfs.tf32 import tf32
 
 HALF = {torch.float16, torch.bfloat16}
-_matmul: Any = torch.backends.cuda.matmul
-# PyTorch 2.9 has a new name for the switch. Its old name is an error after somebody has used the new one.
-_SWITCH = "fp32_precision" if hasattr(_matmul, "fp32_precision") else "allow_tf32"
-_VALUES = {True: "tf32", False: "ieee"} if _SWITCH == "fp32_precision" else {True: True, False: False}
 _USES_TF32 = {"float32": False, "tf32": True}
 
 
@@ -53,26 +48,6 @@ def rounded(x: Tensor, products: Products) -> Tensor:
     return x
 
 
-def uses_tf32() -> bool:
-    """Whether a GPU multiplies float32 in TF32 now."""
-    return bool(getattr(_matmul, _SWITCH) == _VALUES[True])
-
-
-class multiplying:  # noqa: N801 (used like a function)
-    """Switch TF32 on or off in this context, if products want that."""
-
-    def __init__(self, products: Products) -> None:
-        """Look up what is wanted."""
-        self.wanted = _USES_TF32.get(products)
-
-    def __enter__(self) -> None:
-        """Switch only if that changes something."""
-        self.changes = self.wanted is not None and uses_tf32() != self.wanted
-        if self.changes:
-            self.before = getattr(_matmul, _SWITCH)
-            setattr(_matmul, _SWITCH, _VALUES[bool(self.wanted)])
-
-    def __exit__(self, *_: object) -> None:
-        """Leave the switch as it was."""
-        if self.changes:
-            setattr(_matmul, _SWITCH, self.before)
+def multiplying(products: Products) -> tf32:
+    """Switch TF32 on or off in a context, if products want that."""
+    return tf32(_USES_TF32.get(products))
