@@ -55,7 +55,8 @@ def backpropagated_vectors(
         many = at_once * max(1, _NUMBERS // (at_once * max(f.numel(), 1)))
         start = 0
         while len(columns := factor(f, y, start, start + many)):
-            yield from columns.to(f.dtype).split(at_once)
+            # Chunks of equal size: a small last one would take nearly as long as the others.
+            yield from columns.to(f.dtype).chunk(max(1, -(-len(columns) // at_once)))
             if len(columns) < many:
                 return
             start += many

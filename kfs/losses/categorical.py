@@ -10,8 +10,13 @@ from math import prod
 import torch
 from torch import Tensor
 
+from kfs.waiting import counting
+
 # Cumulative sums that exist at the same time take about this many bytes.
 _TEMPORARY_BYTES = 2**26
+# More classes than these are drawn in two steps: a block of so many of them, and one of the block.
+_MANY_CLASSES = 4096
+_BLOCK = 256
 
 
 def softmax(f: Tensor) -> Tensor:
@@ -43,7 +48,9 @@ def subtract_draws_(sigma: Tensor, u: Tensor) -> Tensor:
     """
     num_data, classes = sigma.shape[:2]
     positions = prod(sigma.shape[2:])
-    at_a_time = _TEMPORARY_BYTES // (8 * max(classes, 1))
+    # In two steps, cumulative sums are those of blocks, and of a few tensors as large as one of them.
+    numbers = classes // _BLOCK + 8 * _BLOCK if classes > _MANY_CLASSES else max(classes, 1)
+    at_a_time = _TEMPORARY_BYTES // (8 * numbers)
     if 0 < num_data * positions <= at_a_time:
         return subtract_one_(sigma, _draw(sigma, u))
     # A view, or an error: a copy would be changed in vain.
@@ -64,11 +71,35 @@ def covariance_product(sigma: Tensor, v: Tensor, axis: int) -> Tensor:
 def _draw(sigma: Tensor, u: Tensor) -> Tensor:
     """Return labels `[N, 1, ...]` for `[N, C, ...]`: the first class whose cumulative probability reaches `u`."""
     rows = sigma.movedim(1, -1)
+    if rows.shape[-1] > _MANY_CLASSES:
+        return _draw_in_two_steps(rows, u.movedim(1, -1)).movedim(-1, 1)
     cumulative = rows.to(torch.float64, copy=True, memory_format=torch.contiguous_format).cumsum_(-1)
     # Rounded probabilities sum to a bit more or less than one. So `u` is relative to their sum.
     reached = u.movedim(1, -1) * cumulative[..., -1:]
     # Where probabilities are NaN, no class is reached. An index must be one nevertheless.
     return torch.searchsorted(cumulative, reached).clamp_(max=rows.shape[-1] - 1).movedim(-1, 1)
+
+
+def _draw_in_two_steps(rows: Tensor, u: Tensor) -> Tensor:
+    """Return labels `[..., 1]` for probabilities `[..., C]`: draw a block of classes, and one of its classes.
+
+    Cumulative sums in float64 of tens of thousands of classes would take longer than all else.
+    """
+    classes = rows.shape[-1]
+    whole = classes // _BLOCK * _BLOCK
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    sums = [rows[..., :whole].unflatten(-1, (-1, _BLOCK)).sum(-1, dtype=dtype)]
+    if whole < classes:
+        sums.append(rows[..., whole:].sum(-1, keepdim=True, dtype=dtype))
+    cumulative = torch.cat(sums, -1).double().cumsum_(-1)
+    reached = u * cumulative[..., -1:]
+    block = torch.searchsorted(cumulative, reached).clamp_(max=cumulative.shape[-1] - 1)
+    before = torch.where(block > 0, cumulative.gather(-1, (block - 1).clamp_(min=0)), 0.0)
+    index = block * _BLOCK + counting(_BLOCK, rows.device)
+    # The last block may be shorter. And the sum of a block may be rounded to a bit more than its classes have together.
+    inside = rows.gather(-1, index.clamp(max=classes - 1)).double() * (index < classes)
+    place = torch.searchsorted(inside.cumsum_(-1), reached - before)
+    return (block * _BLOCK + place.clamp_(max=_BLOCK - 1)).clamp_(max=classes - 1)
 
 
 def _pieces(num_data: int, positions: int, at_a_time: int) -> Iterator[tuple[slice, slice]]:

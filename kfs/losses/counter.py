@@ -2,9 +2,9 @@ r"""Random numbers that depend on what they are for, not on when they are drawn.
 
 Entry $e$ of draw $m$ for datum $n$ is a pure function of $(\mathrm{seed}, n, m, e)$. It is the same for every batch
 size, order, device and number of processes. The function is Threefry-2x32 with 20 rounds (Salmon et al., 2011), a keyed
-bijection of 64-bit counters, in integer operations: by NumPy for a CPU, by one kernel on a GPU, by tensor operations
-elsewhere. Words and uniform numbers are equal to the last bit everywhere; normal numbers up to how a device rounds
-logarithm and cosine in float64.
+bijection of 64-bit counters, in integer operations: by NumPy for a CPU, by tensor operations elsewhere, and by one
+kernel in computations that are recorded on a GPU. Words and uniform numbers are equal to the last bit everywhere;
+normal numbers up to how a device rounds logarithm and cosine in float64.
 """
 
 from dataclasses import dataclass
@@ -105,22 +105,28 @@ void threefry(T counter0, T counter1, T key0, T key1, T& word0, T& word1) {
 
 @cache
 def _gpu_kernel() -> Any:  # pragma: no cover (tested on a GPU)
-    """Compile the function for a GPU; `None` where that is not possible."""
+    """Compile the function for a GPU, which takes a second; PyTorch keeps the result in its cache of kernels."""
     code = _KERNEL.replace("PARITY", str(_PARITY)).replace("ROTATIONS", ", ".join(map(str, _ROTATIONS)))
-    try:
-        kernel = torch.cuda.jiterator._create_multi_output_jit_fn(code, num_outputs=2, key0=0, key1=0)
-        one = torch.ones((), dtype=torch.int64, device="cuda")
-        kernel(one, one)
-    except RuntimeError:  # no compiler
-        return None
-    return kernel
+    return torch.cuda.jiterator._create_multi_output_jit_fn(code, num_outputs=2, key0=0, key1=0)
 
 
 def _scrambled(key: tuple[int, int], x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor]:
-    """Scramble pairs of words, broadcast against each other, where they are."""
-    if x0.is_cuda and (kernel := _gpu_kernel()) is not None:  # pragma: no cover (tested on a GPU)
-        w0, w1 = kernel(x0, x1, key0=key[0], key1=key[1])
-        return w0, w1
+    """Scramble pairs of words, broadcast against each other, in one kernel on a GPU."""
+    x0, x1 = torch.broadcast_tensors(x0, x1)
+    if x0.is_cuda:  # pragma: no cover (tested on a GPU)
+        try:
+            # Contiguous, since every other arrangement in memory is another kernel.
+            w0, w1 = _gpu_kernel()(x0.contiguous(), x1.contiguous(), key0=key[0], key1=key[1])
+        except RuntimeError as error:
+            if "nvrtc" not in str(error).lower():
+                raise
+        else:
+            return w0, w1
+    return threefry(key, x0, x1)
+
+
+def _scrambled_by_operations(key: tuple[int, int], x0: Tensor, x1: Tensor) -> tuple[Tensor, Tensor]:
+    """Scramble pairs of words, broadcast against each other, by tensor operations."""
     return threefry(key, *torch.broadcast_tensors(x0, x1))
 
 
@@ -170,7 +176,7 @@ class Draws:
         """Return two int64 tensors `[num_data, *shape]` of independent uniform 32-bit words.
 
         These are some hundred operations on integers. On a CPU, they are done for many data at a time, and small
-        batches find theirs done. A GPU has a kernel for them.
+        batches find theirs done.
         """
         key, entries = _key_of(self.seed, self.sample), prod(shape)
         at_a_time = _BLOCK // max(entries, 1)
@@ -186,7 +192,9 @@ class Draws:
         else:
             datum = (waiting.counting(num_data, device) + first).unsqueeze(1)
             entry = waiting.counting(entries, device).unsqueeze(0)
-            w0, w1 = _scrambled(key, datum, entry)
+            # A kernel is worth compiling for a computation that is recorded, and repeated many times.
+            scramble = _scrambled if isinstance(first, Tensor) else _scrambled_by_operations
+            w0, w1 = scramble(key, datum, entry)
         return w0.reshape(num_data, *shape), w1.reshape(num_data, *shape)
 
 

@@ -174,9 +174,6 @@ def test_not_recorded(kind: Any, settings: Any, text: str | None, caplog: pytest
     assert torch.equal(states[0], torch.get_rng_state())
     assert torch.equal(states[1], torch.cuda.get_rng_state())
     assert not torch.cuda.is_current_stream_capturing()
-    assert (
-        else True
-    )
     torch.rand(3, device=CUDA)
     torch.cuda.set_rng_state(states[1])
     same_factors(K, KFAC(risk, "mc", replay=False, **{k: v for k, v in settings.items() if k != "memory"}), 1e-9)

@@ -130,7 +130,8 @@ def on_device(index: Tensor, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _copied(values: bytes, shape: tuple[int, ...], device: torch.device) -> Tensor:  # pragma: no cover (as above)
-    return torch.frombuffer(bytearray(values), dtype=torch.int64).reshape(shape).to(device)
+    # The host does not wait: memory that is not pinned is read before the call returns.
+    return torch.frombuffer(bytearray(values), dtype=torch.int64).reshape(shape).to(device, non_blocking=True)
 
 
 def scattered(g: Tensor, index: Tensor | None, shape: tuple[int, ...]) -> Tensor:

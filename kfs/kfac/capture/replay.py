@@ -2,9 +2,9 @@
 
 A GPU finishes the operations of a small model faster than Python can start them. A CUDA graph has all operations of a
 pass, forward, vectors, backward and sums, and starts them together. The first batch of a shape runs as usual (and is
-audited). The second one does, too, while PyTorch says whether anything waits for the GPU: that would be a decision that
-depends on data, which a graph does not take again. The third one is recorded. Its inputs are copied to where the graph
-reads them, as are those of all further batches.
+audited). The second one rehearses what will be recorded, while PyTorch says whether anything waits for the GPU: that
+would be a decision that depends on data, which a graph does not take again. The third one is recorded. Its inputs are
+copied to where the graph reads them, as are those of all further batches.
 
 What a graph cannot know are numbers on the host. A pass adds the same to them for every batch of a shape (`Sums.counts`
 has them all). The index of the first datum, on which draws depend, is a tensor on the device.
@@ -113,7 +113,9 @@ class Replays:
         if times == 1 or not worth or len(self._recorded) == _MOST_GRAPHS:
             self._run(batch)
         elif times == 2:
-            waits = recorder.notices_waits(lambda: self._run(batch))
+            first = torch.full((), batch.first, dtype=torch.int64, device=batch.y.device)
+            rehearsed = batch._replace(recorded=first)
+            waits = recorder.notices_waits(lambda: self._run(rehearsed))
             if waits:
                 self._give_up(f"an operation waits for the GPU ({waits})")
         else:

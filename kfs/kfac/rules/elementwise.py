@@ -26,7 +26,7 @@ def elementwise(call: Call, *args: Any, **named: Any) -> Planned:
     changed = is_in_place(call.func) and args[0] is tracked[0]
     if changed or not any(t.data for t in inputs) or not all(t.by_rows for t in tracked):
         return None
-    shape = torch.broadcast_shapes(*(t.shape for t in inputs))
+    shape = np.broadcast_shapes(*(t.shape for t in inputs))
     return tuple(broadcast(t, tuple(shape), call.name.strip("_")) for t in tracked)
 
 
@@ -69,7 +69,7 @@ def broadcast(t: Argument, shape: tuple[int, ...], operation: str) -> Broadcast:
         return rows_last
 
     leading = tuple(shape[axis] for axis in free)
-    used = rows.to(t.device) if layout.column_size > 1 else None
+    used = on_device(rows, t.device) if layout.column_size > 1 else None
     inputs = Rows(used, layout.column_size, leading, t.dtype, t.device)
     return Broadcast(t, shape, Plan(operation, layout, inputs, read=read))
 

@@ -98,10 +98,18 @@ def add_rotated_squares(total: Tensor, gradients: Tensor, Q_A: Tensor | None, Q_
         gradients = gradients if Q_A is None else gradients @ Q_A
         gradients = gradients if Q_B is None else Q_B.transpose(1, 2) @ gradients
     if total.device.type != "cpu":  # pragma: no cover (few operations are faster there)
-        total += gradients.square().sum(0)
+        total += gradients.square().sum(0)[..., : total.shape[-1]]
         return
     for gradient in gradients:  # squares are never written down
         total.addcmul_(gradient, gradient)
+
+
+def _aligned(Q: Tensor) -> Tensor:
+    """Return a basis with a few columns of zeros more on a GPU, whose tensor cores want rows of a multiple of 8."""
+    more = -Q.shape[1] % 8
+    if more and Q.is_cuda:  # pragma: no cover (tested on a GPU)
+        return torch.nn.functional.pad(Q, (0, more))
+    return Q
 
 
 def at_a_time(like: Tensor, numbers: int) -> int:
@@ -141,12 +149,13 @@ class Vectors(Inputs):
             g, Q_B = g @ Q_B[0], None
         if Q_A is not None and x.shape[1] <= g.shape[2]:
             if "rotated" not in use.cache:
-                main = x.flatten(0, 1) @ Q_A[0, : x.shape[2]]
-                main = main + Q_A[0, -1] if ones else main  # the last row of the basis belongs to the bias
+                basis = _aligned(Q_A[0])
+                main = x.flatten(0, 1) @ basis[: x.shape[2]]
+                main = main + basis[-1] if ones else main  # the last row of the basis belongs to the bias
                 use.cache["rotated"] = main.unflatten(0, x.shape[:2])
             x, Q_A, ones = use.cache["rotated"], None, False
         if x.shape[1] == 1 and Q_A is None and Q_B is None:  # squares of an outer product are an outer product
-            squares, weights = x.squeeze(1).square(), g.squeeze(1).square()
+            squares, weights = x.squeeze(1).square()[:, : total.shape[2]], g.squeeze(1).square()
             total[0, :, : squares.shape[1]].addmm_(weights.T, squares)
             if ones:
                 total[0, :, -1] += weights.sum(0)

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from kfs.kfac.settings import Products
 from kfs.kfac.sums.gram import add_gram, add_grouped_gram, is_one_product, mirror
-from kfs.kfac.sums.precision import rounded
+from kfs.kfac.sums.precision import HALF, rounded
 from kfs.storage import UnfitError
+from kfs.waiting import ones as ones_on
 
 
 class OuterProductSum:
@@ -107,8 +108,7 @@ class OuterProductSum:
             add_gram(self.inner, x, self.products)
         count = x.numel() // max(x.shape[-1], 1)
         if ones:
-            rows = 0 if x.ndim == 2 else tuple(range(x.ndim - 1))
-            self.add_ones(x.sum(rows, dtype=self._total.dtype), count)
+            self.add_ones(self._sum(x), count)
         return count
 
     def _squares(self, x: Tensor) -> Tensor:
@@ -119,6 +119,18 @@ class OuterProductSum:
             return x.to(dtype).square().sum(rows)
         norms: Tensor = torch.linalg.vector_norm(x, dim=rows, dtype=dtype)  # pragma: no cover (tested on a GPU)
         return norms.square_()  # pragma: no cover
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Sum vectors, `[G * D]`; a GPU multiplies them with ones, which is twice as fast as summing rows."""
+        dtype = self._total.dtype
+        if x.is_cuda and x.is_contiguous() and dtype == torch.float32:  # pragma: no cover (tested on a GPU)
+            flat = x.flatten(0, -2)
+            if x.dtype in HALF:
+                return torch.mm(ones_on(8 * len(flat), x.dtype, x.device).view(8, -1), flat, out_dtype=dtype)[0]
+            if x.dtype == dtype:
+                return flat.T.mv(ones_on(len(flat), x.dtype, x.device))
+        rows = 0 if x.ndim == 2 else tuple(range(x.ndim - 1))
+        return x.sum(rows, dtype=dtype)
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return vectors in the precision in which they are multiplied."""
