@@ -62,7 +62,9 @@ class EKFAC(BlockDiagonal):
             the same draws would make the smallest eigenvalues several times too small.
         sharing: As in `KFAC`.
         checkpoint: As in `KFAC`. A second file, with `.eigenvalues` appended to its name, keeps eigenvalues.
-        **settings: All others that `KFAC` takes.
+        **settings: All others that `KFAC` takes. `products` is about factors. Eigenvalues are computed in float32 or
+            better, except on a GPU for gradients in half precision: these are multiplied with eigenvectors in TF32,
+            which has more digits than they have.
 
     Attributes:
         factors: The KFAC whose eigenvectors these are.

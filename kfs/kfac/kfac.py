@@ -8,13 +8,14 @@ from typing import Any, Self
 
 import torch
 
+from kfs import waiting
 from kfs.errors import DataError, ModelError
 from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.block import Block
 from kfs.kfac.capture import both_audits
 from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shared_with, warn_of_wide
 from kfs.kfac.layout import Layout
-from kfs.kfac.scaffold import kfac
+from kfs.kfac.scaffold import explain_vectors, kfac
 from kfs.kfac.settings import Fisher, Products, Settings, Sharing, Uncovered
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress, details
 from kfs.kfac.storage.files import loadable
@@ -340,7 +341,10 @@ def _compute(
     uncovered = bad | shared_with(bad, found)
     if uncovered and settings.uncovered == "error":
         raise coverage_error(uncovered)
-    _check_finite(blocks)
+    if not _is_finite(blocks):
+        if waiting.runs_behind(risk.device):
+            explain_vectors(risk, settings)
+        raise _not_finite(blocks)
     if uncovered and settings.uncovered == "diagonal":
         diagonals = exact_diagonals(risk, uncovered, settings)
         blocks += [BlockSums.of_diagonal(name, entries) for name, entries in diagonals.items()]
@@ -359,16 +363,25 @@ def _params(layouts: Iterable[Layout]) -> set[str]:
     return {name for layout in layouts for name in layout.params}
 
 
-def _check_finite(blocks: list[BlockSums]) -> None:
-    """Refuse NaN and infinity; the device is asked once if all is well."""
+def _is_finite(blocks: list[BlockSums]) -> bool:
+    """Whether there is neither NaN nor infinity; the device is asked once if all is well."""
     totals = [s.total for block in blocks for s in block.sums]
     if not totals or all(map(isfinite, numbers([torch.nn.utils.get_total_norm(totals)]))):
-        return
-    for block in blocks:
-        for role in block.roles.values():
-            for what, s in (("inputs", role.input), ("gradients", role.gradient)):
-                if not s.total.isfinite().all():  # or numbers are only so large that the norm overflows
-                    raise DataError(
-                        f"The {what} of block {block.layout.name!r} are not finite.",
-                        "Look for NaN or infinity in the data, the parameters or the loss.",
-                    )
+        return True
+    # Numbers may only be so large that the norm overflows.
+    return all(numbers([total.isfinite().all() for total in totals]))
+
+
+def _not_finite(blocks: list[BlockSums]) -> DataError:
+    """Return the error for the first sums that are not finite."""
+    sums = [
+        (block.layout.name, what, s.total)
+        for block in blocks
+        for role in block.roles.values()
+        for what, s in (("inputs", role.input), ("gradients", role.gradient))
+    ]
+    name, what = next((name, what) for name, what, total in sums if not total.isfinite().all())
+    return DataError(
+        f"The {what} of block {name!r} are not finite.",
+        "Look for NaN or infinity in the data, the parameters or the loss.",
+    )

@@ -49,6 +49,19 @@ def kfac(risk: EmpiricalRisk, settings: Settings, journal: Journal | None = None
     return sums, progress
 
 
+def explain_vectors(risk: EmpiricalRisk, settings: Settings) -> None:
+    """Compute all vectors on the CPU, where a loss says at once what is wrong with values; see `kfs.losses.interface`.
+
+    Raises:
+        KfsError: If something is.
+    """
+    with risk.untouched():
+        for batch in risk.batches():
+            f = risk.evaluate(batch).cpu()
+            for _ in backpropagated_vectors(risk.loss, f, batch.y.cpu(), settings, batch.first, at_once=1):
+                pass
+
+
 def sweep(
     risk: EmpiricalRisk,
     sums: Sums,

@@ -41,7 +41,7 @@ class Targets:
         g = computable(g)
         if self.y is not None:
             try:
-                loss.check(f, self.y)
+                loss.check_now(f, self.y)
                 self.scale, self.mismatch = _fit(g, loss.gradient(f, self.y))
                 if self.given or self.mismatch < _TOLERANCE:
                     return self.y

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfs.errors import DataError
+from kfs.errors import DataError, LossError
 from kfs.flags import Flags
 from kfs.kfac import EKFAC, KFAC, exact_blocks, scaffold
 from kfs.kfac.capture import replay
@@ -283,16 +283,45 @@ def test_no_waiting(monkeypatch: pytest.MonkeyPatch, fisher: Any, sharing: Any, 
     torch.testing.assert_close(found.trace(), expected.trace())
 
 
-def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Take the CPU for an accelerator until a list is empty."""
+    found = [True]
+    monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: bool(found))
+    return found
+
+
+def test_explained_vectors(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator, a root of a negative curvature is NaN; why that is so is found out on the CPU."""
+    explain = scaffold.explain_vectors
+
+    def on_a_cpu(*args: Any) -> None:
+        behind.clear()
+        explain(*args)
+
+    monkeypatch.setattr("kfs.kfac.kfac.explain_vectors", on_a_cpu)
+    X, y = torch.randn(4, 3), torch.full((4, 2), 3.0)
+    risk = EmpiricalRisk(nn.Linear(3, 2), nn.BCEWithLogitsLoss(pos_weight=torch.tensor(0.1)), (X, y))
+    with pytest.raises(LossError, match="negative curvature"):
+        KFAC(risk)
+
+
+def test_unexplained_vectors(behind: list[bool]) -> None:
+    """If nothing is found, factors that are not finite are an error all the same."""
+    X = torch.full((4, 3), 1e30)
+    with pytest.raises(DataError, match=r"inputs of block '.*' are not finite"):
+        KFAC(EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), (X, torch.randn(4, 2))))
+    assert behind
+
+
+def test_flags(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong with a datum is said at the end, as precisely as at once."""
     first_bad = Flags.first_bad
-    behind = [True]
 
     def read(flags: Flags) -> int | None:
         behind.clear()  # from now on, the CPU is a CPU
         return first_bad(flags)
 
-    monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: bool(behind))
     monkeypatch.setattr(Flags, "first_bad", read)
     risk = make_risk()
     batches = [b[:2] for b in risk.batches()]

@@ -184,3 +184,37 @@ def test_memory_for_language_models(dtype: torch.dtype, shift: bool, monkeypatch
         new = {address for address in seen.storages if address != f.untyped_storage().data_ptr()}
         assert len(new) == tensors
         assert result.is_contiguous()
+
+
+@pytest.mark.parametrize("block", [2, 3, 5, 8])
+@pytest.mark.parametrize("classes", [9, 10, 40])
+@pytest.mark.parametrize("temporary", [1, 2**20])
+def test_two_steps(classes: int, block: int, temporary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of classes, then one of its classes: the same labels as from all cumulative sums."""
+    generator = torch.Generator().manual_seed(classes)
+    sigma = (3 * torch.randn(3, classes, 50, generator=generator, dtype=torch.float64)).softmax(1)
+    sigma[0, classes // 2 :] = 0
+    sigma[1, : classes // 2] = 0
+    u = torch.rand(3, 1, 50, generator=generator, dtype=torch.float64)
+    u[:, :, 0], u[:, :, 1] = 1e-300, 1 - 2**-53
+    labels = [[drawn(sigma[n, :, s], float(u[n, 0, s])) for s in range(50)] for n in range(3)]
+    monkeypatch.setattr(categorical, "_MANY_CLASSES", 8)
+    monkeypatch.setattr(categorical, "_BLOCK", block)
+    monkeypatch.setattr(categorical, "_TEMPORARY_BYTES", temporary)
+    found = categorical.subtract_draws_(sigma.clone(), u)
+    assert (found - sigma).argmin(1).tolist() == labels
+
+
+def test_many_classes() -> None:
+    """Draws among many classes have the right frequencies, for rounded probabilities, too."""
+    f = torch.zeros(1, 5_001, 2_000, dtype=torch.bfloat16)
+    f[:, 3_000] = 8.5  # as likely as all 5,000 others together, up to rounding by 2 %
+    sigma = f.softmax(1)
+    u = Draws(0, 0, 0).uniform(1, (1, 2_000), CPU)
+    labels = (categorical.subtract_draws_(sigma.clone(), u) - sigma).argmin(1)
+    share, expected = (
+        float((labels == 3_000).double().mean()),
+        float(sigma[0, 3_000, 0] / sigma[0, :, 0].double().sum()),
+    )
+    assert abs(share - expected) < 4 * 0.5 / 2_000**0.5
+    assert len(set(labels.flatten().tolist())) > 800
