@@ -9,6 +9,7 @@ from torch import Tensor
 from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors
 from kfs.kfac.block import Block
+from kfs.kfac.layout import Side
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.operators.derivatives import leaves_and_rest, pull_back
@@ -73,10 +74,11 @@ def coverage_error(uncovered: Mapping[str, str]) -> ModelError:
 def warn_of_wide(blocks: Iterable[Block], settings: Settings, stacklevel: int) -> None:
     """Warn about factors that keep only their diagonal because they are wide."""
     wide = []
+    sides: tuple[Side, ...] = ("A", "B")
     for block in blocks:
-        for side, factor in (("A", block.A), ("B", block.B)):
-            size = factor.shape[-1]
-            if block.is_diagonal(side) and settings.is_diagonal(size):  # type: ignore[arg-type]
+        for side in sides:
+            size = block.sums.on_side(side)[0].size
+            if block.is_diagonal(side) and settings.is_diagonal(size):
                 wide.append(f"{block.name}.{side} ({size})")
     if wide:
         text = f"Factors wider than max_dim={settings.max_dim} keep their diagonal only: {', '.join(wide)}."

@@ -192,7 +192,9 @@ class _Following:
         """Return which entry of the parameter each number of the result is."""
         if self.t.is_meta:  # there are no numbers
             return torch.zeros((), dtype=torch.long).expand(self.plain.shape)
-        places = torch.arange(self.t.numel(), device=self.t.device).reshape(self.t.shape)
+        # On the CPU, unless there are indices elsewhere: an accelerator would have to be waited for.
+        alone = len(tensors_of((*self.args, *self.kwargs.values()))) == 1
+        places = torch.arange(self.t.numel(), device="cpu" if alone else self.t.device).reshape(self.t.shape)
         if self.func not in _CASTS:
             places = self._again(places)
         places = places.cpu()
