@@ -294,10 +294,9 @@ def _bytes(t: Tensor, pinned: bool) -> Tensor:
     They are on the CPU, or on a GPU if there are pinned buffers to copy them to.
     """
     there = t.detach().resolve_conj().resolve_neg()
-    if not (pinned and there.is_cuda):
-        there = there.cpu()
-    flat = there.contiguous().reshape(-1).view(torch.uint8)
-    if flat.is_cuda:  # pragma: no cover (tested on a GPU)
+    stays = pinned and there.is_cuda
+    flat = (there if stays else there.cpu()).contiguous().reshape(-1).view(torch.uint8)
+    if stays:  # pragma: no cover (tested on a GPU)
         # Other threads copy the bytes, in streams that do not wait for the one in which they are computed.
         torch.cuda.current_stream(flat.device).synchronize()
     return flat
