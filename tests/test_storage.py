@@ -1,7 +1,10 @@
 """Files on the disk: in which order they get there, and that tensors may share memory."""
 
+import hashlib
 import json
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from kfs import storage
 from kfs.errors import StorageError
@@ -112,10 +116,120 @@ def test_nothing_is_left_behind_by_an_error(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(StorageError, match="cannot be written"):
         storage.write(tmp_path / "no folder" / "file", {}, {"a": torch.zeros(2)})
 
-    def fails(_: Any) -> None:
+    def fails(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(storage, "_bytes", fails)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        storage.write(tmp_path / "file", {}, {"a": torch.zeros(2)})
+    # In this thread, and in one that hashes.
+    for function in ("_bytes", "_digest_of_piece"):
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, function, fails)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                storage.write(tmp_path / "file", {}, {"a": torch.zeros(2)})
     assert [path.name for path in tmp_path.iterdir()] == ["no folder"]
+
+
+def several_pieces() -> dict[str, Tensor]:
+    """Return tensors with a little more than three pieces of bytes, whose ends are not those of tensors."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-(2**62), 2**62, (3 * 2**19 + 5,), generator=generator)
+    parts = {"a": numbers[:3], "b": numbers[3:-20], "c": numbers[-20:]}
+    return parts | {"strided": numbers[-6:].view(2, 3).T, "bytes": numbers[:2].view(torch.uint8)[:11]}
+
+
+def split(content: bytes) -> tuple[bytes, bytes]:
+    """Return a file's beginning, up to its tensors, and its tensors."""
+    length = 8 + int.from_bytes(content[:8], "little")
+    return content[:length], content[length:]
+
+
+def test_the_digest_is_that_of_the_digests_of_pieces(tmp_path: Path) -> None:
+    state = several_pieces()
+    storage.write(tmp_path / "file", {}, state)
+    header, again = storage.read(tmp_path / "file")
+    for name, t in state.items():
+        assert torch.equal(again[name], t)
+    assert header["digest_scheme"] == "blake2b of pieces of 4 MiB"
+    beginning, numbers = split((tmp_path / "file").read_bytes())
+    assert len(numbers) == sum(t.numel() * t.element_size() for t in state.values()) > 3 * 4 * 1024**2
+    hashed = hashlib.blake2b(beginning.replace(header["digest"].encode(), 64 * b"0"), digest_size=32)
+    for start in range(0, len(numbers), 4 * 1024**2):
+        hashed.update(hashlib.blake2b(numbers[start : start + 4 * 1024**2], digest_size=32).digest())
+    assert header["digest"] == hashed.hexdigest()
+
+
+def test_changes_of_large_files_are_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    storage.write(path, {}, several_pieces())
+    beginning, numbers = split(path.read_bytes())
+    first, second, third, rest = (numbers[start : start + 2**22] for start in range(0, len(numbers), 2**22))
+    for changed in (
+        second + first + third + rest,
+        first + second + rest + third,
+        first + second + third,
+        first + second + third[:-1] + b"\x00" + rest,
+        first + second + third + rest[:-1] + bytes([rest[-1] ^ 1]),
+        numbers + b"\x00",
+    ):
+        path.write_bytes(beginning + changed)
+        with pytest.raises(StorageError, match="damaged"):
+            storage.read(path)
+
+
+def test_a_digest_of_a_newer_version_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    storage.write(path, {}, {"a": torch.ones(2)})
+    path.write_bytes(path.read_bytes().replace(b"pieces of 4 MiB", b"pieces of 8 MiB"))
+    with pytest.raises(StorageError, match=r"does not know: 'blake2b of pieces of 8 MiB'.*newer version"):
+        storage.read(path)
+
+
+def test_few_pieces_are_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece is asked for only after the caller is done with the one that has to make room for it."""
+    monkeypatch.setattr(storage, "_PIECES_AT_A_TIME", 3)
+    asked: list[int] = []
+    done: list[int] = []
+
+    def pieces() -> Iterator[int]:
+        for piece in range(10):
+            assert piece - len(done) < 3
+            asked.append(piece)
+            yield piece
+
+    with ThreadPoolExecutor(2) as threads:
+        for result in storage._in_order(threads, lambda piece: piece**2, pieces()):
+            done.append(result)
+    assert asked == list(range(10))
+    assert done == [piece**2 for piece in range(10)]
+
+
+def test_tensors_without_numbers(tmp_path: Path) -> None:
+    for number, state in enumerate(({}, {"a": torch.zeros(0, 3)})):
+        storage.write(tmp_path / str(number), {}, state)
+        _, again = storage.read(tmp_path / str(number))
+        assert {name: t.shape for name, t in again.items()} == {name: t.shape for name, t in state.items()}
+
+
+def test_contiguous_tensors_are_not_copied() -> None:
+    t = torch.arange(6.0)
+    parts = [part for piece in storage._pieces([t, t[2:4]], pinned=False) for part in piece]
+    assert [part.data_ptr() for part in parts] == [t.data_ptr(), t[2:].data_ptr()]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["pinned", "not pinned", "inference"])
+def test_files_of_tensors_on_a_gpu_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """There are more pieces than buffers, some with bytes from both devices; numbers are still being computed."""
+    monkeypatch.setattr(storage, "_PIECES_AT_A_TIME", 2)
+    if mode == "not pinned":
+        monkeypatch.setattr(storage, "_pinned_buffers", lambda _: [])
+    state = several_pieces()
+    storage.write(tmp_path / "cpu", {}, state)
+    with torch.cuda.stream(torch.cuda.Stream()), torch.inference_mode(mode == "inference"):
+        slow = torch.ones(4096, 4096, device="cuda")
+        for _ in range(20):
+            slow = slow @ slow / 4096
+        zero = (slow[0, 0] - slow[1, 1]).long()
+        there = {name: t if name == "c" else t.cuda() + zero.to(t.dtype) for name, t in state.items()}
+        there["strided"] = there["strided"].T.contiguous().T
+        storage.write(tmp_path / "gpu", {}, there)
+    assert (tmp_path / "gpu").read_bytes() == (tmp_path / "cpu").read_bytes()

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import kfs
+from kfs.errors import StorageError
 from kfs.kfac import EKFAC, KFAC, BlockDiagonal, Checkpoint, exact_blocks
 from kfs.operators import GGN
 from kfs.risk import EmpiricalRisk
@@ -122,6 +123,24 @@ def test_an_old_checkpoint_is_resumed(tmp_path: Path) -> None:
     path = Path(copy(FOLDER / "checkpoint", tmp_path))
     resumed = KFAC(in_batches(fail=False), checkpoint=Checkpoint(path, batches=1))
     close(resumed.to_dense(), KFAC(in_batches(fail=False)).to_dense())
+
+
+@pytest.mark.parametrize("name", ["kfac", "inverse_ekfac"])
+def test_damaged_old_files_are_refused(name: str, tmp_path: Path) -> None:
+    """They have a digest of all bytes in a row, and do not name how it was computed."""
+    whole = (FOLDER / f"{name}.safetensors").read_bytes()
+    assert b"digest_scheme" not in whole
+    header = 8 + int.from_bytes(whole[:8], "little")
+    path = tmp_path / "k"
+    for place in (whole.index(b"kfs_version") + 20, header, (header + len(whole)) // 2, len(whole) - 1):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(StorageError, match="damaged"):
+            kfs.load(path)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(StorageError, match="damaged"):
+        kfs.load(path)
+    path.write_bytes(whole)
+    kfs.load(path)
 
 
 def write(folder: Path) -> None:
