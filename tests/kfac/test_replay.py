@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kfs import waiting
 from kfs.errors import DataError, LossError
-from kfs.flags import Flags
+from kfs.flags import Flags, not_finite
 from kfs.kfac import EKFAC, KFAC, exact_blocks, scaffold
 from kfs.kfac.capture import replay
 from kfs.kfac.capture.replay import Replays
@@ -328,3 +329,58 @@ def test_flags(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     batches[3][1][2] = 17
     with pytest.raises(DataError, match=r"Labels go from . to 17, but there are 3 classes"):
         KFAC(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), batches), "mc")
+
+
+class TestDeviceChecks:
+    """Checks that are made at once on an accelerator, where nobody reads flags later."""
+
+    def test_label(self, behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+        risk = make_risk(1, last=0)
+        (batch,) = risk.batches()
+        batch.y[1] = 17
+        check = type(risk.loss).check
+
+        def on_a_cpu(loss: Any, f: Tensor, y: Tensor) -> None:
+            if y.max() > 2 and checked:
+                behind.clear()
+            checked.append(1)
+            check(loss, f, y)
+
+        checked: list[int] = []
+        monkeypatch.setattr(type(risk.loss), "check", on_a_cpu)
+        with pytest.raises(DataError, match="to 17, but there are 3 classes"):
+            EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), (batch.x, batch.y)).gradient()
+
+    def test_right_labels(self, behind: list[bool]) -> None:
+        risk = make_risk(1, last=0)
+        gradient = risk.gradient()
+        behind.clear()
+        for name, g in make_risk(1, last=0).gradient().items():
+            close(gradient[name], g)
+
+    def test_nothing_wrong_any_more(self, behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+        """A flag was raised, and the same datum has nothing wrong when it is looked at again."""
+        monkeypatch.setattr(Flags, "first_bad", lambda _: 5)
+        with pytest.raises(DataError, match="datum 5 could not be used, and now it can"):
+            KFAC(make_risk(2), "mc")
+        assert behind
+
+
+def test_flags_of_nothing() -> None:
+    assert not_finite(torch.zeros(3, 0)).tolist() == [False] * 3
+    assert not_finite(torch.tensor([1.0, torch.nan, -torch.inf])).tolist() == [False, True, False]
+    flags = Flags(torch.device("cpu"))
+    assert flags.first_bad() is None
+
+
+def test_constants(behind: list[bool]) -> None:
+    """Constants are made once, and few of them are kept."""
+    device = torch.device("cpu")
+    assert waiting.counting(3, device) is waiting.counting(3, device)
+    assert waiting.ones(3, torch.float32, device).tolist() == [1.0] * 3
+    for size in range(200):
+        assert len(waiting.counting(size, device)) == size
+    assert len(waiting._constants) <= 64
+    waiting._constants.clear()
+    assert waiting.numbers([]) == []
+    assert behind

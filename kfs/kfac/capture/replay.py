@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from kfs.data import Batch, mapped, tensors_in, without_tensors
+from kfs.errors import ModelError
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.interface import Sums
 from kfs.risk import EmpiricalRisk
@@ -194,7 +195,7 @@ class CudaRecorder:  # pragma: no cover (tested on a GPU)
         """Record what something would compute, without computing it.
 
         Raises:
-            RuntimeError: If it cannot be recorded; the state of PyTorch is as before.
+            Exception: If it cannot be recorded; the state of PyTorch is as before.
         """
         with torch.cuda.device(self._device):
             before = torch.cuda.memory_reserved()
@@ -208,7 +209,7 @@ class CudaRecorder:  # pragma: no cover (tested on a GPU)
             self._taken += max(torch.cuda.memory_reserved() - before, 0)
         if self._memory is not None and self._taken > self._memory:
             graph.reset()
-            raise RuntimeError(f"graphs take {self._taken} bytes, and memory={self._memory}")
+            raise ModelError(f"Graphs take {self._taken} bytes, and memory={self._memory}.", "Allow more.")
         return graph
 
 

@@ -82,8 +82,7 @@ class RoleSums:
         """Complete all sums, and let the host know their counts; nothing is kept on a device for further ones."""
         self.input.complete(dtype)
         self.gradient.complete(dtype)
-        if not self.settled:
-            settle_counts([self])
+        settle_counts([self])
         self.terms_on_device = None
 
     def state(self) -> dict[str, Any]:
