@@ -56,6 +56,8 @@ def test_all_models(problem: Problem, kind: str, replayed: list[int]) -> None:
         fisher, sharing = kind.split()
         return KFAC(risk, fisher, sharing, uncovered="skip", **settings)  # type: ignore[arg-type]
 
+    if "grouped" in problem.name:
+        pytest.skip("torch._grouped_mm has no float64 on a GPU")
     try:
         expected = compute(replay=False)
     except (KfsError, RuntimeError) as error:  # some have constants that are not moved with a model
