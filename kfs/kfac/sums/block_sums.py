@@ -82,7 +82,7 @@ class RoleSums:
         """Complete all sums, and let the host know their counts; nothing is kept on a device for further ones."""
         self.input.complete(dtype)
         self.gradient.complete(dtype)
-        settle_counts([self])
+        self.counted = self.terms
         self.terms_on_device = None
 
     def state(self) -> dict[str, Any]:
