@@ -66,7 +66,8 @@ class EmpiricalRisk:
         progress: Whether to show progress over batches.
 
     Hooks that you have put on the model run with every pass that a computation here needs, since they may change what
-    the model computes; remove those that only record.
+    the model computes; remove those that only record. Where passes are replayed on a GPU, what hooks do there is
+    repeated, and their Python code does not run.
 
     Attributes:
         loss: The description of the loss.
