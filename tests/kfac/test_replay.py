@@ -80,9 +80,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """Record all passes by stand-ins; the last ones made are at the end."""
     made: list[StandIn] = []
 
-    def replays(run: Any, sums: Sums, _: Any, expected: int | None) -> Replays:
+    def replays(run: Any, sums: Sums, _: Any, expected: int | None, model: object) -> Replays:
         made.append(StandIn(sums))
-        return Replays(run, sums, made[-1], expected)
+        return Replays(run, sums, made[-1], expected, model)
 
     monkeypatch.setattr(scaffold, "Replays", replays)
     monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)  # the host does not know all counts
