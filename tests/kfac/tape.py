@@ -80,6 +80,7 @@ class Tape(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
         new = [t for t in made if t.untyped_storage()._cdata not in known]
+        new = [t for t in new if not t._is_zerotensor()]  # these have no memory
         for t in new:
             self.own[t.untyped_storage()._cdata] = t
         if new or func._schema.is_mutable:

@@ -331,6 +331,28 @@ def test_flags(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
         KFAC(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), batches), "mc")
 
 
+def test_flags_of_a_computation_within_another(behind: list[bool]) -> None:
+    """A hook computes something with the same risk: data that were wrong before still are."""
+    risk = make_risk()
+    batches = [b[:2] for b in risk.batches()]
+    batches[1][1][2] = 17
+    risk = EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), batches)
+    calls: list[int] = []
+
+    def hook(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            with risk.checking_later():
+                pass
+
+    assert isinstance(risk.model, nn.Module)
+    risk.model.register_forward_hook(hook)
+    with pytest.raises(DataError, match="target of datum 6 could not be used"):
+        KFAC(risk, "mc", audit=False)
+    assert risk.flags is None
+    assert behind
+
+
 class TestDeviceChecks:
     """Checks that are made at once on an accelerator, where nobody reads flags later."""
 
