@@ -35,10 +35,12 @@ class Foreign(NamedTuple):
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
 
 
-def waits(func: Any) -> bool:
+def waits(func: Any, args: Any) -> bool:
     """Whether the host would wait for the result of an operation."""
     name: str = func.overloadpacket.__name__.lstrip("_")
-    return name.startswith(tuple(one.lstrip("_") for one in WAITING))
+    indices = args[1] if name in {"index", "index_put", "index_put_", "index_put_impl_"} else []
+    masks = [i for i in indices if i is not None and i.dtype == torch.bool]
+    return name.startswith(tuple(one.lstrip("_") for one in WAITING)) or bool(masks)
 
 
 class Watch(TorchDispatchMode):
@@ -49,7 +51,7 @@ class Watch(TorchDispatchMode):
         self.noticed = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if waits(func):
+        if waits(func, args):
             self.noticed = f"called a synchronizing operation, {func}"
         return func(*args, **(kwargs or {}))
 
@@ -66,7 +68,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if waits(func):
+        if waits(func, args):
             raise RuntimeError(f"{func} is not permitted while a graph is recorded")
         given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         known = {t.untyped_storage()._cdata for t in given}

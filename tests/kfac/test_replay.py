@@ -400,6 +400,7 @@ def test_constants(behind: list[bool]) -> None:
     device = torch.device("cpu")
     assert waiting.counting(3, device) is waiting.counting(3, device)
     assert waiting.ones(3, torch.float32, device).tolist() == [1.0] * 3
+    assert waiting.ones(3, torch.int64, device).tolist() == [1] * 3
     for size in range(200):
         assert len(waiting.counting(size, device)) == size
     assert len(waiting._constants) <= 64
