@@ -175,6 +175,17 @@ class TestWhatBelongsToOthers:
         monkeypatch.undo()
         same_factors(K, KFAC(make(), audit=False))
 
+    def test_hooks(self, tapes: list[Tapes]) -> None:
+        """They run with every pass."""
+        risk = risk_of(Net, lambda: several(lambda: (inputs(), inputs())))
+        outputs: list[Tensor] = []
+        assert isinstance(risk.model, nn.Module)
+        risk.model.register_forward_hook(lambda *args: outputs.append(args[-1]))
+        KFAC(risk, audit=False)
+        assert not tapes[0].made
+        assert len(outputs) == risk.num_batches
+        assert all(output.isfinite().all() for output in outputs)
+
     def test_sizes_as_attributes(self, tapes: list[Tapes]) -> None:
         """Values that are the same in every pass do not matter."""
 

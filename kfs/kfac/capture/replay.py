@@ -8,7 +8,8 @@ copied to where the graph reads them, as are those of all further batches.
 
 What a graph cannot know are numbers on the host. A pass adds the same to them for every batch of a shape (`Sums.counts`
 has them all). The index of the first datum, on which draws depend, is a tensor on the device. A model that keeps
-something from one pass for the next one, in an attribute of a module, is not replayed.
+something from one pass for the next one, in an attribute of a module, is not replayed. Nor is one with hooks: these are
+to run with every pass, and what they keep would be memory of a graph.
 
 A graph reads memory that was there before it, and does not know whose that is. So somebody has to hold it: `Reads`.
 """
@@ -166,6 +167,8 @@ class Replays:
                 self._give_up(f"an operation waits for the GPU ({waits})")
             elif kept:
                 self._give_up(f"the model changes its attribute {kept} in every pass")
+            elif _has_hooks(self._model):
+                self._give_up("the model has hooks")
         else:
             self._record(recorder, shape, batch)
 
@@ -352,6 +355,12 @@ def _changed(before: dict[str, dict[str, Any]], model: Module) -> str:
             if not same:
                 return f"{name}.{key}".lstrip(".")
     return ""
+
+
+def _has_hooks(model: Module) -> bool:
+    """Whether somebody wants to be told about passes."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for module in model.modules() for kind in kinds)
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
