@@ -24,11 +24,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from kfs.data import Batch, mapped, tensors_in
 from kfs.errors import ModelError
+from kfs.kfac.capture.reads import Reads
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.interface import Sums
 from kfs.risk import EmpiricalRisk
@@ -71,7 +70,7 @@ class Recorded:
     graph: Graph
     batch: Batch  # what the graph reads
     counts: dict[Any, float]  # what a pass adds to numbers on the host
-    reads: "Reads"  # holds what else it reads
+    reads: Reads  # holds what else it reads
 
     def replay(self, batch: Batch, sums: Sums) -> None:
         """Run the pass for another batch."""
@@ -82,35 +81,6 @@ class Recorded:
             self.batch.recorded.fill_(batch.first)
         self.graph.replay()
         sums.add_counts(self.counts)
-
-
-class Reads(TorchDispatchMode):
-    """Holds all memory that operations in this context read or change, and that none of them has made.
-
-    Constants that are kept for further use, copies of settings, and what a model has computed for a length of its
-    sequences may all be replaced by others while a graph still reads them.
-    """
-
-    def __init__(self) -> None:
-        """Hold nothing."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._made: set[int] = set()
-        self._held: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
-        kwargs = kwargs or {}
-        for t in tree_iter((args, kwargs)):
-            if isinstance(t, Tensor) and t.layout is torch.strided:
-                storage = t.untyped_storage()
-                if storage._cdata not in self._made:
-                    self._held[storage._cdata] = storage
-        result = func(*args, **kwargs)
-        for t in tree_iter(result):
-            if isinstance(t, Tensor) and t.layout is torch.strided:
-                place = t.untyped_storage()._cdata
-                if place not in self._held:  # otherwise it is a view
-                    self._made.add(place)
-        return result
 
 
 class Replays:
