@@ -33,6 +33,7 @@ PAGES = {
     "howto_compare": "How to compare structures",
     "howto_checkpoints": "How to save, load and resume",
     "right": "How do I know that it is right?",
+    "gpu": "At the speed of the GPU",
     "engine": "How the engine works",
     "test_your_kfac": "Test your KFAC",
     "errata": "Errata",

@@ -35,7 +35,8 @@ def benchmarks_body(results: Path = RESULTS) -> str:
 def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
     """Return one benchmark: its environment, and a table."""
     said = ", ".join(f"{key} {value}" for key, value in environment.items())
-    kind = _trainings if "runs" in rows[0] else _programs if "program" in rows[0] else _steps
+    kinds = {"runs": _trainings, "program": _programs, "products": _errors}
+    kind = next((kind for key, kind in kinds.items() if key in rows[0]), _steps)
     return (
         f'<h2 id="{name}">{name.capitalize().replace("_", ": ")}</h2>\n<p class="about">{html.escape(said)}</p>\n'
         + kind(rows)
@@ -76,6 +77,24 @@ def _steps(rows: list[dict[str, Any]]) -> str:
     shown = ["" if problem == before else problem for before, problem in zip(["", *problems], problems, strict=False)]
     lines = [[problem, row["optimizer"], row["ratio"]] for problem, row in zip(shown, rows, strict=True)]
     return _table(["problem", "optimizer"], ["step / step of SGD"], lines)
+
+
+def _errors(rows: list[dict[str, Any]]) -> str:
+    """Return a row per precision: relative errors in the median over layers, and the worst ones in brackets."""
+    factors = {"A": "A", "B": "B", "A_alone": "A alone", "B_alone": "B alone"}
+    dampings = list(rows[0]["steps"])
+    lines: list[Cells] = []
+    before = ""
+    for row in rows:
+        shown = "" if row["problem"] == before else str(row["problem"])
+        before = row["problem"]
+        steps = [_error(row["steps"][d]) or "refused" for d in dampings]
+        lines.append([shown, str(row["products"]), *(_error(row[key]) for key in factors), *steps])
+    return _table(["problem", "products"], [*factors.values(), *(f"step, damping {d}" for d in dampings)], lines)
+
+
+def _error(errors: dict[str, float] | None) -> str:
+    return "" if errors is None else f"{errors['median']:.1e} ({errors['worst']:.1e})"
 
 
 def _table(words: list[str], numbers: list[str], lines: Sequence[Cells]) -> str:

@@ -45,6 +45,8 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("kind", ["mc expand", "type-2 reduce", "empirical expand", "ekfac"])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_all_models(problem: Problem, kind: str, replayed: list[int]) -> None:
+    if "grouped" in problem.name:
+        pytest.skip("torch._grouped_mm has no float64 on a GPU")
     one = problem.instance(18)
     model = copy.deepcopy(one.model).cuda()
     batches = [(move(one.join(one.xs[n : n + 3]), CUDA), torch.cat(one.ys[n : n + 3]).cuda()) for n in range(0, 18, 3)]

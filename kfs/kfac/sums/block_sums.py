@@ -82,7 +82,7 @@ class RoleSums:
         """Complete all sums, and let the host know their counts; nothing is kept on a device for further ones."""
         self.input.complete(dtype)
         self.gradient.complete(dtype)
-        settle_counts([self])
+        self.counted = self.terms
         self.terms_on_device = None
 
     def state(self) -> dict[str, Any]:
@@ -96,7 +96,8 @@ def settle_counts(roles: Iterable[RoleSums]) -> None:
 
     Tensors are set to zero in place: a pass that is replayed goes on adding to them.
     """
-    pending = [(role, role.terms_on_device) for role in roles if role.terms_on_device is not None]
+    unknown = [role for role in roles if not role.settled]
+    pending = [(role, role.terms_on_device) for role in unknown if role.terms_on_device is not None]
     values = waiting.numbers([tensor for _, tensor in pending])
     for (role, tensor), value in zip(pending, values, strict=True):
         role.counted += value

@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from kfs import waiting
 from kfs.kfac.sums.inputs import Inputs, Use, Vectors, at_a_time
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.kfac.sums.owners import Owners, Regular
+from kfs.kfac.sums.precision import multiplying
+from kfs.kfac.sums.row_patches import add_by_rows, rows_pay
 
 # Patches are written down for so many data at a time that they fill about this many bytes.
 _PATCH_BYTES = {False: 2**26, True: 2**28}  # on a CPU, on an accelerator
@@ -70,16 +73,30 @@ class Patches(Inputs):
         """Add the patch covariance."""
         x = total.rounded(self._cropped(x))  # patches have each number several times
         positions = len(x) * prod(self.out)
-        if self._shifts_pay(x) and not total.diagonal:
+        if total.diagonal or self.groups > 1:
+            self._add_patches(total, x)
+        elif waiting.runs_behind(x.device) and rows_pay(self.kernel, self.stride, self.spatial, self.out):
+            each = self._at_a_time(x, prod(self.kernel[1:]) * self.spatial[0] * prod(self.out[1:]))
+            with multiplying(total.products):
+                for some_x in x.split(each):
+                    add_by_rows(total.inner, some_x, self.kernel, self.stride, self.padding, self.dilation, self.out)
+        elif self._shifts_pay(x):
             self._add_by_shifts(total.inner, x)
         else:
-            limit = _PATCH_BYTES[x.device.type != "cpu"]
-            each = max(1, limit // (x.element_size() * prod(self.out) * self.size * self.groups))
-            for some_x in x.split(each):
-                total.add(self._vectors(some_x))
+            self._add_patches(total, x)
         if ones:
             total.add_ones(self._sums(x).sum(0), positions)
         return positions
+
+    def _add_patches(self, total: OuterProductSum, x: Tensor) -> None:
+        """Write patches down, for some images at a time."""
+        for some_x in x.split(self._at_a_time(x, prod(self.kernel) * prod(self.out))):
+            total.add(self._vectors(some_x))
+
+    def _at_a_time(self, x: Tensor, numbers: int) -> int:
+        """Return how many images to treat together, given how many numbers are written down for each channel."""
+        limit = _PATCH_BYTES[x.device.type != "cpu"]
+        return max(1, limit // (x.element_size() * self.channels * self.groups * numbers))
 
     def leading(self, x: Tensor) -> tuple[int, ...]:
         """Images: all positions of one belong to the same datum."""
@@ -194,7 +211,7 @@ class Patches(Inputs):
 
     def _shifts_pay(self, x: Tensor) -> bool:
         """Whether autocorrelations need fewer operations than patches do; an accelerator prefers few large ones."""
-        if self.groups > 1 or any(s != 1 for s in self.stride) or x.device.type != "cpu":
+        if any(s != 1 for s in self.stride) or x.device.type != "cpu":
             return False
         gaps = [0, *(d * (k - 1) for k, d in zip(self.kernel[1:], self.dilation[1:], strict=True))]
         frame = prod(n + gap for n, gap in zip(self.spatial, gaps, strict=True))
