@@ -246,7 +246,7 @@ def tensors_in(x: Any) -> list[Tensor]:
 def without_tensors(x: Any) -> Any:
     """Return what identifies all arguments that are not tensors, such that it can be hashed."""
     if isinstance(x, Tensor):
-        return None
+        return Tensor  # `None` is another argument
     if isinstance(x, Mapping):
         return tuple((key, without_tensors(value)) for key, value in x.items())
     if isinstance(x, (tuple, list)):

@@ -233,10 +233,12 @@ class EmpiricalRisk:
         Raises:
             KfsError: When flags are read, if a datum has failed a check: what is wrong with it.
         """
-        self.flags = Flags(self.device) if waiting.runs_behind(self.device) else None
+        outer = self.flags  # a hook of the model may compute something with the same risk
+        flags = Flags(self.device) if waiting.runs_behind(self.device) else None
+        self.flags = flags
 
         def check() -> None:
-            datum = None if self.flags is None else self.flags.first_bad()
+            datum = None if flags is None else flags.first_bad()
             if datum is not None:
                 self.flags = None
                 self._explain(datum)
@@ -244,7 +246,7 @@ class EmpiricalRisk:
         try:
             yield check
         finally:
-            self.flags = None
+            self.flags = outer
 
     def _explain(self, datum: int) -> NoReturn:
         """Say what is wrong with a datum for which a flag was raised, by looking at it again."""

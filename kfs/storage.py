@@ -157,7 +157,7 @@ def _header(file: Any, path: Path) -> dict[str, str]:
     if length <= min(os.fstat(file.fileno()).st_size - 8, _LARGEST_HEADER):
         try:
             header = json.loads(file.read(length))
-        except ValueError:  # other bytes than text, or other text than JSON
+        except (ValueError, RecursionError):  # other bytes than text, or other text than JSON
             header = None
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != "kfs" or "state" not in metadata:
@@ -323,6 +323,8 @@ def _pack(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(state, Tensor):
         if state.dtype not in _DTYPES:
             raise StorageError(f"{name} has dtype {state.dtype}, which files cannot have.", "Convert it before.")
+        while name in tensors:  # `{"a": {"b": ...}, "a.b": ...}`
+            name += "'"
         tensors[name] = state
         return {_TENSOR: name}
     if isinstance(state, Mapping):

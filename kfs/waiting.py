@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_constants: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+_constants: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 _MOST = 64  # so many constants are kept
 _ERROR = 2  # PyTorch's number for the debug mode in which operations that wait are errors
 
@@ -38,24 +38,24 @@ def numbers(tensors: Sequence[Tensor]) -> list[float]:
 
 def counting(size: int, device: torch.device) -> Tensor:
     """Return the integers from zero on, as a tensor that nobody changes; an accelerator makes it once."""
-    return _kept((size, torch.int64, device), lambda: torch.arange(size, device=device))
+    return _kept(("counting", size, torch.int64, device), lambda: torch.arange(size, device=device))
 
 
 def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return ones, as a tensor that nobody changes; an accelerator makes it once."""
-    return _kept((size, dtype, device), lambda: torch.ones(size, dtype=dtype, device=device))
+    return _kept(("ones", size, dtype, device), lambda: torch.ones(size, dtype=dtype, device=device))
 
 
-def _kept(key: tuple[int, torch.dtype, torch.device], make: Callable[[], Tensor]) -> Tensor:
+def _kept(key: tuple[str, int, torch.dtype, torch.device], make: Callable[[], Tensor]) -> Tensor:
     """Return a constant, and keep it for the next one who asks."""
     found = _constants.get(key)
     if found is None:
         found = make()
         # What is made while a computation is recorded has no values yet.
-        if runs_behind(key[2]) and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if runs_behind(key[3]) and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
             _constants[key] = found
             if len(_constants) > _MOST:
-                del _constants[next(iter(_constants))]
+                _constants.pop(next(iter(_constants)), None)  # another thread may have been faster
     return found
 
 

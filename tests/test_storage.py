@@ -233,3 +233,18 @@ def test_files_of_tensors_on_a_gpu_are_the_same(tmp_path: Path, monkeypatch: pyt
         there["strided"] = there["strided"].T.contiguous().T
         storage.write(tmp_path / "gpu", {}, there)
     assert (tmp_path / "gpu").read_bytes() == (tmp_path / "cpu").read_bytes()
+
+
+def test_names_that_look_alike(tmp_path: Path) -> None:
+    """A key with a dot, and a key within a dictionary, are two tensors."""
+    state = {"a": {"b": torch.ones(3)}, "a.b": torch.zeros(2)}
+    storage.write(tmp_path / "file", {}, state)
+    _, found = storage.read(tmp_path / "file")
+    assert torch.equal(found["a"]["b"], torch.ones(3))
+    assert torch.equal(found["a.b"], torch.zeros(2))
+
+
+def test_a_header_that_is_nested_without_end(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes((400_000).to_bytes(8, "little") + b"[" * 400_000)
+    with pytest.raises(StorageError, match="is not a file that kfs has written"):
+        storage.read(tmp_path / "file")

@@ -112,7 +112,7 @@ def sweep(
                 send_back(f, capture, vectors)
             progress.unexplained |= capture.unexplained | missed
 
-        with Replays(run, sums, recorder_for(risk, settings), risk.num_batches) as replays:
+        with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model) as replays:
             for place, batch in enumerate(risk.batches(task)):
                 if journal is not None and journal.knows(place, batch):
                     continue

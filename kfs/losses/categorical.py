@@ -96,9 +96,12 @@ def _draw_in_two_steps(rows: Tensor, u: Tensor) -> Tensor:
     block = torch.searchsorted(cumulative, reached).clamp_(max=cumulative.shape[-1] - 1)
     before = torch.where(block > 0, cumulative.gather(-1, (block - 1).clamp_(min=0)), 0.0)
     index = block * _BLOCK + counting(_BLOCK, rows.device)
-    # The last block may be shorter. And the sum of a block may be rounded to a bit more than its classes have together.
-    inside = rows.gather(-1, index.clamp(max=classes - 1)).double() * (index < classes)
-    place = torch.searchsorted(inside.cumsum_(-1), reached - before)
+    # The last block may be shorter.
+    inside = (rows.gather(-1, index.clamp(max=classes - 1)).double() * (index < classes)).cumsum_(-1)
+    # The sum of a block may be rounded to a bit more than its classes have together. Where that is left over, the last
+    # class would be drawn, even if it has no probability.
+    share = (reached - before) / (cumulative.gather(-1, block) - before)
+    place = torch.searchsorted(inside, share * inside[..., -1:])
     return (block * _BLOCK + place.clamp_(max=_BLOCK - 1)).clamp_(max=classes - 1)
 
 

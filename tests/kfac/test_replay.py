@@ -80,9 +80,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """Record all passes by stand-ins; the last ones made are at the end."""
     made: list[StandIn] = []
 
-    def replays(run: Any, sums: Sums, _: Any, expected: int | None) -> Replays:
+    def replays(run: Any, sums: Sums, _: Any, expected: int | None, model: object) -> Replays:
         made.append(StandIn(sums))
-        return Replays(run, sums, made[-1], expected)
+        return Replays(run, sums, made[-1], expected, model)
 
     monkeypatch.setattr(scaffold, "Replays", replays)
     monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)  # the host does not know all counts
@@ -331,6 +331,28 @@ def test_flags(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
         KFAC(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), batches), "mc")
 
 
+def test_flags_of_a_computation_within_another(behind: list[bool]) -> None:
+    """A hook computes something with the same risk: data that were wrong before still are."""
+    risk = make_risk()
+    batches = [b[:2] for b in risk.batches()]
+    batches[1][1][2] = 17
+    risk = EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), batches)
+    calls: list[int] = []
+
+    def hook(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            with risk.checking_later():
+                pass
+
+    assert isinstance(risk.model, nn.Module)
+    risk.model.register_forward_hook(hook)
+    with pytest.raises(DataError, match="target of datum 6 could not be used"):
+        KFAC(risk, "mc", audit=False)
+    assert risk.flags is None
+    assert behind
+
+
 class TestDeviceChecks:
     """Checks that are made at once on an accelerator, where nobody reads flags later."""
 
@@ -378,6 +400,7 @@ def test_constants(behind: list[bool]) -> None:
     device = torch.device("cpu")
     assert waiting.counting(3, device) is waiting.counting(3, device)
     assert waiting.ones(3, torch.float32, device).tolist() == [1.0] * 3
+    assert waiting.ones(3, torch.int64, device).tolist() == [1] * 3
     for size in range(200):
         assert len(waiting.counting(size, device)) == size
     assert len(waiting._constants) <= 64

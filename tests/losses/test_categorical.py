@@ -218,3 +218,17 @@ def test_many_classes() -> None:
     )
     assert abs(share - expected) < 4 * 0.5 / 2_000**0.5
     assert len(set(labels.flatten().tolist())) > 800
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_classes_without_probability(dtype: torch.dtype) -> None:
+    """The sum of a block is rounded. A draw at its end takes a class that has some probability nevertheless."""
+    generator = torch.Generator().manual_seed(0)
+    f = 3 * torch.randn(1, 32, categorical._BLOCK, generator=generator)
+    f[:, :, 200:] = -torch.inf  # the last classes of every block
+    sigma = f.to(dtype).flatten(1).softmax(1)
+    sums = sigma.unflatten(1, (32, -1)).sum(2, dtype=torch.promote_types(dtype, torch.float32)).double().cumsum(1)
+    u = sums / sums[:, -1:]
+    rows = sigma.unsqueeze(2).expand(1, -1, 32).contiguous()
+    labels = (categorical.subtract_draws_(rows.clone(), u.unsqueeze(1)) - rows).argmin(1)
+    assert (sigma[0, labels[0]] > 0).all()

@@ -7,7 +7,11 @@ would be a decision that depends on data, which a graph does not take again. The
 copied to where the graph reads them, as are those of all further batches.
 
 What a graph cannot know are numbers on the host. A pass adds the same to them for every batch of a shape (`Sums.counts`
-has them all). The index of the first datum, on which draws depend, is a tensor on the device.
+has them all). The index of the first datum, on which draws depend, is a tensor on the device. A model that keeps
+something from one pass for the next one, in an attribute of a module, is not replayed. Nor is one with hooks: these are
+to run with every pass, and what they keep would be memory of a graph.
+
+A graph reads memory that was there before it, and does not know whose that is. So somebody has to hold it: `Reads`.
 """
 
 import gc
@@ -19,13 +23,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
-from kfs.data import Batch, mapped, tensors_in, without_tensors
+from kfs.data import Batch, mapped, tensors_in
 from kfs.errors import ModelError
+from kfs.kfac.capture.reads import Reads
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.interface import Sums
 from kfs.risk import EmpiricalRisk
+from kfs.state import unchanged_attributes
 from kfs.waiting import noticed_waits
 
 log = logging.getLogger("kfs.kfac")
@@ -64,6 +70,7 @@ class Recorded:
     graph: Graph
     batch: Batch  # what the graph reads
     counts: dict[Any, float]  # what a pass adds to numbers on the host
+    reads: Reads  # holds what else it reads
 
     def replay(self, batch: Batch, sums: Sums) -> None:
         """Run the pass for another batch."""
@@ -84,13 +91,20 @@ class Replays:
         sums: What it adds to.
         recorder: Records passes. `None` to run all of them as they are.
         expected: How many batches there will be, if known.
+        model: What runs.
     """
 
     def __init__(
-        self, run: Callable[[Batch], None], sums: Sums, recorder: Recorder | None, expected: int | None = None
+        self,
+        run: Callable[[Batch], None],
+        sums: Sums,
+        recorder: Recorder | None,
+        expected: int | None = None,
+        model: object = None,
     ) -> None:
         """Start without graphs."""
         self._run = run
+        self._model = model if isinstance(model, Module) else Module()
         self._sums = sums
         self._recorder = recorder
         self._left = expected
@@ -116,9 +130,15 @@ class Replays:
         elif times == 2:
             first = torch.full((), batch.first, dtype=torch.int64, device=batch.y.device)
             rehearsed = batch._replace(recorded=first)
+            attributes = _attributes(self._model)
             waits = recorder.notices_waits(lambda: self._run(rehearsed))
+            kept = _changed(attributes, self._model)
             if waits:
                 self._give_up(f"an operation waits for the GPU ({waits})")
+            elif kept:
+                self._give_up(f"the model changes its attribute {kept} in every pass")
+            elif _has_hooks(self._model):
+                self._give_up("the model has hooks")
         else:
             self._record(recorder, shape, batch)
 
@@ -142,8 +162,15 @@ class Replays:
         first = torch.zeros((), dtype=torch.int64, device=batch.y.device)
         static = batch._replace(x=mapped(batch.x, _copy), y=_copy(batch.y), recorded=first)
         before, plans = sums.counts(), len(sums.adders)
+        reads = Reads()
+
+        def run() -> None:
+            """Run the pass; what a model keeps of it would belong to the graph."""
+            with unchanged_attributes(self._model), reads:
+                self._run(static)
+
         try:
-            graph = recorder.record(lambda: self._run(static))
+            graph = recorder.record(run)
             why = "" if len(sums.adders) == plans else "it used parameters in another way than before"
         except torch.OutOfMemoryError:
             graph, why = None, "there is not enough memory"
@@ -159,7 +186,7 @@ class Replays:
             self._run(batch)
             return
         assert graph is not None  # noqa: S101 (there is a reason if not)
-        self._recorded[shape] = Recorded(graph, static, added)
+        self._recorded[shape] = Recorded(graph, static, added, reads)
         self._recorded[shape].replay(batch, sums)
 
     def _give_up(self, why: str) -> None:
@@ -284,19 +311,63 @@ def _copy(t: Tensor) -> Tensor:
     return t.detach().clone().requires_grad_(t.requires_grad)
 
 
+def _attributes(model: Module) -> dict[str, dict[str, Any]]:
+    """Return what the modules of a model have as attributes."""
+    return {name: dict(module.__dict__) for name, module in model.named_modules()}
+
+
+def _changed(before: dict[str, dict[str, Any]], model: Module) -> str:
+    """Return the name of an attribute that is another one than before; an empty text if there is none."""
+    for name, attributes in _attributes(model).items():
+        known = before.get(name, {})
+        for key, value in attributes.items():
+            same = key in known and (known[key] is value or _is_same_value(known[key], value))
+            if not same:
+                return f"{name}.{key}".lstrip(".")
+    return ""
+
+
+def _has_hooks(model: Module) -> bool:
+    """Whether somebody wants to be told about passes."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for module in model.modules() for kind in kinds)
+
+
+def _is_same_value(a: Any, b: Any) -> bool:
+    """Whether two things have no tensors, and are equal."""
+    return _is_plain(a) and _is_plain(b) and not tensors_in((a, b)) and _structure(a) == _structure(b)
+
+
 def _shape(batch: Batch) -> Any:
     """Return what a recording depends on; `None` if a batch cannot be copied to where another one was."""
     tensors = [*tensors_in(batch.x), batch.y]
-    plain = _is_plain(batch.x)
-    if not plain or any(t.layout is not torch.strided or t.is_nested or t.is_quantized for t in tensors):
+    if not _is_plain(batch.x) or not all(_can_be_copied(t, batch.y.device) for t in tensors):
         return None
-    return (*((t.shape, t.dtype, t.device) for t in tensors), without_tensors(batch.x))
+    return (*((t.shape, t.dtype, t.requires_grad) for t in tensors), batch.y.device, _structure(batch.x))
+
+
+def _can_be_copied(t: Tensor, device: torch.device) -> bool:
+    """Whether a tensor has nothing but numbers, and has them where a graph reads them when it is replayed.
+
+    What the host knows, such as the batch sizes of packed sequences, decides what is recorded.
+    """
+    special = t.is_nested or t.is_quantized or type(t) not in {Tensor, Parameter}
+    return t.layout is torch.strided and t.device == device and not special
 
 
 def _is_plain(x: Any) -> bool:
     """Whether inputs consist of tensors and of what does not change unnoticed."""
     if isinstance(x, Mapping):
         return all(map(_is_plain, x.values()))
-    if isinstance(x, (tuple, list)):
+    if type(x) in {tuple, list} or (isinstance(x, tuple) and hasattr(x, "_fields")):  # as in `kfs.data.mapped`
         return all(map(_is_plain, x))
-    return isinstance(x, (Tensor, *_PLAIN))
+    return isinstance(x, Tensor) or type(x) in _PLAIN
+
+
+def _structure(x: Any) -> Any:
+    """Return what plain inputs are, but for values of tensors. Types count: `1` equals `True`."""
+    if isinstance(x, Mapping):
+        return type(x), tuple((key, _structure(value)) for key, value in x.items())
+    if isinstance(x, (tuple, list)):
+        return type(x), tuple(map(_structure, x))
+    return Tensor if isinstance(x, Tensor) else (type(x), repr(x))
