@@ -18,7 +18,7 @@ ENGINE = {
     "Capture: seeing operations": ("kfac/capture/*.py",),
     "Sums over data": ("kfac/sums/*.py",),
     "Structures: algebra on blocks": ("kfac/structures/*.py",),
-    "Not waiting for a GPU": ("waiting.py", "flags.py", "tf32.py"),
+    "Not waiting for a GPU": ("waiting.py", "flags.py", "moving.py", "tf32.py"),
     "The optimizer": ("optim/*.py",),
     "The conformance kit": ("conformance/*.py", "conformance/adapters/kfs.py"),
     "Files and checkpoints": ("storage.py", "kfac/storage/*.py"),

@@ -134,32 +134,6 @@ def arguments(x: Any, model: Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (), dict(x)
 
 
-def move(x: Any, device: torch.device) -> Any:
-    """Move all tensors in a batch's input to a device."""
-    if isinstance(x, Mapping):
-        return with_values(x, {key: move(value, device) for key, value in x.items()})
-    if type(x) in {tuple, list}:
-        return type(x)(move(value, device) for value in x)
-    if isinstance(x, Tensor):
-        # A copy to an accelerator need not be waited for. One from there must be complete before somebody reads it.
-        return x.to(device, non_blocking=x.is_cpu and waiting.runs_behind(device))
-    if hasattr(x, "to"):  # packed sequences
-        return x.to(device)
-    return type(x)(*(move(value, device) for value in x)) if _is_named_tuple(x) else x
-
-
-def copies_end(x: Any, y: Tensor, device: torch.device) -> Callable[[], None]:
-    """Return what waits until a batch that was just moved to a device may be overwritten where it was.
-
-    Copies from pinned memory are made while the host goes on. A loader may use this memory for its next batch.
-    """
-    if device.type == "cuda" and any(t.is_pinned() for t in (*tensors_in(x), y)):  # pragma: no cover (tested on a GPU)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        return event.synchronize
-    return lambda: None
-
-
 def mapped(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Apply a function to all tensors in a batch's input."""
     if isinstance(x, Tensor):
@@ -168,7 +142,7 @@ def mapped(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return with_values(x, {key: mapped(value, function) for key, value in x.items()})
     if type(x) in {tuple, list}:
         return type(x)(mapped(value, function) for value in x)
-    return type(x)(*(mapped(value, function) for value in x)) if _is_named_tuple(x) else x
+    return type(x)(*(mapped(value, function) for value in x)) if is_named_tuple(x) else x
 
 
 def with_values(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
@@ -363,7 +337,8 @@ def _takes_one_argument(forward: inspect.Signature) -> bool:
     return True
 
 
-def _is_named_tuple(x: Any) -> bool:
+def is_named_tuple(x: Any) -> bool:
+    """Whether something is an instance of `typing.NamedTuple`, or the like."""
     return isinstance(x, tuple) and hasattr(x, "_fields")
 
 

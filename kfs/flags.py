@@ -8,6 +8,7 @@ wrong with it. On a CPU there is nothing to wait for, and checks are made at onc
 import torch
 from torch import Tensor
 
+from kfs.errors import DataError
 from kfs.waiting import counting, numbers
 
 # Larger than the index of any datum, and exact in float64.
@@ -31,13 +32,15 @@ class Flags:
         """Start without any."""
         self._first = torch.full((), _NONE, dtype=torch.int64, device=device)
 
-    def note(self, bad: Tensor, first: int | Tensor) -> None:
+    def note(self, bad: Tensor | None, first: int | Tensor) -> None:
         """Take note of data that failed a check.
 
         Args:
-            bad: Booleans, `[N]`.
+            bad: Booleans, `[N]`; `None` if none of them can.
             first: Index of the first of these data; a tensor if the computation is recorded.
         """
+        if bad is None:
+            return
         index = counting(len(bad), bad.device) + first
         found = torch.where(bad, index, _NONE).amin()
         torch.minimum(self._first, found.to(self._first.device), out=self._first)
@@ -46,6 +49,26 @@ class Flags:
         """Return the index of the first datum that failed a check; `None` if there is none. This waits."""
         (first,) = numbers([self._first])
         return None if first == _NONE else int(first)
+
+
+def refuse_not_finite(f: Tensor, first: int) -> None:
+    """Refuse predictions `[N, ...]` with NaN or positive infinity, at once.
+
+    Args:
+        f: Predictions.
+        first: Index of the first datum.
+
+    Raises:
+        DataError: If there is one.
+    """
+    if f.numel() == 0 or f.amax().isfinite():
+        return
+    bad = not_finite(f).nonzero()
+    if len(bad):
+        raise DataError(
+            f"The prediction for datum {first + int(bad[0, 0])} is not finite.",
+            "Look for NaN or infinity in the data or the parameters.",
+        )
 
 
 def not_finite(f: Tensor) -> Tensor:

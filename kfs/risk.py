@@ -28,18 +28,17 @@ from kfs.data import (
     Fingerprint,
     arguments,
     as_batches,
-    copies_end,
     default_unpack,
     fingerprint,
-    move,
     repeatably,
     tensors_in,
     unpacked,
 )
 from kfs.errors import DataError, ModelError
 from kfs.exact_derivatives import ExactDerivatives, explained, no_hooks_on_saved_tensors
-from kfs.flags import Flags, not_finite
+from kfs.flags import Flags, not_finite, refuse_not_finite
 from kfs.losses import Loss, describe
+from kfs.moving import copies_end, move
 from kfs.outputs import prediction_in
 from kfs.parameters import Params, function_params, module_params, places, switched_on, with_gradients
 from kfs.same_data import SameData
@@ -66,8 +65,7 @@ class EmpiricalRisk:
         progress: Whether to show progress over batches.
 
     Hooks that you have put on the model run with every pass that a computation here needs, since they may change what
-    the model computes; remove those that only record. Where passes are replayed on a GPU, what hooks do there is
-    repeated, and their Python code does not run.
+    the model computes; remove those that only record.
 
     Attributes:
         loss: The description of the loss.
@@ -149,8 +147,7 @@ class EmpiricalRisk:
         total = 0.0
         with self.untouched(), torch.no_grad():
             for batch in self.batches("value"):
-                f = self.evaluate(batch)
-                self.finite(f, batch)
+                self.finite(f := self.evaluate(batch), batch)
                 total += float(self.loss.criterion(f, batch.y).double().sum())
         if not isfinite(total):
             raise DataError("The risk is not finite.", "Look for NaN or infinity in the targets.")
@@ -206,8 +203,11 @@ class EmpiricalRisk:
                 "prediction for each target.",
                 "Put the batch axis first in both, or say how batches are split with unpack=.",
             )
-        self.loss.check(f, batch.y)
-        self._refuse_wrong(f, batch)
+        if self.flags is None:
+            self.loss.check_now(f, batch.y)
+        else:
+            self.loss.check(f, batch.y)
+            self.flags.note(self.loss.wrong(f, batch.y), batch.start)
         return f
 
     def evaluate(self, batch: Batch) -> Tensor:
@@ -216,15 +216,10 @@ class EmpiricalRisk:
 
     def finite(self, f: Tensor, batch: Batch) -> None:
         """Refuse predictions with NaN or positive infinity (negative infinity masks a class)."""
-        if self.flags is not None:
+        if self.flags is None:
+            refuse_not_finite(f, batch.first)
+        else:
             self.flags.note(not_finite(f), batch.start)
-        elif f.numel() and not f.amax().isfinite():
-            bad = not_finite(f).nonzero()
-            if len(bad):
-                raise DataError(
-                    f"The prediction for datum {batch.first + int(bad[0, 0])} is not finite.",
-                    "Look for NaN or infinity in the data or the parameters.",
-                )
 
     @contextmanager
     def checking_later(self) -> Iterator[Callable[[], None]]:
@@ -258,16 +253,6 @@ class EmpiricalRisk:
             "Pass data that give the same values every time, and a model that returns the same predictions.",
         )
 
-    def _refuse_wrong(self, f: Tensor, batch: Batch) -> None:
-        """Refuse values that the loss does not take; on a CPU it has done so already."""
-        wrong = self.loss.wrong(f, batch.y) if waiting.runs_behind(f.device) else None
-        if wrong is None:
-            return
-        if self.flags is not None:
-            self.flags.note(wrong, batch.start)
-        elif wrong.any():
-            self.loss.check(f.detach().cpu(), batch.y.cpu())
-
     def batches(self, task: str = "") -> Iterator[Batch]:
         """Iterate over the data, on the parameters' device, with progress if asked for; empty batches are left out.
 
@@ -286,10 +271,9 @@ class EmpiricalRisk:
                 if seen is None:
                     seen = fingerprint(x, y)  # where the data are: those on a CPU need not wait for an accelerator
                     self._same_data.check_first_batch(seen)
-                batch = self._moved(x, y, first)
-                wait_for_copies = copies_end(x, y, self.device)
+                batch, copied = self._moved(x, y, first), copies_end(x, y, self.device)
                 yield batch
-                wait_for_copies()
+                copied()
                 count = count + batch.counted
             first += len(y)
         self._same_data.check_count(first, count, self.loss.reduction == "mean", seen)
