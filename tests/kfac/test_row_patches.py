@@ -1,7 +1,6 @@
 """The patch covariance by shifts along the first axis, as accelerators compute it, against loops over patches."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from kfs.kfac.sums import patches
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.kfac.sums.patches import Patches
-from kfs.kfac.sums.row_patches import rows_pay
+from kfs.kfac.sums.row_patches import Windows, rows_pay
 
 SPATIAL = (5, 6, 4)
 
@@ -32,7 +31,7 @@ def written_down(x: Tensor, P: Patches) -> Tensor:
 def _accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the CPU for an accelerator, and shifts for cheap."""
     monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)
-    monkeypatch.setattr(patches, "rows_pay", lambda _, stride, *__: stride[0] == 1)
+    monkeypatch.setattr(patches, "rows_pay", lambda windows, _: windows.stride[0] == 1)
 
 
 @pytest.mark.parametrize("padding", [(0, 0), (1, 1), (2, 0), (0, 3)])
@@ -74,5 +73,5 @@ def test_border_matters() -> None:
     [(3, 1, 8, 8, True), (3, 2, 8, 4, False), (1, 1, 8, 8, False), (3, 1, 3, 1, False), (2, 1, 8, 7, True)],
 )
 def test_when_it_pays(kernel: int, stride: int, height: int, out: int, pays: bool) -> None:
-    sizes: Any = ((kernel, 3), (stride, 1), (height, 8), (out, 8))
-    assert rows_pay(*sizes) == pays
+    windows = Windows((kernel, 3), (stride, 1), ((0, 0), (0, 0)), (1, 1), (out, 8))
+    assert rows_pay(windows, height) == pays

@@ -22,7 +22,7 @@ from kfs.kfac.sums.inputs import Inputs, Use, Vectors, at_a_time
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.kfac.sums.owners import Owners, Regular
 from kfs.kfac.sums.precision import multiplying
-from kfs.kfac.sums.row_patches import add_by_rows, rows_pay
+from kfs.kfac.sums.row_patches import Windows, add_by_rows, rows_pay
 
 # Patches are written down for so many data at a time that they fill about this many bytes.
 _PATCH_BYTES = {False: 2**26, True: 2**28}  # on a CPU, on an accelerator
@@ -73,13 +73,14 @@ class Patches(Inputs):
         """Add the patch covariance."""
         x = total.rounded(self._cropped(x))  # patches have each number several times
         positions = len(x) * prod(self.out)
+        windows = Windows(self.kernel, self.stride, self.padding, self.dilation, self.out)
         if total.diagonal or self.groups > 1:
             self._add_patches(total, x)
-        elif waiting.runs_behind(x.device) and rows_pay(self.kernel, self.stride, self.spatial, self.out):
+        elif waiting.runs_behind(x.device) and rows_pay(windows, self.spatial[0]):
             each = self._at_a_time(x, prod(self.kernel[1:]) * self.spatial[0] * prod(self.out[1:]))
             with multiplying(total.products):
                 for some_x in x.split(each):
-                    add_by_rows(total.inner, some_x, self.kernel, self.stride, self.padding, self.dilation, self.out)
+                    add_by_rows(total.inner, some_x, windows)
         elif self._shifts_pay(x):
             self._add_by_shifts(total.inner, x)
         else:

@@ -9,8 +9,9 @@ first axis first, so that a shift is an offset in memory.
 On a CPU, where small operations cost little, shifts along all axes take still fewer operations; see `patches`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,33 +22,38 @@ from kfs.kfac.sums.precision import HALF
 Range = tuple[int, int]
 
 
-def rows_pay(kernel: Sequence[int], stride: Sequence[int], spatial: Sequence[int], out: Sequence[int]) -> bool:
+class Windows(NamedTuple):
+    """Where a kernel looks, one number (or pair) for each spatial axis."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[Range, ...]  # zeros before and after
+    dilation: tuple[int, ...]
+    out: tuple[int, ...]  # number of output positions
+
+    @property
+    def but_first(self) -> "Windows":
+        """All axes but the first."""
+        return Windows(*(numbers[1:] for numbers in self))
+
+
+def rows_pay(windows: Windows, height: int) -> bool:
     """Whether shifts along the first axis need fewer operations than patches, of whose products nearly half count."""
-    return stride[0] == 1 and kernel[0] * spatial[0] < 0.6 * kernel[0] ** 2 * out[0]
+    (kernel, *_), (stride, *_), (out, *_) = windows.kernel, windows.stride, windows.out
+    return stride == 1 and kernel * height < 0.6 * kernel**2 * out
 
 
-def add_by_rows(
-    total: Tensor,
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[Range],
-    dilation: Sequence[int],
-    out: Sequence[int],
-) -> None:
+def add_by_rows(total: Tensor, x: Tensor, windows: Windows) -> None:
     """Add the covariance of all patches to a total.
 
     Args:
         total: `[channels * kernel, channels * kernel]`, changed in place, below the diagonal, too.
         x: Images, `[images, channels, *spatial]`.
-        kernel: Kernel size per spatial axis.
-        stride: Per spatial axis; one for the first.
-        padding: Zeros before and after, per spatial axis.
-        dilation: Per spatial axis.
-        out: Numbers of output positions per spatial axis.
+        windows: Where patches are. The first axis has stride one.
     """
+    kernel, _, padding, dilation, out = windows
     channels, height = x.shape[1:3]
-    z = _rows(x, kernel[1:], stride[1:], padding[1:], dilation[1:], out[1:])
+    z = _rows(x, windows.but_first)
     split = (channels, kernel[0], prod(kernel[1:]))
     blocks = total.unflatten(1, split).unflatten(0, split)
     for step in range(kernel[0]):
@@ -68,15 +74,9 @@ def add_by_rows(
                     blocks[:, a + step, :, :, a].sub_(border.permute(2, 3, 0, 1))
 
 
-def _rows(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[Range],
-    dilation: Sequence[int],
-    out: Sequence[int],
-) -> Tensor:
+def _rows(x: Tensor, windows: Windows) -> Tensor:
     """Write down patches along all axes but the first: `[channels * kernel, rows, images * positions]`."""
+    kernel, stride, padding, dilation, out = windows
     flat = [side for pad in reversed(padding) for side in pad]
     x = F.pad(x, flat) if any(flat) else x
     images, channels, rows, *others = x.stride()
