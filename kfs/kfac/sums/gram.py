@@ -17,7 +17,7 @@ from kfs.tf32 import uses_tf32
 
 # Up to which number of columns one product is faster than strips, and how wide strips are: `benchmarks/gram.py`
 # measures it.
-_STRIPS = {"cpu": (128, 96), "cuda": (256, 256), "cuda, tensor cores": (1536, 768)}
+_STRIPS = {"cpu": (128, 96), "cuda": (256, 256), "cuda, tensor cores": (1536, 1024)}
 # On the general cores of a GPU, up to so many columns are cut into two strips, of which the first has two thirds.
 _TWO_STRIPS = 768
 # Products with fewer multiplications are not cut: starting another operation takes some 35 us on an accelerator.
@@ -92,8 +92,9 @@ def _strips_on_accelerator(size: int, x: Tensor) -> tuple[tuple[int, int], ...]:
     if x.shape[0] * size**2 < _LAUNCH:
         return _ranges(size, size, size)
     if kind == "cuda" and (x.dtype in HALF or (x.dtype == torch.float32 and uses_tf32())):
-        kind = "cuda, tensor cores"
-    elif kind == "cuda" and _STRIPS["cuda"][0] < size <= _TWO_STRIPS:
+        most, widest = _STRIPS["cuda, tensor cores"]
+        return _ranges(size, most, min(widest, -(-size // (3 * 128)) * 128))  # about three of them
+    if kind == "cuda" and _STRIPS["cuda"][0] < size <= _TWO_STRIPS:
         return _ranges(size, 0, -(-2 * size // (3 * 64)) * 64)
     return _ranges(size, *_STRIPS.get(kind, (size, size)))
 

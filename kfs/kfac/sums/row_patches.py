@@ -34,7 +34,7 @@ class Windows(NamedTuple):
     @property
     def but_first(self) -> "Windows":
         """All axes but the first."""
-        return Windows(*(numbers[1:] for numbers in self))
+        return Windows(*(numbers[1:] for numbers in self))  # type: ignore[arg-type]
 
 
 def rows_pay(windows: Windows, height: int) -> bool:
