@@ -75,3 +75,14 @@ def test_border_matters() -> None:
 def test_when_it_pays(kernel: int, stride: int, height: int, out: int, pays: bool) -> None:
     windows = Windows((kernel, 3), (stride, 1), ((0, 0), (0, 0)), (1, 1), (out, 8))
     assert rows_pay(windows, height) == pays
+
+
+def test_kernel_higher_than_image() -> None:
+    """No row has a partner at the distance of the kernel's outermost rows."""
+    P = Patches((2, 1, 2), (3,), (1,), ((2, 2),), (1,), 1)
+    x = torch.randn(2, 1, 2, dtype=torch.float64)
+    total = OuterProductSum.zeros(3, 1, False, False, torch.float64, "cpu")
+    P.add_to(total, x, ones=False)
+    total.complete()
+    vectors = written_down(x, P)
+    torch.testing.assert_close(total.total[0], vectors.T @ vectors)
