@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs import waiting
 from kfs.data import is_named_tuple, tensors_in, with_values
 
 
@@ -17,8 +16,8 @@ def move(x: Any, device: torch.device) -> Any:
     if type(x) in {tuple, list}:
         return type(x)(move(value, device) for value in x)
     if isinstance(x, Tensor):
-        # A copy to an accelerator need not be waited for. One from there must be complete before somebody reads it.
-        return x.to(device, non_blocking=x.is_cpu and waiting.runs_behind(device))
+        # A copy to a GPU need not be waited for; see `copies_end`. One from there must be complete before it is read.
+        return x.to(device, non_blocking=x.is_cpu and device.type == "cuda")
     if hasattr(x, "to"):  # packed sequences
         return x.to(device)
     return type(x)(*(move(value, device) for value in x)) if is_named_tuple(x) else x
