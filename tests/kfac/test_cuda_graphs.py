@@ -259,3 +259,23 @@ def test_algebra(size: int) -> None:
     torch.testing.assert_close(values.cpu().double(), torch.linalg.eigvalsh(A), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close((Q * values.unsqueeze(1)) @ Q.mT, there, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(inverse(there).cpu().double(), torch.linalg.inv(A), rtol=1e-2, atol=1e-3)
+
+
+def test_what_the_backward_pass_reads_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass runs in another thread, which must take note of what it reads, too."""
+    seen: list[Any] = []
+    replay = Recorded.replay
+
+    def note(recorded: Recorded, batch: Any, sums: Any) -> None:
+        held = recorded.reads._held
+        seen.extend(
+            role.gradient.total.untyped_storage()._cdata in held
+            for block in sums.blocks.values()
+            for role in block.roles.values()
+        )
+        replay(recorded, batch, sums)
+
+    monkeypatch.setattr(Recorded, "replay", note)
+    KFAC(make_risk(device="cuda"), "empirical")
+    assert seen
+    assert all(seen)
