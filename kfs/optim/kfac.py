@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kfs.errors import KfsWarning, LossError, ModelError
+from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.block import Block
 from kfs.kfac.capture import Audit
 from kfs.kfac.coverage import listed, shared_with, warn_of_wide
@@ -17,6 +17,7 @@ from kfs.kfac.layout import Key
 from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.kfac.structures import Method
 from kfs.losses import describe
+from kfs.optim.announcement import Announcement
 from kfs.optim.averages import Unit, copied_to
 from kfs.optim.curvature import Curvature, Events, Interval
 from kfs.optim.options import check_options
@@ -26,10 +27,6 @@ from kfs.optim.step_sums import Bases, StepSums
 from kfs.optim.updates import adamw_updates, natural_updates
 from kfs.optim.watch import Watch
 from kfs.state import restored
-
-# Relative distance between gradients beyond which a loss has an additional term, or is another loss.
-_DISTANCE_TO_WARN = 0.05
-_DISTANCE_TO_REFUSE = 0.5
 
 
 class KFAC(Optimizer):
@@ -143,10 +140,10 @@ class KFAC(Optimizer):
         self._curvature = Curvature(decay, method, damping_unit, eigen, inverses_every, patience)
         self.steps = 0
         self.uncovered: dict[str, str] = {}
+        self._announcement = Announcement(self._loss)
         self._unit = 1.0  # The loss is this many times the average over examples.
         self._tracked: frozenset[str] = frozenset()  # parameters whose factors were computed last
         self._announced: set[Key] = set()  # blocks that were checked for wide factors
-        self._warned = False
         self._paused = False
         self._params = Parameters(model, self.param_groups)
         module = loss if isinstance(loss, nn.Module) else None
@@ -235,7 +232,7 @@ class KFAC(Optimizer):
                 result = closure()
         sums = self._watch.collect()
         grads = {n: p.grad.to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
-        self._check(sums, grads)
+        self._check(sums, grads, result)
         finite = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).isfinite()
         # Reading a value from a GPU waits for it. In steps without sums, which never wait, updates look at `finite`.
         if (sums is not None or not finite.is_cuda) and not finite:
@@ -342,7 +339,7 @@ class KFAC(Optimizer):
     def _tracked_now(self) -> dict[str, Tensor]:
         return {n: p for n, p in self._params.trainable().items() if n not in self.uncovered}
 
-    def _check(self, sums: StepSums | None, grads: Mapping[str, Tensor]) -> None:
+    def _check(self, sums: StepSums | None, grads: Mapping[str, Tensor], value: Any) -> None:
         """Refuse a step without gradients, without curvature, or for another loss."""
         self._params.check_model()
         check_one_process()
@@ -354,13 +351,9 @@ class KFAC(Optimizer):
                 "Call the model itself, model(x), not its parts or a copy, and backward() of a loss of its output. "
                 "torch.autograd.grad does not count.",
             )
-        distance = 0.0 if sums is None else sums.mismatch
-        text = f"The gradient at the predictions is not that of {self._loss.name}: it differs by {distance:.0%}."
-        if distance > _DISTANCE_TO_REFUSE:
-            raise LossError(text, "Pass the loss that you minimize as loss=, for what the model returns.")
-        if distance > _DISTANCE_TO_WARN and not self._warned:
-            self._warned = True
-            warnings.warn(f"{text} Curvature is that of the announced loss.", KfsWarning, stacklevel=3)
+        if sums is not None:
+            self._announcement.check(sums, value)
+            self._watch.compare = self._announcement.steps_left > 0
 
     def _add_sums(self, sums: StepSums) -> None:
         """Add the statistics of a step to the averages, and warn about parameters and factors that are left out."""

@@ -51,6 +51,7 @@ class Pass:
     arguments: InitVar[tuple[Any, Any]]  # of the model: positional and keyword arguments
     keep_inputs: bool  # whether the result has the arguments
     place: int = 0  # which tensor among the arguments has as many rows as there are data
+    compare: bool = False  # whether to compare the loss with others, and its scale with the announced one
     has_gradient: bool = False  # whether the gradient of a loss has arrived
 
     def __post_init__(self, session: Session | None, known: Known | None, arguments: tuple[Any, Any]) -> None:
@@ -66,8 +67,8 @@ class Pass:
             )
         self._arguments = arguments
         labels = arguments[1].get("labels")
-        self.targets = Targets(labels if isinstance(labels, Tensor) else None)
-        self._result = StepSums(self.num_data)
+        self.targets = Targets(labels if isinstance(labels, Tensor) else None, compare=self.compare)
+        self._result = StepSums(self.num_data, in_model=self.targets.y is not None)
         self._stack = ExitStack()
         self._sums = FactorAndSquareSums(self.settings, self.bases) if self.bases else FactorSums(self.settings)
         self._capture: Capture | None = None
@@ -145,6 +146,8 @@ class Pass:
             if self.keep_inputs and result.examples:
                 args, kwargs = self._arguments
                 result.inputs = [(args, {key: value for key, value in kwargs.items() if key != "labels"}, y)]
+        if self.compare and result.finite:
+            result.square = float(g.square().sum())
         if self._capture is not None:
             self._capture_gradients(self._capture, f, y, first_datum)
         del self._f, self._edge, self._arguments  # The graph and the inputs are large.
@@ -168,6 +171,9 @@ class Pass:
         """Return what the pass has given, after its backward pass."""
         result, capture = self._result, self._capture
         result.mismatch = float(self.targets.mismatch)
+        if self.compare:
+            result.other = self.targets.other_loss()
+            result.scales = [(self.targets.known_scale(), result.count)]
         if capture is None or not result.examples:
             return result
         if capture.listening:  # The user's backward pass has shown gradients.

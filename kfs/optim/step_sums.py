@@ -23,6 +23,11 @@ class StepSums:
     count: float = 0.0  # what a mean over targets divides by
     finite: bool = True  # whether predictions, and gradients of the loss with respect to them, were finite
     mismatch: float = 0.0  # relative distance between gradients of the loss and those of the announced loss
+    other: str = ""  # name of another loss, which gradients are those of
+    # For each pass: how many times the sum of criteria the loss is (`None` if not known), and `count`.
+    scales: list[tuple[float | None, float]] = field(default_factory=list)
+    in_model: bool = False  # whether a model was given labels, so that it computes the loss itself
+    square: float = 0.0  # squared length of the loss's gradients, if it was asked for
     blocks: dict[Key, BlockSums] = field(default_factory=dict)
     squares: dict[Key, Tensor] = field(default_factory=dict)  # squared per-datum gradients, in given bases
     uncovered: dict[str, str] = field(default_factory=dict)  # parameters without usable block, and why
@@ -45,6 +50,10 @@ class StepSums:
         self.count += other.count
         self.finite = self.finite and other.finite
         self.mismatch = max(self.mismatch, other.mismatch)
+        self.other = self.other or other.other
+        self.scales += other.scales
+        self.in_model = self.in_model or other.in_model
+        self.square += other.square
         self.inputs += other.inputs
 
     @property

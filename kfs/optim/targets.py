@@ -1,14 +1,14 @@
 """Targets of a pass: given by the user, guessed, or reconstructed from the gradient of the loss."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from kfs.errors import LossError
 from kfs.kfac.settings import Fisher
 from kfs.kfac.structures import computable
 from kfs.losses import Loss
+from kfs.optim.other_losses import fit, other_losses, shows_targets
 
 # Beyond this relative distance, a gradient is that of other targets. Half precision rounds by less.
 _TOLERANCE = 0.05
@@ -22,6 +22,9 @@ class Targets:
     given: bool = False  # whether the user or the loss module gave them; if not, they are a guess
     scale: Tensor | float = 1.0  # the loss is this many times the sum of criteria; one if it is not needed
     mismatch: Tensor | float = 0.0  # relative distance between the gradient and that of the announced loss
+    compare: bool = False  # whether to look for the scale, and for other losses, where that is not needed otherwise
+    fit: tuple[Tensor, Tensor] | None = None  # scale, and how well it fits, if targets are known or shown
+    others: dict[str, Tensor] = field(default_factory=dict)  # by name of a loss: whether the gradient is its own
 
     def give(self, y: Tensor) -> None:
         """Set the targets. If two different ones are given (mixed labels), neither belongs to the whole loss."""
@@ -39,21 +42,24 @@ class Targets:
         # Half precision has lost the small entries that would show whether sums are zero.
         precise = g.dtype == f.dtype
         g = computable(g)
+        if self.compare:
+            self.others = other_losses(loss, f, g)
         if self.y is not None:
             try:
                 loss.check_now(f, self.y)
-                self.scale, self.mismatch = _fit(g, loss.gradient(f, self.y))
+                self.fit = self.scale, self.mismatch = fit(g, loss.gradient(f, self.y))
                 if self.given or self.mismatch < _TOLERANCE:
                     return self.y
             except (ValueError, TypeError):
                 if self.given:
                     raise
+        self.fit = None
         self.mismatch = loss.departure(f, g) if precise else g.new_zeros(())
         self.scale = distance = g.new_ones(())
         try:
             y = loss.stand_in(f, g)
-            if fisher == "empirical":
-                self.scale, distance = _fit(g, loss.gradient(f, y))
+            if fisher == "empirical" or (self.compare and shows_targets(loss)):
+                self.fit = self.scale, distance = fit(g, loss.gradient(f, y))
         except LossError:
             # The number of data is enough if curvature depends on inputs alone. The empirical Fisher raises below.
             if fisher not in {"empirical", "forward-only"}:
@@ -66,9 +72,16 @@ class Targets:
             )
         return y
 
+    def known_scale(self) -> float | None:
+        """Return how many times the sum of criteria the loss is; `None` if that is not known."""
+        if self.fit is None:
+            return None
+        scale, distance = map(float, self.fit)
+        # A gradient that vanishes has no scale.
+        return scale if scale and distance < _TOLERANCE else None
 
-def _fit(g: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor that brings a direction closest to `g`, and the distance that is left, relative to `g`."""
-    tiny = torch.finfo(g.dtype).tiny
-    scale = (g * direction).sum() / direction.square().sum().clamp(min=tiny)
-    return scale, (g - scale * direction).norm() / g.norm().clamp(min=tiny)
+    def other_loss(self) -> str:
+        """Return the name of another loss that the gradient is of; empty if none, or if the announced one fits."""
+        if self.known_scale() is not None:
+            return ""
+        return next((name for name, is_its_own in self.others.items() if is_its_own), "")

@@ -56,6 +56,7 @@ class Watch:
     loss: Loss
     settings: Settings
     keep_inputs: bool  # whether the result has the inputs of all passes
+    compare: bool = True  # whether passes compare the loss with others, and its scale with the announced one
     first_datum: int = 0  # number of data in earlier steps, on which the labels that are drawn depend
     audit: Audit | None = None  # what was checked for the last pass
     _place: int = 0  # which tensor among the model's arguments has as many rows as there are data
@@ -132,7 +133,10 @@ class Watch:
         except BaseException:
             self._call = None  # PyTorch calls no other hook then
             raise
-        one = Pass(self.loss, self.settings, session, known, bases, (args, kwargs), self.keep_inputs, self._place)
+        arguments = (args, kwargs)
+        one = Pass(
+            self.loss, self.settings, session, known, bases, arguments, self.keep_inputs, self._place, self.compare
+        )
         self._call.watched = one
         return one.start()
 
