@@ -19,6 +19,7 @@ from kfs.kfac.structures import Method
 from kfs.losses import describe
 from kfs.optim.announcement import Announcement
 from kfs.optim.averages import Unit, copied_to
+from kfs.optim.call import check_call
 from kfs.optim.curvature import Curvature, Events, Interval
 from kfs.optim.options import check_options
 from kfs.optim.parameters import Parameters, check_one_process
@@ -35,7 +36,9 @@ class KFAC(Optimizer):
     Args:
         model: The model. Train it by calling it: `loss_function(model(x), y).backward()`.
         loss: The loss that is minimized: a loss module of `torch.nn`, or a `kfs.losses.Loss`. It defines the curvature;
-            gradients come from your backward pass.
+            gradients come from your backward pass. In the first steps the gradient at the predictions is compared with
+            it: another loss, or another reduction, is an error, a factor in front a warning. For losses other than
+            cross-entropies, reduction and factor are noticed only if targets are known (see `targets`).
         params: Parameters or parameter groups, as for other optimizers. By default, all parameters of the model.
         lr: Learning rate, the setting to tune. By default 0.1, and 1 with a quadratic model.
         damping: Added to eigenvalues of the curvature, in units of their mean (see `damping_unit`).
@@ -73,7 +76,9 @@ class KFAC(Optimizer):
         uncovered: Parameters that KFAC does not cover, and why. They are trained by AdamW.
 
     Raises:
-        ModelError: If a setting is out of range, a parameter is not one of the model, or another KFAC optimizer has it.
+        ModelError: If a setting is out of range, a parameter is not one of the model, or a KFAC optimizer of another
+            model has it.
+        LossError: If no loss is passed, or one that is not supported.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -93,7 +98,7 @@ class KFAC(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        loss: object,
+        loss: object = None,
         params: Iterable[Any] | None = None,
         *,
         lr: float | None = None,
@@ -119,6 +124,7 @@ class KFAC(Optimizer):
         audit: bool = True,
     ) -> None:
         """Check everything, then put hooks on the model."""
+        check_call(model, loss)
         self._loss = describe(loss)
         self._settings = Settings(fisher, sharing, seed=seed, max_dim=max_dim, batch_axis=batch_axis, audit=audit)
         check_options(locals())
@@ -145,7 +151,7 @@ class KFAC(Optimizer):
         self._tracked: frozenset[str] = frozenset()  # parameters whose factors were computed last
         self._announced: set[Key] = set()  # blocks that were checked for wide factors
         self._paused = False
-        self._params = Parameters(model, self.param_groups)
+        self._params = Parameters(model, self.param_groups, self.close)
         module = loss if isinstance(loss, nn.Module) else None
         self._watch = Watch(model, module, self._wanted, self._loss, self._settings, keep_inputs=quadratic_model)
 
@@ -218,8 +224,7 @@ class KFAC(Optimizer):
             ModelError: If there are no gradients, or if factors are due but no pass of the model was seen.
             LossError: If gradients are not those of the announced loss.
         """
-        if self._params.closed:
-            raise ModelError("This optimizer was closed, or its model went to another one.", "Make a new optimizer.")
+        self._params.check_open()
         if self._quadratic is not None and closure is None:
             raise ModelError(
                 "A quadratic model needs to evaluate the loss.",
@@ -304,6 +309,7 @@ class KFAC(Optimizer):
         Raises:
             StorageError: If the state is that of another optimizer, or of another model.
         """
+        self._params.check_open()
         self._params.check_state(state_dict)
         mine = state_dict["kfac"]
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})

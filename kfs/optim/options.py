@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kfs.errors import ModelError
 from kfs.kfac.structures import METHODS
@@ -25,9 +25,6 @@ def check_options(given: Mapping[str, Any]) -> None:
     Raises:
         ModelError: If one is out of range, or if two do not fit together.
     """
-    if not isinstance(given["model"], nn.Module):
-        kind = type(given["model"]).__name__
-        raise ModelError(f"The model is a {kind}.", "Pass a torch.nn.Module: its passes are watched.")
     for name, (low, high) in _RANGES.items():
         value = given[name]
         number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)

@@ -1,8 +1,9 @@
 """The parameters of an optimizer: their names in the model, their groups, and that no other optimizer has them."""
 
 import gc
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from kfs.errors import ModelError, StorageError
+from kfs.errors import KfsWarning, ModelError, StorageError
 from kfs.kfac.layout import Layout
 
 # By parameter: a weak reference to the `Parameters` that it belongs to.
@@ -23,6 +24,8 @@ class Parameters:
     Args:
         model: The model that they belong to.
         groups: The optimizer's parameter groups.
+        close: A method that closes the optimizer. It is called when another one takes the model over; its object is not
+            kept alive.
 
     Attributes:
         tensors: By name.
@@ -30,14 +33,20 @@ class Parameters:
         closed: Whether other optimizers may have them.
     """
 
-    def __init__(self, model: nn.Module, groups: list[dict[str, Any]]) -> None:
-        """Find names."""
+    def __init__(self, model: nn.Module, groups: list[dict[str, Any]], close: Callable[[], None]) -> None:
+        """Find names, and take the parameters over from an earlier optimizer of the same model."""
         self.closed = False
+        self._taken_over = False
         self._model = model
-        self.read(groups)
+        self._close = weakref.WeakMethod(close)
+        self.read(groups, take_over=True)
 
-    def read(self, groups: list[dict[str, Any]]) -> None:
+    def read(self, groups: list[dict[str, Any]], take_over: bool = False) -> None:
         """Find names, after groups have changed.
+
+        Args:
+            groups: The optimizer's parameter groups.
+            take_over: Whether to close another optimizer of the same model that has some of them.
 
         Raises:
             ModelError: If a parameter is not one of the model, or another optimizer has it.
@@ -58,11 +67,22 @@ class Parameters:
                 "Parameter groups differ in their momentum, but weights and biases are averaged together.",
                 "Give all groups the same momentum.",
             )
-        self._claim([p for p, _ in found])
+        self._claim([p for p, _ in found], take_over)
         self.tensors: dict[str, Tensor] = {names[id(p)]: p for p, _ in found}
         self.groups: dict[str, dict[str, Any]] = {names[id(p)]: group for p, group in found}
         self._shapes = self._shapes_now()
         self._alive = list(self._model.parameters())  # No other tensor can get their ids.
+
+    def check_open(self) -> None:
+        """Refuse to go on after the optimizer was closed."""
+        if self._taken_over:
+            raise ModelError(
+                "The model of this optimizer was taken over by another KFAC optimizer, which was made later for the "
+                "same model and watches its passes now.",
+                "Use the new optimizer, or make one again and use only that.",
+            )
+        if self.closed:
+            raise ModelError("This optimizer was closed.", "Make a new optimizer.")
 
     def trainable(self) -> dict[str, Tensor]:
         """Return parameters in groups for KFAC that require gradients, by name."""
@@ -110,21 +130,38 @@ class Parameters:
     def _shapes_now(self) -> dict[int, torch.Size]:
         return {id(p): p.shape for p in self._model.parameters()}
 
-    def _claim(self, params: list[Tensor]) -> None:
+    def _claim(self, params: list[Tensor], take_over: bool) -> None:
         """Become the owner of some parameters."""
-        if self._have_other_owner(params):
+        if self._other_owners(params):
             gc.collect()  # The other optimizer may be waiting to be collected.
-        if self._have_other_owner(params):
+        others = self._other_owners(params)
+        if others and not (take_over and all(other._model is self._model for other in others)):
             raise ModelError(
                 "Another KFAC optimizer has parameters of this model; both would watch its passes.",
                 "Call close() of the other one first, or give them different parameters with params=.",
             )
+        for other in others:
+            other._lose_model()
+        if others:
+            text = "A KFAC optimizer for this model exists already. The new one takes the model over, and the first "
+            text += "one's step() raises from now on. Call close() of the first one before, to make this silent."
+            warnings.warn(text, KfsWarning, stacklevel=5)
         for p in params:
             _OWNERS[p] = weakref.ref(self)
 
-    def _have_other_owner(self, params: list[Tensor]) -> bool:
+    def _other_owners(self, params: list[Tensor]) -> list["Parameters"]:
+        """Return what other optimizers have of some parameters, each of them once."""
         owners = [owner() for p in params if (owner := _OWNERS.get(p)) is not None]
-        return any(owner is not None and owner is not self and not owner.closed for owner in owners)
+        others = {id(owner): owner for owner in owners if owner is not None and owner is not self and not owner.closed}
+        return list(others.values())
+
+    def _lose_model(self) -> None:
+        """Close the optimizer, since another one has its model now."""
+        close = self._close()
+        if close is not None:
+            close()
+        self.closed = True
+        self._taken_over = True
 
 
 def check_one_process() -> None:

@@ -43,6 +43,7 @@ def number_of_data(arguments: Any, axis: int = 0, place: int = 0) -> int | None:
 class Pass:
     """One forward pass, and the backward pass that follows it."""
 
+    owner: "weakref.ref[Any]"  # what watches it
     loss: Loss  # the announced one
     settings: Settings
     session: InitVar[Session | None]  # tracks parameters; `None` to count examples only
@@ -125,7 +126,8 @@ class Pass:
             values_are_saved = hasattr(t.grad_fn, "_saved_result")
             result: Tensor = KeepsPass.apply(t, self, not values_are_saved)  # type: ignore[no-untyped-call]
             if t is f:
-                result._kfs_pass = reference  # type: ignore[attr-defined]
+                others = getattr(t, "_kfs_passes", ())  # Another optimizer may watch the same model.
+                result._kfs_passes = (*others, reference)  # type: ignore[attr-defined]
             return result
 
         return with_parts(output, kept)

@@ -12,7 +12,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from types import FrameType
@@ -22,17 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from kfs.data import tensors_in
 from kfs.errors import KfsWarning, ModelError
-from kfs.kfac.capture import Audit, Audits, Known, NotRepeatableError, Session
+from kfs.kfac.capture import Audit, Audits, Capture, Known, NotRepeatableError, Session
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
 from kfs.optim.passes import Pass, number_of_data
 from kfs.optim.step_sums import Bases, StepSums
 from kfs.outputs import prediction_in
-from kfs.state import is_evaluating, restored, unchanged_attributes
+from kfs.state import evaluating, is_evaluating, restored, unchanged_attributes
 
 
 @dataclass
@@ -106,13 +107,17 @@ class Watch:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Start to capture, unless the model calls itself."""
-        elsewhere = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
-        elsewhere = elsewhere or is_evaluating()  # nobody trains with what is computed for a risk
-        if module is not self._model() or not torch.is_grad_enabled() or elsewhere:
+        if module is not self._model():
             return None
         self._forget_interrupted()
         if self._call is not None:
-            self._call.depth += 1
+            self._call.depth += 1  # with or without gradients: the end of every inner call is counted
+            return None
+        elsewhere = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+        elsewhere = elsewhere or is_evaluating()  # nobody trains with what is computed for a risk
+        # Within a backward pass, a checkpoint runs the model again. Its first run was watched, or was not to be.
+        elsewhere = elsewhere or torch._C._current_graph_task_id() != -1
+        if not torch.is_grad_enabled() or elsewhere:
             return None
         self._call = _Call(next((f for f in _callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
         method = self._wanted()
@@ -127,15 +132,25 @@ class Watch:
             # Examples have to be counted in every step if the loss is a sum over them, and only then.
             return None
         try:
-            known = (
-                None if session is None or not self.settings.audit else self._audited(module, session, (args, kwargs))
-            )
+            known = None
+            if session is not None and self.settings.audit:
+                with _outside_of_captures():
+                    known = self._audited(module, session, (args, kwargs))
         except BaseException:
             self._call = None  # PyTorch calls no other hook then
             raise
         arguments = (args, kwargs)
         one = Pass(
-            self.loss, self.settings, session, known, bases, arguments, self.keep_inputs, self._place, self.compare
+            weakref.ref(self),
+            self.loss,
+            self.settings,
+            session,
+            known,
+            bases,
+            arguments,
+            self.keep_inputs,
+            self._place,
+            self.compare,
         )
         self._call.watched = one
         return one.start()
@@ -196,10 +211,11 @@ class Watch:
     def _before_loss(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Set the targets of a pass if the loss module is called with its predictions."""
         given = dict(zip(("input", "target"), args, strict=False)) | kwargs
-        reference = getattr(given.get("input"), "_kfs_pass", None)
-        one = None if reference is None else reference()
-        if one is not None and isinstance(given.get("target"), Tensor):
-            one.targets.give(given["target"])
+        passes = [reference() for reference in getattr(given.get("input"), "_kfs_passes", ())]
+        for one in passes:
+            # Other optimizers may watch the same model or have the same loss module. Their hooks are called, too.
+            if one is not None and one.owner() is self and isinstance(given.get("target"), Tensor):
+                one.targets.give(given["target"])
 
     def _receive_gradient(self, one: Pass, g: Tensor) -> None:
         """Show a pass the first gradient with respect to its predictions that trains the model."""
@@ -224,6 +240,15 @@ class Watch:
         self._call = None
 
 
+@contextmanager
+def _outside_of_captures() -> Iterator[None]:
+    """Suspend the capture of another optimizer of the same model, which has been started for the same pass."""
+    with ExitStack() as stack:
+        while isinstance(_get_current_function_mode(), Capture):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
 class _NoPredictionsError(Exception):
     """The model returned something that nobody trains."""
 
@@ -240,8 +265,8 @@ def _predictions(model: nn.Module, arguments: Any, num_data: int, within: Abstra
     """Evaluate a model on a few data, and leave it as it is."""
     device = next(model.parameters()).device
     # Layers that drop out draw the same numbers every time, and running statistics stay as they are.
-    with restored(model, device, refuse=False), unchanged_attributes(model), within or nullcontext():
-        output = model(*arguments[0], **arguments[1])
+    with restored(model, device, refuse=False), unchanged_attributes(model), within or nullcontext(), evaluating():
+        output = model(*arguments[0], **arguments[1])  # Another optimizer of the same model does not watch this.
     try:
         f = prediction_in(output)
     except ModelError as error:

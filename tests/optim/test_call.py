@@ -1,0 +1,71 @@
+"""Calls as for other optimizers: an error shows the right one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from kfs.errors import LossError, ModelError
+from kfs.optim import KFAC
+from tests.optim.training import mlp
+
+NOT_MODELS: dict[str, Callable[[nn.Module], Any]] = {
+    "generator": lambda net: net.parameters(),
+    "list": lambda net: list(net.parameters()),
+    "tuple": lambda net: tuple(net.parameters()),
+    "groups": lambda net: [{"params": net.parameters(), "lr": 0.1}],
+    "group": lambda net: {"params": list(net.parameters())},
+    "names": lambda net: net.named_parameters(),
+    "one": lambda net: next(net.parameters()),
+    "nothing": lambda _: [],
+}
+
+
+@pytest.mark.parametrize("given", NOT_MODELS)
+def test_parameters_instead_of_a_model(given: str) -> None:
+    """The message says what came, why a model is needed, and how to call it."""
+    net = mlp()
+    with pytest.raises(ModelError, match=r"needs the model.*KFAC\(model, nn\.CrossEntropyLoss\(\), lr=0\.1\)"):
+        KFAC(NOT_MODELS[given](net), lr=0.1)
+    with pytest.raises(ModelError, match=r"params="):
+        KFAC(NOT_MODELS[given](net), nn.CrossEntropyLoss())
+    assert not net._forward_hooks
+
+
+def test_no_loss() -> None:
+    """The message says why one is needed, and how to pass it."""
+    net = mlp()
+    with pytest.raises(LossError, match=r"[Cc]urvature.*KFAC\(model, nn\.CrossEntropyLoss\(\)\)"):
+        KFAC(net)
+    with pytest.raises(LossError, match=r"[Cc]urvature"):
+        KFAC(net, None)
+    with pytest.raises(LossError, match=r"[Cc]urvature"):
+        KFAC(net, params=net.parameters())
+    assert not net._forward_hooks
+
+
+@pytest.mark.parametrize("given", NOT_MODELS)
+def test_parameters_instead_of_a_loss(given: str) -> None:
+    """They come third."""
+    net = mlp()
+    with pytest.raises(LossError, match=r"second.*KFAC\(model, nn\.CrossEntropyLoss\(\), model\.parameters\(\)\)"):
+        KFAC(net, NOT_MODELS[given](net))
+
+
+def test_a_number_instead_of_a_loss() -> None:
+    """`KFAC(model, 0.1)` is a learning rate in the wrong place."""
+    with pytest.raises(LossError, match=r"second.*lr=0\.1"):
+        KFAC(mlp(), 0.1)
+
+
+def test_a_class_instead_of_a_loss() -> None:
+    """`nn.CrossEntropyLoss` lacks its parentheses. It is callable, but no function of a prediction and a target."""
+    with pytest.raises(LossError, match=r"class.*nn\.CrossEntropyLoss\(\)"):
+        KFAC(mlp(), nn.CrossEntropyLoss)
+
+
+def test_a_class_instead_of_a_model() -> None:
+    """So does a model's class."""
+    with pytest.raises(ModelError, match=r"torch\.nn\.Module"):
+        KFAC(nn.Linear, nn.CrossEntropyLoss())  # type: ignore[arg-type]
