@@ -61,7 +61,7 @@ class Announcement:
         if sums.mismatch > _DISTANCE_TO_REFUSE:
             raise LossError(text, _CHANGE_THE_LOSS)
         if sums.mismatch > _DISTANCE_TO_WARN:
-            self._warn("term", f"{text} Curvature is that of the announced loss.")
+            self._warn("term", f"{text} Curvature is that of the announced loss.", 0)
         elif self.steps_left and sums.examples:
             self._compare_scales(sums, value)
         self.steps_left = max(0, self.steps_left - 1)
@@ -88,6 +88,7 @@ class Announcement:
             f"The loss that is minimized is {factors[0]:.3g} times {self.loss.name} with reduction="
             f"{self.loss.reduction!r}{hint}. Steps are longer or shorter by this factor. Announce the loss that you "
             "minimize, or multiply lr instead of the loss.",
+            1,
         )
 
     def _compare_value(self, sums: StepSums, value: Any) -> None:
@@ -118,10 +119,11 @@ class Announcement:
         over_each = all(_same(s, scale / count) for s, count in parts)
         return over_each or all(_same(s, scale / total) for s, _ in parts)
 
-    def _warn(self, kind: str, text: str) -> None:
+    def _warn(self, kind: str, text: str, frames: int) -> None:
+        """Warn once, at the call of `step`, given the number of functions between `check` and this one."""
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(text, KfsWarning, stacklevel=5)
+            warnings.warn(text, KfsWarning, stacklevel=7 + frames)
 
 
 def _same(a: float, b: float) -> bool:

@@ -140,28 +140,21 @@ class Parameters:
                 "Another KFAC optimizer has parameters of this model; both would watch its passes.",
                 "Call close() of the other one first, or give them different parameters with params=.",
             )
-        for other in others:
-            other._lose_model()
         if others:
             text = "A KFAC optimizer for this model exists already. The new one takes the model over, and the first "
             text += "one's step() raises from now on. Call close() of the first one before, to make this silent."
             warnings.warn(text, KfsWarning, stacklevel=5)
+        for other, close in others.items():
+            close()
+            other._taken_over = True
         for p in params:
             _OWNERS[p] = weakref.ref(self)
 
-    def _other_owners(self, params: list[Tensor]) -> list["Parameters"]:
-        """Return what other optimizers have of some parameters, each of them once."""
-        owners = [owner() for p in params if (owner := _OWNERS.get(p)) is not None]
-        others = {id(owner): owner for owner in owners if owner is not None and owner is not self and not owner.closed}
-        return list(others.values())
-
-    def _lose_model(self) -> None:
-        """Close the optimizer, since another one has its model now."""
-        close = self._close()
-        if close is not None:
-            close()
-        self.closed = True
-        self._taken_over = True
+    def _other_owners(self, params: list[Tensor]) -> dict["Parameters", Callable[[], None]]:
+        """Return what other optimizers have of some parameters, and the method that closes each of them."""
+        owners = {owner() for p in params if (owner := _OWNERS.get(p)) is not None} - {None, self}
+        open_ones = [owner for owner in owners if not owner.closed]
+        return {owner: close for owner in open_ones if (close := owner._close()) is not None}
 
 
 def check_one_process() -> None:

@@ -149,6 +149,7 @@ def test_the_announced_module_computes_the_loss(loss: nn.Module, y: Tensor, fact
     with pytest.warns(KfsWarning, match=match) as caught:
         train(model, optimizer, [(X, y)] * 3, lambda f, y: factor * loss(f, y))
     assert len(caught) == 1
+    assert caught[0].filename == train.__code__.co_filename, "it points to the call of step"
 
 
 def test_a_reduction_that_was_changed_later() -> None:

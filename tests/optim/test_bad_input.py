@@ -111,6 +111,7 @@ def test_a_loss_with_an_additional_term() -> None:
     with pytest.warns(KfsWarning, match="differs by") as caught:
         train(model, optimizer, [(X, y)] * 3, lambda f, y: LOSS(f, y) + 0.3 * f.square().mean())
     assert len(caught) == 1
+    assert caught[0].filename == train.__code__.co_filename
 
 
 def test_labels_may_be_smoothed_weighted_or_soft() -> None:

@@ -1,5 +1,6 @@
 """Several optimizers: on one model, and with one loss module."""
 
+import copy
 import gc
 import warnings
 from typing import Any
@@ -72,11 +73,35 @@ def test_a_refused_optimizer_takes_nothing_over() -> None:
     model = mlp()
     first = KFAC(model, LOSS)
     groups = [{"params": list(model.parameters()), "method": "sgd"}]
-    for wrong in ({"lr": -1.0}, {"params": groups}):
+    options: list[dict[str, Any]] = [{"lr": -1.0}, {"params": groups}]
+    for wrong in options:
         with pytest.raises(ModelError):
-            KFAC(model, LOSS, **wrong)  # type: ignore[arg-type]
+            KFAC(model, LOSS, **wrong)
     train(model, first, [(X, LABELS)], LOSS)
     assert first.steps == 1
+
+
+def test_a_warning_that_is_an_error() -> None:
+    """Then nothing is taken over, and the warning points to the call."""
+    model = mlp()
+    first = KFAC(model, LOSS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(KfsWarning):
+            KFAC(model, LOSS)
+    train(model, first, [(X, LABELS)], LOSS)
+    with pytest.warns(KfsWarning) as caught:
+        KFAC(model, LOSS)
+    assert caught[0].filename == __file__
+
+
+def test_shallow_copies() -> None:
+    """They have the hooks of the model, but are not the model: nothing is watched."""
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    LOSS(copy.copy(model)(X), LABELS).backward()
+    with pytest.raises(ModelError, match="No forward and backward pass"):
+        optimizer.step()
 
 
 def test_some_parameters() -> None:
@@ -162,7 +187,8 @@ def test_one_loss_module_for_two_optimizers_of_a_model() -> None:
     other = KFAC(model, loss, [*model[2].parameters(), *model[4].parameters()], fisher="empirical")
 
     def values() -> Tensor:
-        return loss(model(X), TARGETS)
+        value: Tensor = loss(model(X), TARGETS)
+        return value
 
     before = float(values().detach())
     for _ in range(3):
