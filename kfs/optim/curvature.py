@@ -194,12 +194,14 @@ class Curvature:
             times = f"damping rises to {self.damping_scale:g} times its value"
             self.events.note("raised_damping", f"{times}, after {self.patience} such events in a row")
 
-    def note_trial(self, trial: Trial) -> None:
-        """Count a step that had to be shortened or taken back."""
+    def note_trial(self, trial: Trial, factor: float) -> None:
+        """Count a step that had to be shortened or taken back, and multiply dampings by a factor."""
+        self.scale_damping(factor)
         if not trial.share:
             self.events.note("rejected_steps", "the loss does not fall along a step, which was taken back")
         elif trial.share < 1:
-            self.events.note("shortened_steps", f"a step was shortened to {trial.share:.2g} of it, so that the loss falls")
+            text = f"the loss falls only along {trial.share:.2g} of a step, which was shortened"
+            self.events.note("shortened_steps", text)
 
     def _note_success(self) -> None:
         """Count sums that were added. After many in a row, undo a rise of damping."""
@@ -279,4 +281,5 @@ class Curvature:
 
 def _operations(block: BlockSums) -> float:
     """Return the work of adding outer products to a block's factors, with one gradient for each position."""
-    return sum(2 * role.terms * (role.input.total.numel() + role.gradient.total.numel()) for role in block.roles.values())
+    roles = block.roles.values()
+    return sum(2 * role.terms * (role.input.total.numel() + role.gradient.total.numel()) for role in roles)

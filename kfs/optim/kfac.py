@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import islice
 from math import isfinite
 from typing import Any
@@ -24,6 +25,7 @@ from kfs.optim.divergence import LastFine
 from kfs.optim.options import check_options
 from kfs.optim.parameters import Parameters, check_one_process
 from kfs.optim.quadratic import QuadraticModel
+from kfs.optim.report import Reported
 from kfs.optim.step_sums import Bases, StepSums
 from kfs.optim.trials import BatchLoss
 from kfs.optim.updates import adamw_updates, natural_updates, read_state, tried_updates
@@ -34,7 +36,7 @@ _DISTANCE_TO_WARN = 0.05
 _DISTANCE_TO_REFUSE = 0.5
 
 
-class KFAC(Optimizer):
+class KFAC(Reported, Optimizer):
     """Natural gradient descent with Kronecker-factored curvature. It is used like any optimizer of `torch.optim`.
 
     Args:
@@ -263,40 +265,27 @@ class KFAC(Optimizer):
         if len(natural) + len(rest) < len(grads):
             # Some parameters were used for the first time. Track all of them in the next step.
             self._tracked = frozenset()
-        if self._quadratic is not None and batch is not None and sums is not None:
-            self._tried_update(self._quadratic, batch, sums, natural, rest)
+        if self._quadratic is not None and batch is not None:
+            steps = self._quadratic.steps(natural, self._precondition(natural), self._curvature.dampings(), sums)
+            noise = batch.round_off / self._unit
+            change = partial(self._change, batch)
+            trial = tried_updates(self._params, self.state, steps, natural, rest, change, noise)
+            factor = self._quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
+            self._curvature.note_trial(trial, factor)
             return
         natural_updates(self._params, self.state, natural, self._precondition, self._kl_clip, finite)
         adamw_updates(self._params, self.state, rest, finite)
 
-    def _tried_update(
-        self,
-        quadratic: QuadraticModel,
-        batch: BatchLoss,
-        sums: StepSums,
-        grads: dict[str, Tensor],
-        rest: dict[str, Tensor],
-    ) -> None:
-        """Take the step of a quadratic model as far as the loss on the batch falls, and adapt damping."""
-        steps = quadratic.steps(grads, self._precondition(grads), self._curvature.dampings(), sums)
-        noise = batch.round_off / self._unit
-
-        def change() -> float:
-            self._paused = True  # Factors are not needed.
-            self._curvature.costs.add("trials", 0.0)
-            try:
-                with self._curvature.costs.timed("trials"):
-                    return (batch.evaluate() - batch.value) / self._unit
-            finally:
-                self._paused = False
-                self._watch.collect()  # Passes of this evaluation do not count.
-
-        trial = tried_updates(self._params, self.state, steps, grads, rest, change, noise)
-        if trial.share:
-            quadratic.previous = steps
-        self._curvature.note_trial(trial)
-        lr = float(self.param_groups[0]["lr"])
-        self._curvature.scale_damping(quadratic.damping_factor(trial, lr, noise))
+    def _change(self, batch: BatchLoss) -> float:
+        """Return the change of the loss on a batch since the last step. Passes for it give no factors."""
+        self._paused = True
+        try:
+            with self._curvature.costs.timed("trials"):
+                self._curvature.costs.add("trials", 0.0)
+                return (batch.evaluate() - batch.value) / self._unit
+        finally:
+            self._paused = False
+            self._watch.collect()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a continued training needs to equal one that was never stopped."""

@@ -51,10 +51,10 @@ class QuadraticModel:
         self._loss = loss
         self._predicted = (0.0, 0.0)  # linear and quadratic term of the last step
 
-    def steps(self, gradient: Step, natural: Step, damping: Mapping[str, Tensor], sums: StepSums) -> Step:
+    def steps(self, gradient: Step, natural: Step, damping: Mapping[str, Tensor], sums: StepSums | None) -> Step:
         """Return the step that minimizes the quadratic model, given the gradient and the natural gradient."""
         self._predicted = (0.0, 0.0)
-        if not sums.inputs or not natural:  # No target counts, or AdamW trains all parameters.
+        if sums is None or not sums.inputs or not natural:  # No target counts, or AdamW trains all parameters.
             return {n: torch.zeros_like(d) for n, d in natural.items()}
         directions = [{n: -d for n, d in natural.items()}]
         if self.previous.keys() == natural.keys():
@@ -69,14 +69,19 @@ class QuadraticModel:
             for n, like in natural.items()
         }
 
-    def damping_factor(self, trial: Trial, lr: float, noise: float = 0.0) -> float:
-        """Return what to multiply damping with.
+    def finish(self, steps: Step, trial: Trial, lr: float, noise: float) -> float:
+        """Remember a step that was tried, and return what to multiply damping with.
+
+        After a step that was taken back, the last step is still the one before: only damping has changed.
 
         Args:
+            steps: The step.
             trial: How `lr` times the step went.
             lr: The learning rate.
             noise: Round-off of losses. Predicted changes below it leave damping as it is.
         """
+        if trial.share:
+            self.previous = steps
         if trial.share < 1:
             # The model is wrong by more than a ratio can tell. How much too long the step was says by how much.
             return min(max(1 / trial.share, _LEAST_RISE), _LARGEST_RISE) if trial.share else _LARGEST_RISE
