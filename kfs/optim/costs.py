@@ -91,9 +91,9 @@ def timed(
 
     def decorate(method: Callable[Concatenate[_Owner, _P], _T]) -> Callable[Concatenate[_Owner, _P], _T]:
         @wraps(method)
-        def run(self: _Owner, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-            with self.costs.timed(part):
-                return method(self, *args, **kwargs)
+        def run(owner: _Owner, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with owner.costs.timed(part):
+                return method(owner, *args, **kwargs)
 
         return run
 

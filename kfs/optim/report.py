@@ -16,6 +16,7 @@ from kfs.optim.averages import Average
 from kfs.optim.costs import PARTS, Cost, Part
 from kfs.optim.curvature import Curvature, Events
 from kfs.optim.parameters import Parameters
+from kfs.optim.quadratic import QuadraticModel
 
 Rows = list[tuple[str, ...]]
 _WIDTH = 140
@@ -146,7 +147,7 @@ class Reported:
     _settings: Settings
     _params: Parameters
     _curvature: Curvature
-    _quadratic: object
+    _quadratic: QuadraticModel | None
 
     def report(self) -> Report:
         """Return what is covered by what, what the last steps cost, and what went wrong; `print` shows it as a table.
@@ -183,7 +184,9 @@ class Reported:
         size = sum(p.numel() for p in tensors)
         names = ("lr", "damping", "momentum", "weight_decay", "trust")
         groups = "; ".join(", ".join(f"{n}={_number(g[n])}" for n in names) for g in self.param_groups)
-        kind = f"fisher={self._settings.fisher!r}, eigen={curvature.eigen}, quadratic_model={self._quadratic is not None}"
+        kind = (
+            f"fisher={self._settings.fisher!r}, eigen={curvature.eigen}, quadratic_model={self._quadratic is not None}"
+        )
         happened = ", ".join(f"{name} {count}" for name, count in asdict(curvature.events).items() if count)
         return (
             f"KFAC for {type(self._model).__name__} ({len(tensors)} parameters, {size:,} numbers), {self._loss.name}\n"

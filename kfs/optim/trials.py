@@ -33,9 +33,7 @@ class Trial:
     change: float
 
 
-def try_step(
-    params: list[Tensor], old: list[Tensor], change: Callable[[], float], slope: float, noise: float
-) -> Trial:
+def try_step(params: list[Tensor], old: list[Tensor], change: Callable[[], float], slope: float, noise: float) -> Trial:
     """Shorten a step until the loss falls. If it never does, restore all parameters.
 
     Args:

@@ -28,7 +28,9 @@ def test_parameters_that_are_not_finite(both: bool) -> None:
         if both:
             model[2].bias[0] = torch.nan
     named = r"'0\.weight' and 1 more is" if both else r"'0\.weight' is"
-    with pytest.raises(SolverError, match=rf"diverged: parameter {named} not finite\. Step 2 was fine \(lr 0\.05, damp"):
+    with pytest.raises(
+        SolverError, match=rf"diverged: parameter {named} not finite\. Step 2 was fine \(lr 0\.05, damp"
+    ):
         train(model, optimizer, [BAD], LOSS)
     assert optimizer.damping_scale == 1
     # A checkpoint puts it right.

@@ -1,5 +1,6 @@
 """Steps of the quadratic model on badly scaled problems: the loss on the batch never rises, and falls a lot."""
 
+import itertools
 import math
 from typing import Any
 
@@ -36,7 +37,7 @@ class Poisson(nn.Module):
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a + 1, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a + 1, b, bias=False) for a, b in itertools.pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         x, inside = x[:, :2], x[:, 2:]
@@ -102,9 +103,7 @@ def closure_of(model: nn.Module, optimizer: KFAC, X: Tensor, y: Tensor) -> Any:
     return closure
 
 
-@pytest.mark.parametrize(
-    ("problem", "share"), [(ill_conditioned, 1e-10), (rosenbrock, 1e-15), (poisson, 1e-2)]
-)
+@pytest.mark.parametrize(("problem", "share"), [(ill_conditioned, 1e-10), (rosenbrock, 1e-15), (poisson, 1e-2)])
 @pytest.mark.parametrize("fisher", ["mc", "ggn"])
 def test_loss_never_rises(problem: Any, share: float, fisher: Any) -> None:
     """Over 50 steps, it falls by orders of magnitude, and damping stays within its limits."""
@@ -113,7 +112,7 @@ def test_loss_never_rises(problem: Any, share: float, fisher: Any) -> None:
     closure = closure_of(model, optimizer, X, y)
     values = [float(optimizer.step(closure).detach()) for _ in range(50)]
     values.append(float(HALF(model(X), y).detach()))
-    assert all(after <= before * (1 + 1e-12) for before, after in zip(values, values[1:], strict=False))
+    assert all(after <= before * (1 + 1e-12) for before, after in itertools.pairwise(values))
     assert values[-1] < share * values[0]
     assert 1e-10 <= optimizer.damping_scale <= 1e10
 
