@@ -241,7 +241,7 @@ class KFAC(Reported, Optimizer):
         self._check(sums, grads)
         finite = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).isfinite()
         # Reading a value from a GPU waits for it. In steps without sums, which never wait, updates look at `finite`.
-        if sums is not None or not finite.is_cuda:
+        if sums is not None or not finite.is_cuda:  # pragma: no branch (tested on a GPU)
             if not finite or (self._quadratic is not None and batch is not None and not isfinite(batch.value)):
                 text = "the loss or gradients are not finite, and the step was skipped"
                 self._curvature.note_trouble("skipped_steps", text)
