@@ -121,11 +121,12 @@ class Benchmark:
         """Return a context for bf16 on a GPU; few CPUs have it."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
-    def forward_backward(self, count: int) -> None:
-        """Compute a plain gradient."""
+    def forward_backward(self, count: int, classes_second: bool = False) -> None:
+        """Compute a plain gradient, with logits as PyTorch's loss prefers them, or with their class axis second."""
         for X, y in self.batches(count):
             with self.autocast():
-                loss = cross_entropy(self.model(X).flatten(0, 1), y.flatten())
+                f = self.model(X)
+                loss = cross_entropy(f.mT, y) if classes_second else cross_entropy(f.flatten(0, 1), y.flatten())
             loss.backward()
         self.model.zero_grad()
 
@@ -207,6 +208,9 @@ class Benchmark:
         self.forward_backward(1)
         plain = self.watched(partial(self.forward_backward, count))
         yield MemoryRow(self.name, "forward+backward", "torch", plain.seconds, 1, plain.peak, plain.reserved)
+        other = self.watched(partial(self.forward_backward, count, classes_second=True))
+        name, ratio = "forward+backward, classes second", other.seconds / plain.seconds
+        yield MemoryRow(self.name, name, "torch", other.seconds, ratio, other.peak, other.reserved)
         for program, (measure, batches) in self.programs().items():
             try:
                 use = measure()

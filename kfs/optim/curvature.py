@@ -16,10 +16,12 @@ from kfs.errors import KfsError
 from kfs.kfac.block import Block
 from kfs.kfac.layout import Key
 from kfs.kfac.structures import BlockError, Method, Stack, stacked
-from kfs.kfac.sums import Placement
+from kfs.kfac.sums import BlockSums, Placement
 from kfs.optim.averages import Average, Unit
+from kfs.optim.costs import Costs, timed
 from kfs.optim.rule import limited
 from kfs.optim.step_sums import Bases, StepSums
+from kfs.optim.trials import Trial
 
 log = logging.getLogger("kfs.optim")
 # A number of steps, or a function that returns it for the current step.
@@ -27,6 +29,8 @@ Interval = int | Callable[[int], int]
 # The optimizer's parameter groups, by parameter name.
 Groups = Mapping[str, Mapping[str, Any]]
 _DAMPING_RISE = 10.0
+# Limits for what dampings are multiplied with. A factor beyond them changes no step any more, and would overflow.
+_SMALLEST_SCALE, _LARGEST_SCALE = 1e-10, 1e10
 _RECOVERY = 20  # A rise of damping is undone after this many times `patience` successes in a row.
 
 
@@ -39,12 +43,23 @@ class Events:
         refused_statistics: Factors were not finite, and averages were not changed.
         failed_inverses: A decomposition failed, and the last inverse stayed.
         raised_damping: Several of these events came in a row, and damping was raised.
+        shortened_steps: With a quadratic model, the loss did not fall on the batch, and the step was shortened.
+        rejected_steps: However short the step was, the loss did not fall, and the step was taken back.
     """
 
     skipped_steps: int = 0
     refused_statistics: int = 0
     failed_inverses: int = 0
     raised_damping: int = 0
+    shortened_steps: int = 0
+    rejected_steps: int = 0
+
+    def note(self, name: str, text: str) -> None:
+        """Count an event. Log the first, second, fourth, eighth, ... of its kind."""
+        count = getattr(self, name) + 1
+        setattr(self, name, count)
+        if count & (count - 1) == 0:  # a power of two
+            log.warning("kfs.optim: %s%s.", text, "" if count == 1 else f" ({count} times so far)")
 
 
 @dataclass(eq=False)
@@ -60,6 +75,7 @@ class Curvature:
     averages: dict[Key, Average] = field(default_factory=dict)
     damping_scale: float = 1.0  # multiplies all dampings
     events: Events = field(default_factory=Events)
+    costs: Costs = field(default_factory=Costs)
     _troubles: int = 0  # events in a row
     _successes: int = 0  # steps without event in a row
     _rises: int = 0  # rises of damping that were not undone yet
@@ -80,6 +96,7 @@ class Curvature:
             if (squares := average.new_squares()) is not None
         }
 
+    @timed("factors")
     def add(self, sums: StepSums, without: Iterable[str]) -> bool:
         """Add the sums of one step to the averages if they are finite, and return whether they are.
 
@@ -92,8 +109,7 @@ class Curvature:
         totals = [s.total for block in blocks.values() for s in block.sums]
         totals += sums.squares.values()
         if not sums.finite or (totals and not torch.nn.utils.get_total_norm(totals, 1.0).isfinite()):
-            self.events.refused_statistics += 1
-            self.note_trouble("statistics of a batch are not finite, and were not used")
+            self.note_trouble("refused_statistics", "statistics of a batch are not finite, and were not used")
             return False
         # A weight that is used in another way than before, such as by rows, has other blocks now.
         placement = Placement(block.layout for block in blocks.values())
@@ -106,10 +122,12 @@ class Curvature:
             elif average.eigen is not None and key in sums.squares:
                 average.eigen.values.lerp_(sums.squares[key] / sums.examples, 1 - self.decay)
             average.add(block, self.decay)
+            self.costs.add("factors", _operations(block_sums))
         self.forget(without)
         self._note_success()
         return True
 
+    @timed("inverses")
     def update_inverses(self, step: int, groups: Groups, force: bool = False) -> None:
         """Recompute inverses that are due, or all of them if `force`.
 
@@ -130,6 +148,7 @@ class Curvature:
             self._credit = max(0.0, self._credit - average.cost)
             self._invert(average, step, float(groups[average.layout.weight]["damping"]))
 
+    @timed("products")
     def precondition(self, u: Mapping[str, Tensor], groups: Groups, limit: bool) -> dict[str, Tensor]:
         """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`."""
         if self._stacks is None:
@@ -139,6 +158,8 @@ class Curvature:
         for stack, unit_vectors in self._stacks:
             like = stack.structure.like
             D = stack.structure.multiply(stack.read(columns).to(like.dtype))
+            # Every number of the result is a sum over a row, and then over a column.
+            self.costs.add("products", 2.0 * D.numel() * (D.shape[-1] + D.shape[-2]))
             trusts = [groups[layout.weight]["trust"] for layout in stack.layouts for _ in range(layout.groups)]
             limits = [trust if limit and trust is not None else torch.inf for trust in trusts]
             # If all limits are the same, as nearly always, no tensor has to be made.
@@ -159,18 +180,28 @@ class Curvature:
         """Return what was added to the eigenvalues of each parameter's block."""
         return {n: a.damping.mean() for a in self.averages.values() if a.damping is not None for n in a.layout.params}
 
-    def note_trouble(self, event: str) -> None:
-        """Log an event, and raise damping after several in a row."""
-        log.warning("kfs.optim: %s.", event)
+    def note_trouble(self, name: str, text: str) -> None:
+        """Count an event, by its name in `Events`, and raise damping after several in a row."""
+        self.events.note(name, text)
         self._successes = 0
         self._troubles += 1
-        if self._troubles >= self.patience:
-            self._troubles = 0
+        if self._troubles < self.patience:
+            return
+        self._troubles = 0
+        if self.damping_scale < _LARGEST_SCALE:
             self._rises += 1
-            self.events.raised_damping += 1
             self.scale_damping(_DAMPING_RISE)
-            text = "kfs.optim: damping rises to %g times its value, after %d such events."
-            log.warning(text, self.damping_scale, self.patience)
+            times = f"damping rises to {self.damping_scale:g} times its value"
+            self.events.note("raised_damping", f"{times}, after {self.patience} such events in a row")
+
+    def note_trial(self, trial: Trial, factor: float) -> None:
+        """Count a step that had to be shortened or taken back, and multiply dampings by a factor."""
+        self.scale_damping(factor)
+        if not trial.share:
+            self.events.note("rejected_steps", "the loss does not fall along a step, which was taken back")
+        elif trial.share < 1:
+            text = f"the loss falls only along {trial.share:.2g} of a step, which was shortened"
+            self.events.note("shortened_steps", text)
 
     def _note_success(self) -> None:
         """Count sums that were added. After many in a row, undo a rise of damping."""
@@ -192,18 +223,19 @@ class Curvature:
             self._stacks = None
 
     def scale_damping(self, factor: float) -> None:
-        """Multiply all dampings. Inverses change when they are due."""
-        self.damping_scale *= factor
+        """Multiply all dampings, within limits. Inverses change when they are due."""
+        self.damping_scale = min(max(self.damping_scale * factor, _SMALLEST_SCALE), _LARGEST_SCALE)
         for average in self.averages.values():
             average.changed = True
 
     def _invert(self, average: Average, step: int, damping: float) -> None:
         """Compute a block's inverse, or keep the last one."""
+        self.costs.add("inverses", average.cost)
         try:
             average.invert(damping * self.damping_scale, self.unit, self.method, self.eigen)
         except (BlockError, KfsError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            self.events.failed_inverses += 1
-            self.note_trouble(f"the inverse of block {average.layout.name!r} failed ({error}), and the last one stays")
+            text = f"the inverse of block {average.layout.name!r} failed ({error}), and the last one stays"
+            self.note_trouble("failed_inverses", text)
         # This holds after a failure, too: the block would take the other blocks' share of work otherwise.
         average.updated = step
         average.changed = False
@@ -245,3 +277,9 @@ class Curvature:
         self._troubles, self._successes, self._rises = map(int, state["in_a_row"])
         self._credit = float(state["credit"])
         self._stacks = None
+
+
+def _operations(block: BlockSums) -> float:
+    """Return the work of adding outer products to a block's factors, with one gradient for each position."""
+    roles = block.roles.values()
+    return sum(2 * role.terms * (role.input.total.numel() + role.gradient.total.numel()) for role in roles)

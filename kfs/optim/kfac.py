@@ -2,7 +2,9 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 import torch
@@ -21,16 +23,18 @@ from kfs.optim.announcement import Announcement
 from kfs.optim.averages import Unit, copied_to
 from kfs.optim.call import check_call
 from kfs.optim.curvature import Curvature, Events, Interval
+from kfs.optim.divergence import LastFine
 from kfs.optim.options import check_options
 from kfs.optim.parameters import Parameters, check_one_process
 from kfs.optim.quadratic import QuadraticModel
+from kfs.optim.report import Reported
 from kfs.optim.step_sums import Bases, StepSums
-from kfs.optim.updates import adamw_updates, natural_updates
+from kfs.optim.trials import BatchLoss
+from kfs.optim.updates import adamw_updates, natural_updates, read_state, tried_updates
 from kfs.optim.watch import Watch
-from kfs.state import restored
 
 
-class KFAC(Optimizer):
+class KFAC(Reported, Optimizer):
     """Natural gradient descent with Kronecker-factored curvature. It is used like any optimizer of `torch.optim`.
 
     Args:
@@ -144,6 +148,7 @@ class KFAC(Optimizer):
         self._factors_every = factors_every or (1 if quadratic_model else 5)
         method: Method = damping_method or ("exact" if eigen else "factored")
         self._curvature = Curvature(decay, method, damping_unit, eigen, inverses_every, patience)
+        self._last_fine = LastFine(patience)
         self.steps = 0
         self.uncovered: dict[str, str] = {}
         self._announcement = Announcement(self._loss)
@@ -215,7 +220,7 @@ class KFAC(Optimizer):
 
         Args:
             closure: Computes the loss and its gradients, as for `torch.optim.LBFGS`. With `quadratic_model=True` it is
-                needed, and called a second time in every fifth step.
+                needed, and called again after the step, and after each time that the step is shortened.
 
         Returns:
             What the closure returned.
@@ -223,6 +228,7 @@ class KFAC(Optimizer):
         Raises:
             ModelError: If there are no gradients, or if factors are due but no pass of the model was seen.
             LossError: If gradients are not those of the announced loss.
+            SolverError: If the run has diverged: parameters are not finite, or very many steps were skipped.
         """
         self._params.check_open()
         if self._quadratic is not None and closure is None:
@@ -230,31 +236,30 @@ class KFAC(Optimizer):
                 "A quadratic model needs to evaluate the loss.",
                 "Call step(closure), with a closure that zeroes gradients, calls backward() and returns the loss.",
             )
-        random_state = torch.get_rng_state()
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        batch = None if closure is None else BatchLoss(closure, self._model, self._device)
+        result = None if batch is None else batch.result
         sums = self._watch.collect()
         grads = {n: p.grad.to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
         self._check(sums, grads, result)
         finite = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).isfinite()
         # Reading a value from a GPU waits for it. In steps without sums, which never wait, updates look at `finite`.
-        if (sums is not None or not finite.is_cuda) and not finite:
-            self.events.skipped_steps += 1
-            self._curvature.note_trouble("gradients are not finite, and the step was skipped")
-            return result
+        if sums is not None or not finite.is_cuda:  # pragma: no branch (tested on a GPU)
+            if not finite or (self._quadratic is not None and batch is not None and not isfinite(batch.value)):
+                text = "the loss or gradients are not finite, and the step was skipped"
+                self._curvature.note_trouble("skipped_steps", text)
+                self._last_fine.check(self._params.tensors)
+                return result
+            self._last_fine.note(self.steps, result, self.param_groups[0], self.damping_scale)
         if sums is not None:
             self._add_sums(sums)
         # The quadratic model wants the curvature of this very step.
         self._curvature.update_inverses(self.steps, self._params.groups, force=self._quadratic is not None)
-        self._update(sums, grads, finite)
-        if self._quadratic is not None and closure is not None and self.steps % self._quadratic.every == 0:
-            self._adapt_damping(self._quadratic, closure, result, random_state)
+        self._update(sums, grads, finite, batch)
+        self._curvature.costs.end_step()
         self.steps += 1
         return result
 
-    def _update(self, sums: StepSums | None, grads: dict[str, Tensor], finite: Tensor) -> None:
+    def _update(self, sums: StepSums | None, grads: dict[str, Tensor], finite: Tensor, batch: BatchLoss | None) -> None:
         """Change parameters: those that have curvature by the natural gradient, others by AdamW."""
         covered = self._curvature.covered
         natural = {n: g if self._unit == 1 else g / self._unit for n, g in grads.items() if n in covered}
@@ -262,31 +267,27 @@ class KFAC(Optimizer):
         if len(natural) + len(rest) < len(grads):
             # Some parameters were used for the first time. Track all of them in the next step.
             self._tracked = frozenset()
-        if self._quadratic is None or sums is None:
-            natural_updates(self._params, self.state, natural, self._precondition, self._kl_clip, finite)
-        else:
+        if self._quadratic is not None and batch is not None:
             steps = self._quadratic.steps(natural, self._precondition(natural), self._curvature.dampings(), sums)
-            for n, s in steps.items():
-                group = self._params.groups[n]
-                self._params.tensors[n].mul_(1 - group["lr"] * group["weight_decay"]).add_(s, alpha=float(group["lr"]))
+            noise = batch.round_off / self._unit
+            change = partial(self._change, batch)
+            trial = tried_updates(self._params, self.state, steps, natural, rest, change, noise)
+            factor = self._quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
+            self._curvature.note_trial(trial, factor)
+            return
+        natural_updates(self._params, self.state, natural, self._precondition, self._kl_clip, finite)
         adamw_updates(self._params, self.state, rest, finite)
 
-    def _adapt_damping(
-        self, quadratic: QuadraticModel, closure: Callable[[], Any], before: Any, random_state: Tensor
-    ) -> None:
-        """Evaluate the loss after the step, and change damping by how well the quadratic model predicts it."""
-        self._paused = True  # Factors are not needed.
+    def _change(self, batch: BatchLoss) -> float:
+        """Return the change of the loss on a batch since the last step. Passes for it give no factors."""
+        self._paused = True
         try:
-            with restored(self._model, self._device, refuse=False), torch.enable_grad():
-                torch.set_rng_state(random_state)
-                after = closure()
+            with self._curvature.costs.timed("trials"):
+                self._curvature.costs.add("trials", 0.0)
+                return (batch.evaluate() - batch.value) / self._unit
         finally:
             self._paused = False
-            self._watch.collect()  # Passes of this evaluation do not count.
-        old, new = (float(torch.as_tensor(value).detach()) / self._unit for value in (before, after))
-        noise = torch.finfo(torch.float32).eps * abs(old)
-        factor = quadratic.damping_factor(new - old, float(self.param_groups[0]["lr"]), noise)
-        self._curvature.scale_damping(factor)
+            self._watch.collect()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a continued training needs to equal one that was never stopped."""
@@ -313,10 +314,7 @@ class KFAC(Optimizer):
         self._params.check_state(state_dict)
         mine = state_dict["kfac"]
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
-        # PyTorch converts state to the precision of its parameter. Averages may have a better one: read them again.
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for i, p in zip(ids, (p for group in self.param_groups for p in group["params"]), strict=True):
-            self.state[p] = copied_to(p.device, state_dict["state"].get(i, {}))
+        read_state(self.state, self.param_groups, state_dict)
         self._curvature.restore(mine["curvature"], self._device)
         self.steps = mine["steps"]
         self.uncovered = dict(mine["uncovered"])

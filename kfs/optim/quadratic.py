@@ -7,9 +7,10 @@ $$
 M(s) = g^\top s + \tfrac{1}{2}\, s^\top (F + \delta I)\, s,
 $$
 
-where $F$ is the exact Fisher matrix on the batch, not its approximation. It takes two products with the Jacobian. Every
-few steps, the loss is also evaluated after the step. If it fell by much less than the model predicts, damping rises. If
-the prediction was good, damping falls (Levenberg-Marquardt).
+where $F$ is the exact Fisher matrix on the batch, not its approximation. It takes two products with the Jacobian. The
+loss is also evaluated after the step, on the same batch. If it does not fall, the step is shortened, or taken back
+(`trials`). If it falls by much less than the model predicts, damping rises. If the prediction was good, damping falls
+(Levenberg-Marquardt).
 """
 
 from collections.abc import Mapping
@@ -24,22 +25,24 @@ from kfs.exact_derivatives import ExactDerivatives, explained
 from kfs.kfac.structures import computable
 from kfs.losses import Loss
 from kfs.optim.step_sums import StepSums
+from kfs.optim.trials import Trial
 from kfs.outputs import prediction_in
 from kfs.state import restored
 from kfs.waiting import number
 
 Step = dict[str, Tensor]
+_DECREASE = 0.95**5  # of damping, after a good prediction; the inverse of a rise after a bad one
+_FAST_DECREASE = 0.5  # after one that came true, or was too careful
+# Limits for the rise of damping after a step that had to be shortened.
+_LEAST_RISE, _LARGEST_RISE = 2.0, 10.0
 
 
 class QuadraticModel:
     """Finds steps along the natural gradient and the last step.
 
     Attributes:
-        every: Adapt damping every this many steps.
-        previous: The last step, by parameter name.
+        previous: The last step that was taken, by parameter name. Its length does not matter.
     """
-
-    every = 5
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         """Start without a last step."""
@@ -48,9 +51,10 @@ class QuadraticModel:
         self._loss = loss
         self._predicted = (0.0, 0.0)  # linear and quadratic term of the last step
 
-    def steps(self, gradient: Step, natural: Step, damping: Mapping[str, Tensor], sums: StepSums) -> Step:
+    def steps(self, gradient: Step, natural: Step, damping: Mapping[str, Tensor], sums: StepSums | None) -> Step:
         """Return the step that minimizes the quadratic model, given the gradient and the natural gradient."""
-        if not sums.inputs:  # No target counts.
+        self._predicted = (0.0, 0.0)
+        if sums is None or not sums.inputs or not natural:  # No target counts, or AdamW trains all parameters.
             return {n: torch.zeros_like(d) for n, d in natural.items()}
         directions = [{n: -d for n, d in natural.items()}]
         if self.previous.keys() == natural.keys():
@@ -60,28 +64,36 @@ class QuadraticModel:
         # The matrix is singular if the last step points along the natural gradient.
         x = torch.linalg.pinv(C, hermitian=True) @ -b
         self._predicted = (float(b @ x), float(x @ C @ x))
-        self.previous = {
+        return {
             n: torch.stack([c * d[n] for c, d in zip(x.to(like), directions, strict=True)]).sum(0)
             for n, like in natural.items()
         }
-        return self.previous
 
-    def damping_factor(self, change: float, lr: float, noise: float = 0.0) -> float:
-        """Return what to multiply damping with.
+    def finish(self, steps: Step, trial: Trial, lr: float, noise: float) -> float:
+        """Remember a step that was tried, and return what to multiply damping with.
+
+        After a step that was taken back, the last step is still the one before: only damping has changed.
 
         Args:
-            change: Change of the loss after `lr` times the step.
+            steps: The step.
+            trial: How `lr` times the step went.
             lr: The learning rate.
             noise: Round-off of losses. Predicted changes below it leave damping as it is.
         """
+        if trial.share:
+            self.previous = steps
+        if trial.share < 1:
+            # The model is wrong by more than a ratio can tell. How much too long the step was says by how much.
+            return min(max(1 / trial.share, _LEAST_RISE), _LARGEST_RISE) if trial.share else _LARGEST_RISE
         predicted = lr * self._predicted[0] + 0.5 * lr**2 * self._predicted[1]
         if abs(predicted) <= noise:
             return 1.0
-        ratio = change / predicted
-        decrease = (19 / 20) ** self.every
+        ratio = trial.change / predicted
+        if ratio > 0.9:
+            return _FAST_DECREASE
         if ratio > 0.75:
-            return decrease
-        return 1.0 if ratio >= 0.25 else 1 / decrease
+            return _DECREASE
+        return 1.0 if ratio >= 0.25 else 1 / _DECREASE
 
     def _curvature(self, directions: list[Step], damping: Mapping[str, Tensor], sums: StepSums) -> Tensor:
         """Return the damped Fisher matrix on all data of the step, along the directions."""

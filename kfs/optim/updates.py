@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfs.optim.averages import copied_to
 from kfs.optim.parameters import Parameters
 from kfs.optim.rule import Tensors, adamw_step, natural_step
+from kfs.optim.trials import Trial, try_step
 
 State = MutableMapping[Tensor, dict[str, Any]]
 _BETAS = (0.9, 0.95)
@@ -74,6 +76,50 @@ def adamw_updates(params: Parameters, state: State, grads: dict[str, Tensor], fi
         )
         _assign(old, list(new), finite)
         s["age"] += 1
+
+
+def tried_updates(
+    params: Parameters,
+    state: State,
+    steps: dict[str, Tensor],
+    grads: dict[str, Tensor],
+    rest: dict[str, Tensor],
+    change: Callable[[], float],
+    noise: float,
+) -> Trial:
+    """Take given steps, and AdamW's for other parameters, as far as they make the loss smaller.
+
+    Weights decay if a step is taken, however short it has become, and the loss may rise by that.
+
+    Args:
+        params: All parameters.
+        state: The optimizer's.
+        steps: Steps, to be multiplied by learning rates.
+        grads: Gradients of the loss for these parameters.
+        rest: Gradients of parameters that AdamW trains. Its averages change even if the step is taken back.
+        change: Evaluates the change of the loss since the call.
+        noise: Round-off of the loss.
+    """
+    old = {n: params.tensors[n].clone() for n in (*steps, *rest)}
+    lrs = {n: float(params.groups[n]["lr"]) for n in steps}
+    slope = sum(lrs[n] * float((grads[n] * s).sum()) for n, s in steps.items())
+    for n, s in steps.items():
+        params.tensors[n].add_(s, alpha=lrs[n])
+    adamw_updates(params, state, rest, torch.tensor(True))
+    trial = try_step([params.tensors[n] for n in old], list(old.values()), change, slope, noise)
+    for n in steps if trial.share else ():
+        params.tensors[n].sub_(old[n], alpha=lrs[n] * params.groups[n]["weight_decay"])
+    return trial
+
+
+def read_state(state: State, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
+    """Read the parameters' state again, after PyTorch has converted it to the precision of its parameter.
+
+    Averages may have a better one.
+    """
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
+        state[p] = copied_to(p.device, saved["state"].get(i, {}))
 
 
 def _state_of(state: State, p: Tensor, *names: str) -> dict[str, Any]:

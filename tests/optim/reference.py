@@ -46,6 +46,7 @@ class Block:
     added: Tensor = field(default_factory=lambda: torch.zeros(()))  # what damping added to all eigenvalues
     momentum: Tensor = field(default_factory=lambda: torch.zeros(()))
     previous: Tensor = field(default_factory=lambda: torch.zeros(()))
+    before: Tensor = field(default_factory=lambda: torch.zeros(()))  # the matrix before the last step
 
     def matrix(self) -> Tensor:
         """Return the layer's parameters as one matrix."""
@@ -279,14 +280,21 @@ class QuadraticReference(Reference):
         sizes = [block.matrix().numel() for block in self.blocks]
         for block, part in zip(self.blocks, step.split(sizes), strict=True):
             block.previous = part.view_as(block.matrix())
-            decay = block.options.weight_decay
-            block.assign((1 - lr * decay) * block.matrix() + lr * block.previous)
+            block.before = block.matrix()
+            block.assign(block.before + lr * block.previous)
         self.steps += 1
+
+    def decay_weights(self) -> None:
+        """Let weights decay, after the loss was looked at."""
+        for block in self.blocks:
+            block.assign(block.matrix() - block.options.lr * block.options.weight_decay * block.before)
 
     def adapt_damping(self, change: Tensor) -> None:
         """Change damping by how much of the predicted change of the loss came true (Levenberg-Marquardt)."""
         came_true = float(change.detach()) / self.predicted
-        if came_true > 0.75:
+        if came_true > 0.9:
+            self.damping_scale *= 0.5
+        elif came_true > 0.75:
             self.damping_scale *= 0.95**5
         elif came_true < 0.25:
             self.damping_scale /= 0.95**5

@@ -1,0 +1,219 @@
+"""What an optimizer covers and does: a table in a terminal, HTML in a notebook."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+from rich.table import Table
+from torch import Tensor, nn
+
+from kfs.kfac.inspection import as_text, make_table, readable_size
+from kfs.kfac.settings import Settings
+from kfs.kfac.structures import Factor
+from kfs.losses import Loss
+from kfs.optim.averages import Average
+from kfs.optim.costs import PARTS, Cost, Part
+from kfs.optim.curvature import Curvature, Events
+from kfs.optim.parameters import Parameters
+from kfs.optim.quadratic import QuadraticModel
+
+Rows = list[tuple[str, ...]]
+_WIDTH = 140
+_OF_BLOCK = ("block", "matrix", "A", "B", "bytes", "damping added", "inverse of step")
+_OF_COST = ("in a step", "count", "operations", "ms")
+_NUMBERS = ("bytes", "damping added", "inverse of step", "count", "operations", "ms")
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """One block of the curvature.
+
+    Attributes:
+        block: Its name.
+        params: Names of its parameters.
+        matrix: Shape of the matrix that they make, `[groups, d_B, d_A]`.
+        A: Structure and size of the input-based factor.
+        B: Structure and size of the gradient-based factor.
+        nbytes: Bytes of factors and inverse.
+        damping: What was added to eigenvalues for the inverse, the mean over groups. `None` without inverse.
+        updated: The step of the last attempt to invert.
+    """
+
+    block: str
+    params: tuple[str, ...]
+    matrix: tuple[int, int, int]
+    A: str
+    B: str
+    nbytes: int
+    damping: float | None
+    updated: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an optimizer covers and does; printing it shows it.
+
+    Attributes:
+        summary: A few lines about model, loss and settings, as `repr` shows them.
+        blocks: One row per block.
+        uncovered: Parameters that KFAC does not cover, and why. AdamW trains them.
+        adamw: Parameters in groups that AdamW trains.
+        waiting: Other parameters without factors: they had no gradient yet.
+        costs: What a step cost, on average over the last ones, by part: new `"factors"` (without the passes, which are
+            part of yours), `"inverses"`, `"products"` with them, and `"trials"` of steps with a quadratic model.
+        num_steps: How many steps these averages are over.
+        on_host: Whether seconds are those of the host alone, which does not wait for an accelerator.
+        events: What went wrong and was handled.
+        lr: Learning rate of each group.
+        damping: Damping of each group, times `damping_scale`.
+        damping_scale: The factor that multiplies all dampings now.
+    """
+
+    summary: str
+    blocks: tuple[BlockRow, ...]
+    uncovered: dict[str, str]
+    adamw: tuple[str, ...]
+    waiting: tuple[str, ...]
+    costs: dict[Part, Cost]
+    num_steps: int
+    on_host: bool
+    events: Events
+    lr: tuple[float, ...]
+    damping: tuple[float, ...]
+    damping_scale: float
+
+    def tables(self) -> list[Table]:
+        """Return tables for `rich`: blocks, and costs."""
+        return [make_table(title, columns, rows, _NUMBERS) for title, columns, rows in self._parts()]
+
+    def __str__(self) -> str:
+        """Return all of it as text."""
+        tables = [as_text(table, _WIDTH) for table in self.tables()]
+        return "\n".join([self.summary, *tables, *self._lines()])
+
+    def _repr_html_(self) -> str:
+        """Return all of it as HTML, for a notebook."""
+        parts = [f"<pre>{escape(self.summary)}</pre>"]
+        for title, columns, rows in self._parts():
+            head = _html_row(columns, "th")
+            body = "".join(_html_row(row, "td") for row in rows)
+            parts.append(f"<table><caption>{escape(title)}</caption><thead>{head}</thead><tbody>{body}</tbody></table>")
+        items = "".join(f"<li>{escape(line)}</li>" for line in self._lines())
+        return f"{''.join(parts)}<ul>{items}</ul>"
+
+    def _parts(self) -> list[tuple[str, tuple[str, ...], Rows]]:
+        """Return titles, columns and rows of both tables."""
+        blocks: Rows = [
+            (
+                row.block,
+                "x".join(map(str, row.matrix if row.matrix[0] > 1 else row.matrix[1:])),
+                row.A,
+                row.B,
+                readable_size(row.nbytes),
+                "" if row.damping is None else f"{row.damping:.2g}",
+                "" if row.damping is None else str(row.updated),
+            )
+            for row in self.blocks
+        ]
+        nbytes = readable_size(sum(row.nbytes for row in self.blocks))
+        costs: Rows = [
+            (part, f"{cost.count:.3g}", f"{cost.operations:.2g}", f"{1e3 * cost.seconds:.3g}")
+            for part, cost in self.costs.items()
+            if cost.count
+        ]
+        where = " of the host, which does not wait for the accelerator" if self.on_host else ""
+        title = f"mean of the last {self.num_steps} steps; time{where} without passes of the model, trials excepted"
+        return [(f"{len(self.blocks)} blocks, {nbytes}", _OF_BLOCK, blocks), (title, _OF_COST, costs)]
+
+    def _lines(self) -> list[str]:
+        """Return sentences about what tables do not show."""
+        lines = [f"AdamW trains {name!r}: {why}" for name, why in self.uncovered.items()]
+        if self.adamw:
+            lines.append(f"AdamW trains, as asked for: {', '.join(self.adamw)}.")
+        if self.waiting:
+            lines.append(f"No factors yet: {', '.join(self.waiting)}.")
+        return lines
+
+
+class Reported:
+    """Gives an optimizer its report, and a `repr` of a few lines."""
+
+    steps: int
+    uncovered: dict[str, str]
+    param_groups: list[dict[str, Any]]
+    _model: nn.Module
+    _loss: Loss
+    _settings: Settings
+    _params: Parameters
+    _curvature: Curvature
+    _quadratic: QuadraticModel | None
+
+    def report(self) -> Report:
+        """Return what is covered by what, what the last steps cost, and what went wrong; `print` shows it as a table.
+
+        Example:
+            >>> from kfs.optim import KFAC
+            >>> report = KFAC(nn.Linear(3, 2), nn.CrossEntropyLoss()).report()
+            >>> report.waiting  # until the first step
+            ('weight', 'bias')
+        """
+        curvature = self._curvature
+        blocks = tuple(map(_row, curvature.averages.values()))
+        covered = {name for row in blocks for name in row.params}
+        adamw = [n for n, group in self._params.groups.items() if group["method"] == "adamw"]
+        rest = [n for n in self._params.tensors if n not in {*covered, *adamw, *self.uncovered}]
+        return Report(
+            summary=repr(self),
+            blocks=blocks,
+            uncovered=dict(self.uncovered),
+            adamw=tuple(adamw),
+            waiting=tuple(rest),
+            costs={part: curvature.costs.mean(part) for part in PARTS},
+            num_steps=len(curvature.costs.last),
+            on_host=any(p.device.type != "cpu" for p in self._params.tensors.values()),
+            events=Events(**asdict(curvature.events)),
+            lr=tuple(float(group["lr"]) for group in self.param_groups),
+            damping=tuple(float(group["damping"]) * curvature.damping_scale for group in self.param_groups),
+            damping_scale=curvature.damping_scale,
+        )
+
+    def __repr__(self) -> str:
+        """Return a few lines: model, loss, settings, and how far training is."""
+        tensors, curvature = self._params.tensors.values(), self._curvature
+        size = sum(p.numel() for p in tensors)
+        names = ("lr", "damping", "momentum", "weight_decay", "trust")
+        groups = "; ".join(", ".join(f"{n}={_number(g[n])}" for n in names) for g in self.param_groups)
+        kind = (
+            f"fisher={self._settings.fisher!r}, eigen={curvature.eigen}, quadratic_model={self._quadratic is not None}"
+        )
+        happened = ", ".join(f"{name} {count}" for name, count in asdict(curvature.events).items() if count)
+        return (
+            f"KFAC for {type(self._model).__name__} ({len(tensors)} parameters, {size:,} numbers), {self._loss.name}\n"
+            f"  {groups}\n"
+            f"  {kind}\n"
+            f"  steps={self.steps}, blocks={len(curvature.averages)}, not covered={len(self.uncovered)}, "
+            f"damping_scale={curvature.damping_scale:.3g}, events: {happened or 'none'}"
+        )
+
+
+def _row(average: Average) -> BlockRow:
+    """Describe a block."""
+    layout, K = average.layout, average.factors
+    nbytes = sum(structure.nbytes for structure in (K, average.inverse, average.eigen) if structure is not None)
+    damping = None if average.damping is None else float(average.damping.mean())
+    A, B = _describe(K.A), _describe(K.B)
+    return BlockRow(layout.name, layout.params, layout.matrix_shape, A, B, nbytes, damping, average.updated)
+
+
+def _describe(factor: Factor) -> str:
+    """Describe a factor, such as `"dense 4x4"` or `"diagonal 4"`."""
+    return f"{factor.kind} {factor.size}x{factor.size}" if factor.kind == "dense" else f"{factor.kind} {factor.size}"
+
+
+def _number(value: Any) -> str:
+    return f"{float(value):.4g}" if isinstance(value, (int, float, Tensor)) else str(value)
+
+
+def _html_row(cells: Iterable[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
