@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from kfs.errors import SolverError
+from kfs.waiting import numbers
 
 # A run has diverged if this many times `patience` steps in a row were skipped.
 _MOST_SKIPPED = 10
@@ -41,7 +42,8 @@ class LastFine:
             SolverError: If parameters are not finite, or if very many steps in a row were skipped.
         """
         self.skipped += 1
-        broken = [name for name, p in params.items() if not bool(p.isfinite().all())]
+        finite = numbers([p.isfinite().all() for p in params.values()])
+        broken = [name for name, is_finite in zip(params, finite, strict=True) if not is_finite]
         if not broken and self.skipped < _MOST_SKIPPED * self.patience:
             return
         what = f"{self.skipped} steps in a row had gradients or losses that are not finite"

@@ -83,7 +83,9 @@ class BatchLoss:
 
     def __init__(self, closure: Callable[[], Any], model: nn.Module, device: torch.device) -> None:
         """Call the closure."""
-        self._closure, self._model, self._device = closure, model, device
+        self._closure = closure
+        self._model = model
+        self._device = device
         self._random_state = torch.get_rng_state()
         if device.type == "cuda":  # pragma: no cover (tested on a GPU)
             self._cuda_random_state = torch.cuda.get_rng_state(device)

@@ -35,9 +35,10 @@ from kfs.state import unchanged_attributes
 from kfs.waiting import noticed_waits
 
 log = logging.getLogger("kfs.kfac")
-# A recording pays if at least so many further batches are expected.
+# A recording pays if at least so many further batches are expected. It takes as long as a few of them that run as they
+# are (`python -m benchmarks.factors cuda`), and small models gain most of that with each batch.
 _WORTH = 4
-# So many graphs are kept.
+# So many graphs are kept. Loaders that sort sequences by length have a few shapes.
 _MOST_GRAPHS = 4
 # What inputs may have next to tensors: values of these types do not change unnoticed.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)

@@ -135,7 +135,7 @@ def inverse(matrices: Tensor) -> Tensor:
     Results are contiguous, as matrices from files are, so that products with both are equal to the last bit.
     """
     L = cholesky(matrices)
-    if L.is_cuda:  # pragma: no cover (tested on a GPU; two to three times as fast there)
+    if L.is_cuda:  # pragma: no cover (tested on a GPU; `benchmarks/decompositions.py` shows which way is faster there)
         identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
         inverse_of_L: Tensor = torch.linalg.solve_triangular(L, identity, upper=False)
         with tf32(False):

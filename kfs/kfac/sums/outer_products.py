@@ -121,7 +121,7 @@ class OuterProductSum:
         return norms.square_()  # pragma: no cover
 
     def _sum(self, x: Tensor) -> Tensor:
-        """Sum vectors, `[G * D]`; a GPU multiplies them with ones, which is twice as fast as summing rows."""
+        """Sum vectors, `[G * D]`; a GPU multiplies them with ones, since its sums over rows are slow."""
         dtype = self._total.dtype
         if x.is_cuda and x.is_contiguous() and dtype == torch.float32:  # pragma: no cover (tested on a GPU)
             flat = x.flatten(0, -2)
