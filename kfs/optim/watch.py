@@ -60,6 +60,7 @@ class Watch:
     compare: bool = True  # whether passes compare the loss with others, and its scale with the announced one
     first_datum: int = 0  # number of data in earlier steps, on which the labels that are drawn depend
     audit: Audit | None = None  # what was checked for the last pass
+    in_half_precision: bool = False  # whether the last pass was run with autocast
     _place: int = 0  # which tensor among the model's arguments has as many rows as there are data
     _session: Session | None = None
     _call: _Call | None = None
@@ -119,6 +120,7 @@ class Watch:
         elsewhere = elsewhere or torch._C._current_graph_task_id() != -1
         if not torch.is_grad_enabled() or elsewhere:
             return None
+        self.in_half_precision = torch.is_autocast_enabled("cuda")
         self._call = _Call(next((f for f in _callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
         method = self._wanted()
         wanted = None if method is None else method()

@@ -7,6 +7,8 @@ from kfs.kfac.capture.audit import NotRepeatableError
 from kfs.kfac.capture.audit_report import Audit, both_audits
 from kfs.kfac.capture.audits import Audits, forget_audits
 from kfs.kfac.capture.mode import Capture, forward
+from kfs.kfac.capture.reads import Reads
+from kfs.kfac.capture.recorder import CudaRecorder, Graph, Recorder
 from kfs.kfac.capture.replay import Replays, recorder_for
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known
@@ -16,8 +18,12 @@ __all__ = [
     "Audit",
     "Audits",
     "Capture",
+    "CudaRecorder",
+    "Graph",
     "Known",
     "NotRepeatableError",
+    "Reads",
+    "Recorder",
     "Replays",
     "Session",
     "backward",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kfs.errors import DtypeError, ModelError
+from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.structure import Structure
@@ -66,7 +67,7 @@ def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Str
     Returns:
         The inverses: Kronecker products, or eigenvalues and eigenvectors for exact damping.
     """
-    if not (damping != 0).any():
+    if decompositions.is_zero(damping):
         return structure.inverse()
     if method == "exact":
         return structure.power(-1.0, damping)
