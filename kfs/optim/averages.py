@@ -15,7 +15,7 @@ from torch import Tensor
 from kfs.data import mapped
 from kfs.kfac.block import Block
 from kfs.kfac.layout import Layout, Side
-from kfs.kfac.structures import Eigenbasis, Factor, Kronecker, Method, Stack, Structure, damped_inverse
+from kfs.kfac.structures import Eigenbasis, Factor, Kronecker, Method, Stack, Structure, computable, damped_inverse
 from kfs.kfac.sums import Squares
 
 Unit = Literal["relative", "absolute"]
@@ -42,19 +42,6 @@ class Average:
         """Start at zero, with factors stored like those of a block."""
         K = block.structure()
         return cls(block.layout, Kronecker(_zeros_like(K.A), _zeros_like(K.B)))
-
-    def add(self, block: Block, decay: float) -> None:
-        """Add a block's factors, which are scaled per example, and keep `decay` of the average."""
-        K = block.structure()
-        self.weight = decay * self.weight + 1 - decay
-        sides: list[tuple[Factor, Factor, Side]] = [(self.factors.A, K.A, "A"), (self.factors.B, K.B, "B")]
-        for average, new, side in sides:
-            if average.kind == "identity":
-                # Numbers of positions may differ between steps. This is an average without the bias of its start.
-                average.scale.lerp_(new.scale, (1 - decay) / self.weight)
-            else:
-                average.values.mul_(decay).add_(new.values, alpha=(1 - decay) * block.scale(side))
-        self.changed = True
 
     @cached_property
     def size(self) -> Hashable:
@@ -90,6 +77,34 @@ class Average:
             if loaded[name] is not None:
                 loaded[name] = Stack.from_state(loaded[name]).structure
         return cls(**loaded | {"layout": Layout.from_state(loaded["layout"])})
+
+
+def add_factors(pairs: Sequence[tuple[Average, Block]], decay: float) -> None:
+    """Add the factors of blocks, which are scaled per example, to their averages, and keep `decay` of these.
+
+    All factors are added by a few operations: on an accelerator, each of them takes time to start.
+    """
+    kept: list[Tensor] = []
+    by_scale: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # averages and sums
+    sides: tuple[Side, Side] = ("A", "B")
+    for average, block in pairs:
+        average.weight = decay * average.weight + 1 - decay
+        average.changed = True
+        for side in sides:
+            factor: Factor = getattr(average.factors, side)
+            if factor.kind == "identity":
+                # Numbers of positions may differ between steps. This is an average without the bias of its start.
+                new: Factor = getattr(block.structure(), side)
+                factor.scale.lerp_(new.scale, (1 - decay) / average.weight)
+                continue
+            averages, sums = by_scale.setdefault((1 - decay) * block.scale(side), ([], []))
+            averages.append(factor.values)
+            sums.append(computable(block.sums.side_total(side)))
+            kept.append(factor.values)
+    if kept:
+        torch._foreach_mul_(kept, decay)
+    for scale, (averages, sums) in by_scale.items():
+        torch._foreach_add_(averages, sums, alpha=scale)
 
 
 class Inverted(NamedTuple):

@@ -17,7 +17,7 @@ from kfs.kfac.block import Block
 from kfs.kfac.layout import Key
 from kfs.kfac.structures import BlockError
 from kfs.kfac.sums import BlockSums, Placement
-from kfs.optim.averages import Average
+from kfs.optim.averages import Average, add_factors
 from kfs.optim.costs import Costs, timed
 from kfs.optim.inverses import Groups, Inverses, inverted_together
 from kfs.optim.step_sums import Bases, StepSums
@@ -111,6 +111,7 @@ class Curvature:
         # A weight that is used in another way than before, such as by rows, has other blocks now.
         placement = Placement(block.layout for block in blocks.values())
         self._remove([key for key, average in self.averages.items() if not placement.fits(average.layout)])
+        pairs = []
         for key, block_sums in blocks.items():
             block = Block(block_sums, 1 / sums.examples)
             average = self.averages.get(key)
@@ -118,8 +119,9 @@ class Curvature:
                 average = self.averages[key] = Average.zeros_like(block)
             elif average.eigen is not None and key in sums.squares:
                 average.eigen.values.lerp_(sums.squares[key] / sums.examples, 1 - self.decay)
-            average.add(block, self.decay)
+            pairs.append((average, block))
             self.costs.add("factors", _operations(block_sums))
+        add_factors(pairs, self.decay)
         self.forget(without)
         self._note_success()
         return True

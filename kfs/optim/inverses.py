@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfs import waiting
 from kfs.kfac.layout import Layout
 from kfs.kfac.structures import Factor, Kronecker, Method, Stack, Structure, checking_later, stacked
 from kfs.optim.averages import Average, Inverted, Unit, inverted
 from kfs.optim.rule import limited
-from kfs.waiting import runs_behind, waiting_allowed
+from kfs.waiting import waiting_allowed
 
 # The optimizer's parameter groups, by parameter name.
 Groups = Mapping[str, Mapping[str, Any]]
@@ -57,7 +58,12 @@ class Inverses:
         """
         known = all(a.inverse is not None and not a.failed for a in averages)
         # Eigendecompositions wait anyway.
-        if not runs_behind(averages[0].factors.like.device) or not known or self.eigen or self.method == "exact":
+        if (
+            not waiting.runs_behind(averages[0].factors.like.device)
+            or not known
+            or self.eigen
+            or self.method == "exact"
+        ):
             with waiting_allowed():
                 self._keep(averages, inverted(averages, damping, self.unit, self.method, self.eigen), None)
             return
@@ -163,7 +169,7 @@ def inverted_together(averages: Iterable[Average]) -> list[list[Average]]:
     """Divide blocks into those that are inverted together: each for itself on a CPU, by size on an accelerator."""
     by_key: dict[Any, list[Average]] = {}
     for a in averages:
-        alone = not runs_behind(a.factors.like.device) or a.failed
+        alone = not waiting.runs_behind(a.factors.like.device) or a.failed
         key = id(a) if alone else (a.size, a.eigen is None, a.inverse is None)
         by_key.setdefault(key, []).append(a)
     return [same[i : i + _TOGETHER] for same in by_key.values() for i in range(0, len(same), _TOGETHER)]
@@ -172,7 +178,7 @@ def inverted_together(averages: Iterable[Average]) -> list[list[Average]]:
 def _stacked(owners: Mapping[Layout, Average]) -> Iterator[tuple[Stack, bool]]:
     """Stack inverses of one size, and yield for each stack whether its inputs are unit vectors."""
     parts = [(layout, a.inverse) for layout, a in owners.items() if a.inverse is not None]
-    if any(runs_behind(inverse.like.device) for _, inverse in parts):
+    if any(waiting.runs_behind(inverse.like.device) for _, inverse in parts):
         stacks = [replace(stack, structure=_aligned(stack.structure)) for stack in stacked(parts)]
     else:
         # On a CPU, a few large operations are not faster than many small ones.

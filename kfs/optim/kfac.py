@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kfs import waiting
 from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.block import Block
 from kfs.kfac.capture import Audit
@@ -75,8 +76,8 @@ class KFAC(Reported, Optimizer):
         seed: Seed for drawing labels with `fisher="mc"`.
         audit: Whether to check, on a few data, that watching the model changes nothing and sees all uses of parameters.
             The model is called some more times for it; buffers, random state and attributes of modules are restored.
-        replay: On a GPU, whether updates of parameters are recorded once and then repeated as a CUDA graph, which takes
-            memory of about four times the parameters.
+        replay: On a GPU, whether updates of parameters, and passes for factors, are recorded once and then repeated as
+            CUDA graphs. They take memory: about four times the parameters, and as much as a pass does.
 
     Attributes:
         steps: Number of steps that were taken.
@@ -162,7 +163,7 @@ class KFAC(Reported, Optimizer):
         self._params = Parameters(model, self.param_groups, self.close)
         self._updates = Updates(self._params, self._curvature, kl_clip, replay)
         module = loss if isinstance(loss, nn.Module) else None
-        self._watch = Watch(model, module, self._wanted, self._loss, self._settings, keep_inputs=quadratic_model)
+        self._watch = Watch(model, module, self._wanted, self._loss, self._settings, quadratic_model, replay)
 
     @property
     def events(self) -> Events:
@@ -247,7 +248,7 @@ class KFAC(Reported, Optimizer):
         self._check(sums, grads, result)
         finite = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).isfinite()
         # Reading a value from a GPU waits for it. In steps without sums, which never wait, updates look at `finite`.
-        if sums is not None or not finite.is_cuda:  # pragma: no branch (tested on a GPU)
+        if sums is not None or not waiting.runs_behind(finite.device):
             if not finite or (self._quadratic is not None and batch is not None and not isfinite(batch.value)):
                 text = "the loss or gradients are not finite, and the step was skipped"
                 self._curvature.note_trouble("skipped_steps", text)

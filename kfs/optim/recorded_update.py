@@ -7,12 +7,13 @@ What differs between steps is copied to where the graph reads it: gradients, and
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kfs.kfac.capture import Graph, Reads, Recorder
+from kfs.kfac.capture import CudaRecorder, Graph, Reads, Recorder
 from kfs.optim.rule import Scalar
 
 log = logging.getLogger("kfs.optim")
@@ -108,3 +109,8 @@ class RecordedUpdate:
             self._new_recorder = None
             return None
         return _Recorded(graph, inputs, flag, values, reads)
+
+
+def recorder_for(device: torch.device) -> Callable[[], Recorder] | None:
+    """Return what makes recorders for a device; `None` if there are none."""
+    return partial(CudaRecorder, device) if device.type == "cuda" else None

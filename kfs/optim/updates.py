@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfs.kfac.capture import CudaRecorder, Recorder
+from kfs import waiting
 from kfs.optim.averages import copied_to
 from kfs.optim.curvature import Curvature
 from kfs.optim.parameters import Parameters
-from kfs.optim.recorded_update import RecordedUpdate
+from kfs.optim.recorded_update import RecordedUpdate, recorder_for
 from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, natural_step
 from kfs.optim.trials import Trial, try_step
 from kfs.tf32 import tf32, uses_tf32
@@ -112,7 +111,7 @@ def adamw_updates(
         share = _share(params, state, part, "exp_avg", numbers, grads, finite)
         squares = [state[p]["exp_avg_sq"] for p in share.params]
         new, averages, new_squares = adamw_step(share, squares, _BETAS[1], next(numbers))
-        if finite.is_cuda:  # pragma: no cover (tested on a GPU)
+        if waiting.runs_behind(finite.device):
             new_squares = [torch.where(finite, new, old) for new, old in zip(new_squares, squares, strict=True)]
         torch._foreach_copy_([*share.params, *share.averages, *squares], [*new, *averages, *new_squares])
 
@@ -142,7 +141,7 @@ def _share(
     averages = [state[p][average] for p in tensors]
     own = [grads[n].to(m.dtype) for n, m in zip(part.names, averages, strict=True)]
     lr, kept, corrected = (next(numbers) for _ in range(3))
-    if finite.is_cuda:  # pragma: no cover (tested on a GPU)
+    if waiting.runs_behind(finite.device):
         own = [torch.where(finite, g, m) for g, m in zip(own, averages, strict=True)]
         one_or_zero = finite.double()
         lr, kept = lr * one_or_zero, 1 - (1 - kept) * one_or_zero
@@ -229,11 +228,6 @@ class Updates:
             tuple(stack.structure.like.data_ptr() for stack, _ in stacks),  # A recording holds what it reads.
             (unit == 1, half, uses_tf32()),
         )
-
-
-def recorder_for(device: torch.device) -> Callable[[], Recorder] | None:
-    """Return what makes recorders of updates on a device; `None` if there are none."""
-    return partial(CudaRecorder, device) if device.type == "cuda" else None
 
 
 def _tensors_in(state: Mapping[str, Any]) -> list[Tensor]:

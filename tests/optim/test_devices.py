@@ -9,6 +9,7 @@ from torch import nn
 
 from kfs.kfac.structures.decompositions import inverse
 from kfs.optim import KFAC
+from kfs.tf32 import tf32
 from tests.optim.training import data, mlp, train, weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -124,8 +125,8 @@ def test_recorded_updates(name: str, options: dict[str, Any], caplog: pytest.Log
         optimizer = KFAC(model, loss, params, fisher="type-2", weight_decay=0.1, replay=replay, **options)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         with caplog.at_level("INFO", "kfs.optim"):
-            for step in range(16):
-                part = slice(0, 20 + step % 3)
+            for step in range(24):
+                part = slice(step % 3, 20 + step % 3)
                 if name == "frozen":
                     model[0].weight.requires_grad_(step % 8 < 5)
                 optimizer.zero_grad()
@@ -136,6 +137,7 @@ def test_recorded_updates(name: str, options: dict[str, Any], caplog: pytest.Log
         recorded = optimizer._updates._recorded
         assert recorded is not None
         assert (recorded._recorded is not None) == replay
+        assert bool(optimizer._watch._graphs._graphs) == (replay and "eigen" not in options)
     assert "not recorded" not in caplog.text
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
 
@@ -208,13 +210,15 @@ def test_inverses_that_fail_unseen_are_reported_later() -> None:
 
 @pytest.mark.parametrize("size", [40, 700, 1100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_inverses_by_halves(size: int, dtype: torch.dtype) -> None:
-    """Large matrices are inverted by products of their parts, as precisely as by Cholesky factors."""
+@pytest.mark.parametrize("rounded", [False, True])
+def test_inverses_by_halves(size: int, dtype: torch.dtype, rounded: bool) -> None:
+    """Large matrices are inverted by products of their parts, as precisely as by Cholesky factors, whatever TF32 is."""
     torch.manual_seed(0)
     x = torch.randn(3, 2 * size, size, dtype=torch.float64, device="cuda") * torch.logspace(0, -2, size).double().cuda()
     M = x.mT @ x + 1e-3 * torch.eye(size, device="cuda")
     expected = torch.linalg.inv(M)
-    result = inverse(M.to(dtype)).double()
+    with tf32(rounded):
+        result = inverse(M.to(dtype)).double()
     error = (result - expected).norm() / expected.norm()
     condition = torch.linalg.cond(M).max()
     assert error < 10 * torch.finfo(dtype).eps * condition

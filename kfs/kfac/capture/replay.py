@@ -94,7 +94,7 @@ class Replays:
         if self._left is not None:
             self._left -= 1
         recorder = self._recorder
-        shape = None if recorder is None else _shape(batch)
+        shape = None if recorder is None else shape_of(batch)
         if recorder is None or shape is None:
             self._run(batch)
             return
@@ -108,9 +108,9 @@ class Replays:
         elif times == 2:
             first = torch.full((), batch.first, dtype=torch.int64, device=batch.y.device)
             rehearsed = batch._replace(recorded=first)
-            attributes = _attributes(self._model)
+            attributes = attributes_of(self._model)
             waits = recorder.notices_waits(lambda: self._run(rehearsed))
-            kept = _changed(attributes, self._model)
+            kept = changed_attribute(attributes, self._model)
             if waits:
                 self._give_up(f"an operation waits for the GPU ({waits})")
             elif kept:
@@ -191,14 +191,14 @@ def _copy(t: Tensor) -> Tensor:
     return t.detach().clone().requires_grad_(t.requires_grad)
 
 
-def _attributes(model: Module) -> dict[str, dict[str, Any]]:
+def attributes_of(model: Module) -> dict[str, dict[str, Any]]:
     """Return what the modules of a model have as attributes."""
     return {name: dict(module.__dict__) for name, module in model.named_modules()}
 
 
-def _changed(before: dict[str, dict[str, Any]], model: Module) -> str:
+def changed_attribute(before: dict[str, dict[str, Any]], model: Module) -> str:
     """Return the name of an attribute that is another one than before; an empty text if there is none."""
-    for name, attributes in _attributes(model).items():
+    for name, attributes in attributes_of(model).items():
         known = before.get(name, {})
         for key, value in attributes.items():
             same = key in known and (known[key] is value or _is_same_value(known[key], value))
@@ -218,7 +218,7 @@ def _is_same_value(a: Any, b: Any) -> bool:
     return _is_plain(a) and _is_plain(b) and not tensors_in((a, b)) and _structure(a) == _structure(b)
 
 
-def _shape(batch: Batch) -> Any:
+def shape_of(batch: Batch) -> Any:
     """Return what a recording depends on; `None` if a batch cannot be copied to where another one was."""
     tensors = [*tensors_in(batch.x), batch.y]
     if not _is_plain(batch.x) or not all(_can_be_copied(t, batch.y.device) for t in tensors):

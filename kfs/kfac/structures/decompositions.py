@@ -216,12 +216,11 @@ def inverse_by_halves(M: Tensor, smallest: int = _SMALL) -> tuple[Tensor, Tensor
     half += -half % min(64, half)  # Products of aligned sizes are faster.
     P, Q, R = M[:, :half, :half], M[:, half:, :half], M[:, half:, half:]
     inverse_of_P, good = inverse_by_halves(P, smallest)
-    with tf32(False):
-        X = Q @ inverse_of_P
-        inverse_of_S, also_good = inverse_by_halves(torch.baddbmm(R, X, Q.mT, alpha=-1), smallest)
-        Y = inverse_of_S @ X
-        result = torch.empty_like(M, memory_format=torch.contiguous_format)
-        result[:, :half, :half] = torch.baddbmm(inverse_of_P, X.mT, Y)
+    X = Q @ inverse_of_P
+    inverse_of_S, also_good = inverse_by_halves(torch.baddbmm(R, X, Q.mT, alpha=-1), smallest)
+    Y = inverse_of_S @ X
+    result = torch.empty_like(M, memory_format=torch.contiguous_format)
+    result[:, :half, :half] = torch.baddbmm(inverse_of_P, X.mT, Y)
     result[:, half:, :half] = -Y
     result[:, :half, half:] = -Y.mT
     result[:, half:, half:] = inverse_of_S
@@ -229,10 +228,10 @@ def inverse_by_halves(M: Tensor, smallest: int = _SMALL) -> tuple[Tensor, Tensor
 
 
 def _inverse_of_triangular(L: Tensor) -> Tensor:
-    """Return the inverses of `L L^T`."""
+    """Return the inverses of `L L^T`. TF32 would spoil them: PyTorch solves triangular systems in it, too."""
     identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
-    inverse_of_L: Tensor = torch.linalg.solve_triangular(L, identity, upper=False)
     with tf32(False):
+        inverse_of_L: Tensor = torch.linalg.solve_triangular(L, identity, upper=False)
         return inverse_of_L.mT @ inverse_of_L
 
 
