@@ -209,14 +209,20 @@ def _aligned_factor(factor: Factor) -> Factor:
 def _product(stack: Stack, columns: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Multiply a stack with the parts of `columns` that belong to it, `[stack, 1, d_B, d_A]`."""
     K = stack.structure
-    M = stack.read(columns).to(dtype)
     if not isinstance(K, Kronecker) or not (_has_margin(K.A) or _has_margin(K.B)):
-        return K.multiply(M)
+        return K.multiply(stack.read(columns).to(dtype))
     # Margins of zeros are multiplied as well.
     A, B = _with_margin(K.A), _with_margin(K.B)
-    rows, width = M.shape[2:]
-    padded = torch.nn.functional.pad(M, (0, A.size - width, 0, B.size - rows))
-    return Kronecker(A, B).multiply(padded)[:, :, :rows, :width]
+    M = K.like.new_zeros(len(K), 1, B.size, A.size)
+    for layout, part in stack.slices():
+        if layout.is_plain:
+            W, b = layout.views(columns)
+            M[part, :, : K.rows, : layout.column_size] = W.reshape(1, 1, K.rows, layout.column_size)
+            if b is not None:
+                M[part, :, : K.rows, layout.column_size] = b.reshape(1, 1, K.rows)
+        else:
+            M[part, :, : K.rows, : K.columns] = layout.matrix(columns).transpose(0, 1)
+    return Kronecker(A, B).multiply(M)[:, :, : K.rows, : K.columns]
 
 
 def _has_margin(factor: Factor) -> bool:

@@ -176,21 +176,27 @@ def inverse(matrices: Tensor) -> Tensor:
 
     Results are contiguous, as matrices from files are, so that products with both are equal to the last bit.
     """
-    if (
-        matrices.is_cuda
-    ):  # pragma: no cover (tested on a GPU; `benchmarks/decompositions.py` shows what is faster there)
-        result, good = inverse_by_halves(computable(matrices))
-        later = _later.get()
-        if later is not None:
-            later.append(good)
-            return result
-        return result if good.all() else _inverse_of_triangular(cholesky(matrices))
+    if matrices.is_cuda:
+        return _inverse_on_gpu(computable(matrices))  # pragma: no cover (tested on a GPU)
     L = cholesky(matrices)
     return torch.cholesky_inverse(L).contiguous()
 
 
+def _inverse_on_gpu(matrices: Tensor) -> Tensor:  # pragma: no cover (tested on a GPU)
+    """Invert by halves, or by Cholesky factors in better precision if that fails."""
+    with tf32(False):
+        result, good = inverse_by_halves(matrices)
+    later = _later.get()
+    if later is not None:
+        later.append(good)
+        return result
+    return result if good.all() else _inverse_of_triangular(cholesky(matrices))
+
+
 def inverse_by_halves(M: Tensor, smallest: int = _SMALL) -> tuple[Tensor, Tensor]:
     r"""Invert positive definite matrices by products of stacks, which a GPU is much faster at than at decompositions.
+
+    `python -m benchmarks.algebra cuda` measures both.
 
     With halves $P, Q, R$ of a matrix and the Schur complement $S$,
 
