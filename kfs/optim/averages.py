@@ -36,6 +36,8 @@ class Average:
     updated: int = -1  # step of the last attempt to invert
     failed: bool = False  # whether this attempt has failed
     eigen: Eigenbasis | None = None  # average of corrected eigenvalues; it starts with those of the factors
+    uses: float = 1.0  # average number of inputs of the layer per example, such as positions of a convolution
+    input_size: Tensor | None = None  # root mean square of inputs at the last inverse, `[groups]`; a bias counts as one
 
     @classmethod
     def zeros_like(cls, block: Block) -> "Average":
@@ -90,6 +92,9 @@ def add_factors(pairs: Sequence[tuple[Average, Block]], decay: float) -> None:
     for average, block in pairs:
         average.weight = decay * average.weight + 1 - decay
         average.changed = True
+        # The average without the bias of its start. A factor has sums over uses; sizes of inputs are means.
+        uses = block.sums.terms * block.reduction_factor
+        average.uses += (uses - average.uses) * (1 - decay) / average.weight
         for side in sides:
             factor: Factor = getattr(average.factors, side)
             if factor.kind == "identity":
@@ -113,6 +118,7 @@ class Inverted(NamedTuple):
     inverse: Structure
     damping: Tensor  # what was added to eigenvalues, `[stack]`
     eigen: Eigenbasis | None  # averages of corrected eigenvalues, in the basis of these inverses
+    input_size: Tensor  # root mean squares of inputs, `[stack]`
 
 
 def inverted(
@@ -138,12 +144,19 @@ def inverted(
     structure: Structure = K if corrected is None else corrected
     size = structure.rows * structure.columns
     mean = structure.trace() / size if unit == "relative" else torch.ones_like(K.A.scale)
-    per_block = [delta for a, delta in zip(averages, damping, strict=True) for _ in range(a.layout.groups)]
-    same = len(set(per_block)) == 1
+    added = (_per_block(averages, damping, mean) * mean).clamp(min=_LEAST_DAMPING)
+    inputs = K.A.trace() / (K.A.size * _per_block(averages, [a.uses for a in averages], mean))
+    inverse = damped_inverse(structure, added, "exact" if eigen else method)
+    return Inverted(inverse, added, corrected, inputs.clamp(min=0).sqrt())
+
+
+def _per_block(averages: Sequence[Average], numbers: Sequence[float], like: Tensor) -> float | Tensor:
+    """Return a number for each of some averages as a tensor `[stack]`, or as it is if it is the same for all."""
+    if len(set(numbers)) == 1:
+        return numbers[0]
+    repeated = [number for a, number in zip(averages, numbers, strict=True) for _ in range(a.layout.groups)]
     # A copy of numbers from the host need not be waited for.
-    delta = per_block[0] if same else torch.tensor(per_block, dtype=mean.dtype).to(mean.device, non_blocking=True)
-    added = (delta * mean).clamp(min=_LEAST_DAMPING)
-    return Inverted(damped_inverse(structure, added, "exact" if eigen else method), added, corrected)
+    return torch.tensor(repeated, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 def _in_new_eigenbasis(K: Kronecker, old: list[Eigenbasis]) -> Eigenbasis:

@@ -161,8 +161,8 @@ class Curvature:
 
     def note_products(self) -> None:
         """Count products with all inverses."""
-        for stack, _ in self.inverses.stacks(self.averages.values()):
-            K = stack.structure
+        for one in self.inverses.stacks(self.averages.values()):
+            K = one.stack.structure
             # Every number of the result is a sum over a row, and then over a column.
             self.costs.add("products", 2.0 * len(K) * K.rows * K.columns * (K.rows + K.columns))
 

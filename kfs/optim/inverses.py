@@ -28,6 +28,15 @@ _TOGETHER = 16
 _ALIGNED = 8
 
 
+@dataclass(frozen=True, eq=False)
+class Stacked:
+    """Inverses that are multiplied together, and what the trust region has to know of the inputs of their layers."""
+
+    stack: Stack
+    input_size: Tensor  # root mean squares, `[stack]`, changed in place
+    unit_vectors: bool  # whether inputs are unit vectors, as those of embeddings are
+
+
 @dataclass(eq=False)
 class Inverses:
     """Inverses of the blocks of some averages."""
@@ -35,10 +44,9 @@ class Inverses:
     method: Method  # how damping is split between factors
     unit: Unit  # what damping is measured in
     eigen: bool  # whether eigenvalues are corrected
-    # Inverses that are multiplied together, and whether their inputs are unit vectors; `None` after a change of blocks.
-    _stacks: list[tuple[Stack, bool]] | None = None
-    # By id of an average, which lives as long as the stacks: the structure that has its inverse, and where.
-    _places: dict[int, tuple[Structure, slice]] = field(default_factory=dict)
+    _stacks: list[Stacked] | None = None  # `None` after a change of blocks
+    # By id of an average, which lives as long as the stacks: what has its inverse, and where.
+    _places: dict[int, tuple[Stacked, slice]] = field(default_factory=dict)
     # Blocks that were inverted together, and which of these inverses are good, `[stack]`; nobody has looked yet.
     _unseen: list[tuple[Sequence[Average], Tensor]] = field(default_factory=list)
 
@@ -91,35 +99,41 @@ class Inverses:
             a.damping = result.damping[part]
             a.eigen = None if result.eigen is None else result.eigen[part]
         last = self._last(averages)
-        if last is not None and last.key == result.inverse.key:
-            last.overwrite(result.inverse, good)
+        if last is not None and last[0].key == result.inverse.key:
+            last[0].overwrite(result.inverse, good)
+            _overwrite(last[1], result.input_size, good)
             return
         for a, part in zip(averages, parts, strict=True):
-            inverse = result.inverse[part]
-            if a.inverse is not None and a.inverse.key == inverse.key:
-                a.inverse.overwrite(inverse, None if good is None else good[part])
+            inverse, size = result.inverse[part], result.input_size[part]
+            if a.inverse is not None and a.input_size is not None and a.inverse.key == inverse.key:
+                which = None if good is None else good[part]
+                a.inverse.overwrite(inverse, which)
+                _overwrite(a.input_size, size, which)
             else:
                 a.inverse = inverse
+                a.input_size = size
                 self._stacks = None
 
-    def _last(self, averages: Sequence[Average]) -> Structure | None:
-        """Return the last inverses of some blocks, if they are side by side in a stack."""
+    def _last(self, averages: Sequence[Average]) -> tuple[Structure, Tensor] | None:
+        """Return the last inverses of some blocks, and sizes of inputs, if they are side by side in a stack."""
         places = [self._places.get(id(a)) for a in averages] if self._stacks is not None else [None]
         first, last = places[0], places[-1]
         if first is None or last is None or any(p is None or p[0] is not first[0] for p in places):
             return None
-        side_by_side = all(p[1].stop == q[1].start for p, q in pairwise(places) if p and q)
-        return first[0][first[1].start : last[1].stop] if side_by_side else None
+        if any(p[1].stop != q[1].start for p, q in pairwise(places) if p and q):
+            return None
+        part = slice(first[1].start, last[1].stop)
+        return first[0].stack.structure[part], first[0].input_size[part]
 
-    def stacks(self, averages: Iterable[Average]) -> list[tuple[Stack, bool]]:
-        """Return inverses by size, as stacks, and for each stack whether its inputs are unit vectors."""
+    def stacks(self, averages: Iterable[Average]) -> list[Stacked]:
+        """Return inverses by size, as stacks."""
         if self._stacks is None:
             owners = {a.layout: a for a in averages if a.inverse is not None}
             self._stacks = list(_stacked(owners))
             self._places.clear()
-            for stack, _ in self._stacks:
-                for layout, part in stack.slices():
-                    self._places[id(owners[layout])] = stack.structure, part
+            for one in self._stacks:
+                for layout, part in one.stack.slices():
+                    self._places[id(owners[layout])] = one, part
         return self._stacks
 
     def multiply(
@@ -138,12 +152,13 @@ class Inverses:
         """
         columns = {name: t.unsqueeze(0) for name, t in u.items()}
         steps: dict[str, Tensor] = {}
-        for stack, unit_vectors in self.stacks(averages):
+        for one in self.stacks(averages):
+            stack = one.stack
             like = stack.structure.like
             D = _product(stack, columns, like.dtype)
             trusts = [groups[layout.weight]["trust"] for layout in stack.layouts for _ in range(layout.groups)]
             limits = tuple(trust if limit and trust is not None else torch.inf for trust in trusts)
-            D = limited(D, self._most(limits, like), unit_vectors)
+            D = limited(D, self._most(limits, like), one.input_size.reshape(-1, 1, 1, 1), one.unit_vectors)
             if all(layout.is_plain for layout in stack.layouts):
                 # Weight and bias are views of the result, and need not be copied.
                 for layout, part in stack.slices():
@@ -175,8 +190,8 @@ def inverted_together(averages: Iterable[Average]) -> list[list[Average]]:
     return [same[i : i + _TOGETHER] for same in by_key.values() for i in range(0, len(same), _TOGETHER)]
 
 
-def _stacked(owners: Mapping[Layout, Average]) -> Iterator[tuple[Stack, bool]]:
-    """Stack inverses of one size, and yield for each stack whether its inputs are unit vectors."""
+def _stacked(owners: Mapping[Layout, Average]) -> Iterator[Stacked]:
+    """Stack inverses of one size."""
     parts = [(layout, a.inverse) for layout, a in owners.items() if a.inverse is not None]
     if any(waiting.runs_behind(inverse.like.device) for _, inverse in parts):
         stacks = [replace(stack, structure=_aligned(stack.structure)) for stack in stacked(parts)]
@@ -184,10 +199,19 @@ def _stacked(owners: Mapping[Layout, Average]) -> Iterator[tuple[Stack, bool]]:
         # On a CPU, a few large operations are not faster than many small ones.
         stacks = [Stack((layout,), inverse) for layout, inverse in parts]
     for stack in stacks:
+        mine = [owners[layout] for layout in stack.layouts]
+        sizes = torch.cat([a.input_size for a in mine if a.input_size is not None])
         for layout, part in stack.slices():
-            owners[layout].inverse = stack.structure[part]  # a view: inverses are stored once
-        diagonal = owners[stack.layouts[0]].factors.A.kind == "diagonal"
-        yield stack, diagonal and stack.structure.columns > 1
+            # Views: everything is stored once.
+            owners[layout].inverse = stack.structure[part]
+            owners[layout].input_size = sizes[part]
+        diagonal = mine[0].factors.A.kind == "diagonal"
+        yield Stacked(stack, sizes, diagonal and stack.structure.columns > 1)
+
+
+def _overwrite(old: Tensor, new: Tensor, where: Tensor | None) -> None:
+    """Write numbers `[stack]` over others, all or some of them."""
+    old.copy_(new if where is None else torch.where(where, new, old))
 
 
 def _aligned(structure: Structure) -> Structure:

@@ -19,13 +19,21 @@ shortens a layer's step if its curvature is implausibly small: see `limited`.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from math import sqrt
+from math import inf, sqrt
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kfs.tf32 import tf32
+
 Tensors = list[Tensor] | tuple[Tensor, ...]
+# Singular values of a step count as at most this many times the radius of the trust region: a step that is longer is
+# shortened as a whole first.
+_LARGEST = 100.0
+_HUGE = 1e6
+# Relative error of singular values after the limit. In float64, where one wants exact numbers, it is round-off.
+_PRECISION = 1e-3
 Scalar = float | Tensor  # a tensor without axes, if a number is decided on an accelerator
 
 
@@ -95,52 +103,73 @@ def multiplied(tensors: Tensors, factor: Scalar) -> Tensors:
     return result
 
 
-def limited(D: Tensor, trust: float | Tensor, unit_vectors: bool) -> Tensor:
+def limited(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool) -> Tensor:
     r"""Keep steps of layers in a trust region.
+
+    Each singular value $\sigma$ of a step becomes $\sigma / \sqrt{1 + (\sigma / r)^2}$, where $r$ is the radius: small
+    ones stay, and large ones end at the radius. The whole step is not shortened with its largest singular value.
+    That one often belongs to noise in a direction with little curvature, and all other directions would stand still.
 
     Args:
         D: Steps of some layers, as matrices `[stack, 1, d_B, d_A]` that multiply inputs from the left.
         trust: How much steps may change outputs, for all layers or for each, `[stack, 1, 1, 1]`; infinity for no limit.
-            A layer's step is shortened if its spectral norm exceeds $\sqrt{\max(1, d_B / d_A)}$ times this number.
+            The radius is $\sqrt{\max(1, d_B / d_A)}$ times this number, over the size of inputs.
+        input_size: Root mean squares of the layers' inputs, `[stack, 1, 1, 1]`.
         unit_vectors: Whether inputs are unit vectors (embeddings). Then each column is limited on its own.
     """
+    if isinstance(trust, float) and trust == inf:
+        return D
     rows, columns = D.shape[2:]
     if unit_vectors:
-        size = D.norm(dim=2, keepdim=True) / sqrt(rows)
-    else:
-        size = spectral_norm(D) / sqrt(max(1.0, rows / columns))
-    shorter: Tensor = D * (trust / size).clamp(max=1.0)
-    return shorter
+        share = D.norm(dim=2, keepdim=True) / (sqrt(rows) * trust)
+        return D * (1 + share.square()).rsqrt()
+    smallest = torch.finfo(D.dtype).tiny ** 0.5
+    radius = trust * sqrt(max(1.0, rows / columns)) / input_size.clamp(min=smallest)
+    # Squares of very large numbers would overflow. They are beyond all limits, so the whole step is shortened.
+    smaller = (_HUGE * radius / D.abs().amax((-2, -1), keepdim=True)).clamp(max=1.0)
+    S = D * (smaller / radius)
+    # The smaller of both Gram matrices is enough. TF32 is as precise as a limit has to be.
+    with tf32(True):
+        if rows < columns:
+            return (smaller * saturation(S @ S.mT)) @ D
+        return D @ (smaller * saturation(S.mT @ S))
 
 
-def spectral_norm(D: Tensor, iterations: int = 4) -> Tensor:
-    """Estimate the largest singular values of `[..., m, n]` from below, `[..., 1, 1]`, by power iteration."""
-    norms: Tensor = torch.linalg.vector_norm(D, dim=(-2, -1), keepdim=True)
-    if 1 in D.shape[-2:]:
-        return norms
-    # A product of single matrices has less overhead than one of stacks.
-    M = D.reshape(D.shape[-2:]) if D.shape[:-2].numel() == 1 else D
-    # Without this scale, the iteration would overflow.
-    shrink = norms.reshape(1, 1) if M.ndim == 2 else norms
-    shrink = shrink.square().clamp(min=torch.finfo(D.dtype).tiny).reciprocal()
-    v = _start(D.shape[-1], D.dtype, D.device)
-    for _ in range(iterations):
-        v = M.mT @ (M @ v) * shrink
-    length = torch.linalg.vector_norm(v, dim=-2, keepdim=True)
-    top: Tensor = torch.linalg.vector_norm(M @ v, dim=-2, keepdim=True) / length
-    return torch.where(length > 0, top, norms)
+def saturation(G: Tensor) -> Tensor:
+    r"""Return what limits the singular values of matrices $S$, given Gram matrices $S^\top S$, `[..., n, n]`.
+
+    The product with $S$ has singular values $s / \sqrt{1 + s^2}$ instead of $s$: the result is $(I + G)^{-1/2}$. It is
+    computed by a Newton-Schulz iteration with optimal scales (Chen & Chow, 2014), which makes all singular values of
+    $S$ with the identity below it equal to one. It needs products only, at which GPUs are much better than at
+    decompositions.
+    """
+    # An upper bound on the largest eigenvalue, which is close if few of them are large.
+    bound = torch.linalg.matrix_norm(G, keepdim=True)
+    shrink = (_LARGEST**2 / bound).clamp(max=1.0)
+    identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    top = 1 + shrink * bound
+    # R is the Gram matrix of the iterate, which starts with singular values of at most one; P is its product so far.
+    R = (shrink * G + identity) / top
+    scales = _scales(1e-12 if G.dtype == torch.float64 else _PRECISION)
+    P = Q = scales[0][0] * identity - scales[0][1] * R
+    for first, second in scales[1:]:
+        R = R @ Q @ Q
+        Q = first * identity - second * R
+        P = P @ Q
+    result: Tensor = P * (shrink / top).sqrt()
+    return result
 
 
-def _start(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a fixed vector `[n, 1]` that is unlikely to be orthogonal to a singular vector."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # pragma: no cover (tested on a GPU)
-        return _kept_start.__wrapped__(size, dtype, device)  # What is recorded has no values yet, and is not kept.
-    return _kept_start(size, dtype, device)
-
-
-@lru_cache(maxsize=256)
-def _kept_start(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.cos(torch.arange(size, device=device).square()).to(dtype).unsqueeze(-1)
+@lru_cache(maxsize=2)
+def _scales(precision: float) -> list[tuple[float, float]]:
+    """Return coefficients of the iteration that moves singular values up to one, until they are that close."""
+    scales = []
+    low = 1 / sqrt(1 + _LARGEST**2)  # a bound on the smallest singular value
+    while 1 - low > precision:
+        a = sqrt(3 / (1 + low + low**2))
+        scales.append((1.5 * a, 0.5 * a**3))
+        low = low * (1.5 * a - 0.5 * a**3 * low**2)
+    return scales
 
 
 def adamw_step(

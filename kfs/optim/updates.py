@@ -225,7 +225,7 @@ class Updates:
             tuple(params.groups[n]["trust"] for n in grads),
             tuple(t.data_ptr() for t in tensors),
             tuple((g.dtype, g.stride()) for g in grads.values()),
-            tuple(stack.structure.like.data_ptr() for stack, _ in stacks),  # A recording holds what it reads.
+            tuple(one.stack.structure.like.data_ptr() for one in stacks),  # A recording holds what it reads.
             (unit == 1, half, uses_tf32()),
         )
 
