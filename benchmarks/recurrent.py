@@ -1,12 +1,12 @@
 """Cost of recurrent layers while their parameters are watched: `python -m benchmarks.recurrent [cpu|cuda]`.
 
-Watched, a recurrent layer does not run as PyTorch's one operation alone: see `kfs.kfac.rules.recurrent`. Rows are ratios
-to one training step of SGD, with momentum, of the same model with PyTorch's own operation:
+Watched, a recurrent layer does not run as PyTorch's one operation alone: see `kfs.kfac.rules.recurrent`. Rows have
+ratios to one training step of SGD, with momentum, of the same model with PyTorch's own operation:
 
 - watched pass: forward and backward pass with gradients of all parameters while every use is captured. Nothing is done
   with what is captured.
-- KFAC, watched step: a step of `kfs.optim.KFAC` that computes factors (`factors_every=1`), with its other defaults. Labels
-  are drawn for it, so it has a second backward pass.
+- KFAC, watched step: a step of `kfs.optim.KFAC` that computes factors (`factors_every=1`), with its other defaults.
+  Labels are drawn for it, so it has a second backward pass.
 - KFAC, step: a step with default settings, on average over 10 steps. Two of them compute factors, and each inverse is
   computed once.
 

@@ -1,10 +1,11 @@
 """Recurrent networks, as the linear operations that they consist of.
 
 PyTorch runs `nn.RNN`, `nn.LSTM` and `nn.GRU` as one operation. Here, the same operation computes the states of each
-layer and direction, without graph. Given all states, the layer consists of linear maps for all times at once: of its
-inputs, of the states before each time, and of states that are projected. So every weight is used once, at as many shared
-positions as there are times. Gradients go back through time in `recurrence`. Internally sequences are `[time, batch,
-features]`.
+layer and direction, without graph. Given the states before all times, the layer consists of linear maps for all times
+at once: of inputs, of these states, and of states that are projected. So every weight is used once, at as many shared
+positions as there are times. The states that a layer returns are computed from these products. If one of them were
+misread, predictions would be others, which the audit notices. Gradients go back through time in `recurrence`.
+Internally sequences are `[time, batch, features]`.
 
 Cells (`nn.LSTMCell` and others) run for one time, and are linear maps of input and state.
 """
@@ -21,7 +22,8 @@ from torch.nn import functional as F  # noqa: N812
 from kfs.errors import ModelError
 from kfs.kfac.capture.mode import Capture
 from kfs.kfac.capture.plan import Argument, Call, Planned, Rewrite
-from kfs.kfac.rules.recurrence import GRU, LSTM, Recurrence, ReLU, Slopes, Tanh, slopes_of
+from kfs.kfac.rules.recurrence import Recurrence
+from kfs.kfac.rules.slopes import GRU, LSTM, ReLU, Slopes, Tanh, slopes_of
 
 State = tuple[Tensor, ...]
 Step = Callable[[Tensor, Tensor, State], State]
@@ -163,38 +165,36 @@ class _Network:
         w_hr = weights[-1] if len(weights) % 2 else None
         with capture:
             x = x.flip(0) if backwards else x
-        with torch.no_grad():
-            states, *last_cell = self._known_states(x, state, weights)
-            before = torch.cat([state[0].unsqueeze(0).to(states.dtype), states[:-1]])
+        before = self._states_before(x, state, weights)
         with capture:
             p = F.linear(x, w_ih, b_ih)
             q = F.linear(capture.as_data(before), w_hh, b_hh)
-        slopes = slopes_of(self.kind, p, q, before, states, *state[1:])
+        slopes = slopes_of(self.kind, p, q, before, *state[1:])
         projected = None
-        if w_hr is not None and slopes.unprojected is not None:
+        if w_hr is not None:
             with capture:
-                projected = F.linear(capture.as_data(slopes.unprojected.to(states.dtype)), w_hr)
-        result: tuple[Tensor, ...] = Recurrence.apply(  # type: ignore[no-untyped-call]
-            *(p, q, projected, *(state if self.states == 2 else (*state, None))),
-            *(states, last_cell[0] if last_cell else None, slopes, w_hh.detach()),
-            None if w_hr is None else w_hr.detach(),
-        )
-        out, *cell = (capture.marks.mark(t) for t in result)
+                projected = F.linear(capture.as_data(slopes.states.to(before.dtype)), w_hr)
+        first = state if self.states == 2 else (*state, None)
+        weight, projection = w_hh.detach(), None if w_hr is None else w_hr.detach()
+        found: tuple[Tensor, ...] = Recurrence.apply(p, q, projected, *first, slopes, before.dtype, weight, projection)  # type: ignore[no-untyped-call]
+        out, *cell = (capture.marks.mark(t) for t in found)
         with capture:
             last = out[-1]
             out = out.flip(0) if backwards else out
         return out, (last, *cell)
 
-    def _known_states(self, x: Tensor, state: State, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Return states after all times and, for an LSTM, the last state of cells: by PyTorch's own operation."""
+    @torch.no_grad()
+    def _states_before(self, x: Tensor, state: State, weights: Sequence[Tensor]) -> Tensor:
+        """Return the states before all times, which PyTorch's own operation computes."""
         first = [h.unsqueeze(0).contiguous() for h in state]
         with warnings.catch_warnings():
-            # The weights of one of several layers are only a part of the memory that all of them share.
-            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+            # PyTorch warns of what nobody can change here: weights of one of several layers share memory with others,
+            # and some libraries do not know projections. A user's own call warns of what is wrong with it.
+            warnings.simplefilter("ignore")
             hx = first if self.states == 2 else first[0]
             # One layer, no dropout, not in training, one direction, time before batch.
-            states, _, *cell = self.operation(x, hx, list(weights), self.has_biases, 1, 0.0, False, False, False)
-        return [states, *(c[0] for c in cell)]
+            states, *_ = self.operation(x, hx, list(weights), self.has_biases, 1, 0.0, False, False, False)
+        return torch.cat([first[0].to(states.dtype), states[:-1]])
 
 
 RULES = {
