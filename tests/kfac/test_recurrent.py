@@ -375,3 +375,17 @@ def test_compiled_models(loop: Any) -> None:
         torch.compile(model, backend="eager"), nn.CrossEntropyLoss(), next(iter(risk_of(model).batches()))[:2]
     )
     close(KFAC(risk, "empirical").to_dense(), loop(lambda: KFAC(risk_of(model), "empirical")).to_dense())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", MODULES)
+def test_on_a_gpu(kind: str) -> None:
+    """Factors are those of a CPU, from recorded passes, too, and nobody is warned of the memory of weights."""
+    model = make(kind, **(PROJECTION if kind == "LSTM" else ARRANGEMENTS["two layers, two directions"]))
+    ((x, y, *_),) = risk_of(model, 12).batches()
+    batches = list(zip(x.split(2), y.split(2), strict=True))
+    there = deepcopy(model).cuda()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        K, L = (KFAC(EmpiricalRisk(one, nn.CrossEntropyLoss(), batches), columns_at_once=2) for one in (model, there))
+    torch.testing.assert_close(L.to_dense().cpu(), K.to_dense(), rtol=1e-9, atol=1e-9)
