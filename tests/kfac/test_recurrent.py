@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from kfs import optim
 from kfs.errors import ModelError
@@ -165,6 +166,41 @@ def test_other_structures(kind: str, loop: Any) -> None:
     risk = risk_of(make(kind, learned=True, **ARRANGEMENTS["two layers, two directions"]))
     close(EKFAC(risk).to_dense(), loop(lambda: EKFAC(risk)).to_dense())
     close(exact_blocks(risk).to_dense(), loop(lambda: exact_blocks(risk)).to_dense())
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize(
+    "names", [["rnn.weight_hh_l0"], ["rnn.weight_ih_l1", "head.weight"], ["rnn.bias_hh_l1"]], ids=str
+)
+def test_some_parameters(kind: str, names: list[str], loop: Any) -> None:
+    """Others are constant: they are not tracked, or need no gradient at all."""
+    model = make(kind, num_layers=2)
+    data = [batch[:2] for batch in risk_of(model).batches()]
+    for frozen in (False, True):
+        model.requires_grad_(not frozen)
+        risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data, params=names)
+        K, L = KFAC(risk, sharing="reduce"), loop(lambda risk=risk: KFAC(risk, sharing="reduce"))
+        close(K.to_dense(), L.to_dense())
+
+
+def test_checkpoints_are_refused() -> None:
+    """Nobody watches when a layer runs again, so it does not run as the same operations."""
+
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.GRU(INPUTS, STATES, batch_first=True), nn.Linear(STATES, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = checkpoint(self.inner, x, use_reentrant=False)[0]
+            result: Tensor = checkpoint(self.head, out[:, -1], use_reentrant=False)
+            return result
+
+    model = Recomputed().double()
+    with pytest.raises(ModelError, match=r"inside of an activation checkpoint.* outside of the checkpoint"):
+        KFAC(risk_of(model))
+    model.inner.requires_grad_(requires_grad=False)
+    assert list(KFAC(risk_of(model)).blocks) == ["head"]
 
 
 def test_projections(loop: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from torch.utils import checkpoint
 
 from kfs.errors import ModelError
 from kfs.kfac.capture.mode import Capture
@@ -132,6 +133,7 @@ class _Network:
 
     def run(self, capture: Capture, input: Tensor, hx: Any, params: list[Tensor], *_: Any, **__: Any) -> Any:
         """Run all layers and directions. Further arguments of the operation are fields already."""
+        _refuse_checkpoint()
         initial = _with_batch(capture, hx if self.states == 2 else (hx,))
         directions = 2 if self.bidirectional else 1
         per = 4 if self.has_biases else 2
@@ -195,6 +197,19 @@ class _Network:
             # One layer, no dropout, not in training, one direction, time before batch.
             states, *_ = self.operation(x, hx, list(weights), self.has_biases, 1, 0.0, False, False, False)
         return torch.cat([first[0].to(states.dtype), states[:-1]])
+
+
+def _refuse_checkpoint() -> None:
+    """Refuse to run inside of a checkpoint: nobody watches when it runs again, so it would not be the same operations.
+
+    Tensors that were kept would then be mistaken for others, and gradients could be wrong.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__:
+        raise ModelError(
+            "A recurrent network runs inside of an activation checkpoint (torch.utils.checkpoint).",
+            "Call it outside of the checkpoint, or leave its parameters out with params=.",
+        )
 
 
 RULES = {
