@@ -19,8 +19,8 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known of all times of a recurrence, in float32 or better."""
+class Steps:
+    """What the steps of a recurrence take, for all times, in float32 or better."""
 
     p: Tensor  # what inputs contribute, [time, batch, gates, features]
     q: Tensor  # what states contribute, likewise
@@ -47,7 +47,7 @@ class Slopes(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, known: Known) -> "Slopes":
+    def of(cls, steps: Steps) -> "Slopes":
         """Compute them."""
 
     @staticmethod
@@ -77,7 +77,7 @@ def slopes_of(kind: type[Slopes], p: Tensor, q: Tensor, before: Tensor, cell: Te
     dtype = torch.promote_types(before.dtype, torch.float32)
     with full_precision(before.device.type):
         p, q = (t.to(dtype).unflatten(-1, (kind.gates, -1)) for t in (p, q))
-        return kind.of(Known(p, q, before.to(dtype), cell))
+        return kind.of(Steps(p, q, before.to(dtype), cell))
 
 
 class OneGate(Slopes):
@@ -114,9 +114,9 @@ class Tanh(OneGate):
     """`h = tanh(p + q)`."""
 
     @classmethod
-    def of(cls, known: Known) -> "Tanh":
+    def of(cls, steps: Steps) -> "Tanh":
         """Compute `1 - h^2`."""
-        h = (known.p + known.q).squeeze(2).tanh_()
+        h = (steps.p + steps.q).squeeze(2).tanh_()
         return cls((1 - h.square(),), h)
 
 
@@ -124,9 +124,9 @@ class ReLU(OneGate):
     """`h = relu(p + q)`."""
 
     @classmethod
-    def of(cls, known: Known) -> "ReLU":
+    def of(cls, steps: Steps) -> "ReLU":
         """Look which states are positive."""
-        h = (known.p + known.q).squeeze(2).relu_()
+        h = (steps.p + steps.q).squeeze(2).relu_()
         return cls(((h > 0).to(h.dtype),), h)
 
 
@@ -136,9 +136,9 @@ class GRU(Slopes):
     gates = 3
 
     @classmethod
-    def of(cls, known: Known) -> "GRU":
+    def of(cls, steps: Steps) -> "GRU":
         """Compute slopes of `h'` with respect to the gates of `q`, the last gate of `p`, and `h`."""
-        p, q = known.p, known.q
+        p, q = steps.p, steps.q
         sigmoids = (p[:, :, :2] + q[:, :, :2]).sigmoid_()
         r, z = sigmoids.unbind(2)
         q_n = q[:, :, 2]
@@ -147,9 +147,9 @@ class GRU(Slopes):
         at_n = (1 - z).mul_(1 - n.square())
         at_q = torch.empty_like(q)
         torch.mul(at_n * q_n, bends[:, :, 0], out=at_q[:, :, 0])
-        torch.mul(known.before - n, bends[:, :, 1], out=at_q[:, :, 1])
+        torch.mul(steps.before - n, bends[:, :, 1], out=at_q[:, :, 1])
         torch.mul(at_n, r, out=at_q[:, :, 2])
-        return cls((at_q, at_n, z), torch.lerp(n, known.before, z))
+        return cls((at_q, at_n, z), torch.lerp(n, steps.before, z))
 
     @staticmethod
     def send_back(
@@ -165,11 +165,11 @@ class GRU(Slopes):
         at_q = by_gate.flatten(-2)
         totals = g.new_empty(g.shape)
         following: tuple[Tensor, Tensor, Tensor] | None = None  # what the next state has: see the end of the loop
-        steps = _back_in_time(
+        times = _back_in_time(
             *(_rows(g), slopes, z, by_gate, _rows(at_q)),
             *(totals, totals.unsqueeze(-2), _rows(totals)),
         )
-        for outside, slope, keep, result, rows, total, total_by_gate, total_rows in steps:
+        for outside, slope, keep, result, rows, total, total_by_gate, total_rows in times:
             if following is None:
                 total_rows.copy_(outside)
             else:
@@ -193,20 +193,20 @@ class LSTM(Slopes):
     gates = 4
 
     @classmethod
-    def of(cls, known: Known) -> "LSTM":
+    def of(cls, steps: Steps) -> "LSTM":
         """Compute slopes of `c'` with respect to `c`, `i`, `f`, `g`, and of `h'` with respect to `o` and `c'`.
 
         States of cells are computed time by time, by one operation each.
         """
-        assert known.cell is not None  # noqa: S101 (an LSTM has one)
-        gates = known.p + known.q
+        assert steps.cell is not None  # noqa: S101 (an LSTM has one)
+        gates = steps.p + steps.q
         sigmoids = gates.sigmoid()
         i, f, _, o = sigmoids.unbind(2)
         g = gates[:, :, 2].tanh()
         new = i * g
         times, batch, _, size = gates.shape
         cells = gates.new_empty(times + 1, batch, size)
-        cells[0] = known.cell
+        cells[0] = steps.cell
         rows = cells.unbind(0)
         for keep, add, old, result in zip(f.unbind(0), new.unbind(0), rows[:-1], rows[1:], strict=True):
             torch.addcmul(add, keep, old, out=result)
@@ -234,13 +234,13 @@ class LSTM(Slopes):
         unprojected_rows = unprojected.flatten(0, 1)
         carried = g_cell if g_cell.numel() else torch.zeros_like(at_new_cell)
         following: Tensor | None = None
-        steps = _back_in_time(
+        times = _back_in_time(
             *(_rows(g), slopes[:, :, :4], slopes[:, :, 4], at_cell),
             *(results[..., :4, :], results[..., 4, :], results[..., 0, :], _rows(at_q)),
             *(at_state, _rows(at_state)),
         )
         # Slices are taken before the loop: on a GPU, it is the number of operations in it that counts.
-        for outside, of_cell, of_o, slope, at_parts, at_o, at_old_cell, rows, here, here_rows in steps:
+        for outside, of_cell, of_o, slope, at_parts, at_o, at_old_cell, rows, here, here_rows in times:
             if following is None:
                 here_rows.copy_(outside)
             else:
