@@ -346,7 +346,8 @@ def test_outputs_may_be_changed_in_place(kind: str, batch_first: bool) -> None:
             out, last = self.rnn(x if batch_first else x.transpose(0, 1))
             states = last[-1] if isinstance(last, tuple) else last
             changed: Tensor = out.mul_(3).sum(1 if batch_first else 0)
-            return changed + states.exp_()[0]
+            result: Tensor = changed + states.exp_()[0]
+            return result
 
     model = InPlace().double()
     x = torch.randn(N, TIMES, INPUTS, dtype=torch.float64)
