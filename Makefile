@@ -34,6 +34,7 @@ bench: .venv-bench/.peers  ## measure our products, factors, overhead, inverses 
 	@.venv-bench/bin/python -m benchmarks.operators
 	@.venv-bench/bin/python -m benchmarks.factors
 	@.venv-bench/bin/python -m benchmarks.overhead
+	@.venv-bench/bin/python -m benchmarks.recurrent
 	@.venv-bench/bin/python -m benchmarks.algebra
 	@.venv-bench/bin/python -m benchmarks.conformance
 	@.venv-bench/bin/python -m benchmarks.train

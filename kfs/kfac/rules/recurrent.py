@@ -1,31 +1,41 @@
 """Recurrent networks, as the linear operations that they consist of.
 
-PyTorch runs `nn.RNN`, `nn.LSTM` and `nn.GRU` as one operation. Here, every layer and direction multiplies its inputs
-for all times at once, and its state time by time: the recurrent weight is used as often as there are times.
-Internally sequences are `[batch, time, features]`.
+PyTorch runs `nn.RNN`, `nn.LSTM` and `nn.GRU` as one operation. Here, the same operation computes the states of each
+layer and direction, without graph. Given the states before all times, the layer consists of linear maps for all times
+at once: of inputs, of these states, and of states that are projected. So every weight is used once, at as many shared
+positions as there are times. The states that a layer returns are computed from these products. If one of them were
+misread, predictions would be others, which the audit notices. Gradients go back through time in `recurrence`.
+Internally sequences are `[time, batch, features]`.
+
+Cells (`nn.LSTMCell` and others) run for one time, and are linear maps of input and state.
 """
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from torch.utils import checkpoint
 
 from kfs.errors import ModelError
 from kfs.kfac.capture.mode import Capture
 from kfs.kfac.capture.plan import Argument, Call, Planned, Rewrite
+from kfs.kfac.rules.recurrence import Recurrence
+from kfs.kfac.rules.slopes import GRU, LSTM, ReLU, Slopes, Tanh, slopes_of
 
 State = tuple[Tensor, ...]
 Step = Callable[[Tensor, Tensor, State], State]
 
 
-def _sequence(step: Step, states: int) -> Callable[..., Planned]:
+def _sequence(operation: Callable[..., Any], kind: type[Slopes]) -> Callable[..., Planned]:
     """Return the rule for a recurrent network over all times.
 
     It returns outputs and last states: hidden ones, and those of the cells of an LSTM.
     """
+    states = 2 if kind is LSTM else 1
 
     def rule(
         call: Call,
@@ -45,7 +55,8 @@ def _sequence(step: Step, states: int) -> Callable[..., Planned]:
             raise ModelError(
                 "A recurrent network drops out, so its prediction depends on chance.", "Call model.eval() first."
             )
-        return Rewrite(_Network(step, states, has_biases, num_layers, bidirectional, batch_first).run)
+        network = _Network(operation, kind, states, has_biases, num_layers, bidirectional, batch_first)
+        return Rewrite(network.run)
 
     return rule
 
@@ -112,7 +123,8 @@ def _relu_step(from_x: Tensor, from_h: Tensor, state: State) -> State:
 class _Network:
     """A recurrent network over all times."""
 
-    step: Step
+    operation: Callable[..., Any]  # PyTorch's
+    kind: type[Slopes]
     states: int  # an LSTM has two: hidden ones, and those of its cells
     has_biases: bool
     num_layers: int
@@ -121,51 +133,90 @@ class _Network:
 
     def run(self, capture: Capture, input: Tensor, hx: Any, params: list[Tensor], *_: Any, **__: Any) -> Any:
         """Run all layers and directions. Further arguments of the operation are fields already."""
+        _refuse_checkpoint()
         initial = _with_batch(capture, hx if self.states == 2 else (hx,))
         directions = 2 if self.bidirectional else 1
         per = 4 if self.has_biases else 2
-        projected = self.states == 2 and initial[0].shape[-1] != initial[1].shape[-1]
-        per += projected
-        with capture.places().with_axis(0), capture:
-            x = input if self.batch_first else input.transpose(0, 1)
+        per += self.states == 2 and initial[0].shape[-1] != initial[1].shape[-1]  # a projection
+        with capture.places().with_axis(1):
+            with capture:
+                x = input.transpose(0, 1).contiguous() if self.batch_first else input
             last: list[State] = []
             for layer in range(self.num_layers):
                 outputs = []
                 for direction in range(directions):
                     place = layer * directions + direction
-                    mine = list(params[place * per : (place + 1) * per])
-                    w_hr = mine.pop() if projected else None
-                    state = tuple(h[place] for h in initial)
-                    out, state = _layer(x, state, mine, w_hr, self.step, backwards=direction == 1)
+                    with capture:
+                        state = tuple(h[place] for h in initial)
+                    weights = params[place * per : (place + 1) * per]
+                    out, state = self._layer(capture, x, state, weights, backwards=direction == 1)
                     outputs.append(out)
                     last.append(state)
-                x = torch.cat(outputs, -1) if self.bidirectional else outputs[0]
-            result = x if self.batch_first else x.transpose(0, 1)
-            return (result, *(torch.stack([state[i] for state in last]) for i in range(self.states)))
+                with capture:
+                    x = torch.cat(outputs, -1) if self.bidirectional else outputs[0]
+            with capture:
+                result = x.transpose(0, 1) if self.batch_first else x
+                return (result, *(torch.stack([state[i] for state in last]) for i in range(self.states)))
 
-
-def _layer(
-    x: Tensor, state: State, weights: list[Tensor], w_hr: Tensor | None, step: Step, backwards: bool
-) -> tuple[Tensor, State]:
-    """Run one layer in one direction."""
-    w_ih, w_hh = weights[:2]
-    b_ih, b_hh = weights[2:] if len(weights) == 4 else (None, None)
-    from_x = F.linear(x, w_ih, b_ih)
-    outputs: list[Tensor] = []
-    times = range(x.shape[1])
-    for t in reversed(times) if backwards else times:
-        state = step(from_x[:, t], *_recur(state, w_hh, b_hh))
+    def _layer(
+        self, capture: Capture, x: Tensor, state: State, weights: Sequence[Tensor], backwards: bool
+    ) -> tuple[Tensor, State]:
+        """Run one layer in one direction; return its outputs in the order of its inputs, and its last state."""
+        w_ih, w_hh = weights[:2]
+        b_ih, b_hh = weights[2:4] if self.has_biases else (None, None)
+        w_hr = weights[-1] if len(weights) % 2 else None
+        with capture:
+            x = x.flip(0) if backwards else x
+        before = self._states_before(x, state, weights)
+        with capture:
+            p = F.linear(x, w_ih, b_ih)
+            q = F.linear(capture.as_data(before), w_hh, b_hh)
+        slopes = slopes_of(self.kind, p, q, before, *state[1:])
+        projected = None
         if w_hr is not None:
-            state = (F.linear(state[0], w_hr), *state[1:])
-        outputs.append(state[0])
-    return torch.stack(outputs[::-1] if backwards else outputs, 1), state
+            with capture:
+                projected = F.linear(capture.as_data(slopes.states.to(before.dtype)), w_hr)
+        first = state if self.states == 2 else (*state, None)
+        weight, projection = w_hh.detach(), None if w_hr is None else w_hr.detach()
+        found: tuple[Tensor, ...] = Recurrence.apply(p, q, projected, *first, slopes, before.dtype, weight, projection)  # type: ignore[no-untyped-call]
+        out, *cell = (capture.marks.mark(t) for t in found)
+        with capture:
+            last = out[-1]
+            out = out.flip(0) if backwards else out
+        return out, (last, *cell)
+
+    @torch.no_grad()
+    def _states_before(self, x: Tensor, state: State, weights: Sequence[Tensor]) -> Tensor:
+        """Return the states before all times, which PyTorch's own operation computes."""
+        first = [h.unsqueeze(0).contiguous() for h in state]
+        with warnings.catch_warnings():
+            # PyTorch warns of what nobody can change here: weights of one of several layers share memory with others,
+            # and some libraries do not know projections. A user's own call warns of what is wrong with it.
+            warnings.simplefilter("ignore")
+            hx = first if self.states == 2 else first[0]
+            # One layer, no dropout, not in training, one direction, time before batch.
+            states, *_ = self.operation(x, hx, list(weights), self.has_biases, 1, 0.0, False, False, False)
+        return torch.cat([first[0].to(states.dtype), states[:-1]])
+
+
+def _refuse_checkpoint() -> None:
+    """Refuse to run inside of a checkpoint: nobody watches when it runs again, so it would not be the same operations.
+
+    Tensors that were kept would then be mistaken for others, and gradients could be wrong.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__:
+        raise ModelError(
+            "A recurrent network runs inside of an activation checkpoint (torch.utils.checkpoint).",
+            "Call it outside of the checkpoint, or leave its parameters out with params=.",
+        )
 
 
 RULES = {
-    torch.lstm: _sequence(_lstm_step, 2),
-    torch.gru: _sequence(_gru_step, 1),
-    torch.rnn_tanh: _sequence(_tanh_step, 1),
-    torch.rnn_relu: _sequence(_relu_step, 1),
+    torch.lstm: _sequence(torch.lstm, LSTM),
+    torch.gru: _sequence(torch.gru, GRU),
+    torch.rnn_tanh: _sequence(torch.rnn_tanh, Tanh),
+    torch.rnn_relu: _sequence(torch.rnn_relu, ReLU),
     torch.lstm_cell: _cell(_lstm_step, 2),
     torch.gru_cell: _cell(_gru_step, 1),
     torch.rnn_tanh_cell: _cell(_tanh_step, 1),
