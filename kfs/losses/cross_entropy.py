@@ -20,6 +20,9 @@ from kfs.losses.counter import Draws
 from kfs.losses.interface import Loss, any_per_datum, per_datum, placed
 from kfs.losses.interface import root as root_of
 
+# Probabilities that differ from one by less than this many units of round-off are as good as certain.
+_CERTAIN = 1e3
+
 
 class CrossEntropy(Loss):
     """`CrossEntropyLoss`: logits `[N, C, ...]`, labels `[N, ...]` (int64) or probabilities `[N, C, ...]`."""
@@ -118,8 +121,14 @@ class CrossEntropy(Loss):
         return torch.where((g == 0).all(1), self.ignore_index, g.argmin(1))
 
     def departure(self, f: Tensor, g: Tensor) -> Tensor:
-        """Return the length of the gradient's sums over classes: probabilities sum to one."""
-        sums: Tensor = g.sum(1).norm() / g.norm().clamp(min=torch.finfo(g.dtype).tiny)
+        """Return the length of the gradient's sums over classes: probabilities sum to one.
+
+        Where a prediction is as good as certain, the gradient for the right label is round-off, and is not looked at.
+        """
+        precision = torch.finfo(g.dtype)
+        doubt = 1 - softmax(f.detach()).amax(1, keepdim=True)
+        known = torch.where(doubt > _CERTAIN * precision.eps, g, 0.0)
+        sums: Tensor = known.sum(1).norm() / known.norm().clamp(min=precision.tiny)
         return sums
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:

@@ -122,7 +122,8 @@ def limited(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: 
     rows, columns = D.shape[2:]
     if unit_vectors:
         share = D.norm(dim=2, keepdim=True) / (sqrt(rows) * trust)
-        return D * (1 + share.square()).rsqrt()
+        short: Tensor = D * (1 + share.square()).rsqrt()
+        return short
     smallest = torch.finfo(D.dtype).tiny ** 0.5
     radius = trust * sqrt(max(1.0, rows / columns)) / input_size.clamp(min=smallest)
     # Squares of very large numbers would overflow. They are beyond all limits, so the whole step is shortened.

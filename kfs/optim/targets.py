@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from kfs.errors import LossError
@@ -12,6 +13,7 @@ from kfs.optim.other_losses import fit, other_losses, shows_targets
 
 # Beyond this relative distance, a gradient is that of other targets. Half precision rounds by less.
 _TOLERANCE = 0.05
+_UNITS = 8.0  # of round-off, in each of two gradients
 
 
 @dataclass
@@ -47,7 +49,9 @@ class Targets:
         if self.y is not None:
             try:
                 loss.check_now(f, self.y)
-                self.fit = self.scale, self.mismatch = fit(g, loss.gradient(f, self.y))
+                direction = loss.gradient(f, self.y)
+                self.fit = self.scale, distance = fit(g, direction)
+                self.mismatch = (distance - _round_off(f, g, self.y, loss)).clamp(min=0)
                 if self.given or self.mismatch < _TOLERANCE:
                     return self.y
             except (ValueError, TypeError):
@@ -85,3 +89,16 @@ class Targets:
         if self.known_scale() is not None:
             return ""
         return next((name for name, is_its_own in self.others.items() if is_its_own), "")
+
+
+def _round_off(f: Tensor, g: Tensor, y: Tensor, loss: Loss) -> Tensor:
+    """Return how far a gradient that nearly vanishes may be from another way to compute it, relative to its length.
+
+    Its entries are differences of a prediction and a target, or of their probabilities, and rounded like these.
+    """
+    terms = len(f) if y.is_floating_point() else y.numel()
+    weight = loss.scale / (terms if loss.reduction == "mean" else 1)
+    size = f.abs().clamp(max=1.0).norm()
+    noise = _UNITS * torch.finfo(f.dtype).eps * weight * size
+    result: Tensor = noise / g.norm().clamp(min=torch.finfo(f.dtype).tiny)
+    return result

@@ -330,3 +330,31 @@ def test_the_value_of_a_square_loss(announced: Any, minimized: Minimized, expect
     except LossError as error:
         message = f"error: {error}"
     check(message, expected)
+
+
+@pytest.mark.parametrize("by_module", [True, False])
+def test_gradients_that_vanish(by_module: bool) -> None:
+    """When a network is certain of all labels, gradients are round-off, which is no other loss."""
+    torch.manual_seed(0)
+    X = torch.randn(64, 4)
+    y = X[:, :3].argmax(1)
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        model.weight.copy_(20 * torch.eye(3, 4))
+    criterion = nn.CrossEntropyLoss()
+    optimizer = KFAC(model, criterion, factors_every=1)
+    for scale in (1, 2, 4, 8, 16, 64):  # the last gradients are zero
+        optimizer.zero_grad()
+        f = scale * X
+        value = criterion(model(f), y) if by_module else nn.functional.cross_entropy(model(f), y)
+        value.backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+    target = nn.functional.one_hot(y, 3).float()
+    optimizer.zero_grad()
+    f = model(X)
+    optimizer.targets(y)
+    (1e-3 * (f - target).square().mean()).backward()
+    with pytest.raises(LossError, match="is not that of CrossEntropyLoss"):
+        optimizer.step()
