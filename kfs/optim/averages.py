@@ -33,6 +33,7 @@ class Average:
     damping: Tensor | None = None  # what was added to eigenvalues for this inverse, `[groups]`
     updated: int = -1  # step of the last attempt to invert
     eigen: Eigenbasis | None = None  # average of corrected eigenvalues; it starts with those of the factors
+    uses: float = 1.0  # average number of inputs of the layer per example, such as positions of a convolution
 
     @classmethod
     def zeros_like(cls, block: Block) -> "Average":
@@ -51,7 +52,15 @@ class Average:
                 average.scale.lerp_(new.scale, (1 - decay) / self.weight)
             else:
                 average.values.mul_(decay).add_(new.values, alpha=(1 - decay) * block.scale(side))
+        # The average without the bias of its start. Factors add inputs up; `input_size` needs their mean.
+        uses = block.sums.terms * block.reduction_factor
+        self.uses += (uses - self.uses) * (1 - decay) / self.weight
         self.changed = True
+
+    def input_size(self) -> Tensor:
+        """Return the root mean square of what the layer multiplies its weight with, `[groups]`; a bias counts as 1."""
+        A = _without_bias(self.factors.A, self.weight)
+        return (A.trace() / (A.size * self.uses)).sqrt()
 
     @property
     def cost(self) -> float:

@@ -62,6 +62,14 @@ class Events:
             log.warning("kfs.optim: %s%s.", text, "" if count == 1 else f" ({count} times so far)")
 
 
+@dataclass(frozen=True, eq=False)
+class _Inputs:
+    """What the trust region has to know of the inputs of stacked layers."""
+
+    size: Tensor  # root mean squares, `[stack, 1, 1, 1]`
+    unit_vectors: bool  # whether they are unit vectors, as those of embeddings are
+
+
 @dataclass(eq=False)
 class Curvature:
     """Averages and inverses of all blocks."""
@@ -80,8 +88,8 @@ class Curvature:
     _successes: int = 0  # steps without event in a row
     _rises: int = 0  # rises of damping that were not undone yet
     _credit: float = 0.0  # work on inverses that was allowed in earlier steps and not used
-    # Inverses that are multiplied together, and whether their inputs are unit vectors; `None` after a change.
-    _stacks: list[tuple[Stack, bool]] | None = None
+    # Inverses that are multiplied together, and what is known of their inputs; `None` after a change.
+    _stacks: list[tuple[Stack, "_Inputs"]] | None = None
 
     @property
     def covered(self) -> set[str]:
@@ -155,7 +163,7 @@ class Curvature:
             self._stacks = self._stacked()
         columns = {name: t.unsqueeze(0) for name, t in u.items()}
         steps: dict[str, Tensor] = {}
-        for stack, unit_vectors in self._stacks:
+        for stack, inputs in self._stacks:
             like = stack.structure.like
             D = stack.structure.multiply(stack.read(columns).to(like.dtype))
             # Every number of the result is a sum over a row, and then over a column.
@@ -164,7 +172,8 @@ class Curvature:
             limits = [trust if limit and trust is not None else torch.inf for trust in trusts]
             # If all limits are the same, as nearly always, no tensor has to be made.
             same = len(set(limits)) == 1
-            D = limited(D, limits[0] if same else like.new_tensor(limits).reshape(-1, 1, 1, 1), unit_vectors)
+            trust = limits[0] if same else like.new_tensor(limits).reshape(-1, 1, 1, 1)
+            D = limited(D, trust, inputs.size, inputs.unit_vectors)
             layout = stack.layouts[0]
             if len(stack.layouts) == 1 and layout.is_plain:
                 # Weight and bias are views of the result, and need not be copied.
@@ -241,8 +250,8 @@ class Curvature:
         average.changed = False
         self._stacks = None
 
-    def _stacked(self) -> list[tuple[Stack, bool]]:
-        """Stack inverses of one size, and return for each stack whether its inputs are unit vectors."""
+    def _stacked(self) -> list[tuple[Stack, "_Inputs"]]:
+        """Stack inverses of one size, and return for each stack what is known of its inputs."""
         owners = {average.layout: average for average in self.averages.values()}
         parts = [(a.layout, a.inverse) for a in self.averages.values() if a.inverse is not None]
         if all(inverse.like.device.type == "cpu" for _, inverse in parts):
@@ -255,7 +264,8 @@ class Curvature:
             for layout, part in stack.slices():
                 owners[layout].inverse = stack.structure[part]  # A view: inverses are stored once.
             diagonal = owners[stack.layouts[0]].factors.A.kind == "diagonal"
-            result.append((stack, diagonal and stack.structure.columns > 1))
+            sizes = torch.cat([owners[layout].input_size() for layout in stack.layouts])
+            result.append((stack, _Inputs(sizes.reshape(-1, 1, 1, 1), diagonal and stack.structure.columns > 1)))
         return result
 
     def state(self) -> dict[str, Any]:

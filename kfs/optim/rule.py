@@ -63,40 +63,37 @@ def natural_step(
     return torch._foreach_sub(decayed, torch._foreach_mul(steps, list(lr))), averages
 
 
-def limited(D: Tensor, trust: float | Tensor, unit_vectors: bool) -> Tensor:
+def limited(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool) -> Tensor:
     r"""Keep steps of layers in a trust region.
+
+    Each singular value $\sigma$ of a step becomes $\sigma / \sqrt{1 + (\sigma / r)^2}$, where $r$ is the radius: small
+    ones stay, and large ones end at the radius. The whole step is not shortened with its largest singular value.
+    That one often belongs to noise in a direction with little curvature, and all other directions would stand still.
 
     Args:
         D: Steps of some layers, as matrices `[stack, 1, d_B, d_A]` that multiply inputs from the left.
         trust: How much steps may change outputs, for all layers or for each, `[stack, 1, 1, 1]`; infinity for no limit.
-            A layer's step is shortened if its spectral norm exceeds $\sqrt{\max(1, d_B / d_A)}$ times this number.
+            The radius is $\sqrt{\max(1, d_B / d_A)}$ times this number, over the size of inputs.
+        input_size: Root mean squares of the layers' inputs, `[stack, 1, 1, 1]`.
         unit_vectors: Whether inputs are unit vectors (embeddings). Then each column is limited on its own.
     """
+    if isinstance(trust, float) and trust == torch.inf:
+        return D
     rows, columns = D.shape[2:]
     if unit_vectors:
-        size = D.norm(dim=2, keepdim=True) / sqrt(rows)
-    else:
-        size = spectral_norm(D) / sqrt(max(1.0, rows / columns))
-    shorter: Tensor = D * (trust / size).clamp(max=1.0)
-    return shorter
+        share = D.norm(dim=2, keepdim=True) / (sqrt(rows) * trust)
+        return D * (1 + share.square()).rsqrt()
+    radius = trust * sqrt(max(1.0, rows / columns)) / input_size.clamp(min=torch.finfo(D.dtype).tiny ** 0.5)
+    S = D / radius
+    if rows <= columns:
+        return saturation(S @ S.mT) @ D
+    return D @ saturation(S.mT @ S)
 
 
-def spectral_norm(D: Tensor, iterations: int = 4) -> Tensor:
-    """Estimate the largest singular values of `[..., m, n]` from below, `[..., 1, 1]`, by power iteration."""
-    norms: Tensor = torch.linalg.vector_norm(D, dim=(-2, -1), keepdim=True)
-    if 1 in D.shape[-2:]:
-        return norms
-    # A product of single matrices has less overhead than one of stacks.
-    M = D.reshape(D.shape[-2:]) if D.shape[:-2].numel() == 1 else D
-    # Without this scale, the iteration would overflow.
-    shrink = norms.reshape(1, 1) if M.ndim == 2 else norms
-    shrink = shrink.square().clamp(min=torch.finfo(D.dtype).tiny).reciprocal()
-    v = _start(D.shape[-1], D.dtype, D.device)
-    for _ in range(iterations):
-        v = M.mT @ (M @ v) * shrink
-    length = torch.linalg.vector_norm(v, dim=-2, keepdim=True)
-    top: Tensor = torch.linalg.vector_norm(M @ v, dim=-2, keepdim=True) / length
-    return torch.where(length > 0, top, norms)
+def saturation(G: Tensor) -> Tensor:
+    """Return the inverse square roots of identity plus symmetric positive semidefinite matrices `[..., n, n]`."""
+    values, Q = torch.linalg.eigh(G)
+    return Q * (1 + values.clamp(min=0)).rsqrt().unsqueeze(-2) @ Q.mT
 
 
 @lru_cache(maxsize=256)
