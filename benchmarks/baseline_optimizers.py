@@ -172,9 +172,11 @@ def with_adamw(optimizer: Stepper, params: Iterable[nn.Parameter], model: nn.Mod
 
 
 def muon(model: nn.Module, lr: float) -> Stepper:
-    """Return Muon for weights of linear layers and convolutions, except for a last layer called `head`."""
+    """Return Muon for weights of linear, convolutional and recurrent layers, except for a last one called `head`."""
     named = (pair for pair in model.named_modules() if isinstance(pair[1], nn.Linear | nn.Conv2d))
     weights = [layer.get_parameter("weight") for name, layer in named if name != "head"]
+    recurrent = (layer for layer in model.modules() if isinstance(layer, nn.RNNBase))
+    weights += [p for layer in recurrent for p in layer.parameters() if p.ndim > 1]
     return with_adamw(Muon(weights, lr), weights, model, ADAM_RATIO * lr)
 
 

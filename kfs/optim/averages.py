@@ -34,6 +34,7 @@ class Average:
     updated: int = -1  # step of the last attempt to invert
     eigen: Eigenbasis | None = None  # average of corrected eigenvalues; it starts with those of the factors
     uses: float = 1.0  # average number of inputs of the layer per example, such as positions of a convolution
+    input_size: Tensor | None = None  # root mean square of inputs at the last inverse, `[groups]`; a bias counts as one
 
     @classmethod
     def zeros_like(cls, block: Block) -> "Average":
@@ -52,15 +53,10 @@ class Average:
                 average.scale.lerp_(new.scale, (1 - decay) / self.weight)
             else:
                 average.values.mul_(decay).add_(new.values, alpha=(1 - decay) * block.scale(side))
-        # The average without the bias of its start. Factors add inputs up; `input_size` needs their mean.
+        # The average without the bias of its start. A factor has sums over uses; sizes of inputs are means.
         uses = block.sums.terms * block.reduction_factor
         self.uses += (uses - self.uses) * (1 - decay) / self.weight
         self.changed = True
-
-    def input_size(self) -> Tensor:
-        """Return the root mean square of what the layer multiplies its weight with, `[groups]`; a bias counts as 1."""
-        A = _without_bias(self.factors.A, self.weight)
-        return (A.trace() / (A.size * self.uses)).sqrt()
 
     @property
     def cost(self) -> float:
@@ -85,6 +81,7 @@ class Average:
         delta = (damping * mean).clamp(min=_LEAST_DAMPING)
         self.inverse = damped_inverse(structure, delta, "exact" if eigen else method)
         self.damping = delta
+        self.input_size = (K.A.trace() / (K.A.size * self.uses)).clamp(min=0).sqrt()
         self.eigen = corrected
 
     def _in_eigenbasis_of(self, K: Kronecker) -> Eigenbasis:

@@ -264,7 +264,7 @@ class Curvature:
             for layout, part in stack.slices():
                 owners[layout].inverse = stack.structure[part]  # A view: inverses are stored once.
             diagonal = owners[stack.layouts[0]].factors.A.kind == "diagonal"
-            sizes = torch.cat([owners[layout].input_size() for layout in stack.layouts])
+            sizes = torch.cat([t for layout in stack.layouts if (t := owners[layout].input_size) is not None])
             result.append((stack, _Inputs(sizes.reshape(-1, 1, 1, 1), diagonal and stack.structure.columns > 1)))
         return result
 

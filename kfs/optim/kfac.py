@@ -44,12 +44,12 @@ class KFAC(Reported, Optimizer):
             it: another loss, or another reduction, is an error, a factor in front a warning. For losses other than
             cross-entropies, reduction and factor are noticed only if targets are known (see `targets`).
         params: Parameters or parameter groups, as for other optimizers. By default, all parameters of the model.
-        lr: Learning rate, the setting to tune. By default 0.1, and 1 with a quadratic model.
+        lr: Learning rate, the setting to tune. By default 0.03, and 1 with a quadratic model.
         damping: Added to eigenvalues of the curvature, in units of their mean (see `damping_unit`).
         momentum: How much of the average over gradients is kept in every step.
         weight_decay: Decoupled weight decay.
-        trust: Limits each layer's step before it is multiplied by `lr`: how much the step may change outputs, for
-            inputs of unit size. `None` for no limit.
+        trust: Limits each layer's step before it is multiplied by `lr`, in every direction: how much it may change
+            outputs. `None` for no limit.
         kl_clip: Limits the whole step: how much it may change predictions according to the curvature. `None` for no
             limit.
         fisher: Which curvature matrix: `"mc"` (one more backward pass, for labels drawn from the model's likelihood),
@@ -133,7 +133,7 @@ class KFAC(Reported, Optimizer):
         self._settings = Settings(fisher, sharing, seed=seed, max_dim=max_dim, batch_axis=batch_axis, audit=audit)
         check_options(locals())
         defaults = {
-            "lr": (1.0 if quadratic_model else 0.1) if lr is None else lr,
+            "lr": (1.0 if quadratic_model else 0.03) if lr is None else lr,
             "damping": damping,
             "momentum": momentum,
             "weight_decay": weight_decay,

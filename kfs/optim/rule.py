@@ -19,12 +19,17 @@ shortens a layer's step if its curvature is implausibly small: see `limited`.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from math import sqrt
+from math import inf, sqrt
 
 import torch
 from torch import Tensor
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
+# Singular values of a step count as at most this many times the radius of the trust region: a step that is longer is
+# shortened as a whole first.
+_LARGEST = 100.0
+# Relative error of singular values after the limit. In float64, where one wants exact numbers, it is round-off.
+_PRECISION = 1e-3
 
 
 def natural_step(
@@ -77,29 +82,54 @@ def limited(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: 
         input_size: Root mean squares of the layers' inputs, `[stack, 1, 1, 1]`.
         unit_vectors: Whether inputs are unit vectors (embeddings). Then each column is limited on its own.
     """
-    if isinstance(trust, float) and trust == torch.inf:
+    if isinstance(trust, float) and trust == inf:
         return D
     rows, columns = D.shape[2:]
     if unit_vectors:
         share = D.norm(dim=2, keepdim=True) / (sqrt(rows) * trust)
         return D * (1 + share.square()).rsqrt()
-    radius = trust * sqrt(max(1.0, rows / columns)) / input_size.clamp(min=torch.finfo(D.dtype).tiny ** 0.5)
+    smallest = torch.finfo(D.dtype).tiny ** 0.5
+    radius = trust * sqrt(max(1.0, rows / columns)) / input_size.clamp(min=smallest)
     S = D / radius
-    if rows <= columns:
-        return saturation(S @ S.mT) @ D
-    return D @ saturation(S.mT @ S)
+    # The smaller of both Gram matrices is enough.
+    return saturation(S @ S.mT) @ D if rows < columns else D @ saturation(S.mT @ S)
 
 
 def saturation(G: Tensor) -> Tensor:
-    """Return the inverse square roots of identity plus symmetric positive semidefinite matrices `[..., n, n]`."""
-    values, Q = torch.linalg.eigh(G)
-    return Q * (1 + values.clamp(min=0)).rsqrt().unsqueeze(-2) @ Q.mT
+    r"""Return what limits the singular values of matrices $S$, given Gram matrices $S^\top S$, `[..., n, n]`.
+
+    The product with $S$ has singular values $s / \sqrt{1 + s^2}$ instead of $s$: the result is $(I + G)^{-1/2}$. It is
+    computed by a Newton-Schulz iteration with optimal scales (Chen & Chow, 2014), which makes all singular values of
+    $S$ with the identity below it equal to one. It needs products only, at which GPUs are much better than at
+    decompositions.
+    """
+    # An upper bound on the largest eigenvalue, which is close if few of them are large.
+    bound = torch.linalg.matrix_norm(G, keepdim=True)
+    shrink = (_LARGEST**2 / bound).clamp(max=1.0)
+    identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    top = 1 + shrink * bound
+    # R is the Gram matrix of the iterate, which starts with singular values of at most one; P is its product so far.
+    R = (shrink * G + identity) / top
+    scales = _scales(1e-12 if G.dtype == torch.float64 else _PRECISION)
+    P = Q = scales[0][0] * identity - scales[0][1] * R
+    for first, second in scales[1:]:
+        R = R @ Q @ Q
+        Q = first * identity - second * R
+        P = P @ Q
+    result: Tensor = P * (shrink / top).sqrt()
+    return result
 
 
-@lru_cache(maxsize=256)
-def _start(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a fixed vector `[n, 1]` that is unlikely to be orthogonal to a singular vector."""
-    return torch.cos(torch.arange(size, device=device).square()).to(dtype).unsqueeze(-1)
+@lru_cache(maxsize=2)
+def _scales(precision: float) -> list[tuple[float, float]]:
+    """Return coefficients of the iteration that moves singular values up to one, until they are that close."""
+    scales = []
+    low = 1 / sqrt(1 + _LARGEST**2)  # a bound on the smallest singular value
+    while 1 - low > precision:
+        a = sqrt(3 / (1 + low + low**2))
+        scales.append((1.5 * a, 0.5 * a**3))
+        low = low * (1.5 * a - 0.5 * a**3 * low**2)
+    return scales
 
 
 def adamw_step(

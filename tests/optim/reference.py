@@ -20,7 +20,7 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 class Options:
     """Settings of one block, with the defaults that the optimizer's documentation promises."""
 
-    lr: float = 0.1
+    lr: float = 0.03
     damping: float = 0.003
     momentum: float = 0.9
     weight_decay: float = 0.0
@@ -43,6 +43,7 @@ class Block:
     corrected: Tensor | None = None  # with eigen=True: the average of corrected curvatures, dense
     basis: tuple[Tensor, Tensor] | None = None
     inverse: Tensor | None = None
+    inputs: float = 1.0  # root mean square of the layer's inputs
     added: Tensor = field(default_factory=lambda: torch.zeros(()))  # what damping added to all eigenvalues
     momentum: Tensor = field(default_factory=lambda: torch.zeros(()))
     previous: Tensor = field(default_factory=lambda: torch.zeros(()))
@@ -86,6 +87,7 @@ class Block:
     def invert(self, scale: float) -> None:
         """Compute the damped inverse of the averages."""
         A, B = self.A / self.weight, self.B / self.weight
+        self.inputs = math.sqrt(float(A.trace()) / len(A))
         curvature = torch.kron(B, A)
         if self.options.eigen:
             Q_A, Q_B = (torch.linalg.eigh(factor).eigenvectors for factor in (A, B))
@@ -117,8 +119,13 @@ class Block:
         if self.options.trust is None:
             return D
         rows, columns = D.shape
-        bound = self.options.trust * math.sqrt(max(1.0, rows / columns))
-        return D * min(1.0, bound / float(torch.linalg.matrix_norm(D, 2)))
+        radius = self.options.trust * math.sqrt(max(1.0, rows / columns)) / self.inputs
+        U, sizes, V = torch.linalg.svd(D, full_matrices=False)
+        longest = float(sizes.pow(4).sum()) ** 0.25
+        sizes = sizes * min(1.0, 100 * radius / longest)
+        for i, size in enumerate(sizes.tolist()):
+            sizes[i] = size / math.sqrt(1 + (size / radius) ** 2)
+        return U @ sizes.diag() @ V
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -160,7 +167,7 @@ class Reference:
                 mine = dict((groups or {}).get(place, {}))
                 self.blocks.append(Block(layer, replace(Options(**options), **mine)))
         self.steps, self.work, self.changed, self.damping_scale = 0, 0.0, False, 1.0
-        self.shortened: list[bool] = []  # whether a trust region or `kl_clip` shortened a step, for every step
+        self.shortened: list[bool] = []  # whether a trust region or `kl_clip` took half of a step
 
     def statistics(self, X: Tensor, y: Tensor) -> list[list[list[tuple[Tensor, Tensor]]]]:
         """Return an input and an output gradient for every block, datum and backpropagated vector."""
@@ -240,7 +247,7 @@ class Reference:
             lrs = [block.options.lr for block in self.blocks]
             change = sum(float((lr * u * lr * D).sum()) for lr, u, D in zip(lrs, ahead, steps, strict=True))
             steps = [D * min(1.0, (self.kl_clip / change) ** 0.5) for D in steps]
-        self.shortened.append(any(float(D.norm()) < float(F.norm()) for D, F in zip(steps, free, strict=True)))
+        self.shortened.append(any(float(D.norm()) < 0.5 * float(F.norm()) for D, F in zip(steps, free, strict=True)))
         for block, D in zip(self.blocks, steps, strict=True):
             lr, decay = block.options.lr, block.options.weight_decay
             block.assign((1 - lr * decay) * block.matrix() - lr * D)

@@ -74,7 +74,6 @@ def test_defaults() -> None:
     steps = [(4 * X, (y == 0).double().unsqueeze(1)) for X, y in batches(12, 20)]
     reference = compare(model, loss, binary, steps)
     assert any(reference.shortened)  # otherwise the trust region would not be seen
-    assert not all(reference.shortened)
 
 
 def test_curvature_is_drawn_by_default() -> None:

@@ -1,0 +1,318 @@
+"""Training to the end of a schedule: held-out losses of KFAC and of others at a quarter, at half and at the end.
+
+`python -m benchmarks.long_runs [lstm] [gpt] [tanh] [why] [--quick]` runs on one CPU thread and writes JSON to
+benchmarks/results, one or two minutes for each run and about 20 minutes for the three tasks. Learning rates rise for
+5 % of the steps and then fall to zero along a cosine. Every optimizer gets the best of the three values in `GRIDS` by
+the loss at its end, with one seed.
+
+`why` trains the LSTM with variants of KFAC that differ in what the trust region limits, and in which layers AdamW
+trains. It prints how long steps are before the limit, in units of it, and how many directions they have: the *stable
+rank*, which is the squared Frobenius norm over the squared spectral norm. `--quick` shows that everything runs; its
+numbers mean nothing.
+"""
+
+import math
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.baseline_optimizers import Factory, MatrixOptimizer, Stepper, Together, factories
+from benchmarks.report import RESULTS, save
+from benchmarks.training_tasks import Task, gpt, shuffled, token_cross_entropy, windows
+from kfs.losses import TokenCrossEntropy
+from kfs.optim import KFAC, curvature
+from kfs.report.digits import load
+
+CORPUS = 4_700_000  # bytes
+WARMUP = 0.05  # of all steps
+GRIDS: dict[str, tuple[float, ...]] = {
+    "adamw": (3e-3, 1e-2, 3e-2),
+    "muon": (0.02, 0.06, 0.2),
+    "soap": (3e-3, 1e-2, 3e-2),
+    "kfs": (0.01, 0.03, 0.1),
+}
+Limit = Callable[[Tensor, float | Tensor, Tensor, bool], Tensor]
+
+
+@dataclass(frozen=True)
+class LongRun:
+    """One training run; losses are held-out ones, infinite after a divergence."""
+
+    task: str
+    optimizer: str
+    lr: float
+    quarter: float
+    half: float
+    end: float
+    seconds: float
+    # By layer, over the last quarter: medians of the step's length in units of the trust region, and of stable ranks.
+    lengths: dict[str, float] = field(default_factory=dict)
+    ranks: dict[str, float] = field(default_factory=dict)
+
+
+def corpus(size: int) -> Tensor:
+    """Return source text of Python's standard library as bytes, the same for one version of Python."""
+    root = Path(sysconfig.get_path("stdlib"))
+    text = b""
+    for file in chain(sorted(root.glob("*.py")), sorted(root.glob("[a-z]*/*.py"))):
+        if len(text) >= size:
+            break
+        if file.parent.name not in {"site-packages", "test"}:
+            text += file.read_bytes()
+    return torch.frombuffer(bytearray(text[:size]), dtype=torch.uint8).long()
+
+
+class RecurrentModel(nn.Module):
+    """Predicts the next byte of a text at every position, logits `[N, T, 256]`."""
+
+    def __init__(self, embedded: int = 64, hidden: int = 128) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.embedding = nn.Embedding(256, embedded)
+        self.lstm = nn.LSTM(embedded, hidden, batch_first=True)
+        self.head = nn.Linear(hidden, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run over all positions."""
+        logits: Tensor = self.head(self.lstm(self.embedding(x))[0])
+        return logits
+
+
+def lstm() -> Task:
+    """Predict bytes of source text; the last twentieth is held out."""
+    text = corpus(CORPUS)
+    cut = int(0.95 * len(text))
+    held_out = windows(text[cut:], 128, seed=0)
+    return Task(
+        name="lstm",
+        model=RecurrentModel,
+        batches=lambda seed: windows(text[:cut], 32, seed),
+        check=[next(held_out) for _ in range(4)],
+        loss=token_cross_entropy,
+        description=TokenCrossEntropy(),
+        target=0.0,
+        steps=1000,
+    )
+
+
+def tanh_model() -> nn.Module:
+    """Return ten linear layers with tanh between them."""
+    widths = (64, *[96] * 9, 10)
+    layers = [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def tanh() -> Task:
+    """Classify digits with a deep network; every fifth is held out."""
+    X, y = load()
+    X = X.float()
+    held_out = torch.arange(len(X)) % 5 == 0
+    return Task(
+        name="tanh",
+        model=tanh_model,
+        batches=lambda seed: shuffled(X[~held_out], y[~held_out], 64, seed),
+        check=[(X[held_out], y[held_out])],
+        loss=nn.functional.cross_entropy,
+        description=nn.CrossEntropyLoss(),
+        target=0.0,
+        steps=1000,
+    )
+
+
+TASKS: dict[str, Callable[[], Task]] = {"lstm": lstm, "gpt": lambda: replace(gpt(), steps=600), "tanh": tanh}
+
+
+def share_of_lr(step: int, steps: int) -> float:
+    """Return what learning rates are multiplied with: a linear rise, then a cosine that ends at zero."""
+    warmup = max(1, round(WARMUP * steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+def places_of_lr(optimizer: Stepper) -> list[dict[str, Any]]:
+    """Return mappings whose `"lr"` can be set: parameter groups, or attributes."""
+    if isinstance(optimizer, Together):
+        return [place for part in optimizer.parts for place in places_of_lr(part)]
+    if isinstance(optimizer, MatrixOptimizer):
+        return [vars(optimizer)]
+    return list(optimizer.param_groups)  # type: ignore[attr-defined]
+
+
+def train(task: Task, name: str, make: Factory, lr: float, seed: int = 0) -> LongRun:
+    """Train to the end of the schedule, or until the loss is not finite."""
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer, batches = make(model, lr), task.batches(seed)
+    places = places_of_lr(optimizer)
+    full = [place["lr"] for place in places]
+    found, seconds = dict[int, float](), 0.0
+    for step in range(task.steps):
+        X, y = next(batches)
+        start = time.perf_counter()
+        for place, base in zip(places, full, strict=True):
+            place["lr"] = base * share_of_lr(step, task.steps)
+        optimizer.zero_grad()
+        loss = task.loss(model(X), y)
+        loss.backward()
+        optimizer.step()
+        seconds += time.perf_counter() - start
+        if not loss.isfinite():
+            break
+        if step + 1 in {task.steps // 4, task.steps // 2, task.steps}:
+            found[step + 1] = task.checked_loss(model)
+    losses = [found.get(at, math.inf) for at in (task.steps // 4, task.steps // 2, task.steps)]
+    return LongRun(task.name, name, lr, *losses, seconds)
+
+
+def line(run: LongRun, best: bool) -> str:
+    """Return a row of the table."""
+    losses = " | ".join(f"{loss:.4f}" for loss in (run.quarter, run.half, run.end))
+    end = "best" if best else ""
+    if run.lengths:
+        end = "; ".join(f"{layer}: {run.lengths[layer]:.3g}, {run.ranks[layer]:.2g}" for layer in run.lengths)
+    return f"| {run.task} | {run.optimizer} | {run.lr:g} | {losses} | {run.seconds:.0f} | {end} |"
+
+
+def compare(task: Task, makers: Mapping[str, tuple[Factory, tuple[float, ...]]]) -> list[LongRun]:
+    """Train with all learning rates, and print each optimizer's runs from the best to the worst."""
+    print("| task | optimizer | learning rate | at a quarter | at half | at the end | seconds | |")
+    print("|---|---|---|---|---|---|---|---|")
+    found = []
+    for name, (make, grid) in makers.items():
+        runs = sorted((train(task, name, make, lr) for lr in grid), key=lambda run: run.end)
+        for run in runs:
+            print(line(run, run is runs[0]), flush=True)
+        found += runs
+    return found
+
+
+def shortened(by_inputs: bool) -> Limit:
+    """Return a trust region that shortens a layer's whole step if its spectral norm is too large."""
+
+    def limit(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool) -> Tensor:
+        rows, columns = D.shape[2:]
+        if unit_vectors:
+            size = D.norm(dim=2, keepdim=True) / rows**0.5
+        else:
+            size = torch.linalg.matrix_norm(D, 2, keepdim=True) / max(1.0, rows / columns) ** 0.5
+            size = size * input_size if by_inputs else size
+        result: Tensor = D * (trust / size).clamp(max=1.0)
+        return result
+
+    return limit
+
+
+def of_unit_inputs(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool) -> Tensor:
+    """Limit singular values, as if inputs had size one."""
+    return DEFAULT(D, trust, torch.ones_like(input_size), unit_vectors)
+
+
+DEFAULT: Limit = curvature.limited
+LIMITS: dict[str, Limit] = {
+    "whole step": shortened(by_inputs=False),
+    "whole step, by size of inputs": shortened(by_inputs=True),
+    "singular values": of_unit_inputs,
+    "singular values, by size of inputs (the default)": DEFAULT,
+}
+
+
+@contextmanager
+def limit(rule: Limit, seen: list[tuple[str, float, float]]) -> Iterator[None]:
+    """Put another trust region in place of the optimizer's, and note lengths and stable ranks of steps."""
+
+    def noting(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool) -> Tensor:
+        short = rule(D, trust, input_size, unit_vectors)
+        if not unit_vectors:
+            top, limited = (float(torch.linalg.matrix_norm(M, 2).max()) for M in (D, short))
+            rank = float(D.norm()) ** 2 / max(top, 1e-30) ** 2
+            seen.append(("x".join(map(str, D.shape[2:])), top / max(limited, 1e-30), rank))
+        return short
+
+    curvature.limited = noting
+    try:
+        yield
+    finally:
+        curvature.limited = DEFAULT
+
+
+def layer_by_adamw(prefix: str, loss: object, adamw_lr: float = 1e-2) -> Factory:
+    """Return KFAC with one layer trained by AdamW, at the learning rate that is the best for AdamW alone."""
+
+    def make(model: nn.Module, lr: float) -> Stepper:
+        inside = [p for name, p in model.named_parameters() if name.startswith(prefix)]
+        others = [p for name, p in model.named_parameters() if not name.startswith(prefix)]
+        adamw = {"params": inside, "method": "adamw", "adamw_lr": adamw_lr / lr}
+        return KFAC(model, loss, [adamw, {"params": others}], lr=lr)
+
+    return make
+
+
+def why(task: Task, grid: tuple[float, ...]) -> list[LongRun]:
+    """Train with all variants of the trust region, and with each layer trained by AdamW."""
+    kfs = factories(task.description)["kfs"]
+    variants: list[tuple[str, Limit, Factory, tuple[float, ...]]]
+    variants = [(name, rule, kfs, grid) for name, rule in LIMITS.items()]
+    # One learning rate is enough for these: the best one of the trust region alone.
+    for rule, lr in (("whole step", 0.1), ("singular values, by size of inputs (the default)", 0.03)):
+        for layer in ("embedding", "lstm", "head"):
+            make = layer_by_adamw(layer, task.description)
+            variants.append((f"{rule}; {layer} by AdamW", LIMITS[rule], make, (lr,)))
+    print(
+        "| task | trust region limits | learning rate | at a quarter | at half | at the end | seconds | length, rank |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    found = []
+    for name, rule, make, rates in variants:
+        runs = []
+        for lr in rates:
+            seen: list[tuple[str, float, float]] = []
+            with limit(rule, seen):
+                run = train(task, name, make, lr)
+            last = seen[3 * len(seen) // 4 :]
+            layers = dict.fromkeys(layer for layer, _, _ in last)
+            lengths = {layer: statistics.median(s for at, s, _ in last if at == layer) for layer in layers}
+            ranks = {layer: statistics.median(r for at, _, r in last if at == layer) for layer in layers}
+            runs.append(replace(run, lengths=lengths, ranks=ranks))
+        best = min(runs, key=lambda run: run.end)
+        print(line(best, best=True), flush=True)
+        found += runs
+    return found
+
+
+def main(arguments: list[str], results: Path = RESULTS) -> None:
+    """Run what is named, all tasks by default."""
+    quick = "--quick" in arguments
+    chosen = [argument for argument in arguments if argument != "--quick"] or list(TASKS)
+    if unknown := set(chosen) - {"why", *TASKS}:
+        sys.exit(f"Unknown: {', '.join(sorted(unknown))}. Say {', '.join(TASKS)} or why, and --quick if you like.")
+    end = "_quick" if quick else ""  # real results stay
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for name in chosen:
+            task = TASKS["lstm" if name == "why" else name]()
+            task = replace(task, steps=4, check=task.check[:1]) if quick else task
+            if name == "why":
+                found = why(task, (0.03,) if quick else (0.03, 0.1))
+            else:
+                grids = {key: grid[:1] if quick else grid for key, grid in GRIDS.items()}
+                makers = factories(task.description)
+                found = compare(task, {key: (makers[key], grid) for key, grid in grids.items()})
+            print(f"Written: {save(found, f'long_runs_{name}{end}', {'steps': task.steps}, results)}")
+    finally:
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
