@@ -28,6 +28,7 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 # Singular values of a step count as at most this many times the radius of the trust region: a step that is longer is
 # shortened as a whole first.
 _LARGEST = 100.0
+_FAR = 1e4  # entries of a step count as at most this many times the radius: more than `_LARGEST` changes nothing
 # Relative error of singular values after the limit. In float64, where one wants exact numbers, it is round-off.
 _PRECISION = 1e-3
 
@@ -87,9 +88,13 @@ def limited(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: 
     rows, columns = D.shape[2:]
     if unit_vectors:
         share = D.norm(dim=2, keepdim=True) / (sqrt(rows) * trust)
-        return D * (1 + share.square()).rsqrt()
+        columnwise: Tensor = D * (1 + share.square()).rsqrt()
+        return columnwise
     smallest = torch.finfo(D.dtype).tiny ** 0.5
     radius = trust * sqrt(max(1.0, rows / columns)) / input_size.clamp(min=smallest)
+    # Squares of larger numbers could overflow. Steps that are so long are shortened in any case.
+    peak = D.abs().amax(dim=(2, 3), keepdim=True).clamp(min=smallest)
+    D = D * (_FAR * radius / peak).clamp(max=1.0)
     S = D / radius
     # The smaller of both Gram matrices is enough.
     return saturation(S @ S.mT) @ D if rows < columns else D @ saturation(S.mT @ S)

@@ -74,7 +74,7 @@ def test_every_curvature_trains(fisher: Any, eigen: bool) -> None:
         pytest.skip("there are no gradients to correct eigenvalues with")
     X, y = data(64, torch.float32)
     model, loss = mlp(torch.float32), nn.CrossEntropyLoss()
-    values = train(model, KFAC(model, loss, fisher=fisher, eigen=eigen), [(X, y)] * 80, loss)
+    values = train(model, KFAC(model, loss, fisher=fisher, eigen=eigen), [(X, y)] * 40, loss)
     assert values[-1] < 0.5 * values[0]
 
 
