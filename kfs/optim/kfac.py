@@ -113,7 +113,7 @@ class KFAC(Reported, Optimizer):
         damping: float = 0.003,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        trust: float | None = 1.0,
+        trust: float | None = 0.3,
         kl_clip: float | None = None,
         fisher: Fisher = "mc",
         sharing: Sharing | Mapping[str, Sharing] = "expand",

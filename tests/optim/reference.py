@@ -20,11 +20,11 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 class Options:
     """Settings of one block, with the defaults that the optimizer's documentation promises."""
 
-    lr: float = 0.03
+    lr: float = 0.1
     damping: float = 0.003
     momentum: float = 0.9
     weight_decay: float = 0.0
-    trust: float | None = 1.0
+    trust: float | None = 0.3
     decay: float = 0.9
     damping_method: str = "factored"
     damping_unit: str = "relative"
@@ -125,7 +125,8 @@ class Block:
         sizes = sizes * min(1.0, 100 * radius / longest)
         for i, size in enumerate(sizes.tolist()):
             sizes[i] = size / math.sqrt(1 + (size / radius) ** 2)
-        return U @ sizes.diag() @ V
+        result: Tensor = U @ sizes.diag() @ V
+        return result
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
@@ -167,7 +168,7 @@ class Reference:
                 mine = dict((groups or {}).get(place, {}))
                 self.blocks.append(Block(layer, replace(Options(**options), **mine)))
         self.steps, self.work, self.changed, self.damping_scale = 0, 0.0, False, 1.0
-        self.shortened: list[bool] = []  # whether a trust region or `kl_clip` took half of a step
+        self.shortened: list[bool] = []  # whether a trust region or `kl_clip` took a tenth of a step
 
     def statistics(self, X: Tensor, y: Tensor) -> list[list[list[tuple[Tensor, Tensor]]]]:
         """Return an input and an output gradient for every block, datum and backpropagated vector."""
@@ -247,7 +248,7 @@ class Reference:
             lrs = [block.options.lr for block in self.blocks]
             change = sum(float((lr * u * lr * D).sum()) for lr, u, D in zip(lrs, ahead, steps, strict=True))
             steps = [D * min(1.0, (self.kl_clip / change) ** 0.5) for D in steps]
-        self.shortened.append(any(float(D.norm()) < 0.5 * float(F.norm()) for D, F in zip(steps, free, strict=True)))
+        self.shortened.append(any(float(D.norm()) < 0.9 * float(F.norm()) for D, F in zip(steps, free, strict=True)))
         for block, D in zip(self.blocks, steps, strict=True):
             lr, decay = block.options.lr, block.options.weight_decay
             block.assign((1 - lr * decay) * block.matrix() - lr * D)

@@ -32,7 +32,8 @@ def test_autocast(dtype: torch.dtype) -> None:
     start, moved = weights(mlp(torch.float32)), []
     for enabled in (False, True):
         model, (x, y) = mlp(torch.float32), data(dtype=torch.float32)
-        optimizer = KFAC(model, CE(), **EXACT)
+        # With less damping, round-off of bfloat16 is large in directions that twelve data say nothing about.
+        optimizer = KFAC(model, CE(), **EXACT, damping=0.1)
         for _ in range(3):
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype, enabled=enabled):
