@@ -46,7 +46,7 @@ class KFAC(Reported, Optimizer):
             it: another loss, or another reduction, is an error, a factor in front a warning. For losses other than
             cross-entropies, reduction and factor are noticed only if targets are known (see `targets`).
         params: Parameters or parameter groups, as for other optimizers. By default, all parameters of the model.
-        lr: Learning rate, the setting to tune. By default 0.03, and 1 with a quadratic model.
+        lr: Learning rate, the setting to tune. By default 0.1, and 1 with a quadratic model.
         damping: Added to eigenvalues of the curvature, in units of their mean (see `damping_unit`).
         momentum: How much of the average over gradients is kept in every step.
         weight_decay: Decoupled weight decay.
@@ -138,7 +138,7 @@ class KFAC(Reported, Optimizer):
         self._settings = Settings(fisher, sharing, seed=seed, max_dim=max_dim, batch_axis=batch_axis, audit=audit)
         check_options(locals())
         defaults = {
-            "lr": (1.0 if quadratic_model else 0.03) if lr is None else lr,
+            "lr": (1.0 if quadratic_model else 0.1) if lr is None else lr,
             "damping": damping,
             "momentum": momentum,
             "weight_decay": weight_decay,

@@ -51,7 +51,7 @@ class Targets:
                 loss.check_now(f, self.y)
                 direction = loss.gradient(f, self.y)
                 self.fit = self.scale, distance = fit(g, direction)
-                self.mismatch = (distance - _round_off(f, g, self.y, loss)).clamp(min=0)
+                self.mismatch = distance * (distance > _round_off(f, g, self.y, loss))
                 if self.given or self.mismatch < _TOLERANCE:
                     return self.y
             except (ValueError, TypeError):

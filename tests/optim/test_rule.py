@@ -82,7 +82,8 @@ def by_svd(D: Tensor, radius: float) -> Tensor:
     longest = sum(size**4 for size in sizes.tolist()) ** 0.25
     shorter = sizes * min(1.0, 100 * radius / longest)
     new = [size / (1 + (size / radius) ** 2) ** 0.5 for size in shorter.tolist()]
-    return U @ torch.tensor(new, dtype=D.dtype).diag() @ V
+    result: Tensor = U @ torch.tensor(new, dtype=D.dtype).diag() @ V
+    return result
 
 
 @given(rows=st.integers(1, 12), columns=st.integers(1, 12), scale=st.floats(1e-4, 1e4), inputs=st.floats(0.1, 10))
