@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from kfs import EKFAC, EmpiricalRisk
+from kfs import EKFAC, EmpiricalRisk, Relative
 from kfs.errors import KfsWarning, LossError
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
@@ -265,3 +265,12 @@ def test_hooks_go_with_the_optimizer() -> None:
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     KFAC(model, loss).close()
+
+
+def test_relative_damping_may_be_said_in_two_ways() -> None:
+    model = nn.Linear(3, 2)
+    for unit in ("relative", "absolute"):
+        optimizer = KFAC(model, nn.MSELoss(), damping=Relative(0.25), damping_unit=unit)
+        assert optimizer.param_groups[0]["damping"] == 0.25
+        assert optimizer._curvature.unit == "relative"
+        optimizer.close()
