@@ -6,7 +6,6 @@ in prediction space, which the loss knows. The Hessian is differentiated twice.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -96,10 +95,9 @@ class Curvature(LinearOperator):
         zeros = {n: some.new_zeros(len(some), *self.codomain.shapes[n]) for n in rows if n not in total}
         return {name: zeros[name] if name in zeros else total[name].to(dtype) for name in rows}
 
-    def submatrix(self, rows: Iterable[str], columns: Iterable[str] | None = None) -> LinearOperator:
-        """Return the block with these parameters' rows and columns; nothing else is computed."""
-        rows = [rows] if isinstance(rows, str) else list(rows)
-        return CurvatureBlock(self, rows, rows if columns is None else columns)
+    def _block_of(self, rows: list[str], columns: list[str]) -> LinearOperator:
+        """Return the block with some parameters' rows and columns; nothing else is computed."""
+        return CurvatureBlock(self, rows, columns)
 
 
 class CurvatureBlock(Submatrix):

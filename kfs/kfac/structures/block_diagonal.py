@@ -10,7 +10,7 @@ Contracts, for such an operator `K`, a vector `v` and numbers `d`, `p`:
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.kronecker_sum import plus, product
-from kfs.kfac.structures.stack import Stack, check_coverage
+from kfs.kfac.structures.restriction import restricted
+from kfs.kfac.structures.stack import Stack, check_coverage, stacked
 from kfs.kfac.structures.structure import Structure
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import normal
@@ -115,6 +116,15 @@ class BlockDiagonal(LinearOperator):
         if not self.symmetric:
             return super().shift(delta)
         return self._map_structures(lambda structure: structure.shift(float(delta)))
+
+    def _block_of(self, rows: list[str], columns: list[str]) -> LinearOperator:
+        """Return the block with some parameters' rows and columns, with all that this operator can do if they agree."""
+        if set(rows) == set(columns):
+            space = self.domain.subspace(rows)
+            parts = restricted(self.stacks, space.shapes)
+            if parts is not None:
+                return BlockDiagonal(space, stacked(parts))
+        return super()._block_of(rows, columns)
 
     def inverse(self, damping: Damping = 0.0, method: Method = "exact") -> "BlockDiagonal":
         """Invert, after damping.
@@ -206,19 +216,36 @@ class BlockDiagonal(LinearOperator):
         diagonal = self._with_structures(map(Eigenbasis.of_diagonal, values)).diagonal()
         return diagonal, self._with_structures(vectors)
 
-    def sample(self, num_samples: int = 1, *, damping: Damping = 0.0, seed: int = 0) -> Tensor:
+    @overload
+    def sample(
+        self, num_samples: int = 1, *, damping: Damping = 0.0, seed: int = 0, form: Literal["matrix"] = "matrix"
+    ) -> Tensor: ...
+    @overload
+    def sample(
+        self, num_samples: int = 1, *, damping: Damping = 0.0, seed: int = 0, form: Literal["dict"]
+    ) -> dict[str, Tensor]: ...
+    def sample(
+        self, num_samples: int = 1, *, damping: Damping = 0.0, seed: int = 0, form: Literal["matrix", "dict"] = "matrix"
+    ) -> Tensor | dict[str, Tensor]:
         """Draw from the normal distribution whose precision (inverse covariance) is this operator plus damping.
 
         Args:
             num_samples: Number of draws.
             damping: Added times the identity, such as the precision of a prior.
             seed: Seed for the draws.
+            form: `"matrix"` for columns of flat vectors, `"dict"` for tensors by the names of parameters.
 
         Returns:
-            Columns, `[size, num_samples]`.
+            Columns, `[size, num_samples]`; or `{name: [num_samples, *shape]}`, the same draws.
+
+        Raises:
+            ModelError: If there is no such form.
         """
+        if form not in {"matrix", "dict"}:
+            raise ModelError(f"form is {form!r}.", "Choose 'matrix' or 'dict'.")
         noise = normal(num_samples * self.shape[0], self.dtype, seed).reshape(num_samples, -1).T
-        return self.power(-0.5, damping) @ noise.to(self.device)
+        draws = self.power(-0.5, damping) @ noise.to(self.device)
+        return draws if form == "matrix" else self.domain.unflatten(draws.T)
 
     def to_dense(self, flattening: str = "rvec") -> Tensor:
         """Form the matrix, block by block.

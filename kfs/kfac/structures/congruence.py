@@ -113,6 +113,11 @@ class Congruence(Structure):
         return small_dense(self).shift(delta)
 
 
+def can_be_dense(structure: Structure) -> bool:
+    """Whether blocks are so small that dense matrices may be formed."""
+    return structure.rows * structure.columns <= _LARGEST_DENSE
+
+
 def small_dense(structure: Structure) -> Dense:
     """Return blocks as dense matrices, if they are small.
 
@@ -120,7 +125,7 @@ def small_dense(structure: Structure) -> Dense:
         SolverError: If they are not.
     """
     size = structure.rows * structure.columns
-    if size > _LARGEST_DENSE:
+    if not can_be_dense(structure):
         raise SolverError(
             f"A block of {size} rows is a sum of Kronecker products, or an inverse of one, for which this has no "
             f"closed form, and dense matrices are formed up to {_LARGEST_DENSE} rows only.",
