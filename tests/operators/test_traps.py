@@ -228,8 +228,8 @@ def test_bad_settings_are_refused() -> None:
             GGN(risk, chunk_size=wrong)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="block_diagonal is 'block'"):
         Hessian(risk, block_diagonal="block")  # type: ignore[arg-type]
-    with pytest.raises(LossError, match="kind is 'mc'"):
-        Fisher(risk, "mc")  # type: ignore[arg-type]
+    with pytest.raises(LossError, match="kind is 'monte carlo'"):
+        Fisher(risk, "monte carlo")  # type: ignore[arg-type]
     wrong_settings: list[dict[str, Any]] = [{"mc_samples": 0}, {"mc_samples": 1.5}, {"seed": -1}, {"seed": 0.5}]
     for settings in wrong_settings:
         with pytest.raises(LossError, match="at least one sample"):
