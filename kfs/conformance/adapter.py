@@ -160,7 +160,7 @@ def _stacks(key: str, factors: Any) -> tuple[Tensor, Tensor]:
     try:
         sides = [[_square(pair[side]) for pair in pairs] for side in (0, 1)]
         A, B = (torch.cat(side) for side in sides)
-    except (TypeError, IndexError, KeyError, ValueError, AttributeError, RuntimeError) as error:
+    except (TypeError, IndexError, KeyError, AttributeError, RuntimeError, UnreadableError) as error:
         raise UnreadableError(f"The factors of {key!r} are not factors ({error}): {expected}.") from error
     if len(A) != len(B) or not len(A):
         raise UnreadableError(f"There are {len(A)} input-based and {len(B)} gradient-based factors of {key!r}.")
@@ -173,7 +173,7 @@ def _square(factor: Tensor) -> Tensor:
     factor = torch.diag(factor) if factor.ndim == 1 else factor
     factor = factor.unsqueeze(0) if factor.ndim == 2 else factor
     if factor.ndim != 3 or factor.shape[1] != factor.shape[2]:
-        raise ValueError(f"one has shape {list(factor.shape)}")
+        raise UnreadableError(f"one has shape {list(factor.shape)}")
     return factor
 
 

@@ -38,6 +38,7 @@ class LinearOperator(ABC):
 
     symmetric = False
     chunk_size = 16
+    __array_ufunc__ = None  # so that NumPy leaves `array @ A` to this class, which says what it takes
 
     def __init__(self, domain: Space, codomain: Space) -> None:
         """Store the spaces."""
