@@ -160,7 +160,7 @@ def _stacks(key: str, factors: Any) -> tuple[Tensor, Tensor]:
     try:
         sides = [[_square(pair[side]) for pair in pairs] for side in (0, 1)]
         A, B = (torch.cat(side) for side in sides)
-    except (TypeError, IndexError, KeyError, AttributeError, RuntimeError, UnreadableError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, UnreadableError) as error:
         raise UnreadableError(f"The factors of {key!r} are not factors ({error}): {expected}.") from error
     if len(A) != len(B) or not len(A):
         raise UnreadableError(f"There are {len(A)} input-based and {len(B)} gradient-based factors of {key!r}.")
