@@ -267,3 +267,18 @@ def test_a_wrong_basis_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(decompositions, "eigh", every_second)
     assert (K.inverse().to_dense() - exact).norm() > 0.01 * exact.norm()
     assert len(calls) == 4  # two symmetric eigenproblems on each side
+
+
+def test_large_blocks_in_float32_are_not_taken_for_singular() -> None:
+    """Round-off grows with the sizes of factors, not with their product."""
+    torch.manual_seed(0)
+    factors = [
+        X @ X.T / len(X) + 1e-3 * torch.eye(len(X)) for X in map(torch.randn, (65, 64, 65, 64), (65, 64, 65, 64))
+    ]
+    A1, B1, A2, B2 = (Factor.dense(factor[None]) for factor in factors)
+    K = KroneckerSum((Kronecker(A1, B1), Kronecker(A2, B2)))
+    G = torch.randn(1, 1, 64, 65)
+    for operator in (K, K.shift(1e-4)):
+        residual = operator.multiply(operator.inverse().multiply(G)) - G
+        # Float32's eps, 1.2e-7, times a condition number of some thousand.
+        assert residual.norm() < 1e-3 * G.norm()

@@ -141,15 +141,18 @@ def inverse_in_common_basis(terms: Sequence[Kronecker]) -> Congruence:
     Raises:
         BlockError: If a sum is not positive definite, up to round-off.
     """
-    exact = len(terms) == 2
     diagonal, singular = diagonalized(terms)
-    noise = decompositions.round_off(diagonal.values.flatten(1), _eps(terms))
-    decompositions.check_finite(diagonal.values)
-    decompositions.check_definite(diagonal.values, noise)
-    if exact:
-        decompositions.check_each(~singular, "is singular, up to round-off")
-    above_noise = diagonal.values.flatten(1) > noise.unsqueeze(1)
-    decompositions.check_each(above_noise.all(1), "is singular, up to round-off")
+    values = diagonal.values.flatten(1)
+    decompositions.check_finite(values)
+    # As for the eigenvalues of a Kronecker product, each side contributes its round-off.
+    eps = _eps(terms) or torch.finfo(values.dtype).eps
+    noise = (diagonal.rows + diagonal.columns) * eps * values.abs().amax(1)
+    decompositions.check_definite(values, noise)
+    if len(terms) > 2:
+        # A small term, such as damping, may be all that a direction has, and is no noise. Iterations will tell.
+        singular, noise = torch.zeros_like(singular), torch.zeros_like(noise)
+    above_noise = (values > noise.unsqueeze(1)).all(1)
+    decompositions.check_each(above_noise & ~singular, "is singular, up to round-off")
     return replace(diagonal, values=1 / diagonal.values)
 
 
