@@ -6,38 +6,34 @@ Every optimizer gets the same tuning: of the five values in `baseline_optimizers
 loss in the fewest steps with the seed `TUNING_SEED` is used for the seeds that are reported. The loss is checked every
 few steps; seconds are those of forward pass, backward pass and optimizer, without the checks.
 
-`cost` measures a step on the problems of the factor benchmark in units of a step of SGD. `--quick` shows in less than a
-minute that everything runs; its numbers mean nothing.
+`cost` measures a step on the problems of the factor benchmark in units of a step of SGD: see `step_costs`. `cuda` does
+the same on a GPU, with larger tasks and a schedule: see `gpu_training`. `--quick` shows in less than a minute that
+everything runs; its numbers mean nothing.
 """
 
-import copy
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import cycle
 from pathlib import Path
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from torch import nn
 
-from benchmarks.baseline_optimizers import GRIDS, PEERS, Factory, Stepper, factories, left_out
-from benchmarks.factor_problems import Batches, factor_problems
-from benchmarks.report import RESULTS, medians, save
-from benchmarks.training_tasks import TASKS, Batch, Task
-from kfs.optim import KFAC
+from benchmarks import gpu_training, step_costs
+from benchmarks.baseline_optimizers import GRIDS, PEERS, Factory, factories, left_out
+from benchmarks.factor_problems import factor_problems
+from benchmarks.report import RESULTS, save
+from benchmarks.step_costs import training_step
+from benchmarks.training_tasks import TASKS, Task
 
 SEEDS = (0, 1, 2)
 TUNING_SEED = 100
 CHECK_EVERY = 5
 SECONDS = 15.0  # of training, after which a run is given up
-BLOCK = 10  # steps over which a cost is averaged: a multiple of every interval at which something is refreshed
-BLOCKS = 2
 
 
 @dataclass(frozen=True)
@@ -75,16 +71,6 @@ class Result:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Mean seconds of a training step, and their ratio to SGD's."""
-
-    problem: str
-    optimizer: str
-    seconds: float
-    ratio: float
-
-
 def train(task: Task, make: Factory, lr: float, seed: int, steps: int) -> Run:
     """Train until the target is reached, the loss is not finite, or steps or seconds are spent."""
     torch.manual_seed(seed)
@@ -103,14 +89,6 @@ def train(task: Task, make: Factory, lr: float, seed: int, steps: int) -> Run:
             if loss <= task.target or not math.isfinite(loss):
                 break
     return Run(seed, lr, done, seconds, loss, loss <= task.target, history)
-
-
-def training_step(model: nn.Module, optimizer: Stepper, loss: Callable[..., torch.Tensor], batch: Batch) -> None:
-    """Train on one batch."""
-    X, y = batch
-    optimizer.zero_grad()
-    loss(model(X), y).backward()
-    optimizer.step()
 
 
 def tune(task: Task, make: Factory, grid: tuple[float, ...], steps: int) -> list[Run]:
@@ -203,48 +181,21 @@ def draw(task: Task, results: list[Result], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def every(k: int, model: nn.Module, lr: float) -> Stepper:
-    """Return our KFAC with all of its work done every `k` steps."""
-    return KFAC(model, nn.CrossEntropyLoss(), lr=lr, factors_every=k, inverses_every=k)
-
-
-def block_of_steps(problem: Batches, make: Factory, steps: int) -> Callable[[], None]:
-    """Return a program that takes some steps; each call goes on where the last one has stopped."""
-    model = copy.deepcopy(problem.model)
-    optimizer = make(model, 1e-4)  # labels are random: what is measured should not diverge
-    batches, loss = cycle(problem.data), nn.CrossEntropyLoss()
-
-    def program() -> None:
-        for _ in range(steps):
-            training_step(model, optimizer, loss, next(batches))
-
-    return program
-
-
-def costs(problems: list[Batches], quick: bool = False) -> list[Cost]:
-    """Measure steps on problems; the first block, in which states are made, does not count."""
-    makers = factories(nn.CrossEntropyLoss())  # for SINGD also a mean over the GPT's tokens: other scales, same cost
-    del makers["kfs"]
-    makers |= {f"kfs, every {k}": partial(every, k) for k in (1, 10)}
-    steps, found = (1 if quick else BLOCK), []
-    for problem in problems:
-        programs = {name: block_of_steps(problem, make, steps) for name, make in makers.items()}
-        seconds = medians(programs, 1 if quick else BLOCKS, problem.name)
-        found += [Cost(problem.name, name, t / steps, t / seconds["sgd"]) for name, t in seconds.items()]
-    print("| problem | optimizer | milliseconds per step | step / (step of SGD) |")
-    print("|---|---|---|---|")
-    for cost in found:
-        print(f"| {cost.problem} | {cost.optimizer} | {1e3 * cost.seconds:.1f} | {cost.ratio:.2f} |")
-    return found
-
-
 def main(arguments: list[str], results: Path = RESULTS) -> None:
     """Run what is named, everything by default."""
+    if "cuda" in arguments:
+        others = [argument for argument in arguments if argument != "cuda"]
+        if "cost" in others:
+            step_costs.on_gpu([argument for argument in others if argument != "cost"], results)
+        else:
+            gpu_training.main(others, results)
+        return
     quick = "--quick" in arguments
     chosen = [argument for argument in arguments if argument != "--quick"] or ["all"]
     if unknown := set(chosen) - {"all", "cost", *TASKS}:
         sys.exit(
-            f"Unknown: {', '.join(sorted(unknown))}. Say {', '.join(TASKS)}, cost or all, and --quick if you like."
+            f"Unknown: {', '.join(sorted(unknown))}. Say {', '.join(TASKS)}, cost or all, and --quick if you like; "
+            "cuda first for a GPU."
         )
     tasks = list(TASKS) if "all" in chosen else [name for name in TASKS if name in chosen]
     end = "_quick" if quick else ""  # real results stay
@@ -258,8 +209,8 @@ def main(arguments: list[str], results: Path = RESULTS) -> None:
             draw(task, found, file.with_suffix(".png"))
             print(f"Written: {file}, {file.with_suffix('.png')}")
         if {"all", "cost"} & set(chosen):
-            measured = costs(factor_problems(8 if quick else 1), quick)
-            print(f"Written: {save(measured, f'train_cost{end}', {'block': BLOCK}, results)}")
+            measured = step_costs.costs(factor_problems(8 if quick else 1), quick)
+            print(f"Written: {save(measured, f'train_cost{end}', {'block': step_costs.BLOCK}, results)}")
     finally:
         torch.set_num_threads(threads)
 

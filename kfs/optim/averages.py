@@ -4,8 +4,10 @@ Averages are per example: they do not depend on the batch size, nor on the loss'
 bias that comes from this start is corrected when an inverse is computed.
 """
 
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from kfs.data import mapped
 from kfs.kfac.block import Block
 from kfs.kfac.layout import Layout, Side
-from kfs.kfac.structures import Eigenbasis, Factor, Kronecker, Method, Stack, Structure, damped_inverse
+from kfs.kfac.structures import Eigenbasis, Factor, Kronecker, Method, Stack, Structure, computable, damped_inverse
 from kfs.kfac.sums import Squares
 
 Unit = Literal["relative", "absolute"]
@@ -21,7 +23,7 @@ Unit = Literal["relative", "absolute"]
 _LEAST_DAMPING = 1e-20
 
 
-@dataclass
+@dataclass(eq=False)
 class Average:
     """The curvature of one block, averaged over steps."""
 
@@ -32,6 +34,7 @@ class Average:
     inverse: Structure | None = None  # the last damped inverse that could be computed
     damping: Tensor | None = None  # what was added to eigenvalues for this inverse, `[groups]`
     updated: int = -1  # step of the last attempt to invert
+    failed: bool = False  # whether this attempt has failed
     eigen: Eigenbasis | None = None  # average of corrected eigenvalues; it starts with those of the factors
 
     @classmethod
@@ -40,20 +43,12 @@ class Average:
         K = block.structure()
         return cls(block.layout, Kronecker(_zeros_like(K.A), _zeros_like(K.B)))
 
-    def add(self, block: Block, decay: float) -> None:
-        """Add a block's factors, which are scaled per example, and keep `decay` of the average."""
-        K = block.structure()
-        self.weight = decay * self.weight + 1 - decay
-        sides: list[tuple[Factor, Factor, Side]] = [(self.factors.A, K.A, "A"), (self.factors.B, K.B, "B")]
-        for average, new, side in sides:
-            if average.kind == "identity":
-                # Numbers of positions may differ between steps. This is an average without the bias of its start.
-                average.scale.lerp_(new.scale, (1 - decay) / self.weight)
-            else:
-                average.values.mul_(decay).add_(new.values, alpha=(1 - decay) * block.scale(side))
-        self.changed = True
+    @cached_property
+    def size(self) -> Hashable:
+        """What blocks that are inverted together have in common: kinds, sizes and device of their factors."""
+        return self.factors.key
 
-    @property
+    @cached_property
     def cost(self) -> float:
         """The work that an inverse takes, up to a constant."""
         dense = [f.size**3 for f in (self.factors.A, self.factors.B) if f.kind == "dense"]
@@ -65,28 +60,6 @@ class Average:
             return None
         Q_A, Q_B = (Q.values if Q.kind == "dense" else None for Q in (self.eigen.Q_A, self.eigen.Q_B))
         return Squares(torch.zeros_like(self.eigen.values), Q_A, Q_B)
-
-    def invert(self, damping: float, unit: Unit, method: Method, eigen: bool) -> None:
-        """Recompute the damped inverse, with corrected eigenvalues if `eigen`; on an error, change nothing."""
-        K = Kronecker(_without_bias(self.factors.A, self.weight), _without_bias(self.factors.B, self.weight))
-        corrected = self._in_eigenbasis_of(K) if eigen else None
-        structure: Structure = K if corrected is None else corrected
-        size = structure.rows * structure.columns
-        mean = structure.trace() / size if unit == "relative" else torch.ones_like(K.A.scale)
-        delta = (damping * mean).clamp(min=_LEAST_DAMPING)
-        self.inverse = damped_inverse(structure, delta, "exact" if eigen else method)
-        self.damping = delta
-        self.eigen = corrected
-
-    def _in_eigenbasis_of(self, K: Kronecker) -> Eigenbasis:
-        """Return the averaged eigenvalues in a new basis: the diagonal of the matrix that they stand for."""
-        basis = K.eigenbasis()
-        if self.eigen is None:
-            return basis
-        turn_A = _squared(basis.Q_A.T.compose(self.eigen.Q_A))
-        turn_B = _squared(basis.Q_B.T.compose(self.eigen.Q_B))
-        values = turn_B.left(turn_A.right(self.eigen.values.unsqueeze(1))).squeeze(1)
-        return replace(basis, values=values, noise=torch.zeros_like(basis.noise))
 
     def state(self) -> dict[str, Any]:
         """Return all attributes, for a file."""
@@ -104,6 +77,85 @@ class Average:
             if loaded[name] is not None:
                 loaded[name] = Stack.from_state(loaded[name]).structure
         return cls(**loaded | {"layout": Layout.from_state(loaded["layout"])})
+
+
+def add_factors(pairs: Sequence[tuple[Average, Block]], decay: float) -> None:
+    """Add the factors of blocks, which are scaled per example, to their averages, and keep `decay` of these.
+
+    All factors are added by a few operations: on an accelerator, each of them takes time to start.
+    """
+    kept: list[Tensor] = []
+    by_scale: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # averages and sums
+    sides: tuple[Side, Side] = ("A", "B")
+    for average, block in pairs:
+        average.weight = decay * average.weight + 1 - decay
+        average.changed = True
+        for side in sides:
+            factor: Factor = getattr(average.factors, side)
+            if factor.kind == "identity":
+                # Numbers of positions may differ between steps. This is an average without the bias of its start.
+                new: Factor = getattr(block.structure(), side)
+                factor.scale.lerp_(new.scale, (1 - decay) / average.weight)
+                continue
+            averages, sums = by_scale.setdefault((1 - decay) * block.scale(side), ([], []))
+            averages.append(factor.values)
+            sums.append(computable(block.sums.side_total(side)))
+            kept.append(factor.values)
+    if kept:
+        torch._foreach_mul_(kept, decay)
+    for scale, (averages, sums) in by_scale.items():
+        torch._foreach_add_(averages, sums, alpha=scale)
+
+
+class Inverted(NamedTuple):
+    """Damped inverses of some blocks of one size."""
+
+    inverse: Structure
+    damping: Tensor  # what was added to eigenvalues, `[stack]`
+    eigen: Eigenbasis | None  # averages of corrected eigenvalues, in the basis of these inverses
+
+
+def inverted(
+    averages: Sequence[Average], damping: Sequence[float], unit: Unit, method: Method, eigen: bool
+) -> Inverted:
+    """Return damped inverses of averages that have equal keys, with corrected eigenvalues if `eigen`.
+
+    Args:
+        averages: Of blocks with factors of the same kinds and sizes.
+        damping: One for each, in this unit.
+        unit: What damping is measured in.
+        method: How damping is split between factors.
+        eigen: Whether eigenvalues are corrected. Then damping is exact.
+    """
+    factors = [a.factors for a in averages]
+    K = Kronecker.stack(
+        [
+            Kronecker(_without_bias(f.A, a.weight), _without_bias(f.B, a.weight))
+            for a, f in zip(averages, factors, strict=True)
+        ]
+    )
+    corrected = _in_new_eigenbasis(K, [a.eigen for a in averages if a.eigen is not None]) if eigen else None
+    structure: Structure = K if corrected is None else corrected
+    size = structure.rows * structure.columns
+    mean = structure.trace() / size if unit == "relative" else torch.ones_like(K.A.scale)
+    per_block = [delta for a, delta in zip(averages, damping, strict=True) for _ in range(a.layout.groups)]
+    same = len(set(per_block)) == 1
+    # A copy of numbers from the host need not be waited for.
+    delta = per_block[0] if same else torch.tensor(per_block, dtype=mean.dtype).to(mean.device, non_blocking=True)
+    added = (delta * mean).clamp(min=_LEAST_DAMPING)
+    return Inverted(damped_inverse(structure, added, "exact" if eigen else method), added, corrected)
+
+
+def _in_new_eigenbasis(K: Kronecker, old: list[Eigenbasis]) -> Eigenbasis:
+    """Return averaged eigenvalues in the basis of new factors: the diagonal of the matrix that they stand for."""
+    basis = K.eigenbasis()
+    if not old:
+        return basis
+    before = Eigenbasis.stack(old)
+    turn_A = _squared(basis.Q_A.T.compose(before.Q_A))
+    turn_B = _squared(basis.Q_B.T.compose(before.Q_B))
+    values = turn_B.left(turn_A.right(before.values.unsqueeze(1))).squeeze(1)
+    return replace(basis, values=values, noise=torch.zeros_like(basis.noise))
 
 
 def copied_to(device: torch.device, state: Any) -> Any:

@@ -5,7 +5,7 @@ place. Such events are counted and logged. After several in a row, damping rises
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,19 +15,17 @@ from torch import Tensor
 from kfs.errors import KfsError
 from kfs.kfac.block import Block
 from kfs.kfac.layout import Key
-from kfs.kfac.structures import BlockError, Method, Stack, stacked
+from kfs.kfac.structures import BlockError
 from kfs.kfac.sums import BlockSums, Placement
-from kfs.optim.averages import Average, Unit
+from kfs.optim.averages import Average, add_factors
 from kfs.optim.costs import Costs, timed
-from kfs.optim.rule import limited
+from kfs.optim.inverses import Groups, Inverses, inverted_together
 from kfs.optim.step_sums import Bases, StepSums
 from kfs.optim.trials import Trial
 
 log = logging.getLogger("kfs.optim")
 # A number of steps, or a function that returns it for the current step.
 Interval = int | Callable[[int], int]
-# The optimizer's parameter groups, by parameter name.
-Groups = Mapping[str, Mapping[str, Any]]
 _DAMPING_RISE = 10.0
 # Limits for what dampings are multiplied with. A factor beyond them changes no step any more, and would overflow.
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-10, 1e10
@@ -67,9 +65,7 @@ class Curvature:
     """Averages and inverses of all blocks."""
 
     decay: float  # how much of an average is kept when new factors are added
-    method: Method  # how damping is split between factors
-    unit: Unit  # what damping is measured in
-    eigen: bool  # whether eigenvalues are corrected
+    inverses: Inverses  # how they are computed, and products with them
     every: Interval  # recompute each inverse every this many steps
     patience: int  # raise damping after this many events in a row
     averages: dict[Key, Average] = field(default_factory=dict)
@@ -80,8 +76,6 @@ class Curvature:
     _successes: int = 0  # steps without event in a row
     _rises: int = 0  # rises of damping that were not undone yet
     _credit: float = 0.0  # work on inverses that was allowed in earlier steps and not used
-    # Inverses that are multiplied together, and whether their inputs are unit vectors; `None` after a change.
-    _stacks: list[tuple[Stack, bool]] | None = None
 
     @property
     def covered(self) -> set[str]:
@@ -102,6 +96,9 @@ class Curvature:
 
         Blocks of some parameters, which turned out not to be covered, are left out and forgotten.
         """
+        for failed in self.inverses.failures():
+            self._note_failure(failed)
+            failed.changed = True  # It is tried again, in better precision.
         without = set(without)
         # An expert that no token was sent to tells nothing, and keeps its average.
         used = {key: block for key, block in sums.blocks.items() if block.terms}
@@ -114,6 +111,7 @@ class Curvature:
         # A weight that is used in another way than before, such as by rows, has other blocks now.
         placement = Placement(block.layout for block in blocks.values())
         self._remove([key for key, average in self.averages.items() if not placement.fits(average.layout)])
+        pairs = []
         for key, block_sums in blocks.items():
             block = Block(block_sums, 1 / sums.examples)
             average = self.averages.get(key)
@@ -121,8 +119,9 @@ class Curvature:
                 average = self.averages[key] = Average.zeros_like(block)
             elif average.eigen is not None and key in sums.squares:
                 average.eigen.values.lerp_(sums.squares[key] / sums.examples, 1 - self.decay)
-            average.add(block, self.decay)
+            pairs.append((average, block))
             self.costs.add("factors", _operations(block_sums))
+        add_factors(pairs, self.decay)
         self.forget(without)
         self._note_success()
         return True
@@ -133,48 +132,39 @@ class Curvature:
 
         Every step does a share of the work, on the oldest inverses, such that each is computed once in an interval. The
         interval is one step at first and grows up to the one that was asked for, since curvature changes most at the
-        beginning.
+        beginning. Blocks that are inverted together wait until there is time for all of them.
         """
         every = self.every(step) if callable(self.every) else self.every
         every = max(1, min(every, 1 + step // 2))
         total = sum(average.cost for average in self.averages.values())
         self._credit = min(self._credit + total / every, total)
         due = [a for a in self.averages.values() if a.changed or a.inverse is None or force]
-        for average in sorted(due, key=lambda a: a.updated):
-            too_expensive = self._credit < (1 - 1e-9) * average.cost
+        for together in sorted(inverted_together(due), key=lambda same: min(a.updated for a in same)):
+            cost = sum(a.cost for a in together)
+            too_expensive = self._credit < (1 - 1e-9) * cost
             # A block without any inverse cannot wait.
-            if too_expensive and average.inverse is not None and not force:
+            if too_expensive and not force and all(a.inverse is not None for a in together):
                 break
-            self._credit = max(0.0, self._credit - average.cost)
-            self._invert(average, step, float(groups[average.layout.weight]["damping"]))
+            self._credit = max(0.0, self._credit - cost)
+            self._invert(together, step, groups)
 
-    @timed("products")
-    def precondition(self, u: Mapping[str, Tensor], groups: Groups, limit: bool) -> dict[str, Tensor]:
-        """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`."""
-        if self._stacks is None:
-            self._stacks = self._stacked()
-        columns = {name: t.unsqueeze(0) for name, t in u.items()}
-        steps: dict[str, Tensor] = {}
-        for stack, unit_vectors in self._stacks:
-            like = stack.structure.like
-            D = stack.structure.multiply(stack.read(columns).to(like.dtype))
+    def precondition(
+        self, u: Mapping[str, Tensor], tensors: Mapping[str, Tensor], groups: Groups, limit: bool
+    ) -> dict[str, Tensor]:
+        """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`.
+
+        A parameter of a block, one of all `tensors`, that is not in `u` counts as zero.
+        """
+        zeros = {n: torch.zeros_like(tensors[n]) for n in self.covered - u.keys()}
+        steps = self.inverses.multiply(self.averages.values(), {**u, **zeros}, groups, limit)
+        return {n: steps[n] for n in u}
+
+    def note_products(self) -> None:
+        """Count products with all inverses."""
+        for stack, _ in self.inverses.stacks(self.averages.values()):
+            K = stack.structure
             # Every number of the result is a sum over a row, and then over a column.
-            self.costs.add("products", 2.0 * D.numel() * (D.shape[-1] + D.shape[-2]))
-            trusts = [groups[layout.weight]["trust"] for layout in stack.layouts for _ in range(layout.groups)]
-            limits = [trust if limit and trust is not None else torch.inf for trust in trusts]
-            # If all limits are the same, as nearly always, no tensor has to be made.
-            same = len(set(limits)) == 1
-            D = limited(D, limits[0] if same else like.new_tensor(limits).reshape(-1, 1, 1, 1), unit_vectors)
-            layout = stack.layouts[0]
-            if len(stack.layouts) == 1 and layout.is_plain:
-                # Weight and bias are views of the result, and need not be copied.
-                width = layout.column_size
-                steps |= dict(zip(layout.params, (D[..., :width], D[..., width:]), strict=False))
-                continue
-            for name in (name for layout in stack.layouts for name in layout.params if name not in steps):
-                steps[name] = torch.zeros_like(columns[name])
-            stack.write(D, steps)
-        return {name: steps[name].reshape(t.shape).to(t.dtype) for name, t in u.items()}
+            self.costs.add("products", 2.0 * len(K) * K.rows * K.columns * (K.rows + K.columns))
 
     def dampings(self) -> dict[str, Tensor]:
         """Return what was added to the eigenvalues of each parameter's block."""
@@ -220,7 +210,7 @@ class Curvature:
     def _remove(self, keys: Iterable[Key]) -> None:
         for key in keys:
             del self.averages[key]
-            self._stacks = None
+            self.inverses.forget()
 
     def scale_damping(self, factor: float) -> None:
         """Multiply all dampings, within limits. Inverses change when they are due."""
@@ -228,35 +218,31 @@ class Curvature:
         for average in self.averages.values():
             average.changed = True
 
-    def _invert(self, average: Average, step: int, damping: float) -> None:
-        """Compute a block's inverse, or keep the last one."""
-        self.costs.add("inverses", average.cost)
+    def _invert(self, together: Sequence[Average], step: int, groups: Groups) -> None:
+        """Compute the inverses of some blocks, or keep the last ones."""
+        dampings = [float(groups[a.layout.weight]["damping"]) * self.damping_scale for a in together]
         try:
-            average.invert(damping * self.damping_scale, self.unit, self.method, self.eigen)
+            self.inverses.invert(together, dampings)
         except (BlockError, KfsError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            text = f"the inverse of block {average.layout.name!r} failed ({error}), and the last one stays"
-            self.note_trouble("failed_inverses", text)
-        # This holds after a failure, too: the block would take the other blocks' share of work otherwise.
-        average.updated = step
-        average.changed = False
-        self._stacks = None
+            if len(together) > 1:  # One of them has failed. The others have nothing to do with it.
+                for average in together:
+                    self._invert([average], step, groups)
+                return
+            self._note_failure(together[0], f" ({error})")
+        else:
+            for average in together:
+                average.failed = False
+        for average in together:
+            self.costs.add("inverses", average.cost)
+            # This holds after a failure, too: the block would take the other blocks' share of work otherwise.
+            average.updated = step
+            average.changed = False
 
-    def _stacked(self) -> list[tuple[Stack, bool]]:
-        """Stack inverses of one size, and return for each stack whether its inputs are unit vectors."""
-        owners = {average.layout: average for average in self.averages.values()}
-        parts = [(a.layout, a.inverse) for a in self.averages.values() if a.inverse is not None]
-        if all(inverse.like.device.type == "cpu" for _, inverse in parts):
-            # On a CPU, a few large operations are not faster than many small ones.
-            stacks = [Stack((layout,), inverse) for layout, inverse in parts]
-        else:  # pragma: no cover (tested on a GPU)
-            stacks = stacked(parts)
-        result = []
-        for stack in stacks:
-            for layout, part in stack.slices():
-                owners[layout].inverse = stack.structure[part]  # A view: inverses are stored once.
-            diagonal = owners[stack.layouts[0]].factors.A.kind == "diagonal"
-            result.append((stack, diagonal and stack.structure.columns > 1))
-        return result
+    def _note_failure(self, average: Average, why: str = "") -> None:
+        """Count an inverse that could not be computed."""
+        average.failed = True
+        text = f"the inverse of block {average.layout.name!r} failed{why}, and the last one stays"
+        self.note_trouble("failed_inverses", text)
 
     def state(self) -> dict[str, Any]:
         """Return everything that changes, for a file."""
@@ -276,7 +262,7 @@ class Curvature:
         self.events = Events(**state["events"])
         self._troubles, self._successes, self._rises = map(int, state["in_a_row"])
         self._credit = float(state["credit"])
-        self._stacks = None
+        self.inverses.forget()
 
 
 def _operations(block: BlockSums) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from kfs import waiting
 from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.block import Block
 from kfs.kfac.capture import Audit
@@ -24,13 +25,14 @@ from kfs.optim.averages import Unit, copied_to
 from kfs.optim.call import check_call
 from kfs.optim.curvature import Curvature, Events, Interval
 from kfs.optim.divergence import LastFine
+from kfs.optim.inverses import Inverses
 from kfs.optim.options import check_options, number_and_unit
 from kfs.optim.parameters import Parameters, check_one_process
 from kfs.optim.quadratic import QuadraticModel
 from kfs.optim.report import Reported
 from kfs.optim.step_sums import Bases, StepSums
 from kfs.optim.trials import BatchLoss
-from kfs.optim.updates import adamw_updates, natural_updates, read_state, tried_updates
+from kfs.optim.updates import Updates, read_state, tried_updates
 from kfs.optim.watch import Watch
 
 
@@ -74,6 +76,8 @@ class KFAC(Reported, Optimizer):
         seed: Seed for drawing labels with `fisher="mc"`.
         audit: Whether to check, on a few data, that watching the model changes nothing and sees all uses of parameters.
             The model is called some more times for it; buffers, random state and attributes of modules are restored.
+        replay: On a GPU, whether updates of parameters, and passes for factors, are recorded once and then repeated as
+            CUDA graphs. They take memory: about four times the parameters, and as much as a pass does.
 
     Attributes:
         steps: Number of steps that were taken.
@@ -126,6 +130,7 @@ class KFAC(Reported, Optimizer):
         batch_axis: int | None = None,
         seed: int = 0,
         audit: bool = True,
+        replay: bool = True,
     ) -> None:
         """Check everything, then put hooks on the model."""
         check_call(model, loss)
@@ -144,11 +149,10 @@ class KFAC(Reported, Optimizer):
         }
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self._model = model
-        self._kl_clip = kl_clip
         self._quadratic = QuadraticModel(model, self._loss) if quadratic_model else None
         self._factors_every = factors_every or (1 if quadratic_model else 5)
         method: Method = damping_method or ("exact" if eigen else "factored")
-        self._curvature = Curvature(decay, method, damping_unit, eigen, inverses_every, patience)
+        self._curvature = Curvature(decay, Inverses(method, damping_unit, eigen), inverses_every, patience)
         self._last_fine = LastFine(patience)
         self.steps = 0
         self.uncovered: dict[str, str] = {}
@@ -158,8 +162,9 @@ class KFAC(Reported, Optimizer):
         self._announced: set[Key] = set()  # blocks that were checked for wide factors
         self._paused = False
         self._params = Parameters(model, self.param_groups, self.close)
+        self._updates = Updates(self._params, self._curvature, kl_clip, replay)
         module = loss if isinstance(loss, nn.Module) else None
-        self._watch = Watch(model, module, self._wanted, self._loss, self._settings, keep_inputs=quadratic_model)
+        self._watch = Watch(model, module, self._wanted, self._loss, self._settings, quadratic_model, replay)
 
     @property
     def events(self) -> Events:
@@ -244,7 +249,7 @@ class KFAC(Reported, Optimizer):
         self._check(sums, grads, result)
         finite = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).isfinite()
         # Reading a value from a GPU waits for it. In steps without sums, which never wait, updates look at `finite`.
-        if sums is not None or not finite.is_cuda:  # pragma: no branch (tested on a GPU)
+        if sums is not None or not waiting.runs_behind(finite.device):
             if not finite or (self._quadratic is not None and batch is not None and not isfinite(batch.value)):
                 text = "the loss or gradients are not finite, and the step was skipped"
                 self._curvature.note_trouble("skipped_steps", text)
@@ -263,21 +268,26 @@ class KFAC(Reported, Optimizer):
     def _update(self, sums: StepSums | None, grads: dict[str, Tensor], finite: Tensor, batch: BatchLoss | None) -> None:
         """Change parameters: those that have curvature by the natural gradient, others by AdamW."""
         covered = self._curvature.covered
-        natural = {n: g if self._unit == 1 else g / self._unit for n, g in grads.items() if n in covered}
+        natural = {n: g for n, g in grads.items() if n in covered}
         rest = {n: g for n, g in grads.items() if n in self.uncovered or self._params.groups[n]["method"] == "adamw"}
         if len(natural) + len(rest) < len(grads):
             # Some parameters were used for the first time. Track all of them in the next step.
             self._tracked = frozenset()
-        if self._quadratic is not None and batch is not None:
-            steps = self._quadratic.steps(natural, self._precondition(natural), self._curvature.dampings(), sums)
+        if self._quadratic is None or batch is None:
+            with self._curvature.costs.timed("products"):
+                self._updates.take(self.state, natural, rest, finite, self._unit, self._watch.in_half_precision)
+        else:
+            natural = {n: g / self._unit for n, g in natural.items()}
+            with self._curvature.costs.timed("products"):
+                # The quadratic model finds out itself how long steps should be.
+                D = self._curvature.precondition(natural, self._params.tensors, self._params.groups, limit=False)
+            steps = self._quadratic.steps(natural, D, self._curvature.dampings(), sums)
             noise = batch.round_off / self._unit
             change = partial(self._change, batch)
             trial = tried_updates(self._params, self.state, steps, natural, rest, change, noise)
             factor = self._quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
             self._curvature.note_trial(trial, factor)
-            return
-        natural_updates(self._params, self.state, natural, self._precondition, self._kl_clip, finite)
-        adamw_updates(self._params, self.state, rest, finite)
+        self._curvature.note_products()
 
     def _change(self, batch: BatchLoss) -> float:
         """Return the change of the loss on a batch since the last step. Passes for it give no factors."""
@@ -381,14 +391,6 @@ class KFAC(Reported, Optimizer):
             text = f"KFAC does not cover some parameters, which are trained by AdamW ({listed(lost)})."
             warnings.warn(text, KfsWarning, stacklevel=4)
         warn_of_wide(map(Block, new), self._settings, stacklevel=5)
-
-    def _precondition(self, u: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Multiply with inverses. A parameter of a block that has no gradient counts as zero."""
-        missing = self._curvature.covered - u.keys()
-        zeros = {n: torch.zeros_like(self._params.tensors[n]) for n in missing}
-        # The quadratic model finds out itself how long steps should be.
-        D = self._curvature.precondition(u | zeros, self._params.groups, limit=self._quadratic is None)
-        return {n: D[n] for n in u}
 
     @property
     def _device(self) -> torch.device:

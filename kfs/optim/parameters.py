@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from math import prod
+from operator import is_
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ class Parameters:
         self.tensors: dict[str, Tensor] = {names[id(p)]: p for p, _ in found}
         self.groups: dict[str, dict[str, Any]] = {names[id(p)]: group for p, group in found}
         self._shapes = self._shapes_now()
-        self._alive = list(self._model.parameters())  # No other tensor can get their ids.
+        # The modules with their children and parameters, to compare quickly. No other tensor can get the ids of these.
+        self._parts = [(m, list(m._modules.values()), list(m._parameters.values())) for m in self._model.modules()]
 
     def check_open(self) -> None:
         """Refuse to go on after the optimizer was closed."""
@@ -90,7 +92,11 @@ class Parameters:
 
     def are_the_models(self) -> bool:
         """Whether the model has the same parameters as before; not so while `functional_call` runs it."""
-        return self._shapes_now() == self._shapes
+        for module, children, params in self._parts:
+            now = list(module._parameters.values())
+            if list(module._modules.values()) != children or len(now) != len(params) or not all(map(is_, now, params)):
+                return False
+        return all(p.shape == self._shapes[id(p)] for _, _, params in self._parts for p in params if p is not None)
 
     def check_model(self) -> None:
         """Refuse a model whose parameters were replaced, added, removed or reshaped."""

@@ -1,6 +1,7 @@
 """One forward pass of a model in training, and what happens when the gradient of a loss comes back."""
 
 import weakref
+from collections.abc import Hashable
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from kfs import waiting
 from kfs.data import mapped, tensors_in
 from kfs.errors import DataError, KfsError
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors
@@ -18,7 +20,8 @@ from kfs.kfac.settings import Settings
 from kfs.kfac.structures import computable
 from kfs.kfac.sums import FactorSums
 from kfs.losses import Loss
-from kfs.losses.counter import Stream
+from kfs.losses.counter import Draws, Stream
+from kfs.optim.factor_graphs import Data, FactorGraph, FactorPass, FactorResult
 from kfs.optim.outputs import KeepsPass, with_parts
 from kfs.optim.step_sums import Bases, FactorAndSquareSums, StepSums
 from kfs.optim.targets import Targets
@@ -53,7 +56,10 @@ class Pass:
     keep_inputs: bool  # whether the result has the arguments
     place: int = 0  # which tensor among the arguments has as many rows as there are data
     compare: bool = False  # whether to compare the loss with others, and its scale with the announced one
+    graph: FactorGraph | None = None  # computes the sums, if the pass is not watched
     has_gradient: bool = False  # whether the gradient of a loss has arrived
+    # If passes like this one are to be recorded: what they have in common, how they run, and the data of this one.
+    to_record: tuple[Hashable, FactorPass, Data | None] | None = None
 
     def __post_init__(self, session: Session | None, known: Known | None, arguments: tuple[Any, Any]) -> None:
         """Find the number of data."""
@@ -72,6 +78,7 @@ class Pass:
         self._result = StepSums(self.num_data, in_model=self.targets.y is not None)
         self._stack = ExitStack()
         self._sums = FactorAndSquareSums(self.settings, self.bases) if self.bases else FactorSums(self.settings)
+        self._replayed: FactorResult | None = None
         self._capture: Capture | None = None
         if session is not None:
             self._capture = Capture(session, self._sums, self.num_data, self.settings.batch_axis, known)
@@ -141,6 +148,7 @@ class Pass:
         # A prediction of minus infinity is a class that was masked.
         result.finite = bool(g.isfinite().all() & ~(f.isnan() | (f == torch.inf)).any())
         y = self.targets.match(f, g, self.loss, self.settings.fisher) if result.finite else None
+        result.mismatch = float(self.targets.mismatch)
         # The empirical Fisher of a vanishing gradient has no scale, and is not used.
         if y is not None and (self.settings.fisher != "empirical" or bool(self.targets.scale)):
             result.examples = number(self.loss.examples(y))
@@ -150,6 +158,8 @@ class Pass:
                 result.inputs = [(args, {key: value for key, value in kwargs.items() if key != "labels"}, y)]
         if self.compare and result.finite:
             result.square = float(g.square().sum())
+        if y is not None and result.examples and self.graph is not None:
+            self._replayed = self.graph.replay(self._arguments, y, first_datum)
         if self._capture is not None:
             self._capture_gradients(self._capture, f, y, first_datum)
         del self._f, self._edge, self._arguments  # The graph and the inputs are large.
@@ -165,17 +175,25 @@ class Pass:
             self._sums.finish_forward()
         else:
             at_once = self.settings.columns_at_once or 1
-            vectors = backpropagated_vectors(self.loss, f, y, self.settings, first_datum, at_once, Stream)
+            # On an accelerator, draws are those of passes that are recorded.
+            behind = waiting.runs_behind(f.device)
+            first = torch.full((), first_datum, dtype=torch.int64, device=f.device) if behind else first_datum
+            draws = Draws if behind else Stream
+            vectors = backpropagated_vectors(self.loss, f, y, self.settings, first, at_once, draws)
+            if self.to_record is not None:
+                self.to_record = *self.to_record[:2], (self._arguments, self.num_data, y, first_datum)
             # The user's backward pass needs the graph afterwards.
             send_back(self._edge, capture, (columns.to(self._f.dtype) for columns in vectors), True, self._f)
 
     def collect(self) -> StepSums:
         """Return what the pass has given, after its backward pass."""
         result, capture = self._result, self._capture
-        result.mismatch = float(self.targets.mismatch)
         if self.compare:
             result.other = self.targets.other_loss()
             result.scales = [(self.targets.known_scale(), result.count)]
+        if self._replayed is not None:
+            result.blocks = self._replayed.blocks
+            result.uncovered = self._replayed.uncovered
         if capture is None or not result.examples:
             return result
         if capture.listening:  # The user's backward pass has shown gradients.

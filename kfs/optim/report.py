@@ -184,9 +184,8 @@ class Reported:
         size = sum(p.numel() for p in tensors)
         names = ("lr", "damping", "momentum", "weight_decay", "trust")
         groups = "; ".join(", ".join(f"{n}={_number(g[n])}" for n in names) for g in self.param_groups)
-        kind = (
-            f"fisher={self._settings.fisher!r}, eigen={curvature.eigen}, quadratic_model={self._quadratic is not None}"
-        )
+        kind = f"fisher={self._settings.fisher!r}, eigen={curvature.inverses.eigen}"
+        kind += f", quadratic_model={self._quadratic is not None}"
         happened = ", ".join(f"{name} {count}" for name, count in asdict(curvature.events).items() if count)
         return (
             f"KFAC for {type(self._model).__name__} ({len(tensors)} parameters, {size:,} numbers), {self._loss.name}\n"

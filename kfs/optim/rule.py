@@ -20,47 +20,79 @@ shortens a layer's step if its curvature is implausibly small: see `limited`.
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import sqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
+Scalar = float | Tensor  # a tensor without axes, if a number is decided on an accelerator
 
 
-def natural_step(
-    params: Tensors,
-    grads: Tensors,
-    averages: Tensors,
-    precondition: Callable[[Tensors], Tensors],
-    *,
-    lr: Sequence[float],
-    weight_decay: Sequence[float],
-    momentum: float,
-    ages: Sequence[int],
-) -> tuple[Tensors, Tensors]:
-    """Return parameters and averages after one step.
+class Share(NamedTuple):
+    """Parameters with the same numbers.
 
-    Args:
-        params: Parameters.
+    Attributes:
+        params: The parameters.
         grads: Their gradients.
         averages: Averages of earlier gradients; zeros at first.
-        precondition: Multiplies with a damped inverse curvature, and keeps steps in the trust region.
-        lr: Learning rates, one for each parameter.
-        weight_decay: Decoupled weight decays, one for each parameter.
-        momentum: How much of the average is kept.
-        ages: Number of gradients in each average.
+        momentum: How much of the averages is kept.
+        lr: The learning rate.
+        kept: What decoupled weight decay leaves of the parameters, `1 - lr * weight_decay`.
+        correction: Multiplies averages, against their bias: see `correction`.
+    """
+
+    params: Tensors
+    grads: Tensors
+    averages: Tensors
+    momentum: float
+    lr: Scalar
+    kept: Scalar
+    correction: Scalar
+
+
+def correction(decay: float, age: int) -> float:
+    """Return what an average that keeps `decay`, and started at zero `age` gradients ago, is to be multiplied with."""
+    return float(1 / (1 - decay**age))
+
+
+def natural_step(shares: Sequence[Share], precondition: Callable[[Tensors], Tensors]) -> list[tuple[Tensors, Tensors]]:
+    """Return parameters and averages after one step, for each share of all parameters.
+
+    Args:
+        shares: All parameters.
+        precondition: Multiplies with a damped inverse curvature, and keeps steps in the trust region. It takes
+            and returns tensors for the parameters of all shares.
 
     Example:
         >>> double = lambda u: [2 * t for t in u]
         >>> W, G, m = [torch.ones(1)], [torch.ones(1)], [torch.zeros(1)]
-        >>> natural_step(W, G, m, double, lr=[0.1], weight_decay=[0.0], momentum=0.9, ages=[0])[0]
+        >>> share = Share(W, G, m, momentum=0.9, lr=0.1, kept=1.0, correction=correction(0.9, 2))
+        >>> natural_step([share], double)[0][0]
         (tensor([0.8000]),)
     """
-    averages = torch._foreach_lerp(averages, grads, 1 - momentum)
-    ahead = torch._foreach_lerp(grads, averages, momentum)
-    steps = precondition(torch._foreach_div(ahead, [1 - momentum ** (age + 2) for age in ages]))
-    decayed = torch._foreach_mul(params, [1 - eta * w for eta, w in zip(lr, weight_decay, strict=True)])
-    return torch._foreach_sub(decayed, torch._foreach_mul(steps, list(lr))), averages
+    averages: list[Tensors] = []
+    ahead: list[Tensor] = []
+    for share in shares:
+        m = torch._foreach_lerp(share.averages, share.grads, 1 - share.momentum)
+        ahead += multiplied(torch._foreach_lerp(share.grads, m, share.momentum), share.correction)
+        averages.append(m)
+    steps = iter(precondition(ahead))
+    params = [moved(share.params, [next(steps) for _ in share.params], share.lr, share.kept) for share in shares]
+    return list(zip(params, averages, strict=True))
+
+
+def moved(params: Tensors, steps: Tensors, lr: Scalar, kept: Scalar) -> Tensors:
+    """Return decayed parameters after a step."""
+    return torch._foreach_sub(multiplied(params, kept), multiplied(steps, lr))
+
+
+def multiplied(tensors: Tensors, factor: Scalar) -> Tensors:
+    """Multiply all tensors with a number."""
+    if isinstance(factor, Tensor) and tensors[0].dtype in {torch.float32, torch.float64}:
+        factor = factor.to(tensors[0].dtype)  # PyTorch is slow for lists with a factor of another precision.
+    result: Tensors = torch._foreach_mul(tensors, factor)
+    return result
 
 
 def limited(D: Tensor, trust: float | Tensor, unit_vectors: bool) -> Tensor:
@@ -99,22 +131,36 @@ def spectral_norm(D: Tensor, iterations: int = 4) -> Tensor:
     return torch.where(length > 0, top, norms)
 
 
-@lru_cache(maxsize=256)
 def _start(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a fixed vector `[n, 1]` that is unlikely to be orthogonal to a singular vector."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # pragma: no cover (tested on a GPU)
+        return _kept_start.__wrapped__(size, dtype, device)  # What is recorded has no values yet, and is not kept.
+    return _kept_start(size, dtype, device)
+
+
+@lru_cache(maxsize=256)
+def _kept_start(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.cos(torch.arange(size, device=device).square()).to(dtype).unsqueeze(-1)
 
 
 def adamw_step(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, *, lr: float, weight_decay: float, betas: tuple[float, float], age: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return parameter and both averages after one step of AdamW (Loshchilov & Hutter, 2019)."""
-    m = m.lerp(g, 1 - betas[0])
-    v = v.lerp(g.square(), 1 - betas[1])
-    mean = m / (1 - betas[0] ** (age + 1))
-    variance = v / (1 - betas[1] ** (age + 1))
-    step = mean / (variance.sqrt() + torch.finfo(v.dtype).tiny ** 0.5)
-    return p * (1 - lr * weight_decay) - lr * step.to(p.dtype), m, v
+    share: Share, squares: Tensors, kept_squares: float, correction_of_squares: Scalar
+) -> tuple[Tensors, Tensors, Tensors]:
+    """Return parameters and both averages after one step of AdamW (Loshchilov & Hutter, 2019).
+
+    Args:
+        share: Parameters, gradients and their averages.
+        squares: Averages of squared gradients.
+        kept_squares: How much of these is kept.
+        correction_of_squares: Multiplies them, against their bias.
+    """
+    m = torch._foreach_lerp(share.averages, share.grads, 1 - share.momentum)
+    v = torch._foreach_lerp(squares, torch._foreach_mul(share.grads, share.grads), 1 - kept_squares)
+    sizes = torch._foreach_sqrt(multiplied(v, correction_of_squares))
+    torch._foreach_add_(sizes, torch.finfo(v[0].dtype).tiny ** 0.5)
+    steps = torch._foreach_div(multiplied(m, share.correction), sizes)
+    rounded = [step.to(p.dtype) for step, p in zip(steps, share.params, strict=True)]
+    return moved(share.params, rounded, share.lr, share.kept), m, v
 
 
 if __name__ == "__main__":
@@ -140,9 +186,8 @@ if __name__ == "__main__":
 
         params, g = list(risk.params.values()), list(risk.gradient().values())
         zeros = [torch.zeros_like(p) for p in params]
-        new, _ = natural_step(
-            params, g, zeros, precondition, lr=[lr, lr], weight_decay=[0.0, 0.0], momentum=0.0, ages=[0, 0]
-        )
+        share = Share(params, g, zeros, momentum=0.0, lr=lr, kept=1.0, correction=1.0)
+        ((new, _),) = natural_step([share], precondition)
         moved = EmpiricalRisk(model, MSELoss(), (X, y), params=dict(zip(layer, new, strict=True)))
         return torch.cat([t.flatten() for t in moved.gradient().values()])
 

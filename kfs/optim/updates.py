@@ -1,23 +1,75 @@
 """The update rules applied to an optimizer's parameters and state, in place."""
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kfs import waiting
 from kfs.optim.averages import copied_to
+from kfs.optim.curvature import Curvature
 from kfs.optim.parameters import Parameters
-from kfs.optim.rule import Tensors, adamw_step, natural_step
+from kfs.optim.recorded_update import RecordedUpdate, recorder_for
+from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, natural_step
 from kfs.optim.trials import Trial, try_step
+from kfs.tf32 import tf32, uses_tf32
 
 State = MutableMapping[Tensor, dict[str, Any]]
 _BETAS = (0.9, 0.95)
 
 
+@dataclass(frozen=True)
+class Together:
+    """Parameters that are updated with the same numbers: those of a group that are equally old.
+
+    Attributes:
+        names: Their names.
+        numbers: In the order of `rule.Share`; AdamW has one more, the correction of squares.
+        momentum: How much of the averages is kept.
+        group: Identifies the group.
+        age: Number of gradients in the averages.
+    """
+
+    names: tuple[str, ...]
+    numbers: tuple[float, ...]
+    momentum: float
+    group: int
+    age: int
+
+
+def together(params: Parameters, state: State, names: Iterable[str], adamw: bool) -> list[Together]:
+    """Divide parameters into those that are updated with the same numbers."""
+    found: dict[tuple[int, int], list[str]] = {}
+    averages = ("exp_avg", "exp_avg_sq") if adamw else ("average",)
+    for name in names:
+        age = _state_of(state, params.tensors[name], *averages)["age"]
+        found.setdefault((id(params.groups[name]), age), []).append(name)
+    result = []
+    for (key, age), same in found.items():
+        group = params.groups[same[0]]
+        momentum = float(group["momentum"])
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        numbers: tuple[float, ...] = (lr, 1 - lr * decay, correction(momentum, age + 2))
+        if adamw:
+            # Weights decay relative to lr, as for all parameters.
+            bias = [correction(beta, age + 1) for beta in _BETAS]
+            momentum, numbers = _BETAS[0], (lr * float(group["adamw_lr"]), 1 - lr * decay, *bias)
+        result.append(Together(tuple(same), numbers, momentum, key, age))
+    return result
+
+
+def all_numbers(parts: Iterable[Together]) -> list[float]:
+    """Return the numbers of all parts, one after the other."""
+    return [number for part in parts for number in part.numbers]
+
+
 def natural_updates(
     params: Parameters,
     state: State,
+    parts: Sequence[Together],
+    numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
     precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     kl_clip: float | None,
@@ -27,55 +79,159 @@ def natural_updates(
 
     With `kl_clip`, the change of predictions, as measured by the curvature, is limited.
     """
-    if not grads:
+    if not parts:
         return
-    tensors = [params.tensors[n] for n in grads]
-    groups = [params.groups[n] for n in grads]
-    states = [_state_of(state, p, "average") for p in tensors]
-    averages = [s["average"] for s in states]
-    lrs = [float(group["lr"]) for group in groups]
+    shares = [_share(params, state, part, "average", numbers, grads, finite) for part in parts]
+    names = [name for part in parts for name in part.names]
 
     def clipped(u: Tensors) -> Tensors:
-        steps = precondition(dict(zip(grads, u, strict=True)))
-        D = [steps[n] for n in grads]
+        steps = precondition(dict(zip(names, u, strict=True)))
+        D = [steps[n] for n in names]
         if kl_clip is None:
             return D
+        lrs = [share.lr for share in shares for _ in share.params]
         change = torch.stack([lr**2 * (v * d).sum() for lr, v, d in zip(lrs, u, D, strict=True)]).sum()
         shorter = (kl_clip / change.clamp(min=1e-30)).sqrt().clamp(max=1.0)
         return [shorter * d for d in D]
 
-    new_tensors, new_averages = natural_step(
-        tensors,
-        [g.to(average.dtype) for g, average in zip(grads.values(), averages, strict=True)],
-        averages,
-        clipped,
-        lr=lrs,
-        weight_decay=[group["weight_decay"] for group in groups],
-        momentum=groups[0]["momentum"],
-        ages=[s["age"] for s in states],
-    )
-    _assign([*tensors, *averages], [*new_tensors, *new_averages], finite)
-    for s in states:
-        s["age"] += 1
+    for share, (new, averages) in zip(shares, natural_step(shares, clipped), strict=True):
+        torch._foreach_copy_([*share.params, *share.averages], [*new, *averages])
 
 
-def adamw_updates(params: Parameters, state: State, grads: dict[str, Tensor], finite: Tensor) -> None:
+def adamw_updates(
+    params: Parameters,
+    state: State,
+    parts: Sequence[Together],
+    numbers: Iterator[Scalar],
+    grads: dict[str, Tensor],
+    finite: Tensor,
+) -> None:
     """Update other parameters by AdamW."""
-    for name, g in grads.items():
-        p, group = params.tensors[name], params.groups[name]
-        s = _state_of(state, p, "exp_avg", "exp_avg_sq")
-        old = [p, s["exp_avg"], s["exp_avg_sq"]]
-        new = adamw_step(
-            p,
-            g.to(s["exp_avg"].dtype),
-            *old[1:],
-            lr=float(group["lr"]) * group["adamw_lr"],
-            weight_decay=group["weight_decay"] / group["adamw_lr"],  # relative to lr, as for all parameters
-            betas=_BETAS,
-            age=s["age"],
+    for part in parts:
+        share = _share(params, state, part, "exp_avg", numbers, grads, finite)
+        squares = [state[p]["exp_avg_sq"] for p in share.params]
+        new, averages, new_squares = adamw_step(share, squares, _BETAS[1], next(numbers))
+        if waiting.runs_behind(finite.device):
+            new_squares = [torch.where(finite, new, old) for new, old in zip(new_squares, squares, strict=True)]
+        torch._foreach_copy_([*share.params, *share.averages, *squares], [*new, *averages, *new_squares])
+
+
+def grow_older(params: Parameters, state: State, parts: Iterable[Together]) -> None:
+    """Count gradients that have entered averages."""
+    for part in parts:
+        for name in part.names:
+            state[params.tensors[name]]["age"] += 1
+
+
+def _share(
+    params: Parameters,
+    state: State,
+    part: Together,
+    average: str,
+    numbers: Iterator[Scalar],
+    grads: dict[str, Tensor],
+    finite: Tensor,
+) -> Share:
+    """Return parameters with their gradients, averages and numbers.
+
+    On a GPU, nobody has looked yet whether gradients are finite. If they are not, nothing will change: they are
+    replaced by their averages, and the learning rate is zero.
+    """
+    tensors = [params.tensors[n] for n in part.names]
+    averages = [state[p][average] for p in tensors]
+    own = [grads[n].to(m.dtype) for n, m in zip(part.names, averages, strict=True)]
+    lr, kept, corrected = (next(numbers) for _ in range(3))
+    if waiting.runs_behind(finite.device):
+        own = [torch.where(finite, g, m) for g, m in zip(own, averages, strict=True)]
+        one_or_zero = finite.double()
+        lr, kept = lr * one_or_zero, 1 - (1 - kept) * one_or_zero
+    return Share(tensors, own, averages, part.momentum, lr, kept, corrected)
+
+
+class Updates:
+    """Takes steps with the natural gradient, and with AdamW for parameters that are not covered.
+
+    Args:
+        params: All parameters.
+        curvature: Multiplies with inverses.
+        kl_clip: How much a step may change predictions.
+        replay: Whether steps on a GPU are recorded.
+    """
+
+    def __init__(self, params: Parameters, curvature: Curvature, kl_clip: float | None, replay: bool) -> None:
+        """Start without anything recorded."""
+        self._params = params
+        self._curvature = curvature
+        self._kl_clip = kl_clip
+        self._replay = replay
+        self._recorded: RecordedUpdate | None = None
+
+    def take(
+        self, state: State, natural: dict[str, Tensor], rest: dict[str, Tensor], finite: Tensor, unit: float, half: bool
+    ) -> None:
+        """Take a step.
+
+        Args:
+            state: The optimizer's.
+            natural: Gradients of parameters that are covered.
+            rest: Gradients of others.
+            finite: Whether all of them are. It is read on a GPU only; nobody has looked there.
+            unit: The loss is this many times the average over examples.
+            half: Whether gradients were computed in half precision. Then a GPU multiplies in TF32.
+        """
+        params, curvature = self._params, self._curvature
+        parts = together(params, state, natural, adamw=False)
+        others = together(params, state, rest, adamw=True)
+        grads = {**natural, **rest}
+
+        def precondition(u: dict[str, Tensor]) -> dict[str, Tensor]:
+            return curvature.precondition(u, params.tensors, params.groups, limit=True)
+
+        def update(given: list[Tensor], finite: Tensor, numbers: list[Scalar]) -> None:
+            values = iter(numbers)
+            mine = dict(zip(grads, given, strict=True))
+            share = next(values)
+            if unit != 1:
+                mine |= {n: mine[n] * share for n in natural}
+            with tf32(True if half else None):
+                natural_updates(params, state, parts, values, mine, precondition, self._kl_clip, finite)
+            adamw_updates(params, state, others, values, mine, finite)
+
+        if self._recorded is None:
+            self._recorded = RecordedUpdate(recorder_for(finite.device) if self._replay else None)
+        # Without gradients there is nothing to record; nor may a recording be part of another one.
+        key = self._key(state, parts, others, grads, unit, half) if self._recorded.is_used else None
+        numbers = [1 / unit, *all_numbers(parts), *all_numbers(others)]
+        self._recorded.run(key, update, list(grads.values()), finite, numbers)
+        # A graph does not tell autograd that it changes parameters.
+        torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
+        grow_older(params, state, [*parts, *others])
+
+    def _key(
+        self,
+        state: State,
+        parts: list[Together],
+        others: list[Together],
+        grads: dict[str, Tensor],
+        unit: float,
+        half: bool,
+    ) -> Hashable:
+        """Return what updates with the same recording have in common."""
+        params = self._params
+        stacks = self._curvature.inverses.stacks(self._curvature.averages.values())
+        tensors = [t for n in grads for t in (params.tensors[n], *_tensors_in(state[params.tensors[n]]))]
+        return (
+            tuple((part.names, part.momentum) for part in (*parts, *others)),
+            tuple(params.groups[n]["trust"] for n in grads),
+            tuple(t.data_ptr() for t in tensors),
+            tuple((g.dtype, g.stride()) for g in grads.values()),
+            tuple(stack.structure.like.data_ptr() for stack, _ in stacks),  # A recording holds what it reads.
+            (unit == 1, half, uses_tf32()),
         )
-        _assign(old, list(new), finite)
-        s["age"] += 1
+
+
+def _tensors_in(state: Mapping[str, Any]) -> list[Tensor]:
+    return [value for value in state.values() if isinstance(value, Tensor)]
 
 
 def tried_updates(
@@ -105,7 +261,9 @@ def tried_updates(
     slope = sum(lrs[n] * float((grads[n] * s).sum()) for n, s in steps.items())
     for n, s in steps.items():
         params.tensors[n].add_(s, alpha=lrs[n])
-    adamw_updates(params, state, rest, torch.tensor(True))
+    parts = together(params, state, rest, adamw=True)
+    adamw_updates(params, state, parts, iter(all_numbers(parts)), rest, torch.tensor(True))
+    grow_older(params, state, parts)
     trial = try_step([params.tensors[n] for n in old], list(old.values()), change, slope, noise)
     for n in steps if trial.share else ():
         params.tensors[n].sub_(old[n], alpha=lrs[n] * params.groups[n]["weight_decay"])
@@ -130,10 +288,3 @@ def _state_of(state: State, p: Tensor, *names: str) -> dict[str, Any]:
             mine[name] = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
             mine["age"] = 0
     return mine
-
-
-def _assign(targets: list[Tensor], values: list[Tensor], finite: Tensor) -> None:
-    """Write new values. On a GPU, which was not asked yet, this happens only if gradients were finite."""
-    if finite.is_cuda:  # pragma: no cover (tested on a GPU)
-        values = [torch.where(finite, value, target) for target, value in zip(targets, values, strict=True)]
-    torch._foreach_copy_(targets, values)

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
@@ -30,6 +29,8 @@ from kfs.kfac.capture import Audit, Audits, Capture, Known, NotRepeatableError, 
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
+from kfs.optim.factor_graphs import FactorGraphs, FactorPass
+from kfs.optim.hooks import Hook
 from kfs.optim.passes import Pass, number_of_data
 from kfs.optim.step_sums import Bases, StepSums
 from kfs.outputs import prediction_in
@@ -57,9 +58,11 @@ class Watch:
     loss: Loss
     settings: Settings
     keep_inputs: bool  # whether the result has the inputs of all passes
+    replay: InitVar[bool] = False  # whether passes for factors may be recorded
     compare: bool = True  # whether passes compare the loss with others, and its scale with the announced one
     first_datum: int = 0  # number of data in earlier steps, on which the labels that are drawn depend
     audit: Audit | None = None  # what was checked for the last pass
+    in_half_precision: bool = False  # whether the last pass was run with autocast
     _place: int = 0  # which tensor among the model's arguments has as many rows as there are data
     _session: Session | None = None
     _call: _Call | None = None
@@ -67,8 +70,11 @@ class Watch:
     _complete: list[Pass] = field(default_factory=list)
     _backward: int = -1  # identifies the last backward pass
 
-    def __post_init__(self, model: nn.Module, module: nn.Module | None, wanted: Callable[[], Any]) -> None:
+    def __post_init__(
+        self, model: nn.Module, module: nn.Module | None, wanted: Callable[[], Any], replay: bool
+    ) -> None:
         """Put hooks on model and loss."""
+        self._graphs = FactorGraphs(self.loss, self.settings, replay)
         self._model = weakref.ref(model)
         self._wanted = weakref.WeakMethod(wanted)
         before, after = Hook(self, "_before_forward"), Hook(self, "_after_forward")
@@ -84,6 +90,7 @@ class Watch:
         self._forget_interrupted()
         self._remove_hooks()
         self.forget()
+        self._graphs.forget()
 
     def collect(self) -> StepSums | None:
         """Return the sum over all passes with a backward pass since the last call, or `None` if there were none."""
@@ -91,6 +98,9 @@ class Watch:
         passes = self._complete
         self._complete = []
         results = [one.collect() for one in passes]
+        for one, result in zip(passes, results, strict=True):
+            if one.to_record is not None and one.to_record[2] is not None:
+                self._graphs.record(*one.to_record[:2], one.to_record[2], result.blocks)
         for other in results[1:]:
             results[0].merge(other)
         return results[0] if results else None
@@ -119,6 +129,7 @@ class Watch:
         elsewhere = elsewhere or torch._C._current_graph_task_id() != -1
         if not torch.is_grad_enabled() or elsewhere:
             return None
+        self.in_half_precision = torch.is_autocast_enabled("cuda")
         self._call = _Call(next((f for f in _callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
         method = self._wanted()
         wanted = None if method is None else method()
@@ -131,27 +142,34 @@ class Watch:
         elif self.loss.reduction != "sum":
             # Examples have to be counted in every step if the loss is a sum over them, and only then.
             return None
+        arguments = (args, kwargs)
+        kind = "cuda" if session is None else session.device_type
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        key = None if session is None or bases else self._graphs.key(module, session, arguments, autocast)
+        graph = None if key is None else self._graphs.find(key)
         try:
             known = None
-            if session is not None and self.settings.audit:
+            if session is not None and graph is None and self.settings.audit:
                 with _outside_of_captures():
-                    known = self._audited(module, session, (args, kwargs))
+                    known = self._audited(module, session, arguments)
         except BaseException:
             self._call = None  # PyTorch calls no other hook then
             raise
-        arguments = (args, kwargs)
         one = Pass(
             weakref.ref(self),
             self.loss,
             self.settings,
-            session,
+            session if graph is None else None,
             known,
             bases,
             arguments,
             self.keep_inputs,
             self._place,
             self.compare,
+            graph,
         )
+        if session is not None and graph is None and self._graphs.wants(key):
+            one.to_record = key, FactorPass(module, self.loss, self.settings, session, known, autocast), None
         self._call.watched = one
         return one.start()
 
@@ -276,25 +294,6 @@ def _predictions(model: nn.Module, arguments: Any, num_data: int, within: Abstra
     if len(f) != num_data:
         raise _OtherNumberError(len(f))
     return f
-
-
-class Hook:
-    """Calls a method of a `Watch` that still exists. Copies of a hooked module have hooks that do nothing."""
-
-    def __init__(self, watch: Watch | None = None, method: str = "") -> None:
-        """Store a reference that does not keep the watch alive."""
-        self._watch = None if watch is None else weakref.ref(watch)
-        self._method = method
-
-    @_disable_dynamo
-    def __call__(self, *args: Any) -> Any:
-        """Call the method."""
-        watch = None if self._watch is None else self._watch()
-        return None if watch is None else getattr(watch, self._method)(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Leave the watch out."""
-        return Hook, ()
 
 
 def _trains(model: nn.Module) -> bool:

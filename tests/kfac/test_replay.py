@@ -202,8 +202,8 @@ class TestWhatIsRecorded:
     @pytest.mark.parametrize("nested", [{"x": torch.ones(2), "n": 3}, [torch.ones(2), (None, "a")]])
     def test_shapes(self, nested: Any) -> None:
         batch = next(iter(make_risk(1).batches()))._replace(x=nested)
-        assert replay._shape(batch) == replay._shape(batch)
-        assert replay._shape(batch._replace(x=torch.ones(2).to_sparse())) is None
+        assert replay.shape_of(batch) == replay.shape_of(batch)
+        assert replay.shape_of(batch._replace(x=torch.ones(2).to_sparse())) is None
 
     @pytest.mark.parametrize(
         ("problem", "text"),

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from kfs import waiting
 from kfs.kfac import KFAC, scaffold
-from kfs.kfac.capture.replay import Replays, _shape
+from kfs.kfac.capture.replay import Replays, shape_of
 from kfs.kfac.sums.interface import Sums
 from kfs.risk import EmpiricalRisk
 from tests.kfac.tape import Tapes
@@ -141,14 +141,14 @@ class TestWhatBelongsToOthers:
         """They are on the CPU, where a graph does not look again."""
         risk = make_risk(1)
         packed = pack_sequence([inputs(3), inputs(2)])._replace(batch_sizes=torch.ones(2, device="meta"))
-        assert _shape(next(iter(risk.batches()))._replace(x=packed)) is None
+        assert shape_of(next(iter(risk.batches()))._replace(x=packed)) is None
 
     def test_tensors_of_other_types(self) -> None:
         class Marked(Tensor):
             pass
 
         marked = inputs().as_subclass(Marked)
-        assert _shape(next(iter(make_risk(1).batches()))._replace(x=marked)) is None
+        assert shape_of(next(iter(make_risk(1).batches()))._replace(x=marked)) is None
 
     def test_attributes(self, tapes: list[Tapes], monkeypatch: pytest.MonkeyPatch) -> None:
         """A model that keeps the last activation: it has one, and not memory of a graph."""

@@ -1,6 +1,7 @@
 """What enters the averages and what does not, how inverses are spread over steps, and the events that are counted."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from kfs.kfac.structures.decompositions import BlockError
 from kfs.optim import KFAC
 from kfs.optim.averages import Average
+from kfs.optim.inverses import Inverses
 from tests.optim.training import data, mlp, train, weights
 
 LOSS = nn.CrossEntropyLoss()
@@ -94,26 +96,26 @@ def test_statistics_that_are_not_finite_are_refused() -> None:
 def test_a_failed_inverse_leaves_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training goes on with it, and without steps for a block that never had one."""
     X, y = data()
-    model, invert = mlp(), Average.invert
+    model, invert = mlp(), Inverses.invert
 
-    def fail(self: Average, *args: Any) -> None:
-        if self.layout.weight == "2.weight":
+    def fail(self: Inverses, averages: Sequence[Average], damping: Sequence[float]) -> None:
+        if averages[0].layout.weight == "2.weight":
             raise BlockError(0, "is not what it should be")
-        invert(self, *args)
+        invert(self, averages, damping)
 
     optimizer = KFAC(model, LOSS, factors_every=1, inverses_every=1, patience=2)
-    monkeypatch.setattr(Average, "invert", fail)
+    monkeypatch.setattr(Inverses, "invert", fail)
     frozen = model[2].weight.detach().clone()
     train(model, optimizer, [(X, y)], LOSS)
     assert optimizer.events.failed_inverses == 1
     assert torch.equal(model[2].weight, frozen)
-    monkeypatch.setattr(Average, "invert", invert)
+    monkeypatch.setattr(Inverses, "invert", invert)
     train(model, optimizer, [(X, y)], LOSS)
     assert not torch.equal(model[2].weight, frozen)
     last = optimizer._curvature.averages["2.weight", (0, 5)].inverse
     assert last is not None
     kept = last.to_dense()
-    monkeypatch.setattr(Average, "invert", fail)
+    monkeypatch.setattr(Inverses, "invert", fail)
     train(model, optimizer, [(X, y)] * 2, LOSS)
     average = optimizer._curvature.averages["2.weight", (0, 5)]
     assert average.inverse is not None
@@ -128,13 +130,13 @@ def test_inverses_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None
     layers = [layer for _ in range(6) for layer in (nn.Linear(4, 4), nn.Tanh())]
     model = nn.Sequential(*layers, nn.Linear(4, 3)).double()
     optimizer = KFAC(model, LOSS, factors_every=1, inverses_every=4)
-    invert, done = Average.invert, list[list[str]]()
+    invert, done = Inverses.invert, list[list[str]]()
 
-    def noted(self: Average, *args: Any) -> None:
-        done[-1].append(self.layout.weight)
-        invert(self, *args)
+    def noted(self: Inverses, averages: Sequence[Average], damping: Sequence[float]) -> None:
+        done[-1] += [average.layout.weight for average in averages]
+        invert(self, averages, damping)
 
-    monkeypatch.setattr(Average, "invert", noted)
+    monkeypatch.setattr(Inverses, "invert", noted)
     for _ in range(30):
         done.append([])
         train(model, optimizer, [(X, y)], LOSS)

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from kfs.kfac.structures.decompositions import inverse
 from kfs.optim import KFAC
+from kfs.tf32 import tf32
 from tests.optim.training import data, mlp, train, weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -98,3 +100,125 @@ def test_steps_without_new_factors_do_not_wait_for_the_device(options: dict[str,
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("options", [{}, {"kl_clip": 1e-4}, {"factors_every": 2, "inverses_every": 3}, {"eigen": True}])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "sum", "adamw", "groups", "frozen"])
+def test_recorded_updates(name: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Updates that are recorded equal those that are not, with schedules, groups, and parameters that come and go."""
+    results = []
+    for replay in (False, True):
+        torch.manual_seed(0)
+        model: Any = mlp().cuda()
+        X, y = (t.cuda() for t in data(24))
+        if name == "cnn":
+            model = nn.Sequential(nn.Conv2d(1, 3, 2, groups=1), nn.Flatten(), nn.LayerNorm(3), nn.Linear(3, 3))
+            model, X = model.double().cuda(), X[:, :4].reshape(-1, 1, 2, 2)
+        loss = nn.CrossEntropyLoss(reduction="sum" if name == "sum" else "mean")
+        params: Any = None
+        if name == "adamw":
+            params = [{"params": [p], "method": "adamw" if p.ndim == 1 else "kfac"} for p in model.parameters()]
+        if name == "groups":
+            params = [
+                {"params": [p], "lr": 0.05 + 0.01 * i, "trust": 0.5 + i} for i, p in enumerate(model.parameters())
+            ]
+        optimizer = KFAC(model, loss, params, fisher="type-2", weight_decay=0.1, replay=replay, **options)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        with caplog.at_level("INFO", "kfs.optim"):
+            for step in range(24):
+                part = slice(step % 3, 20 + step % 3)
+                if name == "frozen":
+                    model[0].weight.requires_grad_(step % 8 < 5)
+                optimizer.zero_grad()
+                loss(model(X[part]), y[part]).backward()
+                optimizer.step()
+                schedule.step()
+        results.append(weights(model))
+        recorded = optimizer._updates._recorded
+        assert recorded is not None
+        assert (recorded._recorded is not None) == replay
+        assert bool(optimizer._watch._graphs._graphs) == (replay and "eigen" not in options)
+    assert "not recorded" not in caplog.text
+    torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
+
+
+def test_recorded_updates_refuse_bad_gradients() -> None:
+    """A recorded update changes nothing either if gradients are not finite."""
+    X, y = (t.cuda() for t in data())
+    model = mlp().cuda()
+    optimizer = KFAC(model, LOSS, factors_every=100)
+    train(model, optimizer, [(X, y)] * 8, LOSS)
+    before = weights(model)
+    averages = [s["average"].clone() for s in optimizer.state.values()]
+    train(model, optimizer, [(X * torch.nan, y)] * 2, LOSS)
+    assert torch.equal(weights(model), before)
+    assert all(torch.equal(s["average"], a) for s, a in zip(optimizer.state.values(), averages, strict=True))
+    train(model, optimizer, [(X, y)], LOSS)
+    assert not torch.equal(weights(model), before)
+
+
+def test_autograd_notices_recorded_updates() -> None:
+    """A backward pass through parameters that were updated since is an error, as without a recording."""
+    X, y = (t.cuda() for t in data())
+    model = mlp().cuda()
+    optimizer = KFAC(model, LOSS, factors_every=100)
+    train(model, optimizer, [(X, y)] * 8, LOSS)
+    value = LOSS(model(X), y)
+    train(model, optimizer, [(X, y)], LOSS)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_steps_do_not_wait() -> None:
+    """Steps without new factors never wait for the GPU, with or without new inverses."""
+    X, y = (t.cuda() for t in data())
+    model = mlp().cuda()
+    optimizer = KFAC(model, LOSS, factors_every=10, inverses_every=3)
+    train(model, optimizer, [(X, y)] * 11, LOSS)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            optimizer.zero_grad()
+            LOSS(model(X), y).backward()
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_inverses_that_fail_unseen_are_reported_later() -> None:
+    """The last inverse stays, the event is counted with the next factors, and the block is tried again."""
+    X, y = (t.cuda() for t in data())
+    model = mlp().cuda()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=10, inverses_every=1)
+    train(model, optimizer, [(X, y)] * 11, LOSS)
+    average = optimizer._curvature.averages["2.weight", (0, 5)]
+    assert average.inverse is not None
+    kept = average.inverse.to_dense().clone()
+    good = average.factors.A.values.clone()
+    average.factors.A.values.fill_(torch.nan)
+    average.changed = True
+    train(model, optimizer, [(X, y)], LOSS)
+    assert torch.equal(average.inverse.to_dense(), kept)
+    average.factors.A.values.copy_(good)
+    assert optimizer.events.failed_inverses == 0
+    train(model, optimizer, [(X, y)] * 9, LOSS)
+    assert optimizer.events.failed_inverses == 1
+    assert not average.failed
+    assert not torch.equal(average.inverse.to_dense(), kept)
+    assert weights(model).isfinite().all()
+
+
+@pytest.mark.parametrize("size", [40, 700, 1100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_inverses_by_halves(size: int, dtype: torch.dtype, rounded: bool) -> None:
+    """Large matrices are inverted by products of their parts, as precisely as by Cholesky factors, whatever TF32 is."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 2 * size, size, dtype=torch.float64, device="cuda") * torch.logspace(0, -2, size).double().cuda()
+    M = x.mT @ x + 1e-3 * torch.eye(size, device="cuda")
+    expected = torch.linalg.inv(M)
+    with tf32(rounded):
+        result = inverse(M.to(dtype)).double()
+    error = (result - expected).norm() / expected.norm()
+    condition = torch.linalg.cond(M).max()
+    assert error < 10 * torch.finfo(dtype).eps * condition

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from kfs import GGN, EmpiricalRisk
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
-from kfs.optim.rule import Tensors, adamw_step, limited, natural_step, spectral_norm
+from kfs.optim.rule import Share, Tensors, adamw_step, correction, limited, natural_step, spectral_norm
 
 
 def identity(u: Tensors) -> Tensors:
@@ -23,7 +23,8 @@ def test_momentum_has_no_bias(momentum: float, steps: int) -> None:
     p, g = [torch.zeros(2, dtype=torch.float64)], [torch.tensor([1.0, -2.0]).double()]
     m: Tensors = [torch.zeros(2).double()]
     for age in range(steps):
-        new, m = natural_step(p, g, m, identity, lr=[1.0], weight_decay=[0.0], momentum=momentum, ages=[age])
+        share = Share(p, g, m, momentum, lr=1.0, kept=1.0, correction=correction(momentum, age + 2))
+        ((new, m),) = natural_step([share], identity)
         torch.testing.assert_close(new[0], p[0] - g[0])
         p = list(new)
 
@@ -37,9 +38,8 @@ def test_momentum_looks_ahead() -> None:
     m: Tensors = [torch.zeros_like(target)]
     sgd = torch.optim.SGD([theirs], lr=0.1 * (1 - beta), momentum=beta, nesterov=True)
     for _ in range(5):
-        new, m = natural_step(
-            [mine], [mine - target], m, identity, lr=[0.1], weight_decay=[0.0], momentum=beta, ages=[old]
-        )
+        share = Share([mine], [mine - target], m, beta, lr=0.1, kept=1.0, correction=correction(beta, old))
+        ((new, m),) = natural_step([share], identity)
         theirs.grad = theirs.detach() - target
         sgd.step()
         mine = new[0]
@@ -50,14 +50,14 @@ def test_inputs_are_not_changed() -> None:
     """The rule is pure."""
     p, g, m = ([torch.randn(3)] for _ in range(3))
     before = [t[0].clone() for t in (p, g, m)]
-    natural_step(p, g, m, identity, lr=[1.0], weight_decay=[0.1], momentum=0.9, ages=[0])
+    natural_step([Share(p, g, m, 0.9, lr=1.0, kept=0.9, correction=1.0)], identity)
     assert all(torch.equal(t[0], b) for t, b in zip((p, g, m), before, strict=True))
 
 
 def test_weight_decay_is_decoupled() -> None:
     """It does not go through curvature or momentum."""
     p, zero = [torch.ones(2)], [torch.zeros(2)]
-    new, _ = natural_step(p, zero, zero, identity, lr=[0.5], weight_decay=[0.1], momentum=0.9, ages=[0])
+    ((new, _),) = natural_step([Share(p, zero, zero, 0.9, lr=0.5, kept=0.95, correction=1.0)], identity)
     torch.testing.assert_close(new[0], 0.95 * p[0])
 
 
@@ -69,7 +69,8 @@ def test_adamw_is_that_of_pytorch() -> None:
     adamw = torch.optim.AdamW([q], lr=0.1, betas=(0.9, 0.95), weight_decay=0.2, eps=1e-150)
     for age in range(5):
         g = torch.randn(4, dtype=torch.float64)
-        p, m, v = adamw_step(p, g, m, v, lr=0.1, weight_decay=0.2, betas=(0.9, 0.95), age=age)
+        share = Share([p], [g], [m], 0.9, lr=0.1, kept=0.98, correction=correction(0.9, age + 1))
+        (p,), (m,), (v,) = adamw_step(share, [v], 0.95, correction(0.95, age + 1))
         q.grad = g
         adamw.step()
         torch.testing.assert_close(p, q.detach())

@@ -12,6 +12,7 @@ from kfs.errors import ModelError
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
 from kfs.optim.curvature import Curvature, Events
+from kfs.optim.inverses import Inverses
 from kfs.optim.trials import Trial, try_step
 from tests.optim.training import weights
 
@@ -250,7 +251,7 @@ def test_losses_that_are_not_finite() -> None:
 
 def test_damping_has_limits() -> None:
     """However often it is multiplied."""
-    curvature = Curvature(0.9, "factored", "relative", False, 10, 1)
+    curvature = Curvature(0.9, Inverses("factored", "relative", False), 10, 1)
     for _ in range(100):
         curvature.note_trouble("skipped_steps", "something is wrong")
     assert curvature.damping_scale == 1e10

@@ -7,7 +7,9 @@ from kfs.kfac.capture.audit import NotRepeatableError
 from kfs.kfac.capture.audit_report import Audit, both_audits
 from kfs.kfac.capture.audits import Audits, forget_audits
 from kfs.kfac.capture.mode import Capture, forward
-from kfs.kfac.capture.replay import Replays, recorder_for
+from kfs.kfac.capture.reads import Reads
+from kfs.kfac.capture.recorder import CudaRecorder, Graph, Recorder
+from kfs.kfac.capture.replay import Replays, attributes_of, changed_attribute, recorder_for, shape_of
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known
 from kfs.kfac.capture.tap import backward, measure_rows, pass_derived, send_back
@@ -16,16 +18,23 @@ __all__ = [
     "Audit",
     "Audits",
     "Capture",
+    "CudaRecorder",
+    "Graph",
     "Known",
     "NotRepeatableError",
+    "Reads",
+    "Recorder",
     "Replays",
     "Session",
+    "attributes_of",
     "backward",
     "both_audits",
+    "changed_attribute",
     "forget_audits",
     "forward",
     "measure_rows",
     "pass_derived",
     "recorder_for",
     "send_back",
+    "shape_of",
 ]

@@ -14,25 +14,22 @@ to run with every pass, and what they keep would be memory of a graph.
 A graph reads memory that was there before it, and does not know whose that is. So somebody has to hold it: `Reads`.
 """
 
-import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from kfs.data import Batch, mapped, tensors_in
-from kfs.errors import ModelError
 from kfs.kfac.capture.reads import Reads
+from kfs.kfac.capture.recorder import CudaRecorder, Graph, Recorder
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.interface import Sums
 from kfs.risk import EmpiricalRisk
 from kfs.state import unchanged_attributes
-from kfs.waiting import noticed_waits
 
 log = logging.getLogger("kfs.kfac")
 # A recording pays if at least so many further batches are expected. It takes as long as a few of them that run as they
@@ -42,26 +39,6 @@ _WORTH = 4
 _MOST_GRAPHS = 4
 # What inputs may have next to tensors: values of these types do not change unnoticed.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-
-class Graph(Protocol):
-    """A recorded computation."""
-
-    def replay(self) -> None:
-        """Run it again."""
-
-    def reset(self) -> None:
-        """Free its memory."""
-
-
-class Recorder(Protocol):
-    """What records computations: `CudaRecorder`."""
-
-    def notices_waits(self, run: Callable[[], None]) -> str:
-        """Run something, and say what in it waits for the device; an empty text if nothing does."""
-
-    def record(self, run: Callable[[], None]) -> Graph:
-        """Record what something would compute, without computing it."""
 
 
 @dataclass
@@ -117,7 +94,7 @@ class Replays:
         if self._left is not None:
             self._left -= 1
         recorder = self._recorder
-        shape = None if recorder is None else _shape(batch)
+        shape = None if recorder is None else shape_of(batch)
         if recorder is None or shape is None:
             self._run(batch)
             return
@@ -131,9 +108,9 @@ class Replays:
         elif times == 2:
             first = torch.full((), batch.first, dtype=torch.int64, device=batch.y.device)
             rehearsed = batch._replace(recorded=first)
-            attributes = _attributes(self._model)
+            attributes = attributes_of(self._model)
             waits = recorder.notices_waits(lambda: self._run(rehearsed))
-            kept = _changed(attributes, self._model)
+            kept = changed_attribute(attributes, self._model)
             if waits:
                 self._give_up(f"an operation waits for the GPU ({waits})")
             elif kept:
@@ -197,104 +174,6 @@ class Replays:
         self.close()
 
 
-class CudaRecorder:  # pragma: no cover (tested on a GPU)
-    """Records CUDA graphs that share their memory: they never run at the same time, and nothing outlives a replay.
-
-    Args:
-        device: A GPU.
-        memory: How many bytes graphs may take.
-    """
-
-    def __init__(self, device: torch.device, memory: int | None = None) -> None:
-        """Make a stream to record on."""
-        self._device = device
-        self._memory = memory
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._taken = 0
-
-    def notices_waits(self, run: Callable[[], None]) -> str:
-        """Run something, and say what in it waits for the GPU."""
-        with noticed_waits() as waits:
-            run()
-        return waits[0].partition(" (Triggered")[0] if waits else ""
-
-    def record(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Record what something would compute, without computing it.
-
-        Raises:
-            Exception: If it cannot be recorded; the state of PyTorch is as before.
-        """
-        with torch.cuda.device(self._device):
-            before = torch.cuda.memory_reserved()
-            idle = before - torch.cuda.memory_allocated()
-            if torch.cuda.mem_get_info()[0] < idle:  # graphs do not use memory that PyTorch keeps for others
-                torch.cuda.empty_cache()
-                before = torch.cuda.memory_reserved()
-            graph = torch.cuda.CUDAGraph()
-            with _without_cached_casts(), _recording(graph, self._stream, self._pool):
-                run()
-            self._taken += max(torch.cuda.memory_reserved() - before, 0)
-        if self._memory is not None and self._taken > self._memory:
-            graph.reset()
-            raise ModelError(f"Graphs take {self._taken} bytes, and memory={self._memory}.", "Allow more.")
-        return graph
-
-
-@contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any) -> Iterator[None]:  # pragma: no cover
-    """Record all operations in this context; whatever happens, nothing is recorded afterwards."""
-    collects = gc.isenabled()
-    gc.disable()  # what it frees meanwhile may belong to streams that know nothing of a graph
-    stream.wait_stream(torch.cuda.current_stream())
-    try:
-        with torch.cuda.stream(stream):
-            # Threads of a data loader may go on with what they do.
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                yield
-            except BaseException:
-                _abandon(graph)
-                raise
-            try:
-                graph.capture_end()
-            except BaseException:
-                _abandon(graph)
-                raise
-    finally:
-        torch.cuda.current_stream().wait_stream(stream)
-        if collects:
-            gc.enable()
-
-
-def _abandon(graph: torch.cuda.CUDAGraph) -> None:  # pragma: no cover (tested on a GPU)
-    """End a recording that failed."""
-    try:
-        graph.capture_end()
-    except RuntimeError:
-        # PyTorch leaves its random generator and its allocator in the middle of a recording if that has failed. They
-        # recover with the next one that succeeds.
-        small = torch.cuda.CUDAGraph()
-        t = torch.zeros((), device="cuda")
-        with torch.cuda.stream(torch.cuda.Stream()):
-            small.capture_begin(capture_error_mode="thread_local")
-            t.add_(1)
-            small.capture_end()
-        small.reset()
-    graph.reset()
-
-
-@contextmanager
-def _without_cached_casts() -> Iterator[None]:  # pragma: no cover (tested on a GPU)
-    """Let `autocast` convert parameters anew: what it keeps belongs to the graph otherwise, and has no values yet."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-
-
 def recorder_for(risk: EmpiricalRisk, settings: Settings) -> Recorder | None:
     """Return what records passes; `None` if they are to run as they are."""
     if not settings.replay or risk.device.type != "cuda":
@@ -312,14 +191,14 @@ def _copy(t: Tensor) -> Tensor:
     return t.detach().clone().requires_grad_(t.requires_grad)
 
 
-def _attributes(model: Module) -> dict[str, dict[str, Any]]:
+def attributes_of(model: Module) -> dict[str, dict[str, Any]]:
     """Return what the modules of a model have as attributes."""
     return {name: dict(module.__dict__) for name, module in model.named_modules()}
 
 
-def _changed(before: dict[str, dict[str, Any]], model: Module) -> str:
+def changed_attribute(before: dict[str, dict[str, Any]], model: Module) -> str:
     """Return the name of an attribute that is another one than before; an empty text if there is none."""
-    for name, attributes in _attributes(model).items():
+    for name, attributes in attributes_of(model).items():
         known = before.get(name, {})
         for key, value in attributes.items():
             same = key in known and (known[key] is value or _is_same_value(known[key], value))
@@ -339,7 +218,7 @@ def _is_same_value(a: Any, b: Any) -> bool:
     return _is_plain(a) and _is_plain(b) and not tensors_in((a, b)) and _structure(a) == _structure(b)
 
 
-def _shape(batch: Batch) -> Any:
+def shape_of(batch: Batch) -> Any:
     """Return what a recording depends on; `None` if a batch cannot be copied to where another one was."""
     tensors = [*tensors_in(batch.x), batch.y]
     if not _is_plain(batch.x) or not all(_can_be_copied(t, batch.y.device) for t in tensors):

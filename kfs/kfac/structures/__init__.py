@@ -3,7 +3,7 @@
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.congruence import Congruence
 from kfs.kfac.structures.damping import METHODS, Method, Relative, damped_inverse
-from kfs.kfac.structures.decompositions import BlockError, computable
+from kfs.kfac.structures.decompositions import BlockError, checking_later, computable
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
@@ -27,6 +27,7 @@ __all__ = [
     "Relative",
     "Stack",
     "Structure",
+    "checking_later",
     "computable",
     "damped_inverse",
     "stacked",

@@ -150,7 +150,7 @@ def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Str
         The inverses: Kronecker products, or eigenvalues and eigenvectors for exact damping. Those of sums have a common
         basis, or are applied by conjugate gradients.
     """
-    if not (damping != 0).any():
+    if decompositions.is_zero(damping):
         return structure.inverse()
     if method == "exact":
         return structure.power(-1.0, damping)

@@ -1,10 +1,14 @@
 """Cholesky factors and eigendecompositions of factors that should be positive semi-definite.
 
 A decomposition that fails in float32 is tried in float64, then with a small multiple of the identity added, and a
-warning. A matrix with NaN, or with eigenvalues that are negative beyond round-off, is an error.
+warning. A matrix with NaN, or with eigenvalues that are negative beyond round-off, is an error. To find out means to
+wait for an accelerator; who cannot wait does all of this in `checking_later`.
 """
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -15,6 +19,8 @@ from kfs.tf32 import tf32
 # Up to this size, a GPU decomposes in float64 as fast as in float32, or faster: `benchmarks/decompositions.py`.
 _SMALL = 512
 _HALF = {torch.float16, torch.bfloat16}
+# Where checks are collected; `None` where they raise errors.
+_later: ContextVar[list[Tensor] | None] = ContextVar("later", default=None)
 
 
 class BlockError(Exception):
@@ -32,6 +38,32 @@ class BlockError(Exception):
         self.cause = cause
 
 
+@contextmanager
+def checking_later() -> Iterator[list[Tensor]]:
+    """Collect what would be checked: tensors `[stack]` that say which blocks are good.
+
+    Results for blocks that are not good mean nothing. Nothing is tried again in better precision, and no accelerator is
+    waited for, except by eigendecompositions, for which PyTorch waits.
+
+    Example:
+        >>> with checking_later() as checks:
+        ...     _ = inverse(torch.stack([torch.eye(2), -torch.eye(2)]))
+        >>> torch.stack(checks).all(0)
+        tensor([ True, False])
+    """
+    checks: list[Tensor] = []
+    token = _later.set(checks)
+    try:
+        yield checks
+    finally:
+        _later.reset(token)
+
+
+def is_zero(damping: Tensor) -> bool:
+    """Whether dampings are all zero. Where nobody looks at numbers now, they are not."""
+    return _later.get() is None and not damping.any()
+
+
 def computable(t: Tensor) -> Tensor:
     """Return a tensor in a precision in which matrices can be decomposed."""
     return t.float() if t.dtype in _HALF else t
@@ -39,7 +71,10 @@ def computable(t: Tensor) -> Tensor:
 
 def check_each(good: Tensor, cause: str) -> None:
     """Raise a `BlockError` for the first block that is not good, of `[stack]` booleans."""
-    if not good.all():
+    later = _later.get()
+    if later is not None:
+        later.append(good)
+    elif not good.all():
         raise BlockError(int((~good).nonzero()[0]), cause)
 
 
@@ -56,7 +91,10 @@ def check_definite(values: Tensor, noise: Tensor) -> None:
     flat = values.flatten(1)
     accumulated = torch.finfo(values.dtype).eps ** 0.5 * flat.abs().max(1, keepdim=True).values
     bad = (flat < -torch.maximum(noise.reshape(len(flat), -1), accumulated)).any(1)
-    if bad.any():
+    later = _later.get()
+    if later is not None:
+        later.append(~bad)
+    elif bad.any():
         index = int(bad.nonzero()[0])
         cause = f"has a negative eigenvalue, {float(flat[index].min()):.1e}, beyond round-off"
         raise BlockError(index, cause)
@@ -103,6 +141,10 @@ def cholesky(matrices: Tensor) -> Tensor:
     matrices = computable(matrices)
     L: Tensor
     L, failed = torch.linalg.cholesky_ex(matrices)
+    later = _later.get()
+    if later is not None:
+        later.append(failed == 0)
+        return L
     if not failed.any():
         return L
     check_finite(matrices)
@@ -134,13 +176,69 @@ def inverse(matrices: Tensor) -> Tensor:
 
     Results are contiguous, as matrices from files are, so that products with both are equal to the last bit.
     """
+    if matrices.is_cuda:
+        return _inverse_on_gpu(computable(matrices))  # pragma: no cover (tested on a GPU)
     L = cholesky(matrices)
-    if L.is_cuda:  # pragma: no cover (tested on a GPU; `benchmarks/decompositions.py` shows which way is faster there)
-        identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
-        inverse_of_L: Tensor = torch.linalg.solve_triangular(L, identity, upper=False)
-        with tf32(False):
-            return inverse_of_L.mT @ inverse_of_L
     return torch.cholesky_inverse(L).contiguous()
+
+
+def _inverse_on_gpu(matrices: Tensor) -> Tensor:  # pragma: no cover (tested on a GPU)
+    """Invert by halves, or by Cholesky factors in better precision if that fails."""
+    with tf32(False):
+        result, good = inverse_by_halves(matrices)
+    later = _later.get()
+    if later is not None:
+        later.append(good)
+        return result
+    return result if good.all() else _inverse_of_triangular(cholesky(matrices))
+
+
+def inverse_by_halves(M: Tensor, smallest: int = _SMALL) -> tuple[Tensor, Tensor]:
+    r"""Invert positive definite matrices by products of stacks, which a GPU is much faster at than at decompositions.
+
+    `python -m benchmarks.algebra cuda` measures both.
+
+    With halves $P, Q, R$ of a matrix and the Schur complement $S$,
+
+    $$
+    \begin{pmatrix} P & Q^\top \\ Q & R \end{pmatrix}^{-1}
+    = \begin{pmatrix} P^{-1} + X^\top S^{-1} X & -X^\top S^{-1} \\ -S^{-1} X & S^{-1} \end{pmatrix},
+    \quad X = Q P^{-1}, \quad S = R - X Q^\top.
+    $$
+
+    Args:
+        M: `[stack, d, d]`.
+        smallest: Matrices up to this size are inverted by their Cholesky factors.
+
+    Returns:
+        The inverses, and which of the matrices, `[stack]`, are positive definite up to round-off.
+    """
+    size = M.shape[-1]
+    if size <= smallest:
+        L, failed = torch.linalg.cholesky_ex(M)
+        result = _inverse_of_triangular(L)
+        return result, (failed == 0) & result.diagonal(dim1=1, dim2=2).sum(1).isfinite()
+    half = -(-size // 2)
+    half += -half % min(64, half)  # Products of aligned sizes are faster.
+    P, Q, R = M[:, :half, :half], M[:, half:, :half], M[:, half:, half:]
+    inverse_of_P, good = inverse_by_halves(P, smallest)
+    X = Q @ inverse_of_P
+    inverse_of_S, also_good = inverse_by_halves(torch.baddbmm(R, X, Q.mT, alpha=-1), smallest)
+    Y = inverse_of_S @ X
+    result = torch.empty_like(M, memory_format=torch.contiguous_format)
+    result[:, :half, :half] = torch.baddbmm(inverse_of_P, X.mT, Y)
+    result[:, half:, :half] = -Y
+    result[:, :half, half:] = -Y.mT
+    result[:, half:, half:] = inverse_of_S
+    return result, good & also_good
+
+
+def _inverse_of_triangular(L: Tensor) -> Tensor:
+    """Return the inverses of `L L^T`. TF32 would spoil them: PyTorch solves triangular systems in it, too."""
+    identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
+    with tf32(False):
+        inverse_of_L: Tensor = torch.linalg.solve_triangular(L, identity, upper=False)
+        return inverse_of_L.mT @ inverse_of_L
 
 
 def general_inverse(matrices: Tensor, eps: float | None = None) -> Tensor:

@@ -114,7 +114,7 @@ class Eigenbasis(Structure):
         values = self.values.clamp(min=0)
         noise = self._noise_of_each()
         known = noise
-        if damping is not None and (damping > 0).any():
+        if damping is not None and not decompositions.is_zero(damping):
             damping = damping.to(values).reshape(-1, 1, 1)
             values = values + damping
             # Eigenvalues are now at least the damping, so that none of them is zero up to round-off.

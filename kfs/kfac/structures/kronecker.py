@@ -122,7 +122,7 @@ class Kronecker(Structure):
 
     def power(self, exponent: float, damping: Tensor | None = None) -> Structure:
         """Raise both factors to a power. With damping, the result is not a Kronecker product."""
-        if damping is not None and (damping != 0).any():
+        if damping is not None and not decompositions.is_zero(damping):
             return super().power(exponent, damping)
         return Kronecker(self.A.power(exponent), self.B.power(exponent))
 

@@ -41,6 +41,23 @@ class Stackable:
         """Return the same blocks on a device, or in another precision."""
         return _combined(lambda tensors: tensors[0].to(device=device, dtype=dtype), [self])
 
+    def overwrite(self, other: Self, where: Tensor | None = None) -> None:
+        """Write the blocks of another stack of the same key over these, in place.
+
+        Args:
+            other: What to write.
+            where: Which blocks to write, `[stack]`; all by default.
+        """
+        for f in fields(self):
+            mine, theirs = getattr(self, f.name), getattr(other, f.name)
+            if isinstance(mine, Stackable):
+                mine.overwrite(theirs, where)
+            # What is one expanded number, such as the diagonal of an identity, is the same in both.
+            elif isinstance(mine, Tensor) and 0 not in mine.stride():
+                if where is not None:
+                    theirs = torch.where(where.view(-1, *[1] * (mine.ndim - 1)), theirs, mine)
+                mine.copy_(theirs)
+
     @property
     def key(self) -> tuple[Any, ...]:
         """What must be equal for blocks to be stacked: sizes, kinds and the device."""

@@ -1,0 +1,269 @@
+"""Training on a GPU to the end of a schedule: losses over steps and over seconds, KFAC and others.
+
+`python -m benchmarks.train cuda [gpt|deep|lstm|large ...] [--quick]` prints a table for each task, and writes JSON and
+a plot to benchmarks/results. Learning rates rise for 5 % of the steps and then fall to zero along a cosine, for all
+optimizers alike; each gets the best of three by the loss at its end, with one seed. Seconds are those of forward pass,
+backward pass and optimizer, without the evaluations. *Seconds to the best of the others* are those until the loss is
+reached that the best other optimizer has at its end.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from benchmarks.baseline_optimizers import Factory, factories
+from benchmarks.long_runs import RecurrentModel, corpus, places_of_lr, share_of_lr
+from benchmarks.report import RESULTS, save, synchronize
+from benchmarks.training_tasks import CharacterGPT, token_cross_entropy
+from kfs.losses import TokenCrossEntropy
+from kfs.report.digits import load
+
+Batch = tuple[Tensor, Tensor]
+EVALUATIONS = 20  # in a run
+GRIDS: dict[str, tuple[float, ...]] = {
+    "adamw": (1e-3, 3e-3, 1e-2),
+    "muon": (0.006, 0.02, 0.06),
+    "soap": (1e-3, 3e-3, 1e-2),
+    "kfs": (0.01, 0.03, 0.1),
+}
+
+
+@dataclass(frozen=True)
+class GpuTask:
+    """A model, data on a device, and a number of steps.
+
+    Attributes:
+        name: What to call it.
+        model: Makes the model, from the global random state.
+        batches: Takes a seed and returns endless batches.
+        check: The data on which the loss is evaluated.
+        loss: Takes predictions and targets, and returns the mean loss.
+        description: What tells KFAC about the loss.
+        steps: How many.
+        autocast: The precision to run in, if not the model's own.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    batches: Callable[[int], Iterator[Batch]]
+    check: list[Batch]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    description: object
+    steps: int
+    autocast: torch.dtype | None = None
+
+    def precision(self) -> AbstractContextManager[object]:
+        """Return the context to run the model in."""
+        return nullcontext() if self.autocast is None else torch.autocast("cuda", self.autocast)
+
+    def value(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of a batch."""
+        with self.precision():
+            return self.loss(model(batch[0]), batch[1])
+
+
+@dataclass(frozen=True)
+class GpuRun:
+    """One training run.
+
+    Attributes:
+        task: What was trained.
+        optimizer: By what.
+        lr: The largest learning rate.
+        seconds: Of all steps.
+        end: The loss at the end; infinite after a divergence.
+        history: Steps, seconds and loss at every evaluation.
+    """
+
+    task: str
+    optimizer: str
+    lr: float
+    seconds: float
+    end: float
+    history: list[tuple[int, float, float]]
+
+    def seconds_to(self, loss: float) -> float:
+        """Return when a loss was reached, between two evaluations on a straight line; infinity if it was not."""
+        for (_, start, before), (_, stop, after) in pairwise([(0, 0.0, math.inf), *self.history]):
+            if after <= loss:
+                share = 1.0 if math.isinf(before) else (before - loss) / max(before - after, 1e-30)
+                return start + share * (stop - start)
+        return math.inf
+
+
+def text_batches(text: Tensor, size: int, length: int, seed: int) -> Iterator[Batch]:
+    """Return endless batches of random pieces of a text, and the same pieces one character later."""
+    generator = torch.Generator().manual_seed(seed)
+    pieces = text.unfold(0, length + 1, 1)
+    while True:
+        chosen = pieces[torch.randint(len(pieces), (size,), generator=generator).to(text.device)].long()
+        yield chosen[:, :-1].contiguous(), chosen[:, 1:].contiguous()
+
+
+def text_task(name: str, model: Callable[[], nn.Module], device: str, size: int, length: int, steps: int) -> GpuTask:
+    """Predict the next byte of source text; the last twentieth is held out."""
+    text = corpus(4_700_000).to(torch.uint8).to(device)
+    cut = int(0.95 * len(text))
+    held_out = text_batches(text[cut:], 64, length, seed=0)
+    return GpuTask(
+        name=name,
+        model=model,
+        batches=lambda seed: text_batches(text[:cut], size, length, seed),
+        check=[next(held_out) for _ in range(8)],
+        loss=token_cross_entropy,
+        description=TokenCrossEntropy(),
+        steps=steps,
+    )
+
+
+def gpt(device: str) -> GpuTask:
+    """Return a byte-level GPT of 5 million parameters."""
+    return text_task("gpt", lambda: CharacterGPT(256, width=256, heads=8, depth=6, length=128), device, 64, 128, 400)
+
+
+def large(device: str) -> GpuTask:
+    """Return a byte-level GPT of 86 million parameters, in bfloat16."""
+    task = text_task(
+        "large", lambda: CharacterGPT(256, width=768, heads=12, depth=12, length=256), device, 16, 256, 300
+    )
+    return replace(task, autocast=torch.bfloat16)
+
+
+def lstm(device: str) -> GpuTask:
+    """Return a recurrent model of 3.7 million parameters."""
+    return text_task("lstm", lambda: RecurrentModel(256, 832), device, 64, 64, 600)
+
+
+def deep_model() -> nn.Module:
+    """Return twenty linear layers with tanh between them, 5 million parameters."""
+    widths = (64, *[512] * 20, 10)
+    layers = [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def deep(device: str) -> GpuTask:
+    """Classify digits with a deep network; the loss is that of the training data."""
+    X, y = load()
+    images, labels = X.float().to(device), y.to(device)
+
+    def batches(seed: int) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            chosen = torch.randint(len(images), (256,), generator=generator).to(device)
+            yield images[chosen], labels[chosen]
+
+    return GpuTask(
+        name="deep",
+        model=deep_model,
+        batches=batches,
+        check=[(images, labels)],
+        loss=nn.functional.cross_entropy,
+        description=nn.CrossEntropyLoss(),
+        steps=400,
+    )
+
+
+TASKS: dict[str, Callable[[str], GpuTask]] = {"gpt": gpt, "deep": deep, "lstm": lstm, "large": large}
+
+
+def evaluated(task: GpuTask, model: nn.Module) -> float:
+    """Return the mean loss on the data to check."""
+    with torch.no_grad():
+        return float(torch.stack([task.value(model, batch) for batch in task.check]).mean())
+
+
+def train(task: GpuTask, name: str, make: Factory, lr: float, device: str, seed: int = 0) -> GpuRun:
+    """Train to the end of the schedule, or until the loss is not finite."""
+    torch.manual_seed(seed)
+    model = task.model().to(device)
+    optimizer, batches = make(model, lr), task.batches(seed)
+    places = places_of_lr(optimizer)
+    full = [place["lr"] for place in places]
+    history: list[tuple[int, float, float]] = []
+    seconds = 0.0
+    every = max(1, task.steps // EVALUATIONS)
+    synchronize()
+    start = time.perf_counter()
+    for step in range(1, task.steps + 1):
+        for place, base in zip(places, full, strict=True):
+            place["lr"] = base * share_of_lr(step - 1, task.steps)
+        optimizer.zero_grad()
+        task.value(model, next(batches)).backward()
+        optimizer.step()
+        if step % every == 0:
+            synchronize()
+            seconds += time.perf_counter() - start
+            loss = evaluated(task, model)
+            history.append((step, seconds, loss))
+            if not math.isfinite(loss):
+                break
+            start = time.perf_counter()
+    end = history[-1][2] if math.isfinite(history[-1][2]) else math.inf
+    return GpuRun(task.name, name, lr, seconds, end, history)
+
+
+def line(run: GpuRun, best_of_others: float) -> str:
+    """Return a row of the table."""
+    losses = [run.history[min(int(share * len(run.history)), len(run.history)) - 1][2] for share in (0.25, 0.5)]
+    cells = [run.task, run.optimizer, f"{run.lr:g}", *(f"{loss:.4f}" for loss in (*losses, run.end))]
+    cells += [f"{run.seconds:.1f}", f"{1e3 * run.seconds / run.history[-1][0]:.1f}"]
+    reached = run.seconds_to(best_of_others)
+    return f"| {' | '.join(cells)} | {'not reached' if math.isinf(reached) else f'{reached:.1f}'} |"
+
+
+def compare(task: GpuTask, device: str, grids: dict[str, tuple[float, ...]]) -> list[GpuRun]:
+    """Train with all optimizers and learning rates, and print the best run of each."""
+    makers = factories(task.description)
+    found = [train(task, name, makers[name], lr, device) for name, grid in grids.items() for lr in grid]
+    best = {name: min((run for run in found if run.optimizer == name), key=lambda run: run.end) for name in grids}
+    target = min((run.end for name, run in best.items() if name != "kfs"), default=math.inf)
+    print(f"{task.name}: {sum(p.numel() for p in task.model().parameters()) / 1e6:.1f} million parameters")
+    head = "at a quarter | at half | at the end | seconds | milliseconds per step | seconds to the best of the others"
+    print(f"| task | optimizer | learning rate | {head} |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for run in best.values():
+        print(line(run, target), flush=True)
+    return found
+
+
+def draw(task: str, runs: list[GpuRun], file: Path) -> None:
+    """Draw the best run of each optimizer, over steps and over seconds."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    names = list(dict.fromkeys(run.optimizer for run in runs))
+    for axis, (panel, label) in enumerate(zip(panels, ("steps", "seconds"), strict=True)):
+        for name in names:
+            run = min((run for run in runs if run.optimizer == name), key=lambda run: run.end)
+            places, losses = [point[axis] for point in run.history], [point[2] for point in run.history]
+            panel.plot(places, losses, label=f"{name}, lr {run.lr:g}", linewidth=2 if name == "kfs" else 1.2)
+        panel.set(xlabel=label, yscale="log")
+    panels[0].set(ylabel="loss", title=task)
+    panels[1].legend(frameon=False)
+    figure.savefig(file, dpi=150)
+
+
+def main(arguments: list[str], results: Path = RESULTS, device: str = "cuda") -> None:
+    """Run what is named, everything by default."""
+    quick = "--quick" in arguments
+    chosen = [argument for argument in arguments if argument != "--quick"] or list(TASKS)
+    if unknown := set(chosen) - set(TASKS):
+        sys.exit(f"Unknown: {', '.join(sorted(unknown))}. Say {', '.join(TASKS)}, and --quick if you like.")
+    grids = {name: grid[1:2] if quick else grid for name, grid in GRIDS.items()}
+    for name in chosen:
+        task = TASKS[name](device)
+        task = replace(task, steps=4, check=task.check[:1]) if quick else task
+        runs = compare(task, device, grids)
+        file = save(runs, f"train_cuda_{name}{'_quick' if quick else ''}", {"steps": task.steps}, results)
+        draw(name, runs, file.with_suffix(".png"))
+        print(f"Written: {file}, {file.with_suffix('.png')}")

@@ -1,0 +1,323 @@
+"""Passes for factors as CUDA graphs, beside the user's own passes.
+
+To watch a forward pass means to run Python for each of its operations, while a GPU waits. So when inputs of some shape
+have come twice, a pass of our own is recorded for them: forward, vectors, backward and sums. From then on the user's
+passes are not watched. When the gradient of their loss arrives, the recorded pass runs, with their inputs and targets.
+That costs one more forward pass, and hardly any time of the host.
+
+A model is recorded only if that changes nothing: it must be a function of its inputs (no dropout, no statistics over
+batches, nothing kept from one pass to the next), must not wait for the GPU, and must have no hooks of others. Before
+anything is recorded, a pass of our own has to give the sums of the one that was watched.
+"""
+
+import copy
+import logging
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfs.data import Batch, mapped, tensors_in
+from kfs.kfac.backpropagated_vectors import backpropagated_vectors, columns_at_once
+from kfs.kfac.capture import (
+    Capture,
+    Graph,
+    Known,
+    Reads,
+    Recorder,
+    Session,
+    attributes_of,
+    changed_attribute,
+    send_back,
+    shape_of,
+)
+from kfs.kfac.coverage import not_covered
+from kfs.kfac.layout import Key
+from kfs.kfac.settings import Settings
+from kfs.kfac.structures import computable
+from kfs.kfac.sums import BlockSums, FactorSums
+from kfs.losses import Loss
+from kfs.losses.counter import Draws
+from kfs.optim.hooks import has_other_hooks
+from kfs.optim.recorded_update import recorder_for
+from kfs.outputs import prediction_in
+from kfs.state import evaluating, is_same, random_state, restored, unchanged_attributes, uncompiled
+from kfs.tf32 import uses_tf32
+from kfs.waiting import waiting_allowed
+
+log = logging.getLogger("kfs.optim")
+_TIMES = 2  # An input's shape must come so often before a pass for it is recorded.
+_MOST_GRAPHS = 2
+# A recorded pass holds memory of its own. It may take this share of what is free.
+_SHARE = 0.25
+# Two ways to compute the same sums, in half precision, may differ by this much.
+_TOLERANCE = 1e-2
+Autocast = tuple[bool, torch.dtype]
+# Of a pass: arguments of the model, number of data, targets, index of the first datum.
+Data = tuple[Any, int, Tensor, int]
+
+
+@dataclass(eq=False)
+class FactorPass:
+    """A pass for factors: all that it needs to know besides data.
+
+    Attributes:
+        model: Called with the arguments.
+        loss: The announced one.
+        settings: Which curvature matrix, and how.
+        session: Has plans.
+        known: What an audit found out.
+        autocast: Whether the user's pass was run with autocast, and in which precision.
+    """
+
+    model: nn.Module
+    loss: Loss
+    settings: Settings
+    session: Session
+    known: Known | None
+    autocast: Autocast
+
+    def run(self, arguments: Any, num_data: int, y: Tensor, first: Tensor, sums: FactorSums) -> dict[str, str]:
+        """Compute the sums of a batch, in place of earlier ones, and return parameters that have none, and why."""
+        totals = [s.total for block in sums.blocks.values() for s in block.sums]
+        if totals:
+            torch._foreach_zero_(totals)
+        device = self.session.device_type
+        capture = Capture(self.session, sums, num_data, self.settings.batch_axis, self.known)
+        args, kwargs = mapped(arguments, capture.mark_data)
+        with (
+            torch.enable_grad(),
+            torch.autocast(device, self.autocast[1], self.autocast[0]),
+            evaluating(),
+            uncompiled(),
+        ):
+            with capture:
+                f = prediction_in(self.model(*args, **kwargs))
+            capture.leave_nothing_behind()
+            capture.running = False
+            capture.find_hidden_uses(f)
+        with torch.no_grad():
+            at_once = columns_at_once(self.settings, f.device) if self.settings.columns_at_once else 1
+            values = computable(f.detach())
+            vectors = backpropagated_vectors(self.loss, values, y, self.settings, first, at_once, Draws)
+            send_back(f, capture, (columns.to(f.dtype) for columns in vectors))
+            sums.complete()
+        return not_covered(capture.tracker.params, sums.blocks.values(), capture.unexplained, sums.conflicts)
+
+
+@dataclass(eq=False)
+class FactorGraph:
+    """A recorded pass for inputs of some shape.
+
+    Attributes:
+        graph: The recording.
+        arguments: What it reads as arguments of the model.
+        y: What it reads as targets.
+        first: What it reads as the index of the first datum.
+        sums: What it writes.
+        uncovered: Parameters without sums, and why.
+        reads: Holds what else it reads.
+        run: Computes the same without the recording.
+        user: Whoever has the sums now.
+    """
+
+    graph: Graph
+    arguments: Any
+    y: Tensor
+    first: Tensor
+    sums: FactorSums
+    uncovered: dict[str, str]
+    reads: Reads
+    run: Callable[[Any, Tensor, Tensor, FactorSums], dict[str, str]]
+    user: "weakref.ref[FactorResult] | None" = None
+
+    def replay(self, arguments: Any, y: Tensor, first_datum: int) -> "FactorResult":
+        """Return the sums for other data."""
+        if y.shape != self.y.shape or y.dtype != self.y.dtype:
+            sums = FactorSums(self.sums.settings)
+            first = torch.full_like(self.first, first_datum)
+            return FactorResult(sums, self.run(arguments, y, first, sums))
+        before = None if self.user is None else self.user()
+        if before is not None:
+            before.copy()  # Somebody accumulates gradients, and the sums of the last pass were not used yet.
+        with torch.no_grad():
+            torch._foreach_copy_(list(tensors_in(self.arguments)), list(tensors_in(arguments)))
+            self.y.copy_(y)
+            self.first.fill_(first_datum)
+        self.graph.replay()
+        result = FactorResult(self.sums, self.uncovered)
+        self.user = weakref.ref(result)
+        return result
+
+
+@dataclass(eq=False)
+class FactorResult:
+    """Sums of one batch, which belong to a graph, or to nobody else."""
+
+    sums: FactorSums
+    uncovered: dict[str, str]
+    own: dict[Key, BlockSums] | None = None
+
+    @property
+    def blocks(self) -> dict[Key, BlockSums]:
+        """The sums."""
+        return dict(self.sums.blocks) if self.own is None else self.own
+
+    def copy(self) -> None:
+        """Keep a copy, since the graph will run again."""
+        self.own = copy.deepcopy(self.sums.blocks)
+
+
+class FactorGraphs:
+    """Decides which passes are recorded, and keeps recordings."""
+
+    def __init__(self, loss: Loss, settings: Settings, replay: bool) -> None:
+        """Start without recordings."""
+        self._loss = loss
+        self._settings = settings
+        # With these, the user's passes are enough: no vectors are sent back.
+        self._enabled = replay and settings.fisher not in {"empirical", "forward-only"}
+        self._times: dict[Hashable, int] = {}
+        self._graphs: dict[Hashable, FactorGraph] = {}
+
+    def key(self, model: nn.Module, session: Session, arguments: Any, autocast: Autocast) -> Hashable:
+        """Return what passes have in common that one recording serves; `None` if this one cannot be recorded."""
+        tensors = list(tensors_in(arguments))
+        if not self._enabled or not tensors or recorder_for(tensors[0].device) is None:
+            return None
+        shape = shape_of(Batch(arguments, tensors[0], 0))
+        if shape is None:
+            return None
+        own = (*model.parameters(), *model.buffers())
+        return (
+            shape,
+            autocast,
+            uses_tf32(),
+            id(session),
+            tuple(t.data_ptr() for t in own),
+            tuple(module.training for module in model.modules()),
+        )
+
+    def find(self, key: Hashable) -> FactorGraph | None:
+        """Return the recording for a pass, if there is one."""
+        return self._graphs.get(key)
+
+    def wants(self, key: Hashable) -> bool:
+        """Whether a watched pass is to be recorded. It is counted."""
+        if key is None or not self._enabled:
+            return False
+        self._times[key] = self._times.get(key, 0) + 1
+        return self._times[key] == _TIMES
+
+    def forget(self) -> None:
+        """Free all recordings."""
+        for recorded in self._graphs.values():
+            recorded.graph.reset()
+        self._graphs.clear()
+
+    def record(
+        self,
+        key: Hashable,
+        one: FactorPass,
+        data: Data,
+        watched: dict[Key, BlockSums],
+    ) -> None:
+        """Record passes like one that was watched.
+
+        Args:
+            key: What such passes have in common.
+            one: How to run them.
+            data: Of the watched pass.
+            watched: Its sums.
+        """
+        make = recorder_for(data[2].device)
+        if make is None or len(self._graphs) == _MOST_GRAPHS:
+            return
+        with waiting_allowed(), unchanged_attributes(one.model):
+            try:
+                self._graphs[key] = self._recorded(make(), one, data, watched)
+            except Exception as error:  # noqa: BLE001 (whatever it is, passes can be watched)
+                why = str(error).partition("\n")[0].rstrip(".")
+                log.info("kfs.optim: passes for factors are not recorded as CUDA graphs: %s.", why)
+                self._enabled = False
+                self.forget()
+
+    def _recorded(self, recorder: Recorder, one: FactorPass, data: Data, watched: dict[Key, BlockSums]) -> FactorGraph:
+        """Rehearse a pass, compare it with what was watched, and record it."""
+        arguments, num_data, y, first_datum = data
+        static = mapped(arguments, lambda t: t.detach().clone().requires_grad_(t.requires_grad))
+        targets = y.clone()
+        first = torch.full((), first_datum, dtype=torch.int64, device=y.device)
+        sums = FactorSums(self._settings)
+        attributes = attributes_of(one.model)
+        random = random_state(y.device)
+        versions = [b._version for b in one.model.buffers()]
+        if has_other_hooks(one.model):
+            raise _NotRecordableError("the model has hooks")
+
+        def rehearse() -> None:
+            one.run(static, num_data, targets, first, sums)
+
+        with restored(one.model, y.device, refuse=False):
+            waits = recorder.notices_waits(rehearse)
+            same_state = is_same(random, random_state(y.device))
+        kept = changed_attribute(attributes, one.model)
+        if waits:
+            raise _NotRecordableError(f"an operation waits for the GPU ({waits})")
+        if not same_state or versions != [b._version for b in one.model.buffers()] or kept:
+            raise _NotRecordableError("the model depends on chance, or keeps something from one pass to the next")
+        if not _are_equal(sums.blocks, watched):
+            raise _NotRecordableError("the model is not a function of its inputs")
+        free, taken = _memory(y.device)
+        reads = Reads()
+        uncovered: dict[str, str] = {}
+        plans = len(sums.adders)
+
+        def run() -> None:
+            with unchanged_attributes(one.model), reads:
+                uncovered.update(one.run(static, num_data, targets, first, sums))
+
+        counts = sums.counts()
+        graph = recorder.record(run)
+        more = {key: counts[key] - value for key, value in sums.counts().items()}
+        sums.add_counts(more)  # Each replay starts from zero.
+        taken = _memory(y.device)[1] - taken
+        if len(sums.adders) != plans or taken > _SHARE * free:
+            graph.reset()
+            why = f"it would take {taken / 2**30:.1f} of {free / 2**30:.1f} GiB that are free"
+            raise _NotRecordableError(why if len(sums.adders) == plans else "parameters were used in another way")
+
+        def run_as_it_is(arguments: Any, y: Tensor, first: Tensor, sums: FactorSums) -> dict[str, str]:
+            return one.run(arguments, num_data, y, first, sums)
+
+        return FactorGraph(graph, static, targets, first, sums, uncovered, reads, run_as_it_is)
+
+
+class _NotRecordableError(Exception):
+    """Why passes are not recorded."""
+
+
+def _are_equal(sums: dict[Key, BlockSums], others: dict[Key, BlockSums]) -> bool:
+    """Whether two ways to compute sums agree."""
+    if sums.keys() != others.keys():
+        return False
+    pairs = [(a, b) for key in sums for a, b in zip(sums[key].sums, others[key].sums, strict=True)]
+    if any(a.total.shape != b.total.shape for a, b in pairs):
+        return False
+    mine, theirs = ([pair[side].total for pair in pairs] for side in (0, 1))
+    distances = torch._foreach_norm(torch._foreach_sub(mine, theirs))
+    sizes = torch._foreach_norm(theirs)
+    close = [d <= _TOLERANCE * size for d, size in zip(distances, sizes, strict=True)]
+    return bool(torch.stack(close).all())
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Return how many bytes are free on a GPU, and how many PyTorch has reserved."""
+    if device.type != "cuda":
+        return 1, 0
+    free, _ = torch.cuda.mem_get_info(device)  # pragma: no cover (tested on a GPU)
+    reserved = torch.cuda.memory_reserved(device)  # pragma: no cover
+    return free + reserved - torch.cuda.memory_allocated(device), reserved  # pragma: no cover

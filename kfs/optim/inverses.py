@@ -1,0 +1,238 @@
+"""Damped inverses of all blocks: how they are computed and kept, and products with them.
+
+On an accelerator, blocks of one size are inverted and multiplied together, and nobody waits to hear whether that has
+worked: an inverse that could not be computed does not replace the last one, and is reported later. Inverses stay where
+they are in memory, so that a recorded update (see `recorded_update`) finds them there.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfs import waiting
+from kfs.kfac.layout import Layout
+from kfs.kfac.structures import Factor, Kronecker, Method, Stack, Structure, checking_later, stacked
+from kfs.optim.averages import Average, Inverted, Unit, inverted
+from kfs.optim.rule import limited
+from kfs.waiting import waiting_allowed
+
+# The optimizer's parameter groups, by parameter name.
+Groups = Mapping[str, Mapping[str, Any]]
+# So many blocks are inverted together at most. More would not be faster, but a step could take long.
+_TOGETHER = 16
+# Tensor cores need rows that start at multiples of this many numbers.
+_ALIGNED = 8
+
+
+@dataclass(eq=False)
+class Inverses:
+    """Inverses of the blocks of some averages."""
+
+    method: Method  # how damping is split between factors
+    unit: Unit  # what damping is measured in
+    eigen: bool  # whether eigenvalues are corrected
+    # Inverses that are multiplied together, and whether their inputs are unit vectors; `None` after a change of blocks.
+    _stacks: list[tuple[Stack, bool]] | None = None
+    # By id of an average, which lives as long as the stacks: the structure that has its inverse, and where.
+    _places: dict[int, tuple[Structure, slice]] = field(default_factory=dict)
+    # Blocks that were inverted together, and which of these inverses are good, `[stack]`; nobody has looked yet.
+    _unseen: list[tuple[Sequence[Average], Tensor]] = field(default_factory=list)
+
+    # Limits of trust regions that are not the same for all blocks of a stack, `[stack, 1, 1, 1]`.
+    _limits: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Forget how inverses are multiplied, after blocks were added or removed."""
+        self._stacks = None
+        self._limits.clear()
+
+    def invert(self, averages: Sequence[Average], damping: Sequence[float]) -> None:
+        """Compute the inverses of blocks of one size.
+
+        Raises:
+            Exception: If one could not be computed. Then nothing has changed.
+        """
+        known = all(a.inverse is not None and not a.failed for a in averages)
+        # Eigendecompositions wait anyway.
+        if (
+            not waiting.runs_behind(averages[0].factors.like.device)
+            or not known
+            or self.eigen
+            or self.method == "exact"
+        ):
+            with waiting_allowed():
+                self._keep(averages, inverted(averages, damping, self.unit, self.method, self.eigen), None)
+            return
+        with checking_later() as checks:
+            result = inverted(averages, damping, self.unit, self.method, self.eigen)
+        good = torch.stack(checks).all(0)
+        self._keep(averages, result, good)
+        self._unseen.append((averages, good))
+
+    def failures(self) -> list[Average]:
+        """Return blocks whose last inverse failed without anybody looking. An accelerator is waited for."""
+        if not self._unseen:
+            return []
+        with waiting_allowed():
+            flags = torch.cat([good for _, good in self._unseen]).tolist()
+        owners = [a for averages, _ in self._unseen for a in averages for _ in range(a.layout.groups)]
+        self._unseen.clear()
+        return list(dict.fromkeys(a for a, good in zip(owners, flags, strict=True) if not good))
+
+    def _keep(self, averages: Sequence[Average], result: Inverted, good: Tensor | None) -> None:
+        """Write inverses to where the last ones are; if `good` is given, only those that are."""
+        starts = list(accumulate((a.layout.groups for a in averages), initial=0))
+        parts = [slice(start, stop) for start, stop in pairwise(starts)]
+        for a, part in zip(averages, parts, strict=True):
+            a.damping = result.damping[part]
+            a.eigen = None if result.eigen is None else result.eigen[part]
+        last = self._last(averages)
+        if last is not None and last.key == result.inverse.key:
+            last.overwrite(result.inverse, good)
+            return
+        for a, part in zip(averages, parts, strict=True):
+            inverse = result.inverse[part]
+            if a.inverse is not None and a.inverse.key == inverse.key:
+                a.inverse.overwrite(inverse, None if good is None else good[part])
+            else:
+                a.inverse = inverse
+                self._stacks = None
+
+    def _last(self, averages: Sequence[Average]) -> Structure | None:
+        """Return the last inverses of some blocks, if they are side by side in a stack."""
+        places = [self._places.get(id(a)) for a in averages] if self._stacks is not None else [None]
+        first, last = places[0], places[-1]
+        if first is None or last is None or any(p is None or p[0] is not first[0] for p in places):
+            return None
+        side_by_side = all(p[1].stop == q[1].start for p, q in pairwise(places) if p and q)
+        return first[0][first[1].start : last[1].stop] if side_by_side else None
+
+    def stacks(self, averages: Iterable[Average]) -> list[tuple[Stack, bool]]:
+        """Return inverses by size, as stacks, and for each stack whether its inputs are unit vectors."""
+        if self._stacks is None:
+            owners = {a.layout: a for a in averages if a.inverse is not None}
+            self._stacks = list(_stacked(owners))
+            self._places.clear()
+            for stack, _ in self._stacks:
+                for layout, part in stack.slices():
+                    self._places[id(owners[layout])] = stack.structure, part
+        return self._stacks
+
+    def multiply(
+        self, averages: Iterable[Average], u: Mapping[str, Tensor], groups: Groups, limit: bool
+    ) -> dict[str, Tensor]:
+        """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`.
+
+        Args:
+            averages: Of all blocks.
+            u: By parameter; it has all parameters of all blocks that have an inverse.
+            groups: Have the trust regions.
+            limit: Whether there are trust regions.
+
+        Returns:
+            Steps, by parameter.
+        """
+        columns = {name: t.unsqueeze(0) for name, t in u.items()}
+        steps: dict[str, Tensor] = {}
+        for stack, unit_vectors in self.stacks(averages):
+            like = stack.structure.like
+            D = _product(stack, columns, like.dtype)
+            trusts = [groups[layout.weight]["trust"] for layout in stack.layouts for _ in range(layout.groups)]
+            limits = tuple(trust if limit and trust is not None else torch.inf for trust in trusts)
+            D = limited(D, self._most(limits, like), unit_vectors)
+            if all(layout.is_plain for layout in stack.layouts):
+                # Weight and bias are views of the result, and need not be copied.
+                for layout, part in stack.slices():
+                    M = D[part].squeeze(0)
+                    width = layout.column_size
+                    steps |= dict(zip(layout.params, (M[..., :width], M[..., width:]), strict=False))
+                continue
+            for name in (name for layout in stack.layouts for name in layout.params if name not in steps):
+                steps[name] = torch.zeros_like(columns[name])
+            stack.write(D, steps)
+        return {name: steps[name].reshape(t.shape).to(t.dtype) for name, t in u.items()}
+
+    def _most(self, limits: tuple[float, ...], like: Tensor) -> float | Tensor:
+        """Return the limits of a stack: a number if they are the same, as nearly always, otherwise a tensor."""
+        if len(set(limits)) == 1:
+            return limits[0]
+        if limits not in self._limits:
+            self._limits[limits] = like.new_tensor(limits).reshape(-1, 1, 1, 1)
+        return self._limits[limits]
+
+
+def inverted_together(averages: Iterable[Average]) -> list[list[Average]]:
+    """Divide blocks into those that are inverted together: each for itself on a CPU, by size on an accelerator."""
+    by_key: dict[Any, list[Average]] = {}
+    for a in averages:
+        alone = not waiting.runs_behind(a.factors.like.device) or a.failed
+        key = id(a) if alone else (a.size, a.eigen is None, a.inverse is None)
+        by_key.setdefault(key, []).append(a)
+    return [same[i : i + _TOGETHER] for same in by_key.values() for i in range(0, len(same), _TOGETHER)]
+
+
+def _stacked(owners: Mapping[Layout, Average]) -> Iterator[tuple[Stack, bool]]:
+    """Stack inverses of one size, and yield for each stack whether its inputs are unit vectors."""
+    parts = [(layout, a.inverse) for layout, a in owners.items() if a.inverse is not None]
+    if any(waiting.runs_behind(inverse.like.device) for _, inverse in parts):
+        stacks = [replace(stack, structure=_aligned(stack.structure)) for stack in stacked(parts)]
+    else:
+        # On a CPU, a few large operations are not faster than many small ones.
+        stacks = [Stack((layout,), inverse) for layout, inverse in parts]
+    for stack in stacks:
+        for layout, part in stack.slices():
+            owners[layout].inverse = stack.structure[part]  # a view: inverses are stored once
+        diagonal = owners[stack.layouts[0]].factors.A.kind == "diagonal"
+        yield stack, diagonal and stack.structure.columns > 1
+
+
+def _aligned(structure: Structure) -> Structure:
+    """Return inverses as views of memory with rows of aligned length. What is outside of the view is zero."""
+    if not isinstance(structure, Kronecker):
+        return structure
+    return Kronecker(_aligned_factor(structure.A), _aligned_factor(structure.B))
+
+
+def _aligned_factor(factor: Factor) -> Factor:
+    if factor.kind != "dense":
+        return factor
+    size = factor.size
+    memory = factor.values.new_zeros(len(factor.values), *(2 * [size + -size % _ALIGNED]))
+    memory[:, :size, :size] = factor.values
+    return replace(factor, values=memory[:, :size, :size])
+
+
+def _product(stack: Stack, columns: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Multiply a stack with the parts of `columns` that belong to it, `[stack, 1, d_B, d_A]`."""
+    K = stack.structure
+    if not isinstance(K, Kronecker) or not (_has_margin(K.A) or _has_margin(K.B)):
+        return K.multiply(stack.read(columns).to(dtype))
+    # Margins of zeros are multiplied as well.
+    A, B = _with_margin(K.A), _with_margin(K.B)
+    M = K.like.new_zeros(len(K), 1, B.size, A.size)
+    for layout, part in stack.slices():
+        if layout.is_plain:
+            W, b = layout.views(columns)
+            M[part, :, : K.rows, : layout.column_size] = W.reshape(1, 1, K.rows, layout.column_size)
+            if b is not None:
+                M[part, :, : K.rows, layout.column_size] = b.reshape(1, 1, K.rows)
+        else:
+            M[part, :, : K.rows, : K.columns] = layout.matrix(columns).transpose(0, 1)
+    return Kronecker(A, B).multiply(M)[:, :, : K.rows, : K.columns]
+
+
+def _has_margin(factor: Factor) -> bool:
+    return factor.kind == "dense" and factor.values.stride(1) > factor.size
+
+
+def _with_margin(factor: Factor) -> Factor:
+    """Return all of the memory that a factor is a part of."""
+    if not _has_margin(factor):
+        return factor
+    size, values = factor.values.stride(1), factor.values
+    shape, strides = (len(values), size, size), (size * size, size, 1)
+    return replace(factor, values=values.as_strided(shape, strides, values.storage_offset()))

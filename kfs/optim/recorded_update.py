@@ -1,0 +1,116 @@
+"""Updates of all parameters as a CUDA graph.
+
+An update consists of hundreds of small operations, and starting them takes longer than computing them. If the same
+parameters are updated again and again, with the same tensors for state and inverses, the operations are recorded once.
+What differs between steps is copied to where the graph reads it: gradients, and numbers such as the learning rate.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfs.kfac.capture import CudaRecorder, Graph, Reads, Recorder
+from kfs.optim.rule import Scalar
+
+log = logging.getLogger("kfs.optim")
+# What is recorded: it takes gradients, whether they are finite, and numbers, and changes parameters and state in place.
+Update = Callable[[list[Tensor], Tensor, list[Scalar]], None]
+_SAME = 3  # An update is recorded when it comes for this many times in a row.
+
+
+class _Recorded(NamedTuple):
+    """A graph, and what it reads."""
+
+    graph: Graph
+    grads: list[Tensor]
+    finite: Tensor
+    numbers: Tensor
+    reads: Reads  # holds what else it reads
+
+
+class RecordedUpdate:
+    """Runs updates, and records them if they repeat.
+
+    Args:
+        new_recorder: Makes what records a graph; `None` to run all updates as they are.
+    """
+
+    def __init__(self, new_recorder: Callable[[], Recorder] | None) -> None:
+        """Start without a graph."""
+        self._new_recorder = new_recorder
+        self._key: Hashable = None  # of the last update
+        self._times = 0  # how often it came in a row
+        self._recorded: _Recorded | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether updates may be recorded."""
+        return self._new_recorder is not None
+
+    def run(
+        self, key: Hashable, update: Update, grads: Sequence[Tensor], finite: Tensor, numbers: Sequence[float]
+    ) -> None:
+        """Run an update.
+
+        Args:
+            key: Updates with the same key do the same, with the same tensors, up to their arguments.
+            update: Runs it.
+            grads: Gradients.
+            finite: Whether they are.
+            numbers: All numbers that may differ between updates.
+        """
+        if self._new_recorder is None:
+            update(list(grads), finite, list(numbers))
+            return
+        if key != self._key:
+            self.forget()
+            self._key = key
+        self._times += 1
+        if self._recorded is None and self._times >= _SAME:
+            self._recorded = self._record(self._new_recorder(), update, grads, finite, numbers)
+        recorded = self._recorded
+        if recorded is None:
+            update(list(grads), finite, list(numbers))
+            return
+        torch._foreach_copy_(recorded.grads, list(grads))
+        recorded.finite.copy_(finite)
+        # A copy of numbers from the host need not be waited for.
+        recorded.numbers.copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
+        recorded.graph.replay()
+
+    def forget(self) -> None:
+        """Free the graph."""
+        if self._recorded is not None:
+            self._recorded.graph.reset()
+        self._recorded = None
+        self._times = 0
+
+    def _record(
+        self, recorder: Recorder, update: Update, grads: Sequence[Tensor], finite: Tensor, numbers: Sequence[float]
+    ) -> _Recorded | None:
+        """Record an update without running it; `None` if that is not possible."""
+        inputs = [torch.empty_like(g) for g in grads]
+        flag = torch.empty_like(finite)
+        values = torch.zeros(len(numbers), dtype=torch.float64, device=finite.device)
+        reads = Reads()
+
+        def run() -> None:
+            with reads:
+                update(inputs, flag, list(values))
+
+        try:
+            graph = recorder.record(run)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the update may well run as it is)
+            log.info("kfs.optim: updates are not recorded as CUDA graphs: %s.", str(error).partition("\n")[0])
+            self._new_recorder = None
+            return None
+        return _Recorded(graph, inputs, flag, values, reads)
+
+
+def recorder_for(device: torch.device) -> Callable[[], Recorder] | None:
+    """Return what makes recorders for a device; `None` if there are none."""
+    return partial(CudaRecorder, device) if device.type == "cuda" else None

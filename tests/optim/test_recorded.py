@@ -1,0 +1,337 @@
+"""What an accelerator does in another way, on the CPU: recordings, stacks, checks that nobody waits for.
+
+Tapes stand in for CUDA graphs (see `tests.kfac.tape`).
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs import waiting
+from kfs.kfac.structures.decompositions import inverse_by_halves
+from kfs.losses import TokenCrossEntropy
+from kfs.optim import KFAC, factor_graphs, recorded_update, updates
+from tests.kfac.tape import Tapes
+from tests.optim.training import data, mlp, train, weights
+
+LOSS = nn.CrossEntropyLoss()
+pytestmark = pytest.mark.usefixtures("tapes")
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
+    """Let the CPU count as an accelerator whose graphs are tapes."""
+    made: list[Tapes] = []
+
+    def recorder_for(_: torch.device) -> Callable[[], Tapes]:
+        def make() -> Tapes:
+            made.append(Tapes())
+            return made[-1]
+
+        return make
+
+    for module in (factor_graphs, updates, recorded_update):
+        monkeypatch.setattr(module, "recorder_for", recorder_for)
+    monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)
+    waiting._constants.clear()
+    yield made
+    waiting._constants.clear()
+
+
+class Tokens(nn.Module):
+    """Predicts tokens; with a tied embedding, attention and norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.block = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(6, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predict."""
+        result: Tensor = self.head(self.block(self.embedding(x)))
+        return result
+
+
+def problem(name: str) -> tuple[Any, Any, list[tuple[Tensor, Tensor]]]:
+    """Return a model, a loss and batches."""
+    torch.manual_seed(0)
+    if name == "tokens":
+        tokens = torch.randint(7, (40, 5))
+        batches = [(tokens[i : i + 4, :-1], tokens[i : i + 4, 1:]) for i in range(0, 40, 4)]
+        return Tokens().double(), TokenCrossEntropy(), batches
+    X, y = data(60)
+    model: Any = mlp()
+    if name == "cnn":
+        X = X[:, :4].reshape(-1, 1, 2, 2)
+        model = nn.Sequential(nn.Conv2d(1, 4, 2, padding=1, groups=1), nn.ReLU(), nn.Conv2d(4, 4, 2, groups=2))
+        model = nn.Sequential(model, nn.Flatten(), nn.LayerNorm(16), nn.Linear(16, 3)).double()
+    loss = nn.CrossEntropyLoss(reduction="sum" if name == "sum" else "mean")
+    return model, loss, [(X[i : i + 6], y[i : i + 6]) for i in range(0, 60, 6)]
+
+
+def trained(name: str, steps: int = 24, groups: str = "", accumulate: int = 1, **options: Any) -> tuple[Tensor, KFAC]:
+    """Train, and return all weights."""
+    model, loss, batches = problem(name)
+    params: Any = None
+    if groups == "adamw":
+        params = [{"params": [p], "method": "adamw" if p.ndim == 1 else "kfac"} for p in model.parameters()]
+    if groups == "different":
+        params = [{"params": [p], "lr": 0.05 + 0.01 * i, "trust": 0.5 + i} for i, p in enumerate(model.parameters())]
+    optimizer = KFAC(model, loss, params, weight_decay=0.1, **{"factors_every": 2, "inverses_every": 3} | options)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            x, y = batches[(step * accumulate + part) % len(batches)]
+            loss(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+    return weights(model), optimizer
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "mlp": {"name": "mlp"},
+    "tokens": {"name": "tokens"},
+    "cnn": {"name": "cnn"},
+    "sum": {"name": "sum"},
+    "mc": {"name": "mlp", "fisher": "mc"},
+    "clipped": {"name": "mlp", "kl_clip": 1e-4},
+    "adamw": {"name": "mlp", "groups": "adamw"},
+    "groups": {"name": "mlp", "groups": "different"},
+    "accumulated": {"name": "mlp", "accumulate": 2},
+    "reduce": {"name": "mlp", "sharing": "reduce"},
+    "empirical": {"name": "mlp", "fisher": "empirical"},
+    "eigen": {"name": "mlp", "eigen": True},
+    "exact damping": {"name": "mlp", "damping_method": "exact"},
+    "absolute": {"name": "mlp", "damping_unit": "absolute"},
+}
+NO_PASSES = {"empirical", "eigen"}  # No vectors are sent back, or eigenbases change.
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_recordings_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with recordings equal those without, on an accelerator and on a CPU."""
+    options = {"fisher": "type-2"} | CASES[case]
+    recorded, optimizer = trained(**options)
+    passes = len(optimizer._watch._graphs._graphs)
+    assert passes == (0 if case in NO_PASSES else 1)
+    update = optimizer._updates._recorded
+    assert update is not None
+    assert update._recorded is not None
+    plain, _ = trained(**options, replay=False)
+    torch.testing.assert_close(recorded, plain, rtol=1e-9, atol=1e-10)
+    if case != "mc":  # Draws on an accelerator are others.
+        # If inverses are not computed in every step, blocks of one size are inverted together there.
+        there, _ = trained(**options, inverses_every=1)
+        monkeypatch.undo()
+        here, _ = trained(**options, inverses_every=1)
+        torch.testing.assert_close(there, here, rtol=1e-8, atol=1e-9)
+
+
+def test_a_recording_that_forgets_the_learning_rate_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above rejects a graph that keeps the numbers of the step in which it was recorded."""
+    right, _ = trained("mlp", fisher="type-2")
+    monkeypatch.setattr(updates, "all_numbers", lambda parts: [0.1, 1.0, 1.0] * len(list(parts)))
+    wrong, _ = trained("mlp", fisher="type-2")
+    assert (right - wrong).norm() > 1e-3 * right.norm()
+
+
+class Random(nn.Linear):
+    """Drops out, in its own way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply with random numbers."""
+        return super().forward(x * torch.rand(len(x), 1, dtype=x.dtype))
+
+
+class Counts(nn.Linear):
+    """Keeps the number of its passes."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Count."""
+        self.calls += 1
+        return super().forward(x)
+
+
+class Asks(nn.Linear):
+    """Asks the device for a number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Decide."""
+        return super().forward(x if float(x.detach().sum()) < 1e9 else -x)
+
+
+@pytest.mark.filterwarnings("ignore::kfs.errors.KfsWarning")
+@pytest.mark.parametrize(
+    ("middle", "why"),
+    [
+        (nn.Dropout(0.5), "depends on chance"),
+        (Random(6, 6), "depends on chance"),
+        (nn.BatchNorm1d(6), "keeps something"),
+        (Counts(6, 6), "keeps something"),
+        (Asks(6, 6), "waits for the GPU"),
+    ],
+)
+def test_what_cannot_be_recorded_is_watched(middle: nn.Module, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Such models are watched in every pass, and the log says why, once. Their state is that of their own passes."""
+    X, y = data(6)
+
+    def run(replay: bool) -> tuple[Any, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), copy.deepcopy(middle), nn.Linear(6, 3)).double()
+        torch.manual_seed(1)
+        optimizer = KFAC(model, LOSS, factors_every=1, replay=replay)
+        train(model, optimizer, [(X, y)] * 6, LOSS)
+        assert not optimizer._watch._graphs._graphs
+        return model, torch.rand(1)
+
+    with caplog.at_level("INFO", "kfs.optim"):
+        model, after = run(replay=True)
+    assert caplog.text.count("passes for factors are not recorded") == 1
+    assert why in caplog.text
+    other, its = run(replay=False)
+    assert torch.equal(after, its)  # the random state
+    assert torch.equal(weights(model), weights(other))
+    assert all(map(torch.equal, model.buffers(), other.buffers()))
+    if isinstance(middle, Counts):
+        assert model[1].calls == other[1].calls
+
+
+def test_models_with_hooks_are_watched(caplog: pytest.LogCaptureFixture) -> None:
+    """A hook is called once for each of the user's passes."""
+    X, y = data(6)
+    model, seen = mlp(), []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    with caplog.at_level("INFO", "kfs.optim"):
+        train(model, KFAC(model, LOSS, factors_every=1, audit=False), [(X, y)] * 6, LOSS)
+    assert "the model has hooks" in caplog.text
+    assert len(seen) == 6
+
+
+def test_shapes_and_memory(tapes: list[Tapes]) -> None:
+    """A new shape is watched and then recorded; closing the optimizer frees everything."""
+    X, y = data(12)
+    model = mlp()
+    optimizer = KFAC(model, LOSS, factors_every=1)
+    graphs = optimizer._watch._graphs
+    train(model, optimizer, [(X[:6], y[:6])] * 3, LOSS)
+    assert len(graphs._graphs) == 1
+    train(model, optimizer, [(X[:5], y[:5])] * 3, LOSS)
+    assert len(graphs._graphs) == 2
+    train(model, optimizer, [(X[:4], y[:4])] * 3, LOSS)
+    assert len(graphs._graphs) == 2  # not more
+    recorded = [tape for one in tapes for tape in one.made]
+    optimizer.close()
+    assert not graphs._graphs
+    assert sum(tape.freed for tape in recorded) >= 2
+
+
+def test_labels_of_another_kind() -> None:
+    """If targets become probabilities, the pass runs as it is."""
+    X, y = data(6)
+    soft = torch.nn.functional.one_hot(y, 3).double()
+    results = []
+    for replay in (False, True):
+        model = mlp()
+        optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1, replay=replay)
+        train(model, optimizer, [(X, y)] * 4 + [(X, soft)] * 2, LOSS)
+        results.append(weights(model))
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_an_update_that_cannot_be_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    """It runs as it is, and the log says so once."""
+
+    def record(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    X, y = data(6)
+    model = mlp()
+    optimizer = KFAC(model, LOSS, fisher="empirical")
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("INFO", "kfs.optim"):
+        patch.setattr(Tapes, "record", record)
+        train(model, optimizer, [(X, y)] * 6, LOSS)
+    assert caplog.text.count("updates are not recorded as CUDA graphs: no memory is left.") == 1
+    other = mlp()
+    train(other, KFAC(other, LOSS, fisher="empirical", replay=False), [(X, y)] * 6, LOSS)
+    assert torch.equal(weights(model), weights(other))
+
+
+def test_bad_gradients_are_not_looked_at() -> None:
+    """In steps without new factors nobody asks whether gradients are finite; nothing changes if they are not."""
+    X, y = data()
+    model = mlp()
+    params = [{"params": [p], "method": "adamw" if p.ndim == 1 else "kfac"} for p in model.parameters()]
+    optimizer = KFAC(model, LOSS, params, factors_every=100)
+    train(model, optimizer, [(X, y)] * 8, LOSS)
+    before = weights(model)
+    state = copy.deepcopy([t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)])
+    train(model, optimizer, [(X * torch.nan, y)] * 2, LOSS)
+    assert torch.equal(weights(model), before)
+    after = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    assert all(map(torch.equal, after, state))
+    train(model, optimizer, [(X, y)], LOSS)
+    assert not torch.equal(weights(model), before)
+
+
+def test_failures_that_nobody_waited_for() -> None:
+    """The last inverse stays, the event is counted with the next factors, and the block is tried again."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=10, inverses_every=1)
+    train(model, optimizer, [(X, y)] * 11, LOSS)
+    average = optimizer._curvature.averages["2.weight", (0, 5)]
+    assert average.inverse is not None
+    kept = average.inverse.to_dense().clone()
+    good = average.factors.A.values.clone()
+    average.factors.A.values.neg_()
+    average.changed = True
+    train(model, optimizer, [(X, y)], LOSS)
+    assert torch.equal(average.inverse.to_dense(), kept)
+    average.factors.A.values.copy_(good)
+    assert optimizer.events.failed_inverses == 0
+    train(model, optimizer, [(X, y)] * 9, LOSS)
+    assert optimizer.events.failed_inverses == 1
+    assert not average.failed
+    assert not torch.equal(average.inverse.to_dense(), kept)
+
+
+def test_one_of_several_blocks_fails() -> None:
+    """Blocks that are inverted together for the first time are tried one by one if one of them fails."""
+    X, y = data()
+    layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(4, 3)).double()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1, inverses_every=1)
+    train(model, optimizer, [(X, y)], LOSS)
+    for average in optimizer._curvature.averages.values():
+        average.inverse = None
+    bad = optimizer._curvature.averages["2.weight", (0, 4)]
+    bad.factors.A.values.fill_(torch.nan)
+    optimizer._curvature.inverses.forget()
+    train(model, optimizer, [(X, y)], LOSS)
+    assert optimizer.events.failed_inverses == 1
+    assert bad.failed
+    assert bad.inverse is None
+    assert all(a.inverse is not None for a in optimizer._curvature.averages.values() if a is not bad)
+
+
+@pytest.mark.parametrize("size", [1, 3, 9, 16, 37])
+def test_inverses_by_halves(size: int) -> None:
+    """They equal those of `torch.linalg.inv`, and say which matrices are not positive definite."""
+    torch.manual_seed(0)
+    x = torch.randn(3, 2 * size + 1, size, dtype=torch.float64)
+    M = x.mT @ x
+    M[1] *= -1
+    result, good = inverse_by_halves(M, smallest=4)
+    assert good.tolist() == [True, False, True]
+    torch.testing.assert_close(result[::2], torch.linalg.inv(M[::2]))
+    wrong = inverse_by_halves(M + 0.01 * M.mean(), smallest=4)[0]
+    assert not torch.allclose(wrong[0], torch.linalg.inv(M[0]))
+    assert not inverse_by_halves(M * torch.nan, smallest=4)[1].any()
