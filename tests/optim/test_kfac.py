@@ -268,9 +268,13 @@ def test_hooks_go_with_the_optimizer() -> None:
 
 
 def test_relative_damping_may_be_said_in_two_ways() -> None:
-    model = nn.Linear(3, 2)
-    for unit in ("relative", "absolute"):
-        optimizer = KFAC(model, nn.MSELoss(), damping=Relative(0.25), damping_unit=unit)
-        assert optimizer.param_groups[0]["damping"] == 0.25
-        assert optimizer._curvature.unit == "relative"
-        optimizer.close()
+    X, y = data()
+    loss = nn.CrossEntropyLoss()
+
+    def step(damping: Any, unit: Any) -> Tensor:
+        return one_step(mlp(), loss, X, y, damping=damping, damping_unit=unit)
+
+    expected = step(0.25, "relative")
+    for unit in ("relative", "absolute"):  # the unit is in the number
+        assert torch.equal(step(Relative(0.25), unit), expected)
+    assert not torch.allclose(step(0.25, "absolute"), expected)
