@@ -22,7 +22,13 @@ from kfs.errors import KfsError
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "test_your_kfac.md")
 BEGIN, END = "<!-- conformance matrix: begin -->", "<!-- conformance matrix: end -->"
-WORDS = {"silently wrong": "**wrong**", "failed": "error", "passed": "yes", "not supported": "-"}
+WORDS = {
+    "silently wrong": "**wrong**",
+    "unreadable": "unreadable",
+    "failed": "error",
+    "passed": "yes",
+    "not supported": "-",
+}
 
 
 def installed(names: Iterable[str]) -> list[Adapter]:

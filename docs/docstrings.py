@@ -3,7 +3,7 @@
 import re
 import textwrap
 
-LISTS = ("Args", "Attributes", "Raises", "Yields")
+LISTS = ("Args", "Advanced", "Attributes", "Raises", "Yields")
 TEXTS = ("Returns",)
 CODE = ("Example", "Examples")
 _SECTION = re.compile(rf"^({'|'.join((*LISTS, *TEXTS, *CODE))}):\s*$")

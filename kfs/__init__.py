@@ -6,7 +6,7 @@ Start with `EmpiricalRisk` (model, loss, data), the linear operators on it, and 
 """
 
 import kfs.optim  # noqa: F401 (so that it is there)
-from kfs.kfac import EKFAC, KFAC, Checkpoint, compare, inspect, load
+from kfs.kfac import EKFAC, KFAC, Checkpoint, Relative, compare, inspect, load
 from kfs.operators import GGN, Fisher, Hessian, Jacobian
 from kfs.risk import EmpiricalRisk
 from kfs.version import __version__
@@ -20,6 +20,7 @@ __all__ = [
     "Fisher",
     "Hessian",
     "Jacobian",
+    "Relative",
     "__version__",
     "compare",
     "inspect",

@@ -114,7 +114,7 @@ def check(
     if bad or verbose or any(result.status == "expected failure" for result in results):
         console.print(report.table(adapter, results, verbose))
     console.print(f"{adapter.name} {adapter.version}: {report.summary(results)}.", markup=False, highlight=False)
-    wrong = [result for result in results if result.outcome in {"failed", "silently wrong"}]
+    wrong = [result for result in results if result.outcome in report.WRONG]
     if wrong:
         program = script(target, wrong[0].check)
         console.print(f"Repeat the first one:\n\n{program}", markup=False, highlight=False, soft_wrap=True)

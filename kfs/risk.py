@@ -6,8 +6,8 @@ $$
 
 The reduction factor $R$ is that of the whole data set, counted once, whatever the batches are. Nothing that is
 computed here or from here changes the model, its gradients, its mode, its buffers or the random state, not even
-after an error. What the loss knows lives in `kfs.losses`, how data are taken apart in `kfs.data`, which parameters are
-considered in `kfs.parameters`; derivatives beyond the gradient live in `kfs.operators`.
+after an error. Losses live in `kfs.losses`, taking data apart in `kfs.data`, choosing parameters in `kfs.parameters`,
+and derivatives beyond the gradient in `kfs.operators`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -56,16 +56,16 @@ class EmpiricalRisk:
             iterated more than once and must give the same data in the same order every time. Numbers that PyTorch draws
             for that (shuffling, augmentation) are made the same; those of NumPy and others are not. Every pass checks
             its first batch. After changing data on purpose, also in place, make a new `EmpiricalRisk`: this one
-            remembers what it has counted. Inputs that are a tuple or a list are
-            the arguments of a module. A mapping has its keyword arguments if `forward` takes them, and is its only
-            argument otherwise.
+            remembers what it has counted. Inputs that are a tuple or a list are the arguments of a module. A mapping
+            has its keyword arguments if `forward` takes them, and is its only argument otherwise.
         params: For a module, which parameters to consider: a list of names, or a dictionary of names and values. By
             default all that require gradients. For a function, the dictionary of its parameters.
         unpack: Splits a batch into `(x, y)`. By default pairs are taken apart, and mappings at their key `"labels"`.
         progress: Whether to show progress over batches.
+        num_data: Number of data, if you know it: it saves operators a first pass over all batches, which counts them.
+            Every complete pass checks it. Data with ignored or weighted targets need to be counted.
 
-    Hooks that you have put on the model run with every pass that a computation here needs, since they may change what
-    the model computes; remove those that only record.
+    Hooks on the model run with every pass here, since they may change what it computes. Remove those that only record.
 
     Attributes:
         loss: The description of the loss.
@@ -93,6 +93,7 @@ class EmpiricalRisk:
         params: Sequence[str] | Mapping[str, Tensor] | None = None,
         unpack: Callable[[Any], tuple[Any, Tensor]] | None = None,
         progress: bool = False,
+        num_data: int | None = None,
     ) -> None:
         """Check what can be checked without running the model."""
         self.model = model
@@ -101,7 +102,7 @@ class EmpiricalRisk:
         self.progress = progress
         self._data = as_batches(data)
         self._unpack = default_unpack if unpack is None else unpack
-        self._same_data = SameData()
+        self._same_data = SameData(num_data)
         self.flags: Flags | None = None  # takes note of bad data, in passes that do not wait for an accelerator
         self._draws = UnusedDraws(self.device)
         self._differentiates = False  # whether the model needs a graph in its forward pass
@@ -256,8 +257,7 @@ class EmpiricalRisk:
     def batches(self, task: str = "") -> Iterator[Batch]:
         """Iterate over the data, on the parameters' device, with progress if asked for; empty batches are left out.
 
-        A loader that shuffles does so in the same way every time. What counts is counted, and must not change; nor must
-        the first batch.
+        A loader that shuffles does so in the same way every time. Neither counts nor the first batch may change.
         """
         data: Iterable[Any] = repeatably(self._data)
         if self.progress:
@@ -284,8 +284,9 @@ class EmpiricalRisk:
         Call it before a loop over batches that needs it: not every loader can be iterated a second time meanwhile.
         """
         if self._same_data.counted is None:
-            for _ in self.batches("counting"):
-                pass
+            for batch in self.batches("counting"):
+                if self._same_data.extrapolate(batch.first, len(batch.y), batch.counted):
+                    break
         return cast("tuple[int, float]", self._same_data.counted)
 
     def tensors(self, batch: Batch) -> list[Tensor]:

@@ -12,14 +12,43 @@ from kfs.waiting import number
 class SameData:
     """Remembers what the first complete pass over data has seen, and refuses another pass that differs.
 
+    Args:
+        announced: Number of data, if somebody knows it beforehand.
+
     Attributes:
         counted: Number of data, and what a mean over them divides by; `None` before the first complete pass.
     """
 
-    def __init__(self) -> None:
-        """Know nothing."""
+    def __init__(self, announced: int | None = None) -> None:
+        """Know nothing else.
+
+        Raises:
+            DataError: If the number of data is not one.
+        """
+        if announced is not None and (type(announced) is not int or announced < 1):
+            raise DataError(f"num_data is {announced!r}.", "Pass a positive integer, or leave it out.")
+        self._announced = announced
         self.counted: tuple[int, float] | None = None
         self._first_batch: Fingerprint | None = None
+
+    def extrapolate(self, first: int, num_data: int, count: float | Tensor) -> bool:
+        """Count all data as the first batch of them, if their number was announced. Complete passes check that later.
+
+        Args:
+            first: Index of the batch's first datum.
+            num_data: Number of data in the batch.
+            count: What a mean over the batch divides by.
+
+        Returns:
+            Whether that was possible. If nothing in the batch counts, it says nothing about the others.
+        """
+        if self._announced is None or first > 0:
+            return False
+        per_datum = number(count) / num_data
+        if per_datum == 0:
+            return False
+        self.counted = self._announced, self._announced * per_datum
+        return True
 
     def check_first_batch(self, seen: Fingerprint) -> None:
         """Refuse data whose first batch differs from that of the first complete pass over them.
@@ -62,6 +91,11 @@ class SameData:
                 "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",
                 "Pass data with targets that count, or use reduction='sum'.",
             )
+        if self._announced not in {None, num_data}:
+            raise DataError(
+                f"num_data is {self._announced}, but the data have {num_data} targets.",
+                "Pass the number of data in all batches together, or leave it out.",
+            )
         if self.counted is None:
             self.counted = (num_data, count)
         if num_data != self.counted[0]:
@@ -70,6 +104,12 @@ class SameData:
                 "Pass data that can be iterated repeatedly with the same result.",
             )
         # Weights are summed up in floating point, so that another order of the data gives another last digit.
+        if mean and self._announced and not isclose(count, self.counted[1], rel_tol=1e-6):
+            raise DataError(
+                f"A mean over all data divides by {count:g}, but by {self.counted[1]:g} if all data are like those of "
+                "the first batch: some targets are ignored, or weighted, or longer.",
+                "Leave num_data out, so that all targets are counted first.",
+            )
         if mean and not isclose(count, self.counted[1], rel_tol=1e-6):
             raise DataError(
                 f"The mean was over {self.counted[1]:g} targets at first, and is over {count:g} now: targets or "

@@ -5,7 +5,8 @@ An adapter is a function `compute(model, loss, data, fisher, sharing)`:
 - `model` is a module in float64, `loss` an `nn.MSELoss` or `nn.CrossEntropyLoss`, `data` a list of batches `(X, y)`.
 - `fisher` is `"type-2"`, `"mc"` (one draw per datum) or `"empirical"`; `sharing` is `"expand"` or `"reduce"`.
 - It returns `{layer: (A, B)}` by module name, such that the curvature of weight and bias, the matrix `(W b)` of shape
-  `[d_out, d_in + 1]` flattened by rows, is approximated by `kron(B, A)`. Grouped convolutions may have a list of pairs.
+  `[d_out, d_in + 1]` flattened by rows, is approximated by `kron(B, A)`. Grouped convolutions may have a list of pairs,
+  or a pair of stacks `[G, d, d]`. A factor that is diagonal may be a vector.
   If weight and bias are separate, they have their parameters' names. Or it returns a matrix for all parameters, in the
   order of `model.named_parameters()`, each flattened by rows.
 - What it does not support raises `NotImplementedError`.
@@ -134,13 +135,12 @@ def read(answer: Any, model: nn.Module, tied: Mapping[str, str] | None = None, f
         params = tuple(n for n in (name, f"{name}.weight", f"{name}.bias") if n in shapes)
         if not params:
             raise UnreadableError(f"{key!r} is neither a layer nor a parameter; there are {list(shapes)}.")
-        many = [pairs] if isinstance(pairs[0], Tensor) else list(pairs)
-        A, B = (torch.stack([pair[side].detach().double() for pair in many]) for side in (0, 1))
+        A, B = _stacks(key, pairs)
         weight = shapes[params[0]]
         d_out, d_in = weight[0], weight[1:].numel()
         if len(params) == 2 and A.shape[-1] == d_in:
             raise UnreadableError(f"The input-based factor of layer {key!r} has no row for the bias.")
-        sizes = {"input": A.shape[-1], "gradient": B.shape[-1] * len(many)}
+        sizes = {"input": A.shape[-1], "gradient": B.shape[-1] * len(B)}
         expected = {"input": d_in + (len(params) == 2), "gradient": d_out}
         if sizes != expected:
             swapped = sizes == {"input": expected["gradient"], "gradient": expected["input"]}
@@ -150,6 +150,31 @@ def read(answer: Any, model: nn.Module, tied: Mapping[str, str] | None = None, f
         dense = _weight_first(dense, d_out, d_in) if len(params) == 2 else dense
         blocks[params] = blocks[params] + dense if params in blocks else dense  # two layers with one weight
     return Answer(blocks)
+
+
+def _stacks(key: str, factors: Any) -> tuple[Tensor, Tensor]:
+    """Return the factors of all groups of a layer, `[G, d, d]` each."""
+    is_pair = isinstance(factors, tuple | list) and len(factors) == 2 and isinstance(factors[0], Tensor)
+    pairs = [factors] if is_pair else factors
+    expected = "expected a pair (A, B) of square matrices, a pair of stacks [G, d, d], or a list of pairs"
+    try:
+        sides = [[_square(pair[side]) for pair in pairs] for side in (0, 1)]
+        A, B = (torch.cat(side) for side in sides)
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, UnreadableError) as error:
+        raise UnreadableError(f"The factors of {key!r} are not factors ({error}): {expected}.") from error
+    if len(A) != len(B) or not len(A):
+        raise UnreadableError(f"There are {len(A)} input-based and {len(B)} gradient-based factors of {key!r}.")
+    return A, B
+
+
+def _square(factor: Tensor) -> Tensor:
+    """Return matrices `[G, d, d]`, from one, several, or the diagonal of one."""
+    factor = factor.detach().double()
+    factor = torch.diag(factor) if factor.ndim == 1 else factor
+    factor = factor.unsqueeze(0) if factor.ndim == 2 else factor
+    if factor.ndim != 3 or factor.shape[1] != factor.shape[2]:
+        raise UnreadableError(f"one has shape {list(factor.shape)}")
+    return factor
 
 
 def _read_matrix(matrix: Tensor, shapes: Mapping[str, torch.Size], flattening: str) -> Answer:

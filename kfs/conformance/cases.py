@@ -4,119 +4,13 @@ Numbers of data, positions, classes and features all differ, so that a wrong sca
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
-Data = list[tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A model in float64 and evaluation mode, a loss, and batches."""
-
-    model: nn.Module
-    loss: nn.Module
-    data: Data
-
-
-@dataclass(frozen=True)
-class Case:
-    """A setting, and why KFAC is exact there.
-
-    Attributes:
-        name: What to call it.
-        layer: Tag: which kind of layer it is about.
-        why: Why KFAC is exact, or what the case is good for.
-        model: Makes the model.
-        inputs: Makes some inputs, given their number.
-        outputs: Shape of the prediction for one datum.
-        num_data: How many data.
-        sharings: For which weight sharing KFAC is exact.
-        fishers: For which Fisher it is exact.
-        losses: For which losses: `"mse"`, `"ce"`, `"ce, ignored labels"` or `"ce, class weights"`.
-        reductions: For which reductions it is checked.
-        positions: How many positions share a weight.
-        batches: Sizes of the batches.
-        within_groups: Into how many groups the first layer's channels fall; entries between them are not compared.
-        tied: Names that may stand for another one, since their parameters are the same.
-    """
-
-    name: str
-    layer: str
-    why: str
-    model: Callable[[], nn.Module]
-    inputs: Callable[[int], Tensor]
-    outputs: tuple[int, ...] = (3,)
-    num_data: int = 1
-    sharings: tuple[str, ...] = ("expand", "reduce")
-    fishers: tuple[str, ...] = ("type-2", "empirical")
-    losses: tuple[str, ...] = ("mse", "ce")
-    reductions: tuple[str, ...] = ("mean",)
-    positions: int = 1
-    batches: tuple[int, ...] = ()
-    within_groups: int = 1
-    tied: dict[str, str] = field(default_factory=dict)
-
-    def setting(self, loss: str = "mse", reduction: str = "mean") -> Setting:
-        """Make model, loss and data; the same every time, and without touching the global random state."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = self.model().double().eval()
-            X = self.inputs(self.num_data)
-            X = X.double() if X.is_floating_point() else X
-            numbers = torch.randn(self.num_data, *self.outputs, dtype=torch.float64)
-            labels = torch.randint(self.outputs[0], (self.num_data, *self.outputs[1:]))
-        y = numbers if loss == "mse" else labels
-        if loss == "ce, ignored labels":
-            X, y = X[:1].expand_as(X).clone(), labels.clone()
-            y[1:] = -1
-        sizes = list(self.batches or [self.num_data])
-        weight = torch.arange(1.0, self.outputs[0] + 1, dtype=torch.float64) if loss == "ce, class weights" else None
-        ignored = -1 if loss == "ce, ignored labels" else -100
-        cross_entropy = nn.CrossEntropyLoss(weight, ignore_index=ignored, reduction=reduction)
-        criterion = nn.MSELoss(reduction=reduction) if loss == "mse" else cross_entropy
-        return Setting(model, criterion, list(zip(X.split(sizes), y.split(sizes), strict=True)))
-
-
-class Pool(nn.Module):
-    """Sums or averages over some axes."""
-
-    def __init__(self, kind: str, axes: tuple[int, ...]) -> None:
-        """Say how and over what."""
-        super().__init__()
-        self.kind, self.axes = kind, axes
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Sum or average."""
-        return x.sum(self.axes) if self.kind == "sum" else x.mean(self.axes)
-
-
-class CalledTwice(nn.Module):
-    """One layer, applied to both halves of its input; both results are added, or are two positions of the output."""
-
-    def __init__(self, combine: str, tied: bool = False) -> None:
-        """Say what happens to the two results; `tied` uses two modules with one weight."""
-        super().__init__()
-        self.first = nn.Linear(4, 3, bias=not tied)
-        self.second = nn.Linear(4, 3, bias=False) if tied else self.first
-        self.second.weight = self.first.weight
-        self.combine = combine
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply it twice."""
-        one, two = self.first(x[:, :4]), self.second(x[:, 4:])
-        return one + two if self.combine == "sum" else torch.stack([one, two], 1)
-
-
-class Renamed(nn.Linear):
-    """A linear layer by another name, with code of its own."""
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (PyTorch's name)
-        """Multiply."""
-        return F.linear(input, self.weight, self.bias)
+from kfs.conformance.case import Case
+from kfs.conformance.models import CalledTwice, Hidden, Pool, Ragged, Renamed, Rows, Table
 
 
 def vectors(num_data: int, *shape: int) -> Tensor:
@@ -137,6 +31,14 @@ def _convolutions(conv: Callable[[], nn.Module], features: int) -> Callable[[], 
     return lambda: nn.Sequential(conv(), nn.Tanh(), nn.Flatten(), nn.Linear(features, 3))
 
 
+def _rows(order: str, combine: str) -> nn.Module:
+    return Rows(order, combine)
+
+
+def _positions(features: int, num_data: int) -> Tensor:
+    return vectors(num_data, 7, features)
+
+
 def _frozen() -> nn.Module:
     model = mlp()
     model.get_submodule("0").requires_grad_(False)
@@ -147,6 +49,9 @@ _ONE = "With one datum and one position, a sum of Kronecker products has one ter
 _LINEAR = "In a linear net with square loss, gradients of the prediction do not depend on the datum."
 _EXPAND = "Positions are independent of each other, like further data."
 _REDUCE = "Predictions depend on positions through their sum only."
+_FOLDED = " They are rows of one matrix for all data, as if each were a datum."
+_MIXED = " They are rows of one matrix for all data, in an order of their own."
+_RAGGED = " Some data have more of them than others."
 _BOTH = ("mean", "sum")
 _MSE = {"fishers": ("type-2",), "losses": ("mse",), "num_data": 5, "reductions": _BOTH}
 
@@ -227,6 +132,72 @@ EXACT: tuple[Case, ...] = (
         lambda n: vectors(n, 7, 4),
         sharings=("reduce",),
         positions=7,
+        **_MSE,  # type: ignore[arg-type]
+    ),
+    Case(
+        "sum over positions, two output axes",
+        "linear",
+        _REDUCE + " The prediction for a datum has two axes.",
+        lambda: nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 6), Pool("sum", (1,)), nn.Unflatten(1, (2, 3))),
+        lambda n: vectors(n, 7, 4),
+        outputs=(2, 3),
+        sharings=("reduce",),
+        positions=7,
+        **_MSE,  # type: ignore[arg-type]
+    ),
+    Case(
+        "sum over positions, several labels",
+        "linear",
+        _REDUCE + " There is one datum, with two labels.",
+        lambda: nn.Sequential(nn.Linear(4, 6), Pool("sum", (1,)), nn.Unflatten(1, (3, 2))),
+        lambda n: vectors(n, 7, 4),
+        outputs=(3, 2),
+        sharings=("reduce",),
+        losses=("ce",),
+        reductions=_BOTH,
+        positions=7,
+    ),
+    *(
+        Case(
+            name,
+            "rows",
+            why,
+            partial(model, "sum" if sharing == "reduce" else "keep"),
+            partial(_positions, features),
+            outputs=(3,) if sharing == "reduce" else (7, 3),
+            sharings=(sharing,),
+            positions=7,
+            **_MSE,  # type: ignore[arg-type]
+        )
+        for name, features, model, sharing, why in (
+            ("folded positions", 4, partial(_rows, "folded"), "expand", _EXPAND + _FOLDED),
+            ("folded positions, summed up", 4, partial(_rows, "folded"), "reduce", _REDUCE + _FOLDED),
+            ("rows of mixed data", 4, partial(_rows, "mixed"), "expand", _EXPAND + _MIXED),
+            ("rows of mixed data, summed up", 4, partial(_rows, "mixed"), "reduce", _REDUCE + _MIXED),
+            ("ragged data", 5, Ragged, "expand", _EXPAND + _RAGGED),
+            ("ragged data, summed up", 5, Ragged, "reduce", _REDUCE + _RAGGED),
+        )
+    ),
+    Case(
+        "a repeated table",
+        "table",
+        _EXPAND + " Copies of a table for every datum are that table, and not parameters of data.",
+        Table,
+        lambda n: vectors(n, 7, 4),
+        outputs=(7, 3),
+        sharings=("expand",),
+        positions=7,
+        **_MSE,  # type: ignore[arg-type]
+    ),
+    Case(
+        "a use in a custom function",
+        "hidden",
+        _REDUCE + " A use that only autograd sees is one, too. An error that says so is as good an answer.",
+        Hidden,
+        lambda n: vectors(n, 8),
+        sharings=("reduce",),
+        positions=2,
+        may_refuse=True,
         **_MSE,  # type: ignore[arg-type]
     ),
     Case(

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from kfs.conformance import tolerances
 from kfs.conformance.adapter import Adapter, Answer, UnreadableError, read
-from kfs.conformance.cases import APPROXIMATE, EXACT, Case, Setting
+from kfs.conformance.case import Case, Setting
+from kfs.conformance.cases import APPROXIMATE, EXACT
 from kfs.conformance.diagnosis import Facts, diagnose
 from kfs.conformance.exact import exact_empirical_fisher, exact_ggn
 from kfs.conformance.state import fingerprint
@@ -35,7 +36,7 @@ class Check:
         name: Unique.
         tags: What it is about: kind, fisher, sharing, layer, loss, reduction, and the case.
         bug: What a failure points to.
-        run: Raises `CheckError` (or whatever the implementation raises).
+        run: Raises `CheckError`, an `UnreadableError`, or whatever the implementation raises.
     """
 
     name: str
@@ -45,12 +46,13 @@ class Check:
 
 
 def ask(adapter: Adapter, setting: Setting, fisher: str, sharing: str, case: Case | None = None) -> Answer:
-    """Ask an implementation for its factors, and read the answer."""
+    """Ask an implementation for its factors, and read the answer.
+
+    Raises:
+        UnreadableError: If the answer has not the form that it should have.
+    """
     answer = adapter.compute(setting.model, setting.loss, setting.data, fisher, sharing)
-    try:
-        return read(answer, setting.model, None if case is None else case.tied, adapter.flattening)
-    except UnreadableError as error:
-        raise CheckError(str(error)) from error
+    return read(answer, setting.model, None if case is None else case.tied, adapter.flattening)
 
 
 def checks() -> list[Check]:
@@ -76,7 +78,14 @@ def _exact_checks() -> Iterator[Check]:
 
 def _is_exact(case: Case, loss: str, reduction: str, fisher: str, sharing: str, adapter: Adapter) -> None:
     setting = case.setting(loss, reduction)
-    answer = ask(adapter, setting, fisher, sharing, case)
+    try:
+        answer = ask(adapter, setting, fisher, sharing, case)
+    except (NotImplementedError, UnreadableError):
+        raise
+    except Exception:
+        if case.may_refuse:
+            return
+        raise
     _all_there(answer, setting.model)
     for params, block in answer.blocks.items():
         expected = _exact(setting, params, fisher)
@@ -181,7 +190,7 @@ def _nan(fisher: str, adapter: Adapter) -> None:
     X[0, 0] = torch.nan
     try:
         answer = ask(adapter, replace(setting, data=[(X, y)]), fisher, "expand")
-    except NotImplementedError:
+    except (NotImplementedError, UnreadableError):
         raise
     except Exception:  # noqa: BLE001 (an error is the best answer)
         return
@@ -260,7 +269,9 @@ def _facts(case: Case, setting: Setting, params: Sequence[str], fisher: str, sha
     """Return what is known about a case; suspects take time, and are wanted only after a failure."""
     num_data = sum(len(X) for X, _ in setting.data)
     counts = {"N": num_data, "S": case.positions, "C": prod(case.outputs)}
-    return Facts(counts, suspects(case, setting, params, fisher, sharing))
+    # Suspects come from our own KFAC, which refuses such a case.
+    found = {} if case.may_refuse else suspects(case, setting, params, fisher, sharing)
+    return Facts(counts, found)
 
 
 def _scales() -> Facts:

@@ -20,10 +20,11 @@ _STYLE = {
     "not supported": "dim",
     "failed": "bold red",
     "silently wrong": "bold red",
+    "unreadable": "bold yellow",
     "expected failure": "yellow",
     "unexpected pass": "bold magenta",
 }
-WRONG = {"failed", "silently wrong"}
+WRONG = {"failed", "silently wrong", "unreadable"}
 _CSS = """
 body { font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; width: 100%; } tr { border-top: 1px solid #ddd; }

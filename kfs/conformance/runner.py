@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from kfs.conformance.adapter import Adapter
+from kfs.conformance.adapter import Adapter, UnreadableError
 from kfs.conformance.checks import Check, CheckError, checks
 
-Status = Literal["passed", "not supported", "failed", "silently wrong", "expected failure", "unexpected pass"]
-BAD: tuple[Status, ...] = ("failed", "silently wrong", "unexpected pass")
+Status = Literal[
+    "passed", "not supported", "failed", "silently wrong", "unreadable", "expected failure", "unexpected pass"
+]
+BAD: tuple[Status, ...] = ("failed", "silently wrong", "unreadable", "unexpected pass")
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Result:
         check: Its name.
         tags: Its tags.
         status: `"passed"`; `"not supported"`; `"failed"`, by an error or after a warning; `"silently wrong"`, without a
-            word; `"expected failure"`, or `"unexpected pass"` if it should have failed.
+            word; `"unreadable"`, if the answer has not the form that it should have, so that nobody knows whether it is
+            right; `"expected failure"`, or `"unexpected pass"` if it should have failed.
         outcome: What happened, whatever was expected.
         message: What was wrong, and what probably caused it; or why it is not supported.
         bug: What a failure points to.
@@ -72,7 +75,7 @@ def run_one(adapter: Adapter, check: Check) -> Result:
     if status == "silently wrong" and any(issubclass(w.category, UserWarning) for w in caught):
         status, message = "failed", f"{message} It warned: {caught[0].message}"
     reason, outcome = adapter.expects_failure(check.name), status
-    if reason is not None and status in {"failed", "silently wrong"}:
+    if reason is not None and status in {"failed", "silently wrong", "unreadable"}:
         status, message = "expected failure", f"{reason} ({message})"
     elif reason is not None and status == "passed":
         status, message = "unexpected pass", f"It should fail: {reason}"
@@ -88,6 +91,8 @@ def _outcome(adapter: Adapter, check: Check) -> tuple[Status, str]:
         check.run(adapter)
     except CheckError as failure:
         return "silently wrong", str(failure)
+    except UnreadableError as error:
+        return "unreadable", str(error)
     except NotImplementedError as error:
         return "not supported", str(error) or "It says so."
     except (Exception, SystemExit) as error:  # noqa: BLE001 (anything may come out of somebody else's code)

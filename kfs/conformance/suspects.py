@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kfs.conformance.cases import Case, Setting
+from kfs.conformance.case import Case, Setting
 from kfs.kfac import KFAC, Block
 from kfs.risk import EmpiricalRisk
 

@@ -12,6 +12,7 @@ from kfs.kfac.kfac import KFAC
 from kfs.kfac.storage.checkpoint import Checkpoint
 from kfs.kfac.storage.files import load
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
+from kfs.kfac.structures.damping import Relative
 
 __all__ = [
     "EKFAC",
@@ -21,6 +22,7 @@ __all__ = [
     "Checkpoint",
     "Comparison",
     "Inspection",
+    "Relative",
     "compare",
     "exact_blocks",
     "exact_diagonal",

@@ -1,10 +1,13 @@
 """A block: parameters that share one Kronecker product, with its factors `A` and `B`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
+from kfs.errors import ShapeError
 from kfs.kfac.layout import Layout, Side
 from kfs.kfac.structures.decompositions import computable
 from kfs.kfac.structures.factor import Factor
@@ -74,6 +77,77 @@ class Block:
         if self.sums.forward_only:
             return float(self.sums.identity_scale)
         return 1 / self.sums.terms if self.sums.terms else 1.0
+
+    def matrix(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Read a gradient, or another vector of parameters, as the matrix that the block acts on: it becomes `B M A`.
+
+        Args:
+            tensors: By the names of parameters; more than this block's may be there. For several vectors, all of them
+                have one more axis in front, `[n, *shape]`.
+
+        Returns:
+            `[d_B, d_A]`, with the bias in the last column; `[groups, d_B, d_A]` for groups of channels; with an axis in
+            front for several vectors.
+
+        Raises:
+            ShapeError: If a tensor is missing or has another size.
+
+        Example:
+            >>> from kfs import KFAC, EmpiricalRisk
+            >>> model = torch.nn.Linear(3, 2)
+            >>> risk = EmpiricalRisk(model, torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
+            >>> K, g = KFAC(risk), risk.gradient()
+            >>> block = K.blocks["weight"]
+            >>> M = block.matrix(g)
+            >>> torch.allclose(block.B @ M @ block.A, block.matrix(K @ g)), block.tensors(M)["bias"].shape
+            (True, torch.Size([2]))
+        """
+        shapes = self.layout.param_shapes()
+        missing = [name for name in shapes if name not in tensors]
+        if missing:
+            raise ShapeError(f"The tensors lack {missing} of block {self.name!r}.", f"Pass all of {list(shapes)}.")
+        several = self._has_several(tensors, shapes)
+        columns = {name: tensors[name].reshape(-1, *shape) for name, shape in shapes.items()}
+        M = self.layout.matrix(columns)
+        M = M if self.layout.groups > 1 else M.squeeze(1)
+        return M if several else M.squeeze(0)
+
+    def tensors(self, matrix: Tensor) -> dict[str, Tensor]:
+        """Undo `matrix`. Rows of a parameter that belong to other blocks (of other experts) are zero.
+
+        Args:
+            matrix: `[d_B, d_A]`, as `matrix` returns it.
+
+        Raises:
+            ShapeError: If it has another shape.
+        """
+        groups, rows, columns = self.layout.matrix_shape
+        shape = (groups, rows, columns) if groups > 1 else (rows, columns)
+        several = matrix.ndim == len(shape) + 1
+        if (matrix.shape[1:] if several else matrix.shape) != shape:
+            raise ShapeError(
+                f"The matrix has shape {list(matrix.shape)}, but block {self.name!r} acts on {list(shape)}.",
+                "Pass what block.matrix(tensors) returns, or several of them, stacked.",
+            )
+        M = matrix.reshape(-1, groups, rows, columns)
+        result = {name: M.new_zeros(len(M), *shape) for name, shape in self.layout.param_shapes().items()}
+        self.layout.write(M, result)
+        return result if several else {name: t.squeeze(0) for name, t in result.items()}
+
+    def _has_several(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether tensors have an axis for several vectors in front. Refuse those of other sizes."""
+        counts = {name: (tensors[name].numel(), prod(shape)) for name, shape in shapes.items()}
+        lengths = {have // want for have, want in counts.values()}
+        if len(lengths) > 1 or any(have % want for have, want in counts.values()):
+            found = {name: list(tensors[name].shape) for name in shapes}
+            raise ShapeError(
+                f"The tensors of block {self.name!r} have shapes {found}.",
+                f"Pass {dict(shapes)}; for several vectors, give all of them one more axis in front, of one length.",
+            )
+        exact = all(tensors[name].shape == shape for name, shape in shapes.items())
+        # A parameter may be used with another shape than its own. Then it is one vector if it has one vector's numbers.
+        leading = all(tensors[name].shape[1:] == shape for name, shape in shapes.items())
+        return not exact and (leading or lengths != {1})
 
     def structure(self) -> Kronecker:
         """Return the block as a Kronecker product; factors are not copied."""

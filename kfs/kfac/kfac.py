@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 
@@ -16,7 +16,7 @@ from kfs.kfac.capture import both_audits
 from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shared_with, warn_of_wide
 from kfs.kfac.layout import Layout
 from kfs.kfac.scaffold import explain_vectors, kfac
-from kfs.kfac.settings import Fisher, Products, Settings, Sharing, Uncovered
+from kfs.kfac.settings import Advanced, Fisher, Settings, Sharing, Uncovered, check_names
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress, details
 from kfs.kfac.storage.files import loadable
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
@@ -73,10 +73,15 @@ class KFAC(BlockDiagonal):
             parameter or module; others expand.
         mc_samples: Number of labels to draw per datum for `"mc"`.
         seed: Seed for drawing labels. Draws depend on seed, datum and sample alone.
-        joint_bias: Whether a bias shares the block of its weight.
         max_dim: Factors wider than this keep only their diagonal. A warning says which.
         uncovered: What to do about parameters that no rule covers: `"error"`, `"skip"` (leave them out of this
             operator), or `"diagonal"` (compute the exact diagonal of their curvature, slowly).
+        checkpoint: File for intermediate results, or a `Checkpoint` that also says how often to write. If the file
+            exists, the computation is resumed.
+        **advanced: The settings below.
+
+    Advanced:
+        joint_bias: Whether a bias shares the block of its weight.
         batch_axis: Position of the batch axis in inputs, if it is not the first. In activations it is measured; without
             audit, it is expected there, too.
         first_datum: Index of the first datum, for draws, if these data are part of a larger set.
@@ -98,8 +103,6 @@ class KFAC(BlockDiagonal):
             be recorded, because something in them depends on values of data, run as they are; the logger `kfs.kfac`
             says so.
         memory: How many bytes these graphs may take. By default, as many as there are.
-        checkpoint: File for intermediate results, or a `Checkpoint` that also says how often to write. If the file
-            exists, the computation is resumed.
 
     Attributes:
         blocks: Blocks by name. Each has `A` and `B`.
@@ -134,38 +137,21 @@ class KFAC(BlockDiagonal):
         *,
         mc_samples: int = 1,
         seed: int = 0,
-        joint_bias: bool = True,
         max_dim: int | None = None,
         uncovered: Uncovered = "error",
-        batch_axis: int | None = None,
-        first_datum: int = 0,
-        columns_at_once: int | None = None,
-        factor_device: str | torch.device | None = None,
-        factor_dtype: torch.dtype | None = None,
-        products: Products = "auto",
-        audit: bool = True,
-        replay: bool = True,
-        memory: int | None = None,
         checkpoint: str | Path | Checkpoint | None = None,
+        **advanced: Unpack[Advanced],
     ) -> None:
         """Compute all factors."""
+        check_names(advanced, ("fisher", "sharing", "mc_samples", "seed", "max_dim", "uncovered", "checkpoint"))
         self.settings = Settings(
             fisher,
             sharing,
             mc_samples,
             seed,
-            joint_bias,
-            max_dim,
-            uncovered,
-            batch_axis,
-            first_datum,
-            columns_at_once,
-            None if factor_device is None else str(factor_device),
-            factor_dtype,
-            audit,
-            products=products,
-            replay=replay,
-            memory=memory,
+            max_dim=max_dim,
+            uncovered=uncovered,
+            **advanced,
         )
         self._check_names(risk)
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)

@@ -85,6 +85,14 @@ class Layout:
         """The parameters in this block."""
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
+    def param_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters in this block, as they are used: weight, and bias if there is one."""
+        shapes = {self.weight: self.shape}
+        if self.bias is not None:
+            size = prod(self.shape[axis] for axis in self.order[: self.split])
+            shapes[self.bias] = (self.shape[0], size // self.shape[0]) if self.bias_has_rows else (size,)
+        return shapes
+
     @property
     def row_size(self) -> int:
         """`d_B`: rows of the matrix (of one group), the size of the gradient-based factor."""
@@ -134,13 +142,10 @@ class Layout:
             tensor([[[0, 1, 2, 6],
                      [3, 4, 5, 7]]])
         """
-        size = prod(self.shape)
-        bias_size = prod(self.shape[axis] for axis in self.order[: self.split])
-        places = torch.arange(size + bias_size).unsqueeze(0)
-        columns = {self.weight: places[:, :size]}
-        if self.bias is not None:
-            bias = places[:, size:]
-            columns[self.bias] = bias.unflatten(1, (self.shape[0], -1)) if self.bias_has_rows else bias
+        shapes = self.param_shapes()
+        sizes = [prod(shape) for shape in shapes.values()]
+        places = torch.arange(sum(sizes)).split(sizes)
+        columns = {name: t.reshape(1, *shape) for (name, shape), t in zip(shapes.items(), places, strict=True)}
         return self.matrix(columns).squeeze(0)
 
     @property

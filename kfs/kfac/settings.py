@@ -1,12 +1,13 @@
 """The settings of a KFAC approximation, checked once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
-from kfs.errors import ModelError
+from kfs.errors import DtypeError, ModelError
 
 Fisher = Literal["type-2", "ggn", "mc", "empirical", "forward-only"]
 Sharing = Literal["expand", "reduce"]
@@ -30,6 +31,38 @@ _SMALLEST = {
 }
 # Settings that do not change results: whether they are checked, and how they are computed.
 _NO_RESULT = ("audit", "replay", "memory")
+
+
+class Advanced(TypedDict, total=False):
+    """The settings of `kfs.KFAC` that are rarely needed. It documents them."""
+
+    joint_bias: bool
+    batch_axis: int | None
+    first_datum: int
+    columns_at_once: int | None
+    factor_device: str | torch.device | None
+    factor_dtype: torch.dtype | None
+    products: Products
+    audit: bool
+    replay: bool
+    memory: int | None
+
+
+def check_names(given: Iterable[str], common: Iterable[str]) -> None:
+    """Refuse arguments of `kfs.KFAC` that do not exist, and say which ones are similar.
+
+    Args:
+        given: The names of the advanced settings that were passed.
+        common: The names of its other arguments.
+
+    Raises:
+        DtypeError: If there is no such argument.
+    """
+    for name in given:
+        if name not in Advanced.__annotations__:
+            known = [*common, *Advanced.__annotations__]
+            near = get_close_matches(name, known) or known
+            raise DtypeError(f"KFAC has no argument {name!r}.", f"Choose from {', '.join(near)}.")
 
 
 def check_device(device: str | torch.device) -> None:
@@ -63,7 +96,7 @@ class Settings:
     batch_axis: int | None = None
     first_datum: int = 0
     columns_at_once: int | None = None
-    factor_device: str | None = None
+    factor_device: str | torch.device | None = None
     factor_dtype: torch.dtype | None = None
     audit: bool = True
     first_sample: int = 0
@@ -88,6 +121,7 @@ class Settings:
             raise ModelError(f"factor_dtype is {dtype!r}.", "Use a floating-point type of PyTorch.")
         if self.factor_device is not None:
             check_device(self.factor_device)
+            object.__setattr__(self, "factor_device", str(self.factor_device))  # as files have it
 
     def state(self) -> dict[str, Any]:
         """Return all settings, for a file."""

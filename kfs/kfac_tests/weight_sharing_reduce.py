@@ -10,7 +10,7 @@ if __name__ == "__main__":
     import torch
     from torch.nn import Conv2d, Linear, MSELoss, Sequential
 
-    from kfs.conformance.cases import Pool
+    from kfs.conformance.models import Pool
     from kfs.kfac_tests._claims import claim_exact
 
     torch.manual_seed(0)

@@ -6,7 +6,6 @@ in prediction space, which the loss knows. The Hessian is differentiated twice.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -96,10 +95,9 @@ class Curvature(LinearOperator):
         zeros = {n: some.new_zeros(len(some), *self.codomain.shapes[n]) for n in rows if n not in total}
         return {name: zeros[name] if name in zeros else total[name].to(dtype) for name in rows}
 
-    def submatrix(self, rows: Iterable[str], columns: Iterable[str] | None = None) -> LinearOperator:
-        """Return the block with these parameters' rows and columns; nothing else is computed."""
-        rows = [rows] if isinstance(rows, str) else list(rows)
-        return CurvatureBlock(self, rows, rows if columns is None else columns)
+    def _block_of(self, rows: list[str], columns: list[str]) -> LinearOperator:
+        """Return the block with some parameters' rows and columns; nothing else is computed."""
+        return CurvatureBlock(self, rows, columns)
 
 
 class CurvatureBlock(Submatrix):
@@ -273,9 +271,10 @@ class Fisher(Sandwich):
 
     Args:
         risk: Model, loss, data and parameters.
-        kind: `"type-2"` for the exact matrix, `"type-1"` for a Monte Carlo estimate with labels drawn from the model's
-            likelihood, `"empirical"` for the labels at hand.
-        mc_samples: Draws per datum for `"type-1"`.
+        kind: `"type-2"` for the exact matrix, `"mc"` (also called `"type-1"`) for a Monte Carlo estimate with labels
+            drawn from the model's likelihood, `"empirical"` for the labels at hand. With `"mc"`, labels are those that
+            `kfs.KFAC(risk, fisher="mc")` draws for the same seed.
+        mc_samples: Draws per datum for `"mc"`.
         seed: Equal seeds give equal draws, however the data are split into batches.
         reuse: As in `GGN`.
         block_diagonal: As in `Curvature`.
@@ -286,7 +285,7 @@ class Fisher(Sandwich):
     def __init__(
         self,
         risk: EmpiricalRisk,
-        kind: Literal["type-1", "type-2", "empirical"] = "type-2",
+        kind: Literal["type-2", "mc", "type-1", "empirical"] = "type-2",
         *,
         mc_samples: int = 1,
         seed: int = 0,
@@ -297,8 +296,12 @@ class Fisher(Sandwich):
     ) -> None:
         """Check the settings."""
         super().__init__(risk, reuse=reuse, block_diagonal=block_diagonal, chunk_size=chunk_size, memory=memory)
-        if kind not in {"type-1", "type-2", "empirical"}:
-            raise LossError(f"kind is {kind!r}.", "Choose 'type-1' (Monte Carlo), 'type-2' (exact) or 'empirical'.")
+        if kind not in {"type-2", "mc", "type-1", "empirical"}:
+            raise LossError(
+                f"kind is {kind!r}.",
+                "Choose 'type-2' (exact), 'mc' (Monte Carlo; also called 'type-1') or 'empirical'; for 'ggn', use GGN, "
+                "and for 'forward-only', KFAC.",
+            )
         if not isinstance(mc_samples, int) or mc_samples < 1 or not isinstance(seed, int) or not 0 <= seed < 2**64:
             raise LossError(
                 f"mc_samples is {mc_samples!r} and seed is {seed!r}.",

@@ -3,9 +3,11 @@ r"""Trace, diagonal and Frobenius norm from a few products with random vectors, 
 - *Hutchinson* (1989): $\mathbb{E}\, \omega^\top A\, \omega = \mathrm{tr}\, A$ for random signs $\omega$.
 - *Hutch++* (Meyer et al., 2021): take the trace on the range of a sketch exactly, and estimate only the rest.
 - *XTrace* (Epperly et al., 2024): do so for every test vector with the sketch made of all others, and average.
+- *XDiag* (of the same paper): the same for the diagonal, where Hutchinson's estimate is $\omega \odot A\, \omega$.
 
-The last two need far fewer products where the spectrum decays, as that of curvature does. XTrace's samples share their
-sketches and are not independent, so its error bar is a guide (up to a factor two) rather than a standard error.
+The last three need far fewer products where the spectrum decays, as that of curvature does. Samples of XTrace and XDiag
+share their sketches and are not independent, so their error bar is a guide (up to a factor two) rather than a standard
+error. Normal test vectors in place of signs scatter more: for signs, the diagonal contributes no error.
 """
 
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from kfs.errors import ShapeError
 from kfs.operators.interface import LinearOperator
-from kfs.operators.probes import rademacher
+from kfs.operators.probes import Probes, random_columns
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ def trace(
     *,
     method: Literal["hutchinson", "hutch++", "xtrace"] = "xtrace",
     products: int = 60,
+    probes: Probes = "rademacher",
     seed: int = 0,
 ) -> Estimate:
     """Estimate the trace.
@@ -47,6 +50,7 @@ def trace(
         A: A square operator.
         method: `"hutchinson"`, `"hutch++"` or `"xtrace"`.
         products: How many products with `A` to spend; at least 6. If they suffice for every column, the trace is exact.
+        probes: Test vectors: `"rademacher"` for random signs, or `"normal"`.
         seed: Equal seeds give equal results.
 
     Returns:
@@ -71,51 +75,82 @@ def trace(
     if products >= A.shape[0]:  # enough to look at every column
         exact = A.to_dense().trace()
         return Estimate(exact, torch.zeros_like(exact), A.shape[0])
-    return methods[method](A, products, seed)
+    num = {"hutchinson": products, "hutch++": 2 * (products // 3), "xtrace": products // 2}[method]
+    return methods[method](A, _probes(A, num, probes, seed))
 
 
-def diagonal(A: LinearOperator, *, products: int = 60, seed: int = 0) -> Estimate:
-    """Estimate the diagonal as a flat vector (Bekas et al., 2007). `GGN` and `Fisher` also have it exactly.
+def diagonal(
+    A: LinearOperator,
+    *,
+    method: Literal["hutchinson", "xdiag"] = "hutchinson",
+    products: int = 60,
+    probes: Probes = "rademacher",
+    seed: int = 0,
+) -> Estimate:
+    """Estimate the diagonal as a flat vector. `GGN` and `Fisher` also have it exactly.
 
     Args:
         A: A square operator.
-        products: How many products with `A` to spend; at least 6.
+        method: `"hutchinson"` (Bekas et al., 2007), or `"xdiag"`, which needs fewer products if eigenvalues decay.
+        products: How many products with `A` (or its transpose) to spend; at least 6. If they suffice for every column,
+            `"xdiag"` is exact.
+        probes: Test vectors: `"rademacher"` for random signs, or `"normal"`.
         seed: Equal seeds give equal results.
 
     Returns:
         The estimate with a standard error for every entry.
+
+    Raises:
+        ShapeError: If the operator is not square, the method unknown or the budget too small.
+
+    Example:
+        >>> from kfs import EmpiricalRisk, GGN
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Linear(30, 1).double()
+        >>> X, y = torch.rand(4, 30).double(), torch.rand(4, 1).double()
+        >>> G = GGN(EmpiricalRisk(model, torch.nn.MSELoss(), (X, y)))
+        >>> torch.allclose(diagonal(G, method="xdiag", products=12).value, G.diagonal())  # its rank is four
+        True
     """
     _check(A, products)
-    omega = _probes(A, products, seed)
-    samples = omega * (A @ omega)
-    return Estimate(samples.mean(1), _standard_error(samples), products)
+    if method == "hutchinson":
+        omega = _probes(A, products, probes, seed)
+        samples = omega * (A @ omega)
+        return Estimate(samples.mean(1), _standard_error(samples), products)
+    if method != "xdiag":
+        raise ShapeError(f"method is {method!r}.", "Choose from ['hutchinson', 'xdiag'].")
+    if products >= A.shape[0]:  # enough to look at every column
+        exact = A.to_dense().diagonal().clone()
+        return Estimate(exact, torch.zeros_like(exact), A.shape[0])
+    return _xdiag(A, _probes(A, products // 2, probes, seed))
 
 
-def squared_frobenius_norm(A: LinearOperator, *, products: int = 60, seed: int = 0) -> Estimate:
+def squared_frobenius_norm(
+    A: LinearOperator, *, products: int = 60, probes: Probes = "rademacher", seed: int = 0
+) -> Estimate:
     """Estimate the sum of all squared entries.
 
     Args:
         A: An operator.
         products: How many products with `A` to spend; at least 6.
+        probes: Test vectors: `"rademacher"` for random signs, or `"normal"`.
         seed: Equal seeds give equal results.
 
     Returns:
         The estimate with its standard error.
     """
     _check(A, products, square=False)
-    samples = ((A @ _probes(A, products, seed)) ** 2).sum(0)
+    samples = ((A @ _probes(A, products, probes, seed)) ** 2).sum(0)
     return Estimate(samples.mean(), _standard_error(samples), products)
 
 
-def _hutchinson(A: LinearOperator, products: int, seed: int) -> Estimate:
-    omega = _probes(A, products, seed)
+def _hutchinson(A: LinearOperator, omega: Tensor) -> Estimate:
     samples = (omega * (A @ omega)).sum(0)
-    return Estimate(samples.mean(), _standard_error(samples), products)
+    return Estimate(samples.mean(), _standard_error(samples), omega.shape[1])
 
 
-def _hutch_plus_plus(A: LinearOperator, products: int, seed: int) -> Estimate:
-    num = products // 3
-    omega = _probes(A, 2 * num, seed)
+def _hutch_plus_plus(A: LinearOperator, omega: Tensor) -> Estimate:
+    num = omega.shape[1] // 2
     Q, _ = torch.linalg.qr(A @ omega[:, :num])
     G = omega[:, num:]
     G = G - Q @ (Q.T @ G)
@@ -123,9 +158,8 @@ def _hutch_plus_plus(A: LinearOperator, products: int, seed: int) -> Estimate:
     return Estimate(exact + samples.mean(), _standard_error(samples), 3 * num)
 
 
-def _xtrace(A: LinearOperator, products: int, seed: int) -> Estimate:
-    num = products // 2
-    omega = _probes(A, num, seed)
+def _xtrace(A: LinearOperator, omega: Tensor) -> Estimate:
+    num = omega.shape[1]
     Y = A @ omega
     size = Y.abs().max()
     if size == 0:
@@ -134,19 +168,41 @@ def _xtrace(A: LinearOperator, products: int, seed: int) -> Estimate:
     Q, R = torch.linalg.qr(Y)
     Z = (A @ Q) / size
     H, W = Q.T @ Z, Q.T @ omega
-    # Leaving test vector i out of the sketch removes the direction Q s_i from its range.
-    S = torch.linalg.inv(
-        R + torch.finfo(R.dtype).eps * R.abs().max() * torch.eye(num, dtype=R.dtype, device=R.device)
-    ).T
-    S = S / S.norm(dim=0)
+    S = _left_out(R)
     coefficients = W - S * (S * W).sum(0)
     X, AX = omega - Q @ coefficients, Y - Z @ coefficients
     samples = H.trace() - (S * (H @ S)).sum(0) + (X * AX).sum(0)
     return Estimate(size * samples.mean(), size * _standard_error(samples), 2 * num)
 
 
-def _probes(A: LinearOperator, num: int, seed: int) -> Tensor:
-    return rademacher(A.shape[1], num, A.dtype, A.device, seed)
+def _xdiag(A: LinearOperator, omega: Tensor) -> Estimate:
+    num = omega.shape[1]
+    Y = A @ omega
+    size = Y.abs().max()
+    if size == 0:
+        zeros = torch.zeros_like(Y[:, 0])
+        return Estimate(zeros, zeros, num)
+    Q, R = torch.linalg.qr(Y / size)
+    Z = (A.T @ Q) / size
+    S = _left_out(R)
+    QS = Q @ S
+    # Without test vector i, the sketch's range lacks the direction Q s_i. So the exact part lacks its contribution, and
+    # of the product with test vector i, that direction is all that remains outside of the range.
+    exact = (Q * Z).sum(1, keepdim=True) - QS * (Z @ S)
+    samples = exact + omega * QS * (S * R).sum(0)
+    return Estimate(size * samples.mean(1), size * _standard_error(samples), 2 * num)
+
+
+def _left_out(R: Tensor) -> Tensor:
+    """Return unit vectors `s_i`: leaving test vector `i` out of a sketch `Q R` removes the direction `Q s_i`."""
+    noise = torch.finfo(R.dtype).eps * R.abs().max()
+    S = torch.linalg.inv(R + noise * torch.eye(len(R), dtype=R.dtype, device=R.device)).T
+    directions: Tensor = S / S.norm(dim=0)
+    return directions
+
+
+def _probes(A: LinearOperator, num: int, probes: Probes, seed: int) -> Tensor:
+    return random_columns(probes, A.shape[1], num, A.dtype, A.device, seed)
 
 
 def _standard_error(samples: Tensor) -> Tensor:

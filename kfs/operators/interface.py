@@ -4,8 +4,11 @@ Contracts, for operators `A`, `B`, numbers `a` and vectors `v` that fit:
 
     (A @ B) @ v == A @ (B @ v)          (A + B) @ v == A @ v + B @ v        (a * A) @ v == a * (A @ v)
     A.T.T @ v == A @ v                  A.shift(a) @ v == A @ v + a * v     A.to_dense() @ v == A @ v
+    v @ A == A.T @ v                    (A - B) @ v == A @ v - B @ v        (A / a) @ v == (A @ v) / a
 
-A vector may be flat, a matrix of columns, or a dictionary like the risk's parameters; the answer has the same form.
+A vector may be flat, a dictionary like the risk's parameters, or a list of tensors in their order. Several vectors at
+once may be a matrix of columns, or a dictionary or list of tensors with one more axis in front, `[n, *shape]`. The
+answer has the same form.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kfs.errors import DtypeError, ShapeError
-from kfs.operators.space import Columns, Space, Vector
+from kfs.operators.space import Columns, Index, Space, Vector, is_index
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator as ScipyOperator
@@ -35,6 +38,7 @@ class LinearOperator(ABC):
 
     symmetric = False
     chunk_size = 16
+    __array_ufunc__ = None  # so that NumPy leaves `array @ A` to this class, which says what it takes
 
     def __init__(self, domain: Space, codomain: Space) -> None:
         """Store the spaces."""
@@ -68,9 +72,11 @@ class LinearOperator(ABC):
     @overload
     def __matmul__(self, v: dict[str, Tensor]) -> dict[str, Tensor]: ...
     @overload
+    def __matmul__(self, v: list[Tensor]) -> list[Tensor]: ...
+    @overload
     def __matmul__(self, v: "LinearOperator") -> "LinearOperator": ...
     def __matmul__(self, v: "Vector | LinearOperator") -> "Vector | LinearOperator":
-        """Multiply a flat vector, a matrix of columns or a dictionary; or compose with another operator."""
+        """Multiply a flat vector, a matrix of columns, a dictionary or a list; or compose with another operator."""
         if isinstance(v, LinearOperator):
             return self._composed_with(v)
         columns, form = self.domain.read(v)
@@ -86,6 +92,20 @@ class LinearOperator(ABC):
             return self.codomain.write(parts[0], form)
         result = {name: torch.cat([part[name] for part in parts]) for name in self.codomain.shapes}
         return self.codomain.write(result, form)
+
+    @overload
+    def __rmatmul__(self, v: Tensor) -> Tensor: ...
+    @overload
+    def __rmatmul__(self, v: dict[str, Tensor]) -> dict[str, Tensor]: ...
+    @overload
+    def __rmatmul__(self, v: list[Tensor]) -> list[Tensor]: ...
+    def __rmatmul__(self, v: Vector) -> Vector:
+        """Multiply from the left: `v @ A`. A matrix has one vector in each row, `[n, rows of A]`."""
+        if isinstance(v, Tensor) and v.ndim == 2:
+            rows: Tensor = self.T @ v.T
+            return rows.T
+        product: Vector = self.T @ v  # type: ignore[operator]
+        return product
 
     def _composed_with(self, other: "LinearOperator") -> "LinearOperator":
         """Return the operator that applies another one first, then this one."""
@@ -110,6 +130,13 @@ class LinearOperator(ABC):
 
     __rmul__ = __mul__
 
+    def __truediv__(self, divisor: float) -> "LinearOperator":
+        """Divide by a number."""
+        number = _number(divisor)
+        if number == 0:
+            raise DtypeError("An operator cannot be divided by zero.", "Divide by another number.")
+        return self * (1 / number)
+
     def __neg__(self) -> "LinearOperator":
         """Change the sign."""
         return self * -1.0
@@ -118,10 +145,26 @@ class LinearOperator(ABC):
         """Add `delta` times the identity."""
         return Sum(self, Scaled(Identity(self.domain), delta))
 
-    def submatrix(self, rows: Iterable[str], columns: Iterable[str] | None = None) -> "LinearOperator":
-        """Return the block with these parameters' rows and columns (the same ones by default)."""
-        rows = [rows] if isinstance(rows, str) else list(rows)
-        return Submatrix(self, rows, rows if columns is None else columns)
+    def submatrix(self, rows: Index, columns: Index | None = None) -> "LinearOperator":
+        """Return the block with some rows and columns.
+
+        Args:
+            rows: Names of parameters; or entries of flat vectors: integers, a mask or a slice.
+            columns: The same, and by default the same ones.
+
+        Raises:
+            ModelError: If there is no such parameter.
+            ShapeError: If there is no such entry.
+        """
+        rows = rows if is_index(rows) else _names(rows)
+        columns = rows if columns is None else columns
+        if is_index(rows) or is_index(columns):
+            return IndexedSubmatrix(self, self.codomain.index(rows), self.domain.index(columns))
+        return self._block_of(_names(rows), _names(columns))
+
+    def _block_of(self, rows: list[str], columns: list[str]) -> "LinearOperator":
+        """Return the block with some parameters' rows and columns."""
+        return Submatrix(self, rows, columns)
 
     def to_dense(self, flattening: str = "rvec") -> Tensor:
         """Form the matrix, column by column.
@@ -277,6 +320,37 @@ class Submatrix(LinearOperator):
         """Fill up with zeros, multiply with the transpose, and cut out."""
         result = self.base.multiply_transposed(_padded(columns, self.base.codomain))
         return {name: result[name] for name in self.domain.shapes}
+
+
+class IndexedSubmatrix(LinearOperator):
+    """Some rows and columns of an operator, by their places in flat vectors; a place may occur twice."""
+
+    def __init__(self, base: LinearOperator, rows: Tensor, columns: Tensor) -> None:
+        """Store the places."""
+        domain = Space({"entries": (len(columns),)}, base.domain.dtype, base.domain.device)
+        super().__init__(domain, Space({"entries": (len(rows),)}, base.codomain.dtype, base.codomain.device))
+        self.base, self.rows, self.columns, self.chunk_size = base, rows, columns, base.chunk_size
+        self.symmetric = base.symmetric and torch.equal(rows, columns)
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Fill up with zeros, multiply, and cut out."""
+        result = self.base.multiply(_scattered(columns["entries"], self.columns, self.base.domain))
+        return {"entries": self.base.codomain.flatten(result)[:, self.rows]}
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Fill up with zeros, multiply with the transpose, and cut out."""
+        result = self.base.multiply_transposed(_scattered(columns["entries"], self.rows, self.base.codomain))
+        return {"entries": self.base.domain.flatten(result)[:, self.columns]}
+
+
+def _scattered(entries: Tensor, places: Tensor, space: Space) -> Columns:
+    """Return columns of a larger space with given entries, and zeros elsewhere."""
+    flat = entries.new_zeros(len(entries), space.size)
+    return space.unflatten(flat.index_add_(1, places, entries))
+
+
+def _names(chosen: Index) -> list[str]:
+    return [chosen] if isinstance(chosen, str) else list(chosen)  # type: ignore[arg-type]
 
 
 def _padded(columns: Columns, space: Space) -> Columns:

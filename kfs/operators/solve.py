@@ -1,6 +1,7 @@
 r"""Linear systems with operators: conjugate gradients and Neumann series.
 
-Both need products only. Curvature is rarely positive definite by itself; solve with `A.shift(damping)`.
+Both need products only. Curvature is rarely positive definite by itself; solve with `A.shift(damping)`. Least squares,
+with any operator, are in `least_squares`; operators that solve in every product, in `inverse`.
 """
 
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ from torch import Tensor
 
 from kfs.errors import DtypeError, ShapeError, SolverError
 from kfs.operators.interface import LinearOperator
-from kfs.operators.space import Form
+from kfs.operators.space import Form, Space
 
 # As in SciPy.
 _ITERATIONS_PER_ROW = 10
-Vec = TypeVar("Vec", Tensor, dict[str, Tensor])
+Vec = TypeVar("Vec", Tensor, dict[str, Tensor], list[Tensor])
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def solve(
     b: Vec,
     *,
     preconditioner: LinearOperator | None = None,
+    start: Vec | None = None,
     tolerance: float = 1e-6,
     max_iterations: int | None = None,
     progress: bool = False,
@@ -50,8 +52,9 @@ def solve(
 
     Args:
         A: A symmetric positive definite operator, such as `GGN(risk).shift(1e-3)`.
-        b: A flat vector, a matrix of columns, or a dictionary like the risk's params.
+        b: A vector, or several, in any form that operators take.
         preconditioner: A symmetric positive definite operator that approximates the inverse of `A`.
+        start: Where to start, in the form of `b`, such as the solution of a similar system. By default at zero.
         tolerance: Stop when every column's residual is below this fraction of its right-hand side.
         max_iterations: Stop after so many iterations in any case. By default ten times the number of rows of `A`: that
             number would suffice without round-off, which makes directions repeat themselves.
@@ -72,15 +75,12 @@ def solve(
         (True, torch.Size([2]))
     """
     _check_square(A)
-    if preconditioner is not None and preconditioner.domain.dtype != A.dtype:
-        raise DtypeError(
-            f"The preconditioner is {preconditioner.domain.dtype}, but the operator is {A.dtype}.",
-            "Build both from models of one dtype.",
-        )
-    B, size, form = _right_hand_side(A, b)
+    _check_preconditioner(A, preconditioner)
+    B, size, form = scaled_right_hand_side(A.domain, b)
     limit = _ITERATIONS_PER_ROW * A.shape[0] if max_iterations is None else max_iterations
     norm = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
-    X, residuals = torch.zeros_like(B), [float((B.norm(dim=0) / norm).amax())]
+    X = torch.zeros_like(B) if start is None else _start(A, start, B, size, form)
+    residuals = [float(((B if start is None else B - product(A, X)).norm(dim=0) / norm).amax())]
     with Progress(disable=not progress, transient=True) as bar:
         task = bar.add_task("conjugate gradients", total=limit)
         while residuals[-1] > tolerance and len(residuals) <= limit:
@@ -92,7 +92,7 @@ def solve(
                 bar.update(task, advance=1, description=f"residual {estimate:.1e}")
                 if len(residuals) > limit:
                     break
-            residuals[-1] = float(((B - _product(A, X)).norm(dim=0) / norm).amax())
+            residuals[-1] = float(((B - product(A, X)).norm(dim=0) / norm).amax())
             if residuals[-1] > 0.5 * before:  # no better than before: this precision has no more to give
                 break
     x = A.domain.write(A.domain.unflatten((size * X).to(A.dtype).T), form)
@@ -108,14 +108,14 @@ def _conjugate_gradients(
     preconditioner: LinearOperator | None,
 ) -> Iterator[tuple[Tensor, float]]:
     """Yield better and better solutions, starting from `X`, with estimates of their residuals."""
-    R = B - _product(A, X)
-    Z = R if preconditioner is None else _product(preconditioner, R)
+    R = B - product(A, X)
+    Z = R if preconditioner is None else product(preconditioner, R)
     size = Z.abs().amax(0).clamp(min=torch.finfo(Z.dtype).tiny)  # a multiple of the preconditioner is as good
     P = Z = Z / size
     rho, residual, eps = (R * Z).sum(0), torch.inf, torch.finfo(A.dtype).eps
     tolerance = max(tolerance, eps)
     while not residual <= tolerance:  # also if it is not a number
-        AP = _product(A, P)
+        AP = product(A, P)
         curvature = (P * AP).sum(0)
         length = R.norm(dim=0)
         active = ~(length <= tolerance * norm)
@@ -128,7 +128,7 @@ def _conjugate_gradients(
             return
         step = torch.where(active, rho / curvature, 0)
         X, R = X + step * P, R - step * AP
-        Z = (R if preconditioner is None else _product(preconditioner, R)) / size
+        Z = (R if preconditioner is None else product(preconditioner, R)) / size
         rho_before, rho = rho, (R * Z).sum(0)
         P = Z + torch.where(active, rho / rho_before, 0) * P
         residual = float((R.norm(dim=0) / norm).amax())
@@ -153,30 +153,68 @@ def _breakdown(curvature: Tensor, rho: Tensor, dtype: torch.dtype) -> SolverErro
     )
 
 
-def neumann(A: LinearOperator, b: Vec, *, scale: float, terms: int = 100, tolerance: float = 1e-6) -> Solution[Vec]:
-    """Approximate the solution of `A x = b` by a Neumann series, `x = scale * sum_k (I - scale * A)^k b`.
+def _start(A: LinearOperator, start: Vec, B: Tensor, size: Tensor, form: Form) -> Tensor:
+    """Return where to start, for right-hand sides that were divided by their sizes."""
+    columns, given = A.domain.read(start)
+    X = A.domain.flatten(columns).T.to(B.dtype)
+    if given != form or X.shape != B.shape:
+        raise ShapeError(
+            f"start is a {given!r} with {X.shape[1]} columns, but the right-hand side is a {form!r} with {B.shape[1]}.",
+            "Pass both in one form.",
+        )
+    if not X.isfinite().all():
+        raise SolverError("start is not finite.", "Look for NaN or infinity in it.")
+    # Without a right-hand side, the solution is zero, and sizes are too small to divide by.
+    return torch.where(B.abs().amax(0) > 0, X / size, 0.0)
+
+
+def neumann(
+    A: LinearOperator,
+    b: Vec,
+    *,
+    scale: float,
+    terms: int = 100,
+    tolerance: float = 1e-6,
+    preconditioner: LinearOperator | None = None,
+) -> Solution[Vec]:
+    """Approximate the solution of `A x = b` by a Neumann series, `x = scale * sum_k (I - scale * P A)^k P b`.
 
     Args:
         A: A symmetric operator.
-        b: A flat vector, a matrix of columns, or a dictionary like the risk's params.
-        scale: Less than two over the largest eigenvalue; the series converges then if `A` is positive definite.
+        b: A vector, or several, in any form that operators take.
+        scale: Less than two over the largest eigenvalue of `P A`; the series converges then if `A` and `P` are positive
+            definite.
         terms: How many terms to add up.
         tolerance: What counts as converged: the residual as a fraction of the right-hand side.
+        preconditioner: `P`, an operator that approximates the inverse of `A`, such as that of KFAC. The series then
+            needs fewer terms. By default the identity.
 
     Returns:
         The truncated series, with the residual after every term.
 
     Raises:
         SolverError: If the series diverges.
+
+    Example:
+        >>> from kfs import EmpiricalRisk, GGN, KFAC
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+        >>> risk = EmpiricalRisk(model, torch.nn.MSELoss(), (torch.rand(10, 3), torch.rand(10, 2)))
+        >>> P = KFAC(risk).inverse(damping=0.1)
+        >>> G, g = GGN(risk).shift(0.1), risk.gradient()
+        >>> neumann(G, g, scale=1.0, terms=150, preconditioner=P).converged
+        True
     """
     _check_square(A)
-    B, size, form = _right_hand_side(A, b)
+    _check_preconditioner(A, preconditioner)
+    B, size, form = scaled_right_hand_side(A.domain, b)
     norm = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
     X, R = torch.zeros_like(B), B
     residuals: list[float] = []
     for _ in range(max(terms, 1)):
-        X = X + scale * R  # R is the residual b - A x, and also the next term over the scale
-        R = R - scale * _product(A, R)
+        Z = R if preconditioner is None else product(preconditioner, R)
+        X = X + scale * Z  # R is the residual b - A x, and Z the next term over the scale
+        R = R - scale * product(A, Z)
         residuals.append(float((R.norm(dim=0) / norm).max()))
         if not residuals[-1] < 1e6:
             raise SolverError(
@@ -195,19 +233,27 @@ def _check_square(A: LinearOperator) -> None:
         )
 
 
-def _product(A: LinearOperator, V: Tensor) -> Tensor:
+def _check_preconditioner(A: LinearOperator, preconditioner: LinearOperator | None) -> None:
+    if preconditioner is not None and preconditioner.domain.dtype != A.dtype:
+        raise DtypeError(
+            f"The preconditioner is {preconditioner.domain.dtype}, but the operator is {A.dtype}.",
+            "Build both from models of one dtype.",
+        )
+
+
+def product(A: LinearOperator, V: Tensor) -> Tensor:
     """Multiply in the operator's precision, and return in that of the vectors."""
     return (A @ V.to(A.dtype)).to(V.dtype)
 
 
-def _right_hand_side(A: LinearOperator, b: Vec) -> tuple[Tensor, Tensor, Form]:
+def scaled_right_hand_side(space: Space, b: Vec) -> tuple[Tensor, Tensor, Form]:
     """Return the right-hand side as a matrix of columns of size about one, their sizes, and the form that it came in.
 
     Squares of small numbers would vanish otherwise; half precision is made float32 for the same reason. Sizes are
     powers of two, such that dividing by them and multiplying with them is exact.
     """
-    columns, form = A.domain.read(b)
-    B = A.domain.flatten(columns).T
+    columns, form = space.read(b)
+    B = space.flatten(columns).T
     if B.shape[1] == 0:
         raise ShapeError("The right-hand side has no columns.", "Pass at least one.")
     if not B.isfinite().all():

@@ -1,6 +1,6 @@
 """The vectors that operators act on: named tensors, flat vectors and matrices of columns, and the way between them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -12,8 +12,11 @@ from kfs.errors import DtypeError, FlatteningError, ModelError, ShapeError
 
 # Some vectors at once: every name's tensors, stacked along a leading axis, `[K, *shape]`.
 Columns: TypeAlias = dict[str, Tensor]
-Vector: TypeAlias = Tensor | Mapping[str, Tensor]
-Form: TypeAlias = Literal["vector", "matrix", "dict"]
+Vector: TypeAlias = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
+# How vectors come and go. Those in the plural have several vectors, stacked along a leading axis.
+Form: TypeAlias = Literal["vector", "matrix", "dict", "dicts", "list", "lists"]
+# Entries of flat vectors: their places, a mask, a slice; or names of tensors.
+Index: TypeAlias = Tensor | slice | Iterable[int] | Iterable[str]
 FLATTENINGS = {"cvec": cvec, "rvec": rvec}
 
 
@@ -59,17 +62,21 @@ class Space:
         return Space({n: s for n, s in self.shapes.items() if n in names}, self.dtype, self.device)
 
     def read(self, v: Vector) -> tuple[Columns, Form]:
-        """Take a vector, a matrix of columns or a dictionary apart.
+        """Take a vector, a matrix of columns, a dictionary or a list of tensors apart.
 
         Returns:
             The columns, and the form that they came in.
         """
         if isinstance(v, Mapping):
-            return self._read_dict(v), "dict"
+            columns, several = self._read_dict(v)
+            return columns, "dicts" if several else "dict"
+        if isinstance(v, list | tuple) and all(isinstance(t, Tensor) for t in v):
+            columns, several = self._read_dict(self._named(v))
+            return columns, "lists" if several else "list"
         if not isinstance(v, Tensor):
             raise DtypeError(
                 f"A {type(v).__name__} cannot be multiplied.",
-                "Pass a flat vector, a matrix of columns, or a dictionary like the risk's params.",
+                "Pass a flat vector, a matrix of columns, or a dictionary or list like the risk's params.",
             )
         self._check_kind("The vector", v)
         if v.ndim not in {1, 2} or v.shape[0] != self.size:
@@ -82,8 +89,14 @@ class Space:
 
     def write(self, columns: Columns, form: Form) -> Vector:
         """Put columns together again, in the form that they came in."""
+        if form == "dicts":
+            return columns
+        if form == "lists":
+            return [columns[name] for name in self.shapes]
         if form == "dict":
             return {name: t.squeeze(0) for name, t in columns.items()}
+        if form == "list":
+            return [columns[name].squeeze(0) for name in self.shapes]
         flat = self.flatten(columns)
         return flat.squeeze(0) if form == "vector" else flat.T
 
@@ -109,21 +122,62 @@ class Space:
         index = self.unflatten(torch.arange(self.size, device=self.device).unsqueeze(0))
         return torch.cat([vec(t.squeeze(0)) for t in index.values()])
 
-    def _read_dict(self, v: Mapping[str, Tensor]) -> Columns:
+    def _read_dict(self, v: Mapping[str, Tensor]) -> tuple[Columns, bool]:
+        """Return columns, and whether there was an axis for several vectors."""
         if set(v) != set(self.shapes):
             missing, extra = set(self.shapes) - set(v), set(v) - set(self.shapes)
             raise ShapeError(
                 f"The dictionary lacks {sorted(missing)} and has {sorted(extra)} too many.",
                 "Give it the keys of the risk's params.",
             )
+        several = all(v[name].ndim == 1 + len(shape) for name, shape in self.shapes.items())
+        lengths = {len(v[name]) for name in self.shapes} if several else {1}
         for name, shape in self.shapes.items():
             self._check_kind(f"{name!r}", v[name])
-            if v[name].shape != shape:
+            if (v[name].shape[1:] if several else v[name].shape) != shape or len(lengths) > 1:
                 raise ShapeError(
                     f"{name!r} has shape {list(v[name].shape)}, but the parameter has shape {list(shape)}.",
-                    "Pass tensors shaped like the risk's params.",
+                    "Pass tensors shaped like the risk's params. For several vectors at once, give all of them one "
+                    "more axis in front, of one length.",
                 )
-        return {name: v[name].detach().unsqueeze(0) for name in self.shapes}
+        return {name: v[name].detach() if several else v[name].detach().unsqueeze(0) for name in self.shapes}, several
+
+    def _named(self, v: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return a list of tensors, in the order of this space, by name."""
+        if len(v) != len(self.shapes):
+            raise ShapeError(
+                f"The list has tensors of shapes {[list(t.shape) for t in v]}.",
+                f"Pass one tensor for each of {list(self.shapes)}, in this order.",
+            )
+        return dict(zip(self.shapes, v, strict=True))
+
+    def index(self, chosen: Index) -> Tensor:
+        """Return places of entries in flat vectors.
+
+        Args:
+            chosen: Integers (negative ones count from the end), a mask, a slice, or names of tensors.
+
+        Raises:
+            ShapeError: If there is no such entry.
+        """
+        places = torch.arange(self.size, device=self.device)
+        if isinstance(chosen, slice):
+            return places[chosen]
+        if not is_index(chosen):
+            by_name = self.unflatten(places.unsqueeze(0))
+            return torch.cat([by_name[name].flatten() for name in self.subspace(chosen).shapes])  # type: ignore[arg-type]
+        index = torch.as_tensor(chosen if isinstance(chosen, Tensor) else list(chosen), device=self.device)
+        if index.dtype == torch.bool:
+            fits = index.shape == (self.size,)
+        else:
+            integers = index.ndim == 1 and not (index.is_floating_point() or index.is_complex())
+            fits = integers and bool(((index >= -self.size) & (index < self.size)).all())
+        if not fits:
+            raise ShapeError(
+                f"An index of shape {list(index.shape)} and {index.dtype} does not choose among {self.size} entries.",
+                f"Use integers from {-self.size} to {self.size - 1}, a mask of {self.size} booleans, or a slice.",
+            )
+        return places[index]
 
     def _check_kind(self, name: str, t: Tensor) -> None:
         if t.dtype != self.dtype or t.device.type != self.device.type:
@@ -131,3 +185,10 @@ class Space:
                 f"{name} is {t.dtype} on {t.device}, but the operator is {self.dtype} on {self.device}.",
                 f"Convert it: .to('{self.device}', {self.dtype}).",
             )
+
+
+def is_index(chosen: object) -> bool:
+    """Whether somebody chooses entries of flat vectors, and not tensors by their names."""
+    if isinstance(chosen, Tensor | slice | range):
+        return True
+    return isinstance(chosen, list | tuple) and len(chosen) > 0 and isinstance(chosen[0], int)

@@ -7,6 +7,7 @@ vectors approximates all of it.
 
 from dataclasses import dataclass
 from math import pi, sqrt
+from typing import Literal
 
 import torch
 from scipy.sparse.linalg import ArpackError, eigsh
@@ -14,11 +15,17 @@ from torch import Tensor
 
 from kfs.errors import ShapeError, SolverError
 from kfs.operators.interface import LinearOperator
-from kfs.operators.probes import normal, rademacher
+from kfs.operators.probes import Probes, normal, random_columns
 
 
 def eigenvalues(
-    A: LinearOperator, k: int = 6, *, largest: bool = True, tolerance: float = 0.0, seed: int = 0
+    A: LinearOperator,
+    k: int = 6,
+    *,
+    largest: bool = True,
+    by: Literal["value", "magnitude"] = "value",
+    tolerance: float = 0.0,
+    seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Compute some eigenvalues and eigenvectors by the Lanczos method (SciPy's `eigsh`).
 
@@ -26,11 +33,13 @@ def eigenvalues(
         A: A symmetric operator.
         k: How many, fewer than rows.
         largest: Whether the largest ones are wanted, or the smallest.
+        by: What is compared: the `"value"`, or its `"magnitude"`, whatever the sign. The smallest magnitudes converge
+            slowly.
         tolerance: Relative accuracy; 0 for machine precision.
         seed: Of the start vector.
 
     Returns:
-        The eigenvalues in descending order, `[k]`, and the eigenvectors as columns, `[D, k]`.
+        The eigenvalues in descending order of their values, `[k]`, and the eigenvectors as columns, `[D, k]`.
 
     Raises:
         ShapeError: If `k` is not between 1 and the number of rows minus 1, or if the operator is not symmetric.
@@ -39,9 +48,12 @@ def eigenvalues(
     _check_symmetric(A)
     if not 1 <= k < A.shape[0]:
         raise ShapeError(f"k is {k} for {A.shape[0]} rows.", "Choose 1 <= k < rows, or use to_dense() for all of them.")
+    if by not in {"value", "magnitude"}:
+        raise ShapeError(f"by is {by!r}.", "Choose 'value' or 'magnitude'.")
+    which = ("L" if largest else "S") + ("A" if by == "value" else "M")  # as ARPACK calls them
     start = normal(A.shape[0], A.dtype, seed).numpy()  # signs may be orthogonal to an eigenvector of signs
     try:
-        values, vectors = eigsh(A.to_scipy(), k=k, which="LA" if largest else "SA", v0=start, tol=tolerance)
+        values, vectors = eigsh(A.to_scipy(), k=k, which=which, v0=start, tol=tolerance)
     except ArpackError as error:
         raise SolverError(
             f"The Lanczos method failed: {error}.",
@@ -56,9 +68,19 @@ def eigenvalues(
 class Density:
     """A spectral density: point masses that can be smoothed.
 
+    It has all that several plots need, with other grids and widths or on a logarithmic axis: none of them takes another
+    product with the operator.
+
     Attributes:
         nodes: Where the masses are, `[M]`.
         weights: How large they are, `[M]`; they sum up to one.
+
+    Example:
+        >>> density = Density(torch.tensor([1e-4, 1e-2, 1e2]), torch.tensor([0.5, 0.25, 0.25]))
+        >>> grid = torch.linspace(-6, 4, 101)
+        >>> peaks = grid[density.log10().on(grid, width=0.3).topk(1).indices]
+        >>> round(float(peaks), 1)
+        -4.0
     """
 
     nodes: Tensor
@@ -71,25 +93,51 @@ class Density:
         density: Tensor = kernel @ self.weights
         return density
 
+    def log10(self, floor: float | None = None) -> "Density":
+        """Return the density of the eigenvalues' magnitudes on a logarithmic axis: of `log10(|eigenvalue| + floor)`.
+
+        Args:
+            floor: What is added, so that zero has a logarithm. By default what round-off makes of zero: the precision
+                times the largest magnitude.
+
+        Raises:
+            ShapeError: If the floor is not positive.
+        """
+        magnitudes = self.nodes.abs()
+        if floor is None:
+            info = torch.finfo(magnitudes.dtype)
+            floor = max(float(magnitudes.max()) * info.eps, info.tiny)
+        if not floor > 0:
+            raise ShapeError(f"floor is {floor!r}.", "Use a positive number: zero has no logarithm.")
+        return Density((magnitudes + floor).log10(), self.weights)
+
     def expectation(self, power: int) -> float:
         """Return the mean of a power of the eigenvalues, `trace(A^power) / rows`."""
         return float((self.weights * self.nodes**power).sum())
 
 
-def spectral_density(A: LinearOperator, *, num_vectors: int = 10, num_steps: int = 30, seed: int = 0) -> Density:
+def spectral_density(
+    A: LinearOperator,
+    *,
+    num_vectors: int = 10,
+    num_steps: int = 30,
+    probes: Probes = "rademacher",
+    seed: int = 0,
+) -> Density:
     """Estimate the density of all eigenvalues by stochastic Lanczos quadrature.
 
     Args:
         A: A symmetric operator.
         num_vectors: Random vectors to average over.
         num_steps: Lanczos steps per vector; it integrates polynomials up to twice this degree.
+        probes: Random vectors: `"rademacher"` for random signs, or `"normal"`.
         seed: Equal seeds give equal results.
 
     Returns:
-        The density.
+        The density. Keep it for several plots: `on` a grid, and `log10().on` a logarithmic one.
     """
     _check_symmetric(A)
-    V = rademacher(A.shape[0], num_vectors, A.dtype, A.device, seed)
+    V = random_columns(probes, A.shape[0], num_vectors, A.dtype, A.device, seed)
     nodes, weights = zip(*(_quadrature(A, v / v.norm(), min(num_steps, A.shape[0])) for v in V.T), strict=True)
     return Density(torch.cat(nodes), torch.cat(weights) / num_vectors)
 

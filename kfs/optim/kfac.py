@@ -18,7 +18,7 @@ from kfs.kfac.capture import Audit
 from kfs.kfac.coverage import listed, shared_with, warn_of_wide
 from kfs.kfac.layout import Key
 from kfs.kfac.settings import Fisher, Settings, Sharing
-from kfs.kfac.structures import Method
+from kfs.kfac.structures import Method, Relative
 from kfs.losses import describe
 from kfs.optim.announcement import Announcement
 from kfs.optim.averages import Unit, copied_to
@@ -26,7 +26,7 @@ from kfs.optim.call import check_call
 from kfs.optim.curvature import Curvature, Events, Interval
 from kfs.optim.divergence import LastFine
 from kfs.optim.inverses import Inverses
-from kfs.optim.options import check_options
+from kfs.optim.options import check_options, number_and_unit
 from kfs.optim.parameters import Parameters, check_one_process
 from kfs.optim.quadratic import QuadraticModel
 from kfs.optim.report import Reported
@@ -47,7 +47,7 @@ class KFAC(Reported, Optimizer):
             cross-entropies, reduction and factor are noticed only if targets are known (see `targets`).
         params: Parameters or parameter groups, as for other optimizers. By default, all parameters of the model.
         lr: Learning rate, the setting to tune. By default 0.1, and 1 with a quadratic model.
-        damping: Added to eigenvalues of the curvature, in units of their mean (see `damping_unit`).
+        damping: Added to eigenvalues of the curvature, in units of their mean, as `kfs.Relative` is.
         momentum: How much of the average over gradients is kept in every step.
         weight_decay: Decoupled weight decay.
         trust: Limits each layer's step before it is multiplied by `lr`, in every direction: how much it may change
@@ -110,7 +110,7 @@ class KFAC(Reported, Optimizer):
         params: Iterable[Any] | None = None,
         *,
         lr: float | None = None,
-        damping: float = 0.003,
+        damping: float | Relative = 0.003,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         trust: float | None = 0.3,
@@ -136,6 +136,7 @@ class KFAC(Reported, Optimizer):
         check_call(model, loss)
         self._loss = describe(loss)
         self._settings = Settings(fisher, sharing, seed=seed, max_dim=max_dim, batch_axis=batch_axis, audit=audit)
+        damping, damping_unit = number_and_unit(damping, damping_unit)
         check_options(locals())
         defaults = {
             "lr": (1.0 if quadratic_model else 0.1) if lr is None else lr,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfs.errors import ModelError
-from kfs.kfac.structures import METHODS
+from kfs.kfac.structures import METHODS, Relative
 
 # Half-open ranges of numbers. `None` is allowed, too: the signature says where it has a meaning.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -17,6 +17,11 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 _INTERVALS = ("factors_every", "inverses_every", "patience")
 _CHOICES = {"damping_method": (None, *METHODS), "damping_unit": ("relative", "absolute")}
+
+
+def number_and_unit(damping: Any, unit: Any) -> tuple[Any, Any]:
+    """Return damping as a number, with its unit: `kfs.Relative(0.1)` is 0.1 with the unit `"relative"`."""
+    return (damping.fraction, "relative") if isinstance(damping, Relative) else (damping, unit)
 
 
 def check_options(given: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from kfs.conformance.cases import EXACT
 from kfs.conformance.diagnosis import Facts, diagnose
 from kfs.errors import ModelError
 from kfs.kfac import KFAC
+from kfs.operators import GGN
 from kfs.risk import EmpiricalRisk
 from tests.conformance import zoo
 from tests.conformance.zoo import ZOO
@@ -77,6 +78,39 @@ def test_groups_of_separate_weights() -> None:
     assert "Input-based factors of different groups of channels are averaged" in result.message
 
 
+def test_groups_may_come_as_stacks() -> None:
+    def stacks(model: Any, loss: Any, data: Any, fisher: Any, sharing: Any) -> Any:
+        K = KFAC(EmpiricalRisk(model, loss, data), fisher, sharing)
+        return {name: (block.A, block.B) for name, block in K.blocks.items()}
+
+    chosen = [check for check in checks() if check.name.startswith("exact: groups of channels")]
+    assert {run_one(Adapter("stacks", stacks), check).status for check in chosen} == {"passed"}
+
+
+def test_a_hidden_use_may_be_refused_or_right_but_not_forgotten() -> None:
+    check = next(check for check in checks() if check.name.startswith("exact: a use in a custom function"))
+    model, loss, data = _arguments(check.name)
+    with pytest.raises(ModelError, match=r"linear\.weight"):
+        compute(model, loss, data, "type-2", "reduce")
+    assert run_one(find("kfs"), check).status == "passed"
+
+    def exact(model: Any, loss: Any, data: Any, *_: Any) -> Any:
+        return GGN(EmpiricalRisk(model, loss, data)).to_dense()
+
+    assert run_one(Adapter("exact", exact), check).status == "passed"
+
+    def unsupported(*_: Any) -> Any:
+        raise NotImplementedError
+
+    assert run_one(Adapter("unsupported", unsupported), check).status == "not supported"
+
+
+def _arguments(check: str) -> Any:
+    case = next(case for case in EXACT if check.startswith(f"exact: {case.name}, "))
+    setting = case.setting()
+    return setting.model, setting.loss, setting.data
+
+
 def test_inputs_averaged_over_groups() -> None:
     """What some libraries do."""
 
@@ -102,10 +136,24 @@ def test_answers_that_cannot_be_read() -> None:
         ({"0": (B, A)}, "they are swapped"),
         ({"0": (torch.eye(4), B)}, "no row for the bias"),
         ({"0": (torch.eye(7), B)}, r"have sizes .* expected"),
+        ({"0": 3.0}, "'0' are not factors"),
+        ({"0": [(A,)]}, r"not factors.*a list of pairs"),
+        ({"0": (A, "B")}, "not factors"),
+        ({"0": (torch.ones(5, 4), B)}, r"one has shape \[1, 5, 4\]"),
+        ({"0": (torch.ones(1, 2, 5, 5), B)}, "one has shape"),
+        ({"0": [(A, B), (torch.eye(4), B)]}, "not factors"),
+        ({"0": []}, "not factors"),
+        ({"0": (torch.stack([A, A]), B)}, "2 input-based and 1 gradient-based factors"),
         (torch.eye(3), r"has shape \[3, 3\], but there are 21 parameters"),
     ):
         with pytest.raises(UnreadableError, match=words):
             read(answer, model)
+    unreadable = run_one(Adapter("swapped", zoo.swapped), ONE)
+    assert (unreadable.status, unreadable.bad) == ("unreadable", True)
+    expected = run_one(Adapter("swapped", zoo.swapped, expected_failures={ONE.name: "known."}), ONE)
+    assert (expected.status, expected.outcome) == ("expected failure", "unreadable")
+    diagonal = read({"0": (torch.ones(5), 2 * torch.ones(3))}, model)
+    assert torch.equal(diagonal.blocks["0.weight", "0.bias"], 2 * torch.eye(15, dtype=torch.float64))
     both = read({"0": (A, B), "again": (A, B)}, model, {"again": "0"})
     assert torch.equal(both.blocks["0.weight", "0.bias"], 2 * torch.eye(15, dtype=torch.float64))
 

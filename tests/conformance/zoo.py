@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.conformance.adapters.kfs import compute as right
+from kfs.conformance.models import Hidden, Ragged, Rows
 from kfs.kfac import KFAC
 from kfs.risk import EmpiricalRisk
 
@@ -24,12 +25,14 @@ class Wrong:
         check: Part of the name of a check that must reject it.
         hint: What it must say.
         fine: Part of the name of a check that it passes all the same.
+        status: What the check must call it.
     """
 
     compute: Callable[..., Any]
     check: str
     hint: str
     fine: str | None = None
+    status: str = "silently wrong"
 
 
 def num_data(data: Any) -> int:
@@ -189,6 +192,55 @@ def first_layer_only(model: Any, loss: Any, data: Any, fisher: str, sharing: str
     return {name: pair}
 
 
+def rows_are_data(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    """A hook that sees a matrix of rows takes every row for a datum: there is nothing to sum over."""
+    sees_rows = isinstance(model, Rows | Ragged)
+    return right(model, loss, data, fisher, "expand" if sees_rows else sharing)  # type: ignore[no-any-return]
+
+
+def padding_counts(model: Any, __: Any, data: Any) -> float:
+    """The mean over positions divides by places for positions, also those that a datum does not have."""
+    if not isinstance(model, Ragged):
+        return 1.0
+    X = torch.cat([X for X, _ in data])
+    return float((X[..., -1] > 0).double().mean())
+
+
+def mixed_up(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    """The first rows belong to the first datum, in whatever order they come."""
+    if not isinstance(model, Rows) or model.order != "mixed" or sharing == "expand":
+        return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
+    others = [(X.flatten(0, 1)[mixed_order(X)].unflatten(0, X.shape[:2]), y) for X, y in data]
+    other = copy.deepcopy(model)
+    other.order = "folded"
+    return right(other, loss, others, fisher, sharing)  # type: ignore[no-any-return]
+
+
+def mixed_order(X: Tensor) -> Tensor:
+    return torch.arange(X.shape[0] * X.shape[1]).reshape(X.shape[:2]).T.flatten().flip(0)
+
+
+def axes_are_data(model: Any, _: Any, data: Any) -> float:
+    """A further axis of the prediction is taken for further data, and averaged."""
+    last = list(model.children())[-1]
+    return 1 / data[0][1].shape[1] if isinstance(last, nn.Unflatten) else 1.0
+
+
+def copies_are_parameters(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    """Every datum has a table of its own, of which the curvature is averaged."""
+    answer = right(model, loss, data, fisher, sharing)
+    return answer | {n: (A / num_data(data), B) for n, (A, B) in answer.items() if n == "table"}  # type: ignore[no-any-return]
+
+
+def hidden_use_ignored(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    """Uses that no hook sees are left out, without a word."""
+    if isinstance(model, Hidden):
+        layer = nn.Sequential(copy.deepcopy(model.linear))
+        answer = right(layer, loss, [(X[:, :4], y) for X, y in data], fisher, sharing)
+        return {name.replace("0.", "linear."): pair for name, pair in answer.items()}
+    return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
+
+
 def columns(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Tensor:
     """The matrix, with every weight flattened column by column."""
     return KFAC(EmpiricalRisk(model, loss, data), fisher, sharing).to_dense("cvec")  # type: ignore[arg-type]
@@ -204,12 +256,16 @@ ZOO: dict[str, Wrong] = {
     "scaled by S": Wrong(
         scaled(positions), "exact: independent positions, mse mean", "too large by S = 7", "exact: one datum, mse"
     ),
-    "swapped": Wrong(swapped, "exact: one datum, mse", "they are swapped"),
+    "swapped": Wrong(swapped, "exact: one datum, mse", "they are swapped", status="unreadable"),
     "bias entries zero": Wrong(
         without_bias, "exact: one datum, mse", "Entries of the bias are missing", "exact: one datum, no bias"
     ),
     "bias forgotten": Wrong(
-        bias_forgotten, "exact: one datum, mse", "no row for the bias", "exact: one datum, no bias"
+        bias_forgotten,
+        "exact: one datum, mse",
+        "no row for the bias",
+        "exact: one datum, no bias",
+        status="unreadable",
     ),
     "sum for mean": Wrong(
         sum_for_mean, "exact: deep linear net, mse mean", "too large by N C = 15", "exact: deep linear net, mse sum"
@@ -257,6 +313,36 @@ ZOO: dict[str, Wrong] = {
     "hooks": Wrong(leaves_hooks, "state: untouched", "hooks of modules", "exact: one datum, ce"),
     "seeds": Wrong(seeds, "state: untouched, type-2", "random state", "exact: one datum, ce"),
     "a layer missing": Wrong(first_layer_only, "exact: one datum, ce", "nothing about the parameters"),
+    "rows are data": Wrong(
+        rows_are_data,
+        "exact: folded positions, summed up",
+        "This is weight sharing 'expand'",
+        "exact: folded positions, mse",
+    ),
+    "ragged rows are data": Wrong(
+        rows_are_data,
+        "exact: ragged data, summed up",
+        "This is weight sharing 'expand'",
+        "exact: sum over positions at the end",
+    ),
+    "mixed up": Wrong(
+        mixed_up, "exact: rows of mixed data, summed up", "relative error", "exact: folded positions, summed up"
+    ),
+    "padding counts": Wrong(
+        scaled(padding_counts), "exact: ragged data, mse", "right up to a scale of 0.", "exact: independent positions"
+    ),
+    "output axes are data": Wrong(
+        scaled(axes_are_data),
+        "exact: sum over positions, two output axes",
+        "too small by 2",
+        "exact: sum over positions at the end",
+    ),
+    "copies are parameters": Wrong(
+        copies_are_parameters, "exact: a repeated table", "too small by N = 5", "exact: independent positions"
+    ),
+    "hidden use ignored": Wrong(
+        hidden_use_ignored, "exact: a use in a custom function", "relative error", "exact: two modules with one weight"
+    ),
     "other flattening": Wrong(columns, "exact: one datum, no bias, mse", "column by column"),
 }
 

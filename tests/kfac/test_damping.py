@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import kfs
 from kfs.basics.reduction_factors import reduction_factor
-from kfs.kfac import KFAC
+from kfs.errors import DtypeError, ModelError, SolverError
+from kfs.kfac import EKFAC, KFAC, exact_blocks, exact_diagonal
 from kfs.kfac.structures.damping import damped_inverse, trace_norm_ratio
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
@@ -134,3 +136,66 @@ def test_a_dead_layer_can_be_damped() -> None:
     dead = one_block(torch.zeros(3, 3, dtype=torch.float64), definite(2))
     close(dead.inverse(0.1).to_dense(), 10 * torch.eye(6, dtype=torch.float64))
     assert dead.inverse(0.1, "factored").to_dense().isfinite().all()
+
+
+def mixed_sizes() -> tuple[nn.Module, EmpiricalRisk]:
+    """Two layers of one size with curvature of different sizes, and groups of channels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 1), nn.Flatten()
+    )
+    model.append(nn.Unflatten(1, (2, 3))).append(nn.Conv1d(2, 2, 2, groups=2)).append(nn.Flatten())
+    model = model.double()
+    data = torch.randn(20, 3, dtype=torch.float64), torch.randint(4, (20,))
+    return model, EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC, exact_blocks, exact_diagonal])
+def test_relative_damping_is_in_units_of_mean_eigenvalues(make: Any) -> None:
+    """The mean eigenvalue is that of the dense block with all parameters of a layer."""
+    _, risk = mixed_sizes()
+    K = make(risk)
+    identity = torch.eye(K.shape[0], dtype=torch.float64)
+    expected: dict[str, float] = {}
+    for name in ("0", "2", "4", "7"):
+        block = K.submatrix([f"{name}.weight", f"{name}.bias"]).to_dense()
+        expected[name] = 0.1 * float(torch.linalg.eigvalsh(block).mean())
+    assert max(expected.values()) > 1.5 * min(expected.values())
+    absolute = K.inverse(expected)
+    relative = K.inverse(kfs.Relative(0.1))
+    close(relative.to_dense(), absolute.to_dense())
+    close(product_by_product(relative), absolute.to_dense())
+    wrong = K.inverse(0.1 * float(K.trace()) / K.shape[0])
+    assert (wrong.to_dense() - relative.to_dense()).norm() > 0.01 * relative.to_dense().norm()
+    close(K.power(0.5, kfs.Relative(0.1)).to_dense(), K.power(0.5, expected).to_dense())
+    close(K.sample(2, damping=kfs.Relative(0.1)), K.sample(2, damping=expected))
+    v = torch.randn(K.shape[0], dtype=torch.float64)
+    close(K.solve(v, kfs.Relative(0.1)), absolute @ v)
+    shifted = K.shift(kfs.Relative(0.1))
+    close(product_by_product(shifted @ absolute), identity)
+    close(shifted.logdet(), -absolute.logdet())
+    both: dict[str, Any] = dict(expected) | {"2": kfs.Relative(0.1)}
+    close(K.inverse(both).to_dense(), absolute.to_dense())
+    close(K.inverse(kfs.Relative(0)).to_dense(), K.inverse().to_dense()) if make is EKFAC else None
+
+
+@pytest.mark.parametrize("method", ["factored", "per-factor"])
+def test_relative_damping_of_factors_and_sums(method: Any) -> None:
+    K, other = one_block(definite(3), definite(2)), one_block(definite(3, 5), definite(2, 6))
+    number = 0.1 * float(K.to_dense().trace()) / 6
+    close(K.inverse(kfs.Relative(0.1), method).to_dense(), K.inverse(number, method).to_dense())
+    total: Any = K + other
+    number = 0.1 * float(total.to_dense().trace()) / 6
+    close(total.inverse(kfs.Relative(0.1), method).to_dense(), total.inverse(number, method).to_dense())
+
+
+def test_relative_damping_refuses() -> None:
+    for bad in (-0.1, float("nan"), "much", None):
+        with pytest.raises(DtypeError, match="A relative damping is"):
+            kfs.Relative(bad)  # type: ignore[arg-type]
+    zero = one_block(torch.zeros(3, 3).double(), definite(2))
+    with pytest.raises(SolverError, match=r"block 'W' has no curvature.*absolute number"):
+        zero.inverse(kfs.Relative(0.1))
+    product: Any = one_block(definite(3), definite(2)) @ one_block(definite(3, 1), definite(2, 1))
+    with pytest.raises(ModelError, match="not symmetric"):
+        product.shift(kfs.Relative(0.1))

@@ -15,6 +15,7 @@ from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
+from kfs.kfac.structures.kronecker_sum import KroneckerSum
 from kfs.kfac.structures.stack import Stack
 from kfs.operators import LinearOperator
 from kfs.operators.space import Space
@@ -142,6 +143,7 @@ def test_products_and_sums_stay_structured_when_they_can() -> None:
     for first, second, kind in (
         (one, same_B, Kronecker),
         (one, same_A, Kronecker),
+        (one, other, KroneckerSum),
         (one.inverse(0.1), one.inverse(0.2), Eigenbasis),
         (of_structure(Dense(definite(6).unsqueeze(0), 2, 3), (2, 3)), one, Dense),
         (one, of_structure(Dense(definite(6).unsqueeze(0), 2, 3), (2, 3)), Dense),
@@ -155,7 +157,7 @@ def test_products_and_sums_stay_structured_when_they_can() -> None:
         product = first @ second
         assert isinstance(product, BlockDiagonal)
         close(product.to_dense(), first.to_dense() @ second.to_dense())
-    for first, second in ((one, other), (one, one.inverse(0.1)), (one.inverse(0.1), one), (one.inverse(0.1), other)):
+    for first, second in ((one, one.inverse(0.1)), (one.inverse(0.1), one), (one.inverse(0.1), other)):
         total = first + second
         assert not isinstance(total, BlockDiagonal)
         close(total.to_dense(), first.to_dense() + second.to_dense())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.basics.reduction_factors import reduction_factor
-from kfs.conformance.cases import Pool
+from kfs.conformance.models import Pool
 from kfs.kfac import expand_Conv, expand_Linear, reduce_Conv, reduce_Linear
 from kfs.kfac.expand_Conv import Window, patches
 from kfs.kfac.expand_Linear import output_gradients

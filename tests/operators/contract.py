@@ -36,6 +36,8 @@ def check_contract(A: LinearOperator, dense: Tensor) -> None:
     assert {name: t.shape for name, t in answer.items()} == A.codomain.shapes
     close(torch.cat([t.flatten() for t in answer.values()]), dense @ v)
 
+    check_forms(A, dense, V)
+
     close(A.to_dense(), dense)
     places_rows, places_columns = A.codomain.order("cvec"), A.domain.order("cvec")
     close(A.to_dense("cvec"), dense[places_rows][:, places_columns])
@@ -45,6 +47,10 @@ def check_contract(A: LinearOperator, dense: Tensor) -> None:
     close((A + 2 * A) @ v, 3 * (dense @ v))
     close((A - A) @ v, torch.zeros(rows, dtype=A.dtype))
     close((-A) @ v, -(dense @ v))
+    close((A / 4) @ v, (dense @ v) / 4)
+    close((A - 3 * A) @ v, -2 * (dense @ v))
+    close(u @ A, dense.T @ u)
+    close(torch.stack([u, 2 * u]) @ A, torch.stack([u, 2 * u]) @ dense)
     close((A.T @ A) @ v, dense.T @ (dense @ v))
     close((A.T @ A).T @ v, dense.T @ (dense @ v))
     close((A.T @ A).shift(0.5).T @ v, dense.T @ (dense @ v) + 0.5 * v)
@@ -64,3 +70,41 @@ def check_contract(A: LinearOperator, dense: Tensor) -> None:
         expected = dense[row_start:, start : start + A.domain.sizes[name]]
         close(block.to_dense(), expected)
         close(block.T.to_dense(), expected.T)
+    check_index(A, dense)
+
+
+def check_forms(A: LinearOperator, dense: Tensor, V: Tensor) -> None:
+    """Check dictionaries and lists, of single vectors and of several, from both sides."""
+    several = A.domain.unflatten(V.T)
+    product, transposed = dense @ V, dense.T @ torch.ones_like(dense[:, 0])
+    answers = A @ several
+    assert list(answers) == list(A.codomain.shapes)
+    assert {name: t.shape for name, t in answers.items()} == {n: (V.shape[1], *s) for n, s in A.codomain.shapes.items()}
+    close(torch.cat([t.flatten(1) for t in answers.values()], 1), product.T)
+    in_order = A @ list(several.values())
+    assert isinstance(in_order, list)
+    close(torch.cat([t.flatten(1) for t in in_order], 1), product.T)
+    single = A @ [t[0] for t in several.values()]
+    assert [t.shape for t in single] == list(A.codomain.shapes.values())
+    close(torch.cat([t.flatten() for t in single]), product[:, 0])
+    assert all(len(t) == 0 for t in (A @ {name: t[:0] for name, t in several.items()}).values())
+    one_axis = A @ {name: t[:1] for name, t in several.items()}
+    assert all(len(t) == 1 for t in one_axis.values())  # one vector with an axis for several keeps it
+    ones = {name: torch.ones(shape, dtype=A.dtype) for name, shape in A.codomain.shapes.items()}
+    for left in (ones @ A, dict(zip(A.domain.shapes, list(ones.values()) @ A, strict=True))):
+        close(torch.cat([t.flatten() for t in left.values()]), transposed)
+
+
+def check_index(A: LinearOperator, dense: Tensor) -> None:
+    """Check submatrices by integers, masks and slices."""
+    rows, columns = A.shape
+    some = torch.tensor([rows - 1, 0, -1])
+    mask = torch.arange(columns) % 2 == 0
+    close(A.submatrix(some, mask).to_dense(), dense[some][:, mask])
+    close(A.submatrix(some, mask).T.to_dense(), dense[some][:, mask].T)
+    close(A.submatrix(slice(1, None, 2), [0]).to_dense(), dense[1::2, :1])
+    close(A.submatrix(range(1), list(A.domain.shapes)).to_dense(), dense[:1])
+    if A.domain == A.codomain:
+        block = A.submatrix([0, columns - 1])
+        assert block.symmetric == A.symmetric
+        close(block.to_dense(), dense[[0, -1]][:, [0, -1]])

@@ -243,6 +243,49 @@ def test_spectral_density_has_no_ghosts() -> None:
     assert (nodes.sort().values - torch.linalg.eigvalsh(A.matrix)).abs().max() < 1e-5
 
 
+def test_largest_by_magnitude() -> None:
+    A = with_spectrum(torch.tensor([-5.0, -2.0, -0.1, 0.2, 0.5, 1.0, 1.5, 3.0]))
+    values, vectors = eigenvalues(A, 3, by="magnitude")
+    close(values, torch.tensor([3.0, -2.0, -5.0], dtype=torch.float64))
+    close(A.matrix @ vectors, vectors * values)
+    close(eigenvalues(A, 3)[0], torch.tensor([3.0, 1.5, 1.0], dtype=torch.float64))
+    small = eigenvalues(A, 2, largest=False, by="magnitude")[0]
+    # Two float32 numbers in the spectrum, and an iteration that converges slowly.
+    torch.testing.assert_close(small, torch.tensor([0.2, -0.1], dtype=torch.float64), rtol=1e-6, atol=0.0)
+    with pytest.raises(ShapeError, match=r"by is 'size'.*'magnitude'"):
+        eigenvalues(A, 2, by="size")  # type: ignore[arg-type]
+
+
+def test_densities_on_a_logarithmic_axis() -> None:
+    spectrum = torch.cat([torch.zeros(4), 10.0 ** torch.linspace(-3, 1, 8), -torch.ones(4)])
+    A = with_spectrum(spectrum)
+    density = spectral_density(A, num_vectors=100, num_steps=16, probes="normal")
+    floor = 1e-5
+    logs = density.log10(floor)
+    assert torch.equal(logs.weights, density.weights)
+    exact = float((spectrum.double().abs() + floor).log10().mean())
+    # 100 vectors of 16 entries scatter by some percent.
+    assert logs.expectation(1) == pytest.approx(exact, rel=0.1)
+    grid = torch.linspace(-7, 3, 2000, dtype=torch.float64)
+    smooth = logs.on(grid, width=0.1)
+    assert torch.trapezoid(smooth, grid).item() == pytest.approx(1, abs=1e-3)
+    at_zero = smooth[(grid - torch.tensor(floor).log10()).abs() < 0.5].sum() * (grid[1] - grid[0])
+    assert float(at_zero) == pytest.approx(4 / 16, abs=0.05)  # four eigenvalues of zero are at the floor
+    # By default, zeros are where round-off puts them.
+    assert density.log10().nodes.min() > torch.tensor(10 * torch.finfo(torch.float64).eps / 2).log10()
+    assert spectral_density(with_spectrum(torch.zeros(9)), num_vectors=1).log10().nodes.isfinite().all()
+    with pytest.raises(ShapeError, match="floor is 0"):
+        density.log10(0.0)
+
+
+def test_densities_of_normal_vectors_have_the_right_moments() -> None:
+    A = with_spectrum(torch.linspace(-1, 4, 20))
+    density = spectral_density(A, num_vectors=400, num_steps=20, probes="normal")
+    for power in (1, 2):
+        exact = torch.linalg.matrix_power(A.matrix, power).trace().item() / 20
+        assert density.expectation(power) == pytest.approx(exact, rel=0.05)
+
+
 def test_everything_on_a_network() -> None:
     risk, *_ = PROBLEMS[1].make((2, 3))
     G, H = GGN(risk), Hessian(risk)

@@ -9,7 +9,7 @@ from torch import Tensor
 from kfs import Jacobian
 from kfs.errors import ShapeError
 from kfs.operators import diagonal, squared_frobenius_norm, trace
-from kfs.operators.probes import rademacher
+from kfs.operators.probes import random_columns
 from kfs.operators.space import Columns
 from tests.operators.contract import close
 from tests.operators.matrices import DECAYING, POSITIVE, Dense, with_spectrum
@@ -18,10 +18,10 @@ from tests.operators.problems import PROBLEMS
 METHODS: list[Any] = ["hutchinson", "hutch++", "xtrace"]
 
 
-def definition(method: str, A: Tensor, products: int, seed: int) -> Tensor:
+def definition(method: str, A: Tensor, products: int, seed: int, probes: Any = "rademacher") -> Tensor:
     """The samples whose mean is the estimate, by dense matrices and one test vector at a time."""
     num = {"hutchinson": products, "hutch++": 2 * (products // 3), "xtrace": products // 2}[method]
-    omega = rademacher(len(A), num, A.dtype, A.device, seed)
+    omega = random_columns(probes, len(A), num, A.dtype, A.device, seed)
     samples = []
     for place in range(num // 2 if method == "hutch++" else 0, num):
         w = omega[:, place]
@@ -37,12 +37,13 @@ def definition(method: str, A: Tensor, products: int, seed: int) -> Tensor:
     return torch.stack(samples)
 
 
+@pytest.mark.parametrize("probes", ["rademacher", "normal"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("products", [24, 25, 26])
-def test_traces_are_the_definition(method: Any, products: int) -> None:
+def test_traces_are_the_definition(method: Any, products: int, probes: Any) -> None:
     A = with_spectrum(torch.linspace(0.5, 2, 40))
-    samples = definition(method, A.matrix, products, seed=5)
-    estimate = trace(A, method=method, products=products, seed=5)
+    samples = definition(method, A.matrix, products, 5, probes)
+    estimate = trace(A, method=method, products=products, seed=5, probes=probes)
     close(estimate.value, samples.mean())
     squares = ((samples - samples.mean()) ** 2).sum()
     close(estimate.error, (squares / (len(samples) - 1) / len(samples)).sqrt())
@@ -133,6 +134,101 @@ def test_small_and_zero_operators(method: Any) -> None:
     assert (zero.value.item(), zero.error.item()) == (0, 0)
 
 
+def xdiag_samples(A: Tensor, omega: Tensor) -> Tensor:
+    """The samples whose mean is the estimate, by dense matrices and one test vector at a time."""
+    samples = []
+    for place in range(omega.shape[1]):
+        w = omega[:, place]
+        Q, _ = torch.linalg.qr(A @ torch.cat([omega[:, :place], omega[:, place + 1 :]], 1))
+        P = Q @ Q.T  # the projection to the range of the sketch by all others
+        samples.append((P @ A).diagonal() + w * (A @ w - P @ A @ w))
+    return torch.stack(samples, 1)
+
+
+@pytest.mark.parametrize("probes", ["rademacher", "normal"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_xdiag_is_the_definition(probes: Any, symmetric: bool) -> None:
+    matrix = with_spectrum(torch.linspace(0.5, 2, 40)).matrix
+    matrix = matrix if symmetric else matrix + torch.randn(40, 40, dtype=torch.float64) / 10
+    A = Dense(matrix, symmetric=symmetric)
+    for products in (24, 25):
+        omega = random_columns(probes, 40, products // 2, matrix.dtype, matrix.device, 5)
+        samples = xdiag_samples(matrix, omega)
+        estimate = diagonal(A, method="xdiag", products=products, probes=probes, seed=5)
+        close(estimate.value, samples.mean(1))
+        close(estimate.error, samples.std(1) / samples.shape[1] ** 0.5)
+        assert estimate.products == 24
+
+
+@pytest.mark.parametrize("probes", ["rademacher", "normal"])
+def test_xdiag_is_unbiased_and_wrong_variants_are_not(probes: Any) -> None:
+    """Mean over many seeds. Without the part outside of the sketch, or with a sketch of all vectors, it is biased."""
+    A = with_spectrum(torch.linspace(0.5, 2, 20))
+    exact = A.matrix.diagonal()
+    estimates, inside_only, all_sketched = [], [], []
+    for seed in range(400):
+        estimates.append(diagonal(A, method="xdiag", products=10, probes=probes, seed=seed).value)
+        omega = random_columns(probes, 20, 5, torch.float64, torch.device("cpu"), seed)
+        Q, _ = torch.linalg.qr(A.matrix @ omega)
+        P = Q @ Q.T
+        inside_only.append((P @ A.matrix).diagonal())
+        # The product with a vector that is in the sketch has nothing outside of its range.
+        all_sketched.append(inside_only[-1] + (omega * (A.matrix @ omega - P @ A.matrix @ omega)).mean(1))
+
+    def largest_z(values: list[Tensor]) -> float:
+        stacked = torch.stack(values)
+        return float(((stacked.mean(0) - exact) / (stacked.std(0) / 400**0.5)).abs().max())
+
+    # The largest of 20 standard normal numbers exceeds 4.5 in one of 7000 cases.
+    assert largest_z(estimates) < 4.5
+    assert largest_z(inside_only) > 10
+    assert largest_z(all_sketched) > 10
+
+
+def test_xdiag_needs_fewer_products_for_decaying_spectra() -> None:
+    A = with_spectrum(DECAYING)
+    errors: dict[str, float] = {}
+    methods: list[Any] = ["hutchinson", "xdiag"]
+    for method in methods:
+        values = [diagonal(A, method=method, products=30, seed=seed).value for seed in range(20)]
+        errors[method] = float((torch.stack(values) - A.matrix.diagonal()).square().mean().sqrt())
+    assert errors["xdiag"] < 0.01 * errors["hutchinson"]
+    small = with_spectrum(torch.linspace(1, 2, 8))
+    exact = diagonal(small, method="xdiag")
+    close(exact.value, small.matrix.diagonal())
+    assert (float(exact.error.max()), exact.products) == (0, 8)
+    zero = diagonal(Dense(torch.zeros(20, 20)), method="xdiag", products=12)
+    assert (float(zero.value.abs().max()), zero.products) == (0, 6)
+    for size in (1e-30, 1e30):
+        scaled = diagonal(Dense(size * A.matrix.float()), method="xdiag", products=24)
+        one = diagonal(Dense(A.matrix.float()), method="xdiag", products=24)
+        # Float32's eps, 1.2e-7, times some hundred operations.
+        torch.testing.assert_close(scaled.value / size, one.value, rtol=1e-3, atol=1e-4)
+
+
+def test_normal_probes_scatter_as_they_should() -> None:
+    """Variances are `2 |A|^2` for the trace, and without the diagonal's part for signs. A wrong scale is far off."""
+    A = with_spectrum(torch.linspace(0.5, 2, 20))
+    exact, squares = A.matrix.trace(), A.matrix.square()
+    expected = {
+        "normal": 2 * squares.sum(),
+        "rademacher": 2 * (squares.sum() - squares.diagonal().sum()),
+    }
+    kinds: list[Any] = list(expected)
+    for probes in kinds:
+        values = torch.stack(
+            [trace(A, method="hutchinson", products=8, probes=probes, seed=seed).value for seed in range(400)]
+        )
+        assert abs(values.mean() - exact) < 4 * values.std() / 20
+        # A variance from 400 numbers is known to seven percent.
+        assert values.var() * 8 == pytest.approx(float(expected[probes]), rel=0.3)
+        assert abs(1.1 * values.mean() - exact) > 4 * values.std() / 20  # a variance of 1.1 in place of one
+        norm = torch.stack([squared_frobenius_norm(A, products=8, probes=probes, seed=s).value for s in range(200)])
+        assert abs(norm.mean() - squares.sum()) < 4 * norm.std() / 200**0.5
+        diagonals = torch.stack([diagonal(A, products=8, probes=probes, seed=seed).value for seed in range(400)])
+        assert ((diagonals.mean(0) - A.matrix.diagonal()).abs() < 4.5 * diagonals.std(0) / 20).all()
+
+
 def test_diagonal_and_norm_estimates() -> None:
     A = Dense(torch.randn(12, 12, dtype=torch.float64), symmetric=False)
     estimate = diagonal(A, products=400, seed=1)
@@ -148,6 +244,10 @@ def test_estimators_refuse_bad_settings() -> None:
     A = with_spectrum(POSITIVE)
     with pytest.raises(ShapeError, match="method is 'exact'"):
         trace(A, method="exact")  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=r"method is 'exact'.*xdiag"):
+        diagonal(A, method="exact")  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=r"probes is 'uniform'.*'normal'"):
+        trace(A, probes="uniform", products=6)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="Spend at least 6"):
         trace(A, products=5)
     risk, *_ = PROBLEMS[0].make()

@@ -228,8 +228,8 @@ def test_bad_settings_are_refused() -> None:
             GGN(risk, chunk_size=wrong)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="block_diagonal is 'block'"):
         Hessian(risk, block_diagonal="block")  # type: ignore[arg-type]
-    with pytest.raises(LossError, match="kind is 'mc'"):
-        Fisher(risk, "mc")  # type: ignore[arg-type]
+    with pytest.raises(LossError, match="kind is 'monte carlo'"):
+        Fisher(risk, "monte carlo")  # type: ignore[arg-type]
     wrong_settings: list[dict[str, Any]] = [{"mc_samples": 0}, {"mc_samples": 1.5}, {"seed": -1}, {"seed": 0.5}]
     for settings in wrong_settings:
         with pytest.raises(LossError, match="at least one sample"):
@@ -247,11 +247,21 @@ def test_bad_vectors_are_refused() -> None:
     with pytest.raises(DtypeError, match=r"vector is torch\.float32 on cpu, but the operator is torch\.float64"):
         H @ torch.ones(31)
     with pytest.raises(DtypeError, match="A list cannot be multiplied"):
-        H @ [1.0]  # type: ignore[operator]
+        H @ [1.0]  # type: ignore[list-item]
+    with pytest.raises(DtypeError, match="A ndarray cannot be multiplied"):
+        torch.ones(31).numpy() @ H
     with pytest.raises(ShapeError, match=r"lacks \['0.weight'\] and has \['w'\] too many"):
         H @ {("w" if name == "0.weight" else name): t for name, t in v.items()}
     with pytest.raises(ShapeError, match=r"'0.bias' has shape \[1\], but the parameter has shape \[4\]"):
         H @ (v | {"0.bias": torch.ones(1, dtype=torch.float64)})
+    mixed = {name: t.expand(2 if name == "0.bias" else 3, *t.shape) for name, t in v.items()}
+    with pytest.raises(ShapeError, match="one more axis in front, of one length"):
+        H @ mixed
+    with pytest.raises(ShapeError, match=r"shapes \[\[4, 3\]\].*one tensor for each of"):
+        H @ [v["0.weight"]]
+    for index in (torch.tensor([31]), torch.tensor([0.5]), torch.ones(30) > 0, [-32], torch.tensor(3)):
+        with pytest.raises(ShapeError, match=r"does not choose among 31 entries.*mask of 31 booleans"):
+            H.submatrix(index)
     with pytest.raises(FlatteningError, match="flattening='cvec' or flattening='rvec'"):
         H.to_dense("vec")
     with pytest.raises(ModelError, match=r"no parameters \['w'\]"):
@@ -279,6 +289,8 @@ def test_bad_operands_are_refused() -> None:
         for call in (H.shift, lambda factor: H * factor):
             with pytest.raises(DtypeError, match=r"scaled or shifted by a (Hessian|str|Tensor)\. Pass a number"):
                 call(wrong)
+    with pytest.raises(DtypeError, match="divided by zero"):
+        H / 0
     for call in (lambda: H + 1, lambda: H - 1):
         with pytest.raises(DtypeError, match=r"A (int|float) cannot be added.*A\.shift\(number\)"):
             call()

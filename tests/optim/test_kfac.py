@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from kfs import EKFAC, EmpiricalRisk
+from kfs import EKFAC, EmpiricalRisk, Relative
 from kfs.errors import KfsWarning, LossError
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
@@ -267,3 +267,16 @@ def test_hooks_go_with_the_optimizer() -> None:
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     KFAC(model, loss).close()
+
+
+def test_relative_damping_may_be_said_in_two_ways() -> None:
+    X, y = data()
+    loss = nn.CrossEntropyLoss()
+
+    def step(damping: Any, unit: Any) -> Tensor:
+        return one_step(mlp(), loss, X, y, damping=damping, damping_unit=unit)
+
+    expected = step(0.25, "relative")
+    for unit in ("relative", "absolute"):  # the unit is in the number
+        assert torch.equal(step(Relative(0.25), unit), expected)
+    assert not torch.allclose(step(0.25, "absolute"), expected)

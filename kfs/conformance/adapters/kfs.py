@@ -15,8 +15,12 @@ def compute(model: nn.Module, loss: nn.Module, data: list[tuple[Tensor, Tensor]]
     K = KFAC(EmpiricalRisk(model, loss, data), fisher, sharing)
     answer: dict[str, Any] = {}
     for name, block in K.blocks.items():
-        groups = block.layout.groups
-        answer[name] = (block.A, block.B) if groups == 1 else list(zip(block.A, block.B, strict=True))
+        if block.layout.groups > 1:
+            answer[name] = list(zip(block.A, block.B, strict=True))
+        elif block.layout.order == (1, 0):  # the rows of a table are its inputs
+            answer[name] = block.B, block.A
+        else:
+            answer[name] = block.A, block.B
     return answer
 
 

@@ -62,6 +62,13 @@ KNOWN = {
     "exact: groups of channels": "There is one factor pair for all groups.",
     "exact: called twice": "Calls of one layer are added as if they were data.",
     "exact: two modules with one weight": "Modules with one weight have factors of their own.",
+    "exact: sum over positions, two output axes": "Further output axes are wrong with 'reduce'.",
+    "exact: sum over positions, several labels, ce mean, type-2": "Further output axes are wrong with 'reduce'.",
+    "exact: sum over positions, several labels, ce sum, type-2": "Further output axes are wrong with 'reduce'.",
+    "exact: folded positions": "Rows of a matrix are taken for data.",
+    "exact: rows of mixed data": "Rows of a matrix are taken for data.",
+    "exact: ragged data": "Rows of a matrix are taken for data.",
+    "exact: a use in a custom function": "A use that hooks do not see is left out.",
     "relation: NaN": "It ends the process.",
 }
 # The adapter works on a copy of the model: this check would be about the adapter.

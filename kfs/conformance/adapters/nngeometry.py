@@ -80,6 +80,9 @@ KNOWN = {
     "exact: groups of channels, mse mean, type-2, expand": "Groups are not respected.",
     "exact: groups of channels, ce mean, type-2, expand": "Groups are not respected.",
     "exact: called twice, results kept": "Calls of one layer overwrite each other.",
+    "exact: folded positions, mse": "Rows of a matrix are taken for data.",
+    "exact: rows of mixed data, mse": "Rows of a matrix are taken for data.",
+    "exact: ragged data, mse": "Rows of a matrix are taken for data.",
 }
 # The adapter works on a copy of the model: this check would be about the adapter.
 NOT_ASKED = frozenset({"state"})

@@ -1,12 +1,14 @@
 """Structures: algebra on blocks, however they are stored."""
 
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
-from kfs.kfac.structures.damping import METHODS, Method, damped_inverse
+from kfs.kfac.structures.congruence import Congruence
+from kfs.kfac.structures.damping import METHODS, Method, Relative, damped_inverse
 from kfs.kfac.structures.decompositions import BlockError, checking_later, computable
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
+from kfs.kfac.structures.kronecker_sum import IterativeInverse, KroneckerSum
 from kfs.kfac.structures.stack import Stack, stacked, stacked_with_zeros
 from kfs.kfac.structures.structure import Structure
 
@@ -14,11 +16,15 @@ __all__ = [
     "METHODS",
     "BlockDiagonal",
     "BlockError",
+    "Congruence",
     "Dense",
     "Eigenbasis",
     "Factor",
+    "IterativeInverse",
     "Kronecker",
+    "KroneckerSum",
     "Method",
+    "Relative",
     "Stack",
     "Structure",
     "checking_later",

@@ -10,7 +10,7 @@ Contracts, for such an operator `K`, a vector `v` and numbers `d`, `p`:
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor
@@ -18,14 +18,25 @@ from torch import Tensor
 from kfs import storage
 from kfs.errors import ModelError
 from kfs.kfac.structures import decompositions
-from kfs.kfac.structures.damping import METHODS, Damping, Method, damped_inverse, damping_by_name
+from kfs.kfac.structures.damping import (
+    METHODS,
+    Damping,
+    Method,
+    Relative,
+    absolute_damping,
+    damped_inverse,
+    damping_by_name,
+)
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import Stack, check_coverage
+from kfs.kfac.structures.kronecker_sum import plus, product
+from kfs.kfac.structures.restriction import restricted
+from kfs.kfac.structures.stack import Stack, check_coverage, stacked
 from kfs.kfac.structures.structure import Structure
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import normal
+from kfs.operators.solve import Vec
 from kfs.operators.space import Columns, Space
 
 
@@ -79,7 +90,7 @@ class BlockDiagonal(LinearOperator):
 
     def _composed_with(self, other: LinearOperator) -> LinearOperator:
         """Multiply block by block, if both operators have the same blocks of structures that allow it."""
-        return self._combine_blocks(other, lambda mine, theirs: mine.product(theirs)) or super()._composed_with(other)
+        return self._combine_blocks(other, product) or super()._composed_with(other)
 
     @property
     def T(self) -> LinearOperator:  # noqa: N802
@@ -88,7 +99,7 @@ class BlockDiagonal(LinearOperator):
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
         """Add block by block, if both operators have the same blocks of structures that allow it."""
-        return self._combine_blocks(other, lambda mine, theirs: mine.plus(theirs)) or super().__add__(other)
+        return self._combine_blocks(other, plus) or super().__add__(other)
 
     def __mul__(self, factor: float) -> LinearOperator:
         """Scale all blocks."""
@@ -97,21 +108,36 @@ class BlockDiagonal(LinearOperator):
 
     __rmul__ = __mul__
 
-    def shift(self, delta: float) -> LinearOperator:
-        """Add a multiple of the identity."""
+    def shift(self, delta: float | Relative) -> LinearOperator:
+        """Add `delta` times the identity: a number, or `kfs.Relative` to each block's mean eigenvalue."""
+        if isinstance(delta, Relative):
+            self._check_symmetric("shifted by relative damping")
+            return self._map_damped(lambda structure, d: structure.shift(d), delta)
         if not self.symmetric:
             return super().shift(delta)
         return self._map_structures(lambda structure: structure.shift(float(delta)))
+
+    def _block_of(self, rows: list[str], columns: list[str]) -> LinearOperator:
+        """Return the block with some parameters' rows and columns, with all that this operator can do if they agree."""
+        if set(rows) == set(columns):
+            space = self.domain.subspace(rows)
+            parts = restricted(self.stacks, space.shapes)
+            if parts is not None:
+                return BlockDiagonal(space, stacked(parts))
+        return super()._block_of(rows, columns)
 
     def inverse(self, damping: Damping = 0.0, method: Method = "exact") -> "BlockDiagonal":
         """Invert, after damping.
 
         Args:
-            damping: What is added to the curvature: one number, or one for every block, by name.
+            damping: What is added to the curvature: one number, or one for every block, by name. `kfs.Relative(0.1)`
+                in place of a number is a multiple of each block's mean eigenvalue.
             method: `"exact"` adds `damping` times the identity, up to round-off. `"factored"` adds to both factors such
                 that their product grows by about as much (Martens & Grosse, 2015). It needs Cholesky factors only, and
                 is exact for blocks in which one factor is a single number, or a multiple of the identity.
-                `"per-factor"` adds `damping` to each factor.
+                `"per-factor"` adds `damping` to each factor. For a sum of two operators, `K1 + K2`, `"factored"` and
+                `"per-factor"` damping, and none, have closed forms; inverses with `"exact"` damping, and those of more
+                terms, are applied by conjugate gradients.
 
         Returns:
             An operator with the same methods as this one.
@@ -133,12 +159,16 @@ class BlockDiagonal(LinearOperator):
             self._check_symmetric("inverted with damping")
         return self._map_damped(lambda structure, d: damped_inverse(structure, d, method), damping)
 
+    def solve(self, b: Vec, damping: Damping = 0.0, method: Method = "exact") -> Vec:
+        """Return `self.inverse(damping, method) @ b`. To solve for several `b`, keep the inverse."""
+        return self.inverse(damping, method) @ b
+
     def power(self, exponent: float, damping: Damping = 0.0) -> "BlockDiagonal":
         """Raise to a power, after adding `damping` times the identity.
 
         Args:
             exponent: Any number. A negative one needs damping, or blocks that are not singular.
-            damping: One number, or one for every block, by name.
+            damping: One number (or `kfs.Relative`), or one for every block, by name.
         """
         self._check_symmetric("raised to a power")
         return self._map_damped(lambda structure, d: structure.power(float(exponent), d), damping)
@@ -186,19 +216,36 @@ class BlockDiagonal(LinearOperator):
         diagonal = self._with_structures(map(Eigenbasis.of_diagonal, values)).diagonal()
         return diagonal, self._with_structures(vectors)
 
-    def sample(self, num_samples: int = 1, *, damping: Damping = 0.0, seed: int = 0) -> Tensor:
+    @overload
+    def sample(
+        self, num_samples: int = 1, *, damping: Damping = 0.0, seed: int = 0, form: Literal["matrix"] = "matrix"
+    ) -> Tensor: ...
+    @overload
+    def sample(
+        self, num_samples: int = 1, *, damping: Damping = 0.0, seed: int = 0, form: Literal["dict"]
+    ) -> dict[str, Tensor]: ...
+    def sample(
+        self, num_samples: int = 1, *, damping: Damping = 0.0, seed: int = 0, form: Literal["matrix", "dict"] = "matrix"
+    ) -> Tensor | dict[str, Tensor]:
         """Draw from the normal distribution whose precision (inverse covariance) is this operator plus damping.
 
         Args:
             num_samples: Number of draws.
             damping: Added times the identity, such as the precision of a prior.
             seed: Seed for the draws.
+            form: `"matrix"` for columns of flat vectors, `"dict"` for tensors by the names of parameters.
 
         Returns:
-            Columns, `[size, num_samples]`.
+            Columns, `[size, num_samples]`; or `{name: [num_samples, *shape]}`, the same draws.
+
+        Raises:
+            ModelError: If there is no such form.
         """
+        if form not in {"matrix", "dict"}:
+            raise ModelError(f"form is {form!r}.", "Choose 'matrix' or 'dict'.")
         noise = normal(num_samples * self.shape[0], self.dtype, seed).reshape(num_samples, -1).T
-        return self.power(-0.5, damping) @ noise.to(self.device)
+        draws = self.power(-0.5, damping) @ noise.to(self.device)
+        return draws if form == "matrix" else self.domain.unflatten(draws.T)
 
     def to_dense(self, flattening: str = "rvec") -> Tensor:
         """Form the matrix, block by block.
@@ -272,7 +319,7 @@ class BlockDiagonal(LinearOperator):
         """Apply a function to all structures and their dampings, `[stack]`."""
         names = {name for stack in self.stacks for name in stack.names}
         numbers = damping_by_name(damping, names)
-        return self._with_structures(stack.apply(function, stack.per_block(numbers)) for stack in self.stacks)
+        return self._with_structures(stack.apply(function, absolute_damping(stack, numbers)) for stack in self.stacks)
 
     def _combine_blocks(
         self, other: object, function: Callable[[Structure, Structure], Structure | None]

@@ -11,9 +11,17 @@ Curvature matrices of neural networks have many tiny eigenvalues. They are inver
   $(a B + \delta I)^{-1} \otimes I$ is exact, and takes no more. So that is computed instead.
 - `"per-factor"`: $(B + \delta I)^{-1} \otimes (A + \delta I)^{-1}$. Simple and common, but factors have no common
   unit: how much it damps depends on how a scale is split between them.
+
+In a sum of Kronecker products, `"exact"` damping is one more term (see `kronecker_sum`). The other methods damp every
+term: `"factored"` with an equal part of $\delta$, `"per-factor"` with all of it. Two terms then have an inverse in
+closed form.
+
+Damping is a number, or a multiple of each block's mean eigenvalue, `Relative`.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import torch
@@ -23,19 +31,59 @@ from kfs.errors import DtypeError, ModelError
 from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
+from kfs.kfac.structures.kronecker_sum import KroneckerSum
+from kfs.kfac.structures.stack import Stack
 from kfs.kfac.structures.structure import Structure
 
+
+@dataclass(frozen=True)
+class Relative:
+    """Damping in units of each block's mean eigenvalue: its trace over its number of rows.
+
+    Absolute numbers mean little if curvature differs by orders of magnitude between layers, or changes in training.
+    A layer with groups of channels is one block.
+
+    Args:
+        fraction: The multiple of the mean eigenvalue that is added.
+
+    Raises:
+        DtypeError: If it is not a finite number, or negative.
+
+    Example:
+        >>> from kfs import KFAC, EmpiricalRisk
+        >>> model = torch.nn.Linear(3, 2)
+        >>> risk = EmpiricalRisk(model, torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
+        >>> K = KFAC(risk)
+        >>> mean = float(K.trace()) / K.shape[0]
+        >>> one, other = K.inverse(Relative(0.1)), K.inverse(0.1 * mean)
+        >>> torch.allclose(one.to_dense(), other.to_dense())
+        True
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        """Check the number."""
+        _check_number(self.fraction, "A relative damping")
+
+
+_NO_CURVATURE = "has no curvature, so that relative damping is zero, too: give it an absolute number, by its name"
 # One number for all blocks, or one for each block, by name.
-Damping = float | Mapping[str, float]
+Damping = float | Relative | Mapping[str, float | Relative]
 Method = Literal["exact", "factored", "per-factor"]
 METHODS = ("exact", "factored", "per-factor")
 
 
-def damping_by_name(damping: Damping, names: set[str]) -> Mapping[str, float]:
+def _check_number(value: object, what: str) -> None:
+    if not isinstance(value, (int, float)) or not 0 <= value < inf:
+        raise DtypeError(f"{what} is {value!r}.", "Use a finite number that is not negative, or kfs.Relative of one.")
+
+
+def damping_by_name(damping: Damping, names: set[str]) -> Mapping[str, float | Relative]:
     """Return the damping of each block.
 
     Args:
-        damping: One number, or one for every block, by name.
+        damping: One number (or `Relative`), or one for every block, by name.
         names: The blocks' names.
 
     Raises:
@@ -51,41 +99,84 @@ def damping_by_name(damping: Damping, names: set[str]) -> Mapping[str, float]:
             "Give one number, or one for every block.",
         )
     for value in numbers.values():
-        if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
-            raise DtypeError(f"A damping is {value!r}.", "Use a finite number that is not negative.")
+        if not isinstance(value, Relative):
+            _check_number(value, "A damping")
     return numbers
+
+
+def absolute_damping(stack: Stack, damping: Mapping[str, float | Relative]) -> Tensor:
+    """Return the damping of each block as a number, `[stack]`.
+
+    Args:
+        stack: The blocks.
+        damping: By the blocks' names.
+
+    Raises:
+        SolverError: If relative damping is asked for a block without curvature.
+    """
+    given = {name: damping[name] for name in stack.names}
+    absolute = {name: 0.0 if isinstance(d, Relative) else d for name, d in given.items()}
+    fractions = {name: d.fraction if isinstance(d, Relative) else 0.0 for name, d in given.items()}
+    numbers = stack.per_block(absolute)
+    if not any(fractions.values()):
+        return numbers
+    relative = stack.per_block(fractions)
+    means = mean_eigenvalues(stack).to(relative)
+
+    # Called with the structure, so that an error has the block's name.
+    stack.apply(lambda _: decompositions.check_each(~(relative > 0) | (means > 0), _NO_CURVATURE))
+    return numbers + relative * means
+
+
+def mean_eigenvalues(stack: Stack) -> Tensor:
+    """Return the mean eigenvalue of the block that each part of a stack belongs to, `[stack]`.
+
+    All groups of channels of one layer have the same one.
+    """
+    size = stack.structure.rows * stack.structure.columns
+    means = stack.structure.trace() / size
+    return torch.cat([means[part].mean().expand(layout.groups) for layout, part in stack.slices()])
 
 
 def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Structure:
     """Invert blocks after damping.
 
     Args:
-        structure: The blocks. Damping must be exact unless they are Kronecker products.
+        structure: The blocks. Damping must be exact unless they are Kronecker products, or sums of them.
         damping: One number per block, `[stack]`, not negative.
         method: `"exact"`, `"factored"` or `"per-factor"`.
 
     Returns:
-        The inverses: Kronecker products, or eigenvalues and eigenvectors for exact damping.
+        The inverses: Kronecker products, or eigenvalues and eigenvectors for exact damping. Those of sums have a common
+        basis, or are applied by conjugate gradients.
     """
     if decompositions.is_zero(damping):
         return structure.inverse()
     if method == "exact":
         return structure.power(-1.0, damping)
+    if isinstance(structure, KroneckerSum):
+        part = damping if method == "per-factor" else damping / len(structure.terms)
+        return KroneckerSum(tuple(_with_damped_factors(term, part, method) for term in structure.terms)).inverse()
     if not isinstance(structure, Kronecker):
         raise ModelError(
             f"Blocks without Kronecker factors cannot have {method} damping.", "Use method='exact' for them."
         )
+    return _with_damped_factors(structure, damping, method).inverse()
+
+
+def _with_damped_factors(structure: Kronecker, damping: Tensor, method: Method) -> Kronecker:
+    """Add damping `[stack]` to factors."""
     A, B = structure.A, structure.B
     if method == "per-factor":
-        return Kronecker(A.shift(damping).inverse(), B.shift(damping).inverse())
+        return Kronecker(A.shift(damping), B.shift(damping))
     # Exact damping is as cheap if one factor is a multiple of the identity.
     if A.is_multiple_of_identity:
-        return Kronecker(_identity_like(A), B.scaled(A.entries()[:, 0]).shift(damping).inverse())
+        return Kronecker(_identity_like(A), B.scaled(A.entries()[:, 0]).shift(damping))
     if B.is_multiple_of_identity:
-        return Kronecker(A.scaled(B.entries()[:, 0]).shift(damping).inverse(), _identity_like(B))
+        return Kronecker(A.scaled(B.entries()[:, 0]).shift(damping), _identity_like(B))
     pi = trace_norm_ratio(structure)
     root = damping.to(pi).sqrt()
-    return Kronecker(A.shift(pi * root).inverse(), B.shift(root / pi).inverse())
+    return Kronecker(A.shift(pi * root), B.shift(root / pi))
 
 
 def _identity_like(factor: Factor) -> Factor:

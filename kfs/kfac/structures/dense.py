@@ -80,7 +80,8 @@ class Dense(Structure):
         symmetric = self.symmetric and other.symmetric
         return replace(self, matrix=self.matrix + other.to_dense(), symmetric=symmetric)
 
-    def shift(self, delta: float) -> "Dense":
+    def shift(self, delta: float | Tensor) -> "Dense":
         """Add to the diagonals."""
         identity = torch.eye(self.matrix.shape[1]).to(self.matrix)
-        return replace(self, matrix=self.matrix + delta * identity)
+        each = torch.as_tensor(delta, dtype=self.matrix.dtype, device=self.matrix.device).reshape(-1, 1, 1)
+        return replace(self, matrix=self.matrix + each * identity)

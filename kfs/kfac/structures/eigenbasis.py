@@ -145,10 +145,12 @@ class Eigenbasis(Structure):
         rounding = torch.finfo(values.dtype).eps * values.abs()
         return replace(self, values=values, noise=self._noise_of_each() + other._noise_of_each() + rounding)
 
-    def shift(self, delta: float) -> "Eigenbasis":
+    def shift(self, delta: float | Tensor) -> "Eigenbasis":
         """Add to all eigenvalues."""
-        rounding = torch.finfo(self.values.dtype).eps * abs(delta)
-        return replace(self, values=self.values + delta, noise=self.noise + rounding)
+        each = torch.as_tensor(delta, dtype=self.values.dtype, device=self.values.device).expand(len(self.values))
+        rounding = torch.finfo(self.values.dtype).eps * each.abs()
+        noise = self.noise + rounding.reshape(-1, *[1] * (self.noise.ndim - 1))
+        return replace(self, values=self.values + each.reshape(-1, 1, 1), noise=noise)
 
     def _noise_of_each(self) -> Tensor:
         """Return the noise such that it can be added to eigenvalues, `[stack, 1, 1]` or `[stack, d_B, d_A]`."""

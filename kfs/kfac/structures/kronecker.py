@@ -17,7 +17,7 @@ $$
 
 If $B = Q_B \Lambda_B Q_B^\top$ and $A = Q_A \Lambda_A Q_A^\top$, then the eigenvectors of $B \otimes A$ are the columns
 of $Q_B \otimes Q_A$. So functions of $B \otimes A + \delta I$, which is not a Kronecker product, are easy too: see
-`eigenbasis`. A sum of two Kronecker products is one again if they share a factor.
+`eigenbasis`. A sum of two Kronecker products is one again if they share a factor; for other sums, see `kronecker_sum`.
 """
 
 from dataclasses import dataclass, replace
@@ -134,7 +134,7 @@ class Kronecker(Structure):
             return None
         return Kronecker(self.A.compose(other.A), self.B.compose(other.B))
 
-    def shift(self, delta: float) -> Eigenbasis:
+    def shift(self, delta: float | Tensor) -> Eigenbasis:
         """Add a multiple of the identity. The result has the same eigenvectors."""
         return self.eigenbasis().shift(delta)
 

@@ -9,17 +9,26 @@ from torch import Tensor
 
 from kfs.errors import SolverError
 from kfs.kfac.layout import Layout
+from kfs.kfac.structures.congruence import Congruence
 from kfs.kfac.structures.decompositions import BlockError
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.kronecker import Kronecker
+from kfs.kfac.structures.kronecker_sum import IterativeInverse, KroneckerSum
 from kfs.kfac.structures.structure import Structure
 from kfs.operators.space import Space
 from kfs.storage import UnfitError
 
 Answer = TypeVar("Answer")
 # Structures by the names that files have for them.
-_CLASSES: dict[str, type[Structure]] = {"kronecker": Kronecker, "eigenbasis": Eigenbasis, "dense": Dense}
+_CLASSES: dict[str, type[Structure]] = {
+    "kronecker": Kronecker,
+    "eigenbasis": Eigenbasis,
+    "dense": Dense,
+    "kronecker sum": KroneckerSum,
+    "congruence": Congruence,
+    "iterative inverse": IterativeInverse,
+}
 
 
 @dataclass(frozen=True)

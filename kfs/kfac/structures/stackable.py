@@ -1,8 +1,8 @@
 """Stackable objects: dataclasses of tensors that are stacked, sliced, moved and stored field by field.
 
 A `Stackable` is a frozen dataclass that stands for several blocks (or factors) of one size. Its tensors have a leading
-*stack* axis, with one entry per block. Fields that are `Stackable` themselves follow the same rule. All other fields
-hold for the whole stack.
+*stack* axis, with one entry per block. Fields that are `Stackable` themselves, or tuples of such objects, follow the
+same rule. All other fields hold for the whole stack.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ class Stackable:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, except those with one number per block and those that are one expanded number."""
-        values = [getattr(self, f.name) for f in fields(self)]
+        values = [part for f in fields(self) for part in _parts(getattr(self, f.name))]
         nested = sum(value.nbytes for value in values if isinstance(value, Stackable))
         return nested + sum(t.nbytes for t in values if isinstance(t, Tensor) and t.ndim > 1 and t.stride(-1) > 0)
 
@@ -90,6 +90,8 @@ def _combined(function: Callable[[list[Tensor]], Tensor], parts: Sequence[S]) ->
         values = [getattr(part, f.name) for part in parts]
         if isinstance(values[0], Stackable):
             result[f.name] = _combined(function, values)
+        elif isinstance(values[0], tuple):
+            result[f.name] = tuple(_combined(function, same) for same in zip(*values, strict=True))
         elif isinstance(values[0], Tensor):
             result[f.name] = function(values)
         else:
@@ -98,10 +100,17 @@ def _combined(function: Callable[[list[Tensor]], Tensor], parts: Sequence[S]) ->
     return type(parts[0])(**result)
 
 
+def _parts(value: Any) -> tuple[Any, ...]:
+    """Return what a field consists of: itself, or the members of a tuple."""
+    return value if isinstance(value, tuple) else (value,)
+
+
 def _key(value: Any) -> Any:
     """Return what must be equal in one field."""
     if isinstance(value, Stackable):
         return value.key
+    if isinstance(value, tuple):
+        return tuple(map(_key, value))
     if isinstance(value, Tensor):
         return value.shape[1:], value.device
     return None if isinstance(value, bool) else value

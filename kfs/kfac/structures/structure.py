@@ -7,6 +7,8 @@ columns at once, `[stack, columns, d_B, d_A]`.
 - `Kronecker` (in `kronecker`): $M \mapsto B M A^\top$.
 - `Eigenbasis` (in `eigenbasis`): $M \mapsto Q_B \left(\Lambda \odot Q_B^\top M Q_A\right) Q_A^\top$. Damped inverses,
   EKFAC and diagonals (in the trivial basis) have this form.
+- `KroneckerSum` (in `kronecker_sum`): $M \mapsto \sum_i B_i M A_i^\top$, and its inverse: `Congruence` for two terms,
+  `IterativeInverse` for more.
 - `Dense` (in `dense`): any matrix, $\mathrm{rvec}(M) \mapsto C\, \mathrm{rvec}(M)$.
 """
 
@@ -122,5 +124,5 @@ class Structure(Stackable, ABC):
         """Add block by block. `None` if the result has none of these structures."""
 
     @abstractmethod
-    def shift(self, delta: float) -> "Structure":
-        """Add a multiple of the identity."""
+    def shift(self, delta: float | Tensor) -> "Structure":
+        """Add a multiple of the identity: one number, or one for each block, `[stack]`."""

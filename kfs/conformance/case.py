@@ -1,0 +1,79 @@
+"""What a case is: a model, a loss and data for which KFAC is exact, made in the same way every time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+Data = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model in float64 and evaluation mode, a loss, and batches."""
+
+    model: nn.Module
+    loss: nn.Module
+    data: Data
+
+
+@dataclass(frozen=True)
+class Case:
+    """A setting, and why KFAC is exact there.
+
+    Attributes:
+        name: What to call it.
+        layer: Tag: which kind of layer it is about.
+        why: Why KFAC is exact, or what the case is good for.
+        model: Makes the model.
+        inputs: Makes some inputs, given their number.
+        outputs: Shape of the prediction for one datum.
+        num_data: How many data.
+        sharings: For which weight sharing KFAC is exact.
+        fishers: For which Fisher it is exact.
+        losses: For which losses: `"mse"`, `"ce"`, `"ce, ignored labels"` or `"ce, class weights"`.
+        reductions: For which reductions it is checked.
+        positions: How many positions share a weight.
+        batches: Sizes of the batches.
+        within_groups: Into how many groups the first layer's channels fall; entries between them are not compared.
+        tied: Names that may stand for another one, since their parameters are the same.
+        may_refuse: Whether an error is as good an answer as the right factors.
+    """
+
+    name: str
+    layer: str
+    why: str
+    model: Callable[[], nn.Module]
+    inputs: Callable[[int], Tensor]
+    outputs: tuple[int, ...] = (3,)
+    num_data: int = 1
+    sharings: tuple[str, ...] = ("expand", "reduce")
+    fishers: tuple[str, ...] = ("type-2", "empirical")
+    losses: tuple[str, ...] = ("mse", "ce")
+    reductions: tuple[str, ...] = ("mean",)
+    positions: int = 1
+    batches: tuple[int, ...] = ()
+    within_groups: int = 1
+    tied: dict[str, str] = field(default_factory=dict)
+    may_refuse: bool = False
+
+    def setting(self, loss: str = "mse", reduction: str = "mean") -> Setting:
+        """Make model, loss and data; the same every time, and without touching the global random state."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = self.model().double().eval()
+            X = self.inputs(self.num_data)
+            X = X.double() if X.is_floating_point() else X
+            numbers = torch.randn(self.num_data, *self.outputs, dtype=torch.float64)
+            labels = torch.randint(self.outputs[0], (self.num_data, *self.outputs[1:]))
+        y = numbers if loss == "mse" else labels
+        if loss == "ce, ignored labels":
+            X, y = X[:1].expand_as(X).clone(), labels.clone()
+            y[1:] = -1
+        sizes = list(self.batches or [self.num_data])
+        weight = torch.arange(1.0, self.outputs[0] + 1, dtype=torch.float64) if loss == "ce, class weights" else None
+        ignored = -1 if loss == "ce, ignored labels" else -100
+        cross_entropy = nn.CrossEntropyLoss(weight, ignore_index=ignored, reduction=reduction)
+        criterion = nn.MSELoss(reduction=reduction) if loss == "mse" else cross_entropy
+        return Setting(model, criterion, list(zip(X.split(sizes), y.split(sizes), strict=True)))

@@ -1,0 +1,123 @@
+"""Operators from what is at hand: a matrix, or vectors whose outer products add up."""
+
+import torch
+from torch import Tensor
+
+from kfs.errors import DtypeError, ShapeError
+from kfs.operators.interface import LinearOperator
+from kfs.operators.space import Columns, Space, Vector
+
+
+class Dense(LinearOperator):
+    """A matrix as an operator, to be combined with others. It is symmetric if it is so up to round-off.
+
+    Args:
+        matrix: `[rows, columns]`.
+        domain: What it acts on, such as `G.domain` of another operator. By default flat vectors.
+        codomain: Where the answer lives. By default the domain if the matrix is square, and flat vectors if not.
+
+    Raises:
+        ShapeError: If it does not fit.
+
+    Example:
+        >>> A = Dense(torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
+        >>> A.symmetric, (A @ torch.tensor([1.0, 0.0])).tolist()
+        (True, [2.0, 1.0])
+    """
+
+    def __init__(self, matrix: Tensor, domain: Space | None = None, codomain: Space | None = None) -> None:
+        """Check that it fits."""
+        if not isinstance(matrix, Tensor) or matrix.ndim != 2:
+            found = f"shape {list(matrix.shape)}" if isinstance(matrix, Tensor) else f"a {type(matrix).__name__}"
+            raise ShapeError(f"The matrix is {found}.", "Pass a tensor of shape [rows, columns].")
+        rows, columns = matrix.shape
+        domain = domain or _flat(columns, matrix)
+        codomain = codomain or (domain if rows == columns else _flat(rows, matrix))
+        super().__init__(domain, codomain)
+        if self.shape != (rows, columns) or not self.dtype == domain.dtype == matrix.dtype:
+            raise ShapeError(
+                f"The matrix has shape {[rows, columns]} and {matrix.dtype}, but the spaces are for "
+                f"{list(self.shape)} and {self.dtype}.",
+                "Pass spaces of the right size and dtype, or none.",
+            )
+        self.matrix = matrix.detach()
+        self.symmetric = domain == codomain and _is_symmetric(self.matrix)
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply with the matrix."""
+        return self.codomain.unflatten(self.domain.flatten(columns) @ self.matrix.T)
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply with the transposed matrix."""
+        return self.domain.unflatten(self.codomain.flatten(columns) @ self.matrix)
+
+
+class OuterProducts(LinearOperator):
+    """A sum of outer products, `sum_k weights[k] v_k v_k^T`, such as an empirical Fisher of stored gradients.
+
+    Args:
+        vectors: Several vectors: columns `[size, n]`, or a dictionary of tensors `[n, *shape]`.
+        weights: One number for each of them, `[n]`. By default ones.
+        space: What it acts on, such as `G.domain` of another operator. By default that of `vectors`.
+
+    Raises:
+        ShapeError: If there is not one weight for every vector.
+        DtypeError: If vectors come as something else.
+
+    Example:
+        >>> A = OuterProducts(torch.tensor([[1.0, 0.0], [2.0, 1.0]]), torch.tensor([1.0, 10.0]))
+        >>> A.to_dense().tolist()
+        [[1.0, 2.0], [2.0, 14.0]]
+    """
+
+    symmetric = True
+
+    def __init__(self, vectors: Vector, weights: Tensor | None = None, space: Space | None = None) -> None:
+        """Check that everything fits."""
+        space = space or _space_of(vectors)
+        super().__init__(space, space)
+        columns, form = space.read(vectors)
+        if form not in {"matrix", "dicts", "lists"}:
+            raise ShapeError(
+                f"The vectors come as a single {form}.", "Pass columns [size, n], or tensors [n, *shape] by name."
+            )
+        self.vectors = space.flatten(columns)  # [n, size]
+        self.weights = self.vectors.new_ones(len(self.vectors)) if weights is None else weights.detach()
+        if self.weights.shape != (len(self.vectors),) or self.weights.dtype != space.dtype:
+            raise ShapeError(
+                f"weights has shape {list(self.weights.shape)} and {self.weights.dtype}, for {len(self.vectors)} "
+                f"vectors of {space.dtype}.",
+                "Pass one number for each vector, of their dtype.",
+            )
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply inner products with vectors."""
+        inner = self.domain.flatten(columns) @ self.vectors.T
+        return self.domain.unflatten((inner * self.weights) @ self.vectors)
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply: the operator is symmetric."""
+        return self.multiply(columns)
+
+
+def _is_symmetric(matrix: Tensor) -> bool:
+    """Whether a square matrix equals its transpose, up to the last digits: many are computed as products."""
+    asymmetry = (matrix - matrix.T).abs().max()
+    return bool(asymmetry <= 10 * torch.finfo(matrix.dtype).eps * matrix.abs().max())
+
+
+def _flat(size: int, like: Tensor) -> Space:
+    return Space({"x": (size,)}, like.dtype, like.device)
+
+
+def _space_of(vectors: object) -> Space:
+    """Return the space of several vectors."""
+    if isinstance(vectors, Tensor):
+        return _flat(len(vectors), vectors)
+    if not isinstance(vectors, dict) or not vectors or not all(isinstance(t, Tensor) for t in vectors.values()):
+        raise DtypeError(
+            f"Outer products of a {type(vectors).__name__} need a space.",
+            "Pass columns [size, n], or a dictionary of tensors [n, *shape].",
+        )
+    some = next(iter(vectors.values()))
+    return Space({name: t.shape[1:] for name, t in vectors.items()}, some.dtype, some.device)
