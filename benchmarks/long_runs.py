@@ -1,7 +1,7 @@
 """Training to the end of a schedule: held-out losses of KFAC and of others at a quarter, at half and at the end.
 
-`python -m benchmarks.long_runs [lstm] [gpt] [tanh] [why] [--quick]` runs on one CPU thread and writes JSON to
-benchmarks/results, one or two minutes for each run and about 30 minutes for the three tasks. Learning rates rise for
+`python -m benchmarks.long_runs [lstm] [gpt] [tanh] [classifier] [why] [--quick]` runs on one CPU thread and writes JSON
+to benchmarks/results, one or two minutes for each run and about 30 minutes for all tasks. Learning rates rise for
 5 % of the steps and then fall to zero along a cosine. Every optimizer gets the best of the four values in `GRIDS` by
 the loss at its end, with one seed.
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -132,7 +132,35 @@ def tanh() -> Task:
     )
 
 
-TASKS: dict[str, Callable[[], Task]] = {"lstm": lstm, "gpt": lambda: replace(gpt(), steps=400), "tanh": tanh}
+def classifier() -> Task:
+    """Classify digits with ten layers, long after the training data are learned by heart; every fifth is held out."""
+    pixels, y = load()
+    X = pixels.float()
+    held_out = torch.arange(len(X)) % 5 == 0
+    widths = (64, *[96] * 9, 10)
+
+    def model() -> nn.Module:
+        layers = [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.Tanh())]
+        return nn.Sequential(*layers[:-1])
+
+    return Task(
+        name="classifier",
+        model=model,
+        batches=lambda seed: shuffled(X[~held_out], y[~held_out], 64, seed),
+        check=[(X[held_out], y[held_out])],
+        loss=nn.functional.cross_entropy,
+        description=nn.CrossEntropyLoss(),
+        target=0.0,
+        steps=1000,
+    )
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "lstm": lstm,
+    "gpt": lambda: replace(gpt(), steps=400),
+    "tanh": tanh,
+    "classifier": classifier,
+}
 
 
 def share_of_lr(step: int, steps: int) -> float:
