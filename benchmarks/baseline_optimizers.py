@@ -34,7 +34,7 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "muon": (0.002, 0.006, 0.02, 0.06, 0.2),
     "soap": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
     "singd": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
-    "kfs": (0.01, 0.03, 0.1, 0.3, 1.0),
+    "kfs": (0.1, 0.3, 1.0, 3.0, 10.0),
 }
 PEERS = {"singd"}  # the code of others, which may fail where ours must not
 Factory = Callable[[nn.Module, float], "Stepper"]

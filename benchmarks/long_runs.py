@@ -49,7 +49,7 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "adamw": (1e-3, 3e-3, 1e-2, 3e-2),
     "muon": (0.006, 0.02, 0.06, 0.2),
     "soap": (1e-3, 3e-3, 1e-2, 3e-2),
-    "kfs": (0.01, 0.03, 0.1, 0.3),
+    "kfs": (0.1, 0.3, 1.0, 3.0),
 }
 Limit = Callable[[Tensor, float | Tensor, Tensor, bool], Tensor]
 
@@ -301,7 +301,7 @@ def why(task: Task, quick: bool) -> list[LongRun]:
         seen: list[tuple[str, float, float]] = []
         with limit(rule, seen):
             # A step that is shortened as a whole has few large directions, and needs a larger learning rate.
-            run = train(task, name, make, 0.3 if name.startswith("whole") else 0.1)
+            run = train(task, name, make, 3.0 if name.startswith("whole") else 1.0)
         last = seen[3 * len(seen) // 4 :]
         layers = dict.fromkeys(layer for layer, _, _ in last)
         lengths = {layer: statistics.median(s for at, s, _ in last if at == layer) for layer in layers}

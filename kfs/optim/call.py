@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kfs.errors import LossError, ModelError
 
-_CALL = "KFAC(model, nn.CrossEntropyLoss(), lr=0.1)"
+_CALL = "KFAC(model, nn.CrossEntropyLoss(), lr=1.0)"
 
 
 def check_call(model: Any, loss: Any) -> None:

@@ -46,7 +46,7 @@ class KFAC(Reported, Optimizer):
             it: another loss, or another reduction, is an error, a factor in front a warning. For losses other than
             cross-entropies, reduction and factor are noticed only if targets are known (see `targets`).
         params: Parameters or parameter groups, as for other optimizers. By default, all parameters of the model.
-        lr: Learning rate, the setting to tune. By default 0.1, and 1 with a quadratic model.
+        lr: Learning rate, the setting to tune. One is the whole natural gradient step, inside of the trust region.
         damping: Added to eigenvalues of the curvature, in units of their mean, as `kfs.Relative` is.
         momentum: How much of the average over gradients is kept in every step.
         weight_decay: Decoupled weight decay.
@@ -109,11 +109,11 @@ class KFAC(Reported, Optimizer):
         loss: object = None,
         params: Iterable[Any] | None = None,
         *,
-        lr: float | None = None,
+        lr: float = 1.0,
         damping: float | Relative = 0.003,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        trust: float | None = 0.3,
+        trust: float | None = 0.03,
         kl_clip: float | None = None,
         fisher: Fisher = "mc",
         sharing: Sharing | Mapping[str, Sharing] = "expand",
@@ -124,7 +124,7 @@ class KFAC(Reported, Optimizer):
         damping_method: Method | None = None,
         damping_unit: Unit = "relative",
         quadratic_model: bool = False,
-        adamw_lr: float = 0.01,
+        adamw_lr: float = 0.001,
         patience: int = 3,
         max_dim: int | None = 4096,
         batch_axis: int | None = None,
@@ -139,7 +139,7 @@ class KFAC(Reported, Optimizer):
         damping, damping_unit = number_and_unit(damping, damping_unit)
         check_options(locals())
         defaults = {
-            "lr": (1.0 if quadratic_model else 0.1) if lr is None else lr,
+            "lr": lr,
             "damping": damping,
             "momentum": momentum,
             "weight_decay": weight_decay,

@@ -20,11 +20,11 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 class Options:
     """Settings of one block, with the defaults that the optimizer's documentation promises."""
 
-    lr: float = 0.1
+    lr: float = 1.0
     damping: float = 0.003
     momentum: float = 0.9
     weight_decay: float = 0.0
-    trust: float | None = 0.3
+    trust: float | None = 0.03
     decay: float = 0.9
     damping_method: str = "factored"
     damping_unit: str = "relative"

@@ -26,7 +26,7 @@ NOT_MODELS: dict[str, Callable[[nn.Module], Any]] = {
 def test_parameters_instead_of_a_model(given: str) -> None:
     """The message says what came, why a model is needed, and how to call it."""
     net = mlp()
-    with pytest.raises(ModelError, match=r"needs the model.*KFAC\(model, nn\.CrossEntropyLoss\(\), lr=0\.1\)"):
+    with pytest.raises(ModelError, match=r"needs the model.*KFAC\(model, nn\.CrossEntropyLoss\(\), lr=1\.0\)"):
         KFAC(NOT_MODELS[given](net), lr=0.1)
     with pytest.raises(ModelError, match=r"params="):
         KFAC(NOT_MODELS[given](net), nn.CrossEntropyLoss())

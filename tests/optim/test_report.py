@@ -62,7 +62,7 @@ def test_what_is_covered_by_what() -> None:
     assert set(report.uncovered) == {"bend"}
     assert report.adamw == ("last.weight", "last.bias")
     assert report.waiting == ("unused.weight", "unused.bias")
-    assert report.lr == (0.1, 0.3)
+    assert report.lr == (1.0, 0.3)
     assert report.damping == (0.01, 0.01)
     assert not report.on_host
     text = str(report)

@@ -183,14 +183,14 @@ def test_parameters_without_curvature(reduction: str) -> None:
     model, loss = Bent().double(), nn.CrossEntropyLoss(reduction=reduction)
     groups = [
         {"params": [model.linear.weight], "lr": 0.0, "weight_decay": 0.1},
-        {"params": [model.bend], "lr": 0.2, "weight_decay": 0.3},  # and adamw_lr is 0.01
+        {"params": [model.bend], "lr": 0.2, "weight_decay": 0.3},  # and adamw_lr is 0.001
         {"params": [model.linear.bias], "lr": 0.1, "weight_decay": 0.05, "method": "adamw", "adamw_lr": 0.02},
     ]
     optimizer = KFAC(model, loss, groups)
     plain = copy.deepcopy(model)
     adamw = torch.optim.AdamW(
         [
-            {"params": [plain.bend], "lr": 0.2 * 0.01, "weight_decay": 0.3 / 0.01},
+            {"params": [plain.bend], "lr": 0.2 * 0.001, "weight_decay": 0.3 / 0.001},
             {"params": [plain.linear.bias], "lr": 0.1 * 0.02, "weight_decay": 0.05 / 0.02},
         ],
         betas=(0.9, 0.95),
