@@ -51,7 +51,7 @@ GRIDS: dict[str, tuple[float, ...]] = {
     "soap": (1e-3, 3e-3, 1e-2, 3e-2),
     "kfs": (0.1, 0.3, 1.0, 3.0),
 }
-Limit = Callable[[Tensor, float | Tensor, Tensor, bool], Tensor]
+Limit = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def compare(task: Task, makers: Mapping[str, tuple[Factory, tuple[float, ...]]])
 def shortened(by_inputs: bool) -> Limit:
     """Return a trust region that shortens a layer's whole step if its spectral norm is too large."""
 
-    def limit(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool) -> Tensor:
+    def limit(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool, _: object = None) -> Tensor:
         rows, columns = D.shape[2:]
         if unit_vectors:
             size = D.norm(dim=2, keepdim=True) / rows**0.5
@@ -244,7 +244,9 @@ def shortened(by_inputs: bool) -> Limit:
     return limit
 
 
-def of_unit_inputs(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool) -> Tensor:
+def of_unit_inputs(
+    D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool, _: object = None
+) -> Tensor:
     """Limit singular values, as if inputs had size one."""
     return limited(D, trust, torch.ones_like(input_size), unit_vectors)
 
@@ -262,7 +264,7 @@ LIMITS: dict[str, Limit] = {
 def limit(rule: Limit, seen: list[tuple[str, float, float]]) -> Iterator[None]:
     """Put another trust region in place of the optimizer's, and note lengths and stable ranks of steps."""
 
-    def noting(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool) -> Tensor:
+    def noting(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool, _: object) -> Tensor:
         short = rule(D, trust, input_size, unit_vectors)
         if not unit_vectors:
             before, after = (float(torch.linalg.matrix_norm(M, 2).max()) for M in (D, short))

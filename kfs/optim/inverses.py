@@ -158,7 +158,10 @@ class Inverses:
             D = _product(stack, columns, like.dtype)
             trusts = [groups[layout.weight]["trust"] for layout in stack.layouts for _ in range(layout.groups)]
             limits = tuple(trust if limit and trust is not None else torch.inf for trust in trusts)
-            D = limited(D, self._most(limits, like), one.input_size.reshape(-1, 1, 1, 1), one.unit_vectors)
+            shape = stack.structure.rows, stack.structure.columns
+            sizes = one.input_size.reshape(-1, 1, 1, 1)
+            # Products of aligned sizes are faster, so margins are cut off after them.
+            D = limited(D, self._most(limits, like), sizes, one.unit_vectors, shape)[..., : shape[0], : shape[1]]
             if all(layout.is_plain for layout in stack.layouts):
                 # Weight and bias are views of the result, and need not be copied.
                 for layout, part in stack.slices():
@@ -233,7 +236,7 @@ def _aligned_factor(factor: Factor) -> Factor:
 
 
 def _product(stack: Stack, columns: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Multiply a stack with the parts of `columns` that belong to it, `[stack, 1, d_B, d_A]`."""
+    """Multiply a stack with the parts of `columns` that belong to it, `[stack, 1, d_B, d_A]`; margins stay."""
     K = stack.structure
     if not isinstance(K, Kronecker) or not (_has_margin(K.A) or _has_margin(K.B)):
         return K.multiply(stack.read(columns).to(dtype))
@@ -248,7 +251,7 @@ def _product(stack: Stack, columns: Mapping[str, Tensor], dtype: torch.dtype) ->
                 M[part, :, : K.rows, layout.column_size] = b.reshape(1, 1, K.rows)
         else:
             M[part, :, : K.rows, : K.columns] = layout.matrix(columns).transpose(0, 1)
-    return Kronecker(A, B).multiply(M)[:, :, : K.rows, : K.columns]
+    return Kronecker(A, B).multiply(M)
 
 
 def _has_margin(factor: Factor) -> bool:

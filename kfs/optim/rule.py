@@ -105,7 +105,9 @@ def multiplied(tensors: Tensors, factor: Scalar) -> Tensors:
     return result
 
 
-def limited(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool) -> Tensor:
+def limited(
+    D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool, shape: tuple[int, int] | None = None
+) -> Tensor:
     r"""Keep steps of layers in a trust region.
 
     Each singular value $\sigma$ of a step becomes $\sigma / \sqrt{1 + (\sigma / r)^2}$, where $r$ is the radius: small
@@ -118,10 +120,11 @@ def limited(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: 
             The radius is $\sqrt{\max(1, d_B / d_A)}$ times this number, over the size of inputs.
         input_size: Root mean squares of the layers' inputs, `[stack, 1, 1, 1]`.
         unit_vectors: Whether inputs are unit vectors (embeddings). Then each column is limited on its own.
+        shape: `d_B` and `d_A`, if `D` has margins of zeros.
     """
     if isinstance(trust, float) and trust == inf:
         return D
-    rows, columns = D.shape[2:]
+    rows, columns = shape or D.shape[2:]
     if unit_vectors:
         share = D.norm(dim=2, keepdim=True) / (sqrt(rows) * trust)
         short: Tensor = D * (1 + share.square()).rsqrt()
@@ -169,19 +172,22 @@ def _by_inverses(G: Tensor) -> Tensor:
 def _by_products(G: Tensor, top: Tensor) -> Tensor:
     r"""Return $(I + G)^{-1/2}$, given a bound on the largest eigenvalue of $I + G$.
 
-    This is a Newton-Schulz iteration with optimal scales (Chen & Chow, 2014), which makes all singular values of $S$ with
-    the identity below it equal to one. It needs products only, at which GPUs are much better than at decompositions.
+    This is a Newton-Schulz iteration with optimal scales (Chen & Chow, 2014), which makes all singular values of $S$
+    with the identity below it equal to one. It needs products only, at which GPUs are much better than at
+    decompositions.
     """
     identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     # R is the Gram matrix of the iterate, which starts with singular values of at most one; P is its product so far.
-    R = (G + identity) / top
-    scales = _scales(1e-12 if G.dtype == torch.float64 else _PRECISION)
-    P = Q = scales[0][0] * identity - scales[0][1] * R
-    for first, second in scales[1:]:
-        R = R @ Q @ Q
-        Q = first * identity - second * R
-        P = P @ Q
-    result: Tensor = P / top.sqrt()
+    R = ((G + identity) / top).flatten(0, -3)
+    (a, b), *others = _scales(1e-12 if G.dtype == torch.float64 else _PRECISION)
+    P = a * identity - b * R
+    for c, d in others:
+        # The iterate is multiplied by a I - b R. So its Gram matrix is multiplied by the square of that.
+        square = R @ R
+        R = torch.baddbmm(torch.sub(a * a * R, square, alpha=2 * a * b), R, square, alpha=b * b)
+        P = torch.baddbmm(P, P, R, beta=c, alpha=-d)
+        a, b = c, d
+    result: Tensor = P.view_as(G) / top.sqrt()
     return result
 
 
