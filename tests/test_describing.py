@@ -1,6 +1,7 @@
 """What objects say about themselves: short, as text and as HTML, without a pass over data or a look at a device."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from html.parser import HTMLParser
 from typing import Any
 
@@ -11,7 +12,18 @@ from torch import Tensor, nn
 import kfs
 from kfs.describing import Described, Description, Table, matrix, number, readable_count, readable_size, vector
 from kfs.kfac import exact_blocks, exact_diagonal
-from kfs.operators import Identity, diagonal, neumann, solve, spectral_density, trace
+from kfs.operators import (
+    Dense,
+    Identity,
+    Inverse,
+    OuterProducts,
+    diagonal,
+    lsmr,
+    neumann,
+    solve,
+    spectral_density,
+    trace,
+)
 from kfs.operators.estimators import Estimate
 from kfs.operators.spectrum import Density
 
@@ -60,6 +72,21 @@ OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
     "product": (f"(GGN + Hessian) @ GGN: {SIZE}\n", lambda risk: (kfs.GGN(risk) + kfs.Hessian(risk)) @ kfs.GGN(risk)),
     "block": ("GGN['0.bias'; '0.bias']: 4 x 4, ", lambda risk: kfs.GGN(risk).submatrix("0.bias")),
     "identity": (f"Identity: {SIZE}, symmetric", lambda risk: Identity(kfs.GGN(risk).domain)),
+    "entries": (
+        f"GGN[2 rows; 3 columns]: 2 x 3, float64 on cpu\n  GGN {OF}",
+        lambda risk: kfs.GGN(risk).submatrix([0, 4], slice(3)),
+    ),
+    "dense": ("Dense: 2 x 3, float64 on cpu", lambda _: Dense(torch.ones(2, 3, dtype=torch.float64))),
+    "outer products": ("OuterProducts of 3 vectors: 2 x 2, ", lambda _: OuterProducts(torch.ones(2, 3))),
+    "inverse by a solver": (
+        f"Inverse(GGN + 1 * Identity): {SIZE}, symmetric\n  GGN {OF}: {SIZE}, symmetric\n  Identity: {SIZE}, symmetric"
+        "\n  solver=solve, check=True, preconditioner=KFAC.inverse(1)\n  cost: one linear system for a product with ",
+        lambda risk: Inverse(kfs.GGN(risk).shift(1), preconditioner=kfs.KFAC(risk).inverse(1)),
+    ),
+    "inverse by a function": (
+        f"Inverse(Hessian): {SIZE}, symmetric\n  Hessian {OF}: {SIZE}, symmetric\n  solver=partial, check=False\n",
+        lambda risk: Inverse(kfs.Hessian(risk), partial(neumann, scale=0.1), check=False),
+    ),
     "KFAC": (
         f"KFAC {OF}: {SIZE}, symmetric\n  fisher='mc', sharing='reduce', seed=3\n  6 data, 2 blocks, 488 B of factors",
         lambda risk: kfs.KFAC(risk, "mc", "reduce", seed=3),
@@ -70,9 +97,30 @@ OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
         "KFAC.inverse(damping of each block, 'factored') of",
         lambda risk: kfs.KFAC(risk).inverse({"0": 0.1, "2": 1.0}, "factored"),
     ),
+    "relative damping": ("Relative(0.1)", lambda _: kfs.Relative(0.1)),
+    "inverse with relative damping": (
+        f"KFAC.inverse(Relative(0.1)) {OF}: {SIZE}, symmetric\n  2 blocks, ",
+        lambda risk: kfs.KFAC(risk).inverse(kfs.Relative(0.1)),
+    ),
     "power": ("EKFAC.power(-0.5, 0.1) of", lambda risk: kfs.EKFAC(risk).power(-0.5, 0.1)),
     "scaled": ("2 * KFAC of", lambda risk: 2 * kfs.KFAC(risk)),
     "shifted": ("(2 * KFAC).shift(0.1) of", lambda risk: (2 * kfs.KFAC(risk)).shift(0.1)),
+    "shifted by relative damping": (
+        f"KFAC.shift(Relative(0.5)) {OF}",
+        lambda risk: kfs.KFAC(risk).shift(kfs.Relative(0.5)),
+    ),
+    "part of blocks": (
+        f"KFAC['0.bias'; '0.bias'] {OF}: 4 x 4, float64 on cpu, symmetric\n  1 block, ",
+        lambda risk: kfs.KFAC(risk).submatrix("0.bias"),
+    ),
+    "sum of factors": (
+        f"KFAC + KFAC {OF}: {SIZE}, symmetric\n  2 blocks, ",
+        lambda risk: kfs.KFAC(risk) + kfs.KFAC(risk, "empirical"),
+    ),
+    "inverse of a sum": (
+        f"(KFAC + KFAC).inverse(0.1) {OF}: {SIZE}, symmetric\n  2 blocks, ",
+        lambda risk: (kfs.KFAC(risk) + kfs.KFAC(risk, "empirical")).inverse(0.1),  # type: ignore[attr-defined]
+    ),
     "sum of blocks": (f"exact_blocks + exact_blocks {OF}", lambda risk: exact_blocks(risk) + exact_blocks(risk)),
     "product of blocks": (f"KFAC @ KFAC {OF}: {SIZE}\n", lambda risk: kfs.KFAC(risk) @ kfs.KFAC(risk)),
     "transposed product": (f"(KFAC @ KFAC).T {OF}", lambda risk: (kfs.KFAC(risk) @ kfs.KFAC(risk)).T),
@@ -94,6 +142,14 @@ OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
         "Solution: converged after 0 iterations (tolerance 1e-06)\n  x: 26, ",
         lambda risk: solve(kfs.GGN(risk), torch.zeros(26, dtype=torch.float64)),
     ),
+    "least squares": (
+        "Solution: converged after ",
+        lambda risk: lsmr(kfs.Jacobian(risk), torch.ones(12, dtype=torch.float64), damping=0.1),
+    ),
+    "list": (
+        "Solution: converged after 0 iterations (tolerance 1e-06)\n  x: 4 tensors, 26 numbers, float64 on cpu",
+        lambda risk: solve(kfs.GGN(risk), [torch.zeros_like(p) for p in risk.params.values()]),
+    ),
     "estimate": ("Estimate: ", lambda risk: trace(kfs.GGN(risk), products=8)),
     "estimates": (
         "Estimate: 26, float64 on cpu, with an error for each number (8 products)",
@@ -102,6 +158,10 @@ OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
     "density": (
         "Density: 8 point masses, float64 on cpu\n  eigenvalues from ",
         lambda risk: spectral_density(kfs.GGN(risk), num_vectors=2, num_steps=4),
+    ),
+    "logarithmic density": (
+        "Density of log10 |eigenvalue|: 8 point masses, float64 on cpu\n  from -",
+        lambda risk: spectral_density(kfs.GGN(risk), num_vectors=2, num_steps=4).log10(),
     ),
     "inspection": (
         "KFAC of Sequential: 2 blocks, 488 B of factors\nparameter",
@@ -165,6 +225,9 @@ def test_operators_say_what_is_not_known_yet() -> None:
     assert "batches, not counted yet" in repr(kfs.GGN(make(data)))
     assert data.passes == 0
     assert "  1 batch, not counted yet" in repr(make(data.data))
+    announced = kfs.EmpiricalRisk(make().model, nn.CrossEntropyLoss(), data, num_data=6)
+    assert "  batches, 6 data" in repr(kfs.GGN(announced))
+    assert data.passes == 0
     f = kfs.EmpiricalRisk(lambda params, x: x @ params["W"], nn.MSELoss(), data.data, params={"W": torch.ones(3, 2)})
     assert repr(f).startswith("EmpiricalRisk of <lambda> with MSELoss (mean)\n  1 parameter, 6 numbers")
 
@@ -181,6 +244,21 @@ def test_tables_of_blocks() -> None:
     assert "Kronecker, A diagonal 5, B dense 4x4" in inverse
     assert "dense" in str(exact_blocks(risk))
     assert "  diagonal  " in str(exact_diagonal(risk))
+
+
+def test_tables_of_sums() -> None:
+    """Sums and their inverses say what they consist of, and of which models they are."""
+    torch.manual_seed(0)
+    X, y = torch.randn(2, 6, 3, dtype=torch.float64), torch.randn(2, 6, 2, dtype=torch.float64)
+    model = make().model
+    mean = kfs.EmpiricalRisk(model, nn.MSELoss(), (X[0], y[0]))
+    total = kfs.EmpiricalRisk(model, nn.MSELoss(reduction="sum"), (X[1], y[1]))
+    both = kfs.KFAC(mean) + kfs.KFAC(total, "empirical")
+    title = repr(both).splitlines()[0]
+    assert title.startswith("KFAC + KFAC of Sequential with MSELoss (mean) and Sequential with MSELoss (sum): 26 x 26")
+    assert str(both).count("sum of 2 Kronecker products") == 2
+    assert str(both.inverse(0.1, "factored")).count("diagonal in a common basis") == 2  # type: ignore[attr-defined]
+    assert "inverse of a sum of 3 Kronecker products" in str(both.inverse(0.1))  # type: ignore[attr-defined]
 
 
 def test_numbers_of_an_accelerator_are_not_read() -> None:

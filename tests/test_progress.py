@@ -13,7 +13,7 @@ from torch import nn
 
 import kfs
 from kfs import progress
-from kfs.operators import diagonal, eigenvalues, neumann, solve, spectral_density, squared_frobenius_norm, trace
+from kfs.operators import diagonal, eigenvalues, lsmr, neumann, solve, spectral_density, squared_frobenius_norm, trace
 from kfs.progress import Line, show_progress, tracked
 
 
@@ -58,6 +58,7 @@ ALGORITHMS: dict[str, Callable[[bool | None], object]] = {
     "Neumann series": lambda wanted: neumann(
         system(), torch.ones(26, dtype=torch.float64), scale=0.1, terms=3, progress=wanted
     ),
+    "LSMR": lambda wanted: lsmr(system(), torch.ones(26, dtype=torch.float64), progress=wanted),
     "spectral density": lambda wanted: spectral_density(system(), num_vectors=2, num_steps=3, progress=wanted),
     "trace": lambda wanted: trace(system(), products=8, progress=wanted),
     "diagonal": lambda wanted: diagonal(system(), products=8, progress=wanted),

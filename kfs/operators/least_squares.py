@@ -63,16 +63,16 @@ def lsmr(
         raise ModelError(f"damping is {damping!r}.", "Use a finite number that is not negative.")
     B, size, form = scaled_right_hand_side(A.codomain, b)
     limit = _ITERATIONS_PER_ROW * min(A.shape) if max_iterations is None else max_iterations
-    state = _State(A, B, damping**0.5)
-    residuals = [1.0 if bool((state.first > 0).any()) else 0.0]
     tolerance_of_estimate = max(tolerance, torch.finfo(B.dtype).eps)
     with show_progress("LSMR", None, progress, "iteration") as line:
+        state = _State(A, B, damping**0.5)
+        residuals = [1.0 if bool((state.first > 0).any()) else 0.0]
         while residuals[-1] > tolerance_of_estimate and len(residuals) <= limit:
             state.step()
             residuals.append(float(state.relative_gradient().amax()))
             share = share_done(len(residuals), limit, residuals[-1], tolerance_of_estimate)
             line.advance(note=f"gradient {residuals[-1]:.1e}", share=share)
-    gradient = product(A.T, B - product(A, state.x)) - damping * state.x
+        gradient = product(A.T, B - product(A, state.x)) - damping * state.x
     true = float(torch.where(state.first > 0, gradient.norm(dim=0) / state.first, 0.0).amax())
     if len(residuals) > 1:
         residuals[-1] = true

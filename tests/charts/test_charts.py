@@ -15,7 +15,7 @@ from kfs.errors import ModelError, UnknownNameError
 from kfs.kfac import Inspection
 from kfs.kfac.comparison import Comparison, Row
 from kfs.kfac.inspection import Row as InspectedRow
-from kfs.operators import solve, spectral_density
+from kfs.operators import lsmr, solve, spectral_density
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +121,23 @@ def test_spectra(make: type[kfs.KFAC]) -> None:
     assert [text.get_text() for text in legend.get_texts()] == [f"0 ({share:.0%} below damping)", "2"]
 
 
+def test_spectra_with_relative_damping() -> None:
+    """Each block is shifted by a part of its mean eigenvalue; a block without curvature is not."""
+    K = kfs.KFAC(small_risk())
+    found = lines(K.plot_spectrum(damping={"0": kfs.Relative(0.5), "2": 0.1}))
+    values = torch.linalg.eigvalsh(K.submatrix(["0.weight", "0.bias"]).to_dense()).flip(0)
+    torch.testing.assert_close(found[1], values.clamp(min=0) + 0.5 * values.mean())
+    zero = 0.0 * K
+    assert len(lines(zero.plot_spectrum(damping=kfs.Relative(0.5)))) == 2  # type: ignore[attr-defined]
+
+
+def test_spectra_of_sums() -> None:
+    K = kfs.KFAC(small_risk()) + kfs.KFAC(small_risk(), "empirical")
+    values = torch.linalg.eigvalsh(K.submatrix(["0.weight", "0.bias"]).to_dense()).flip(0)
+    axes = K.plot_spectrum("0", damping=0)  # type: ignore[attr-defined]
+    torch.testing.assert_close(lines(axes)[0], values.clamp(min=axes.get_ylim()[0]))
+
+
 def test_spectra_without_damping_and_of_one_block() -> None:
     K = kfs.KFAC(small_risk())
     axes = K.plot_spectrum("0", damping=0)
@@ -158,6 +175,14 @@ def test_density() -> None:
     assert torch.as_tensor(constant.plot().lines[0].get_xdata()).mean() == pytest.approx(1)
 
 
+def test_density_of_magnitudes() -> None:
+    density = spectral_density(kfs.Hessian(small_risk()), num_vectors=3, num_steps=10)
+    axes = density.log10(floor=1e-3).plot()
+    assert (density.plot().get_xlabel(), axes.get_xlabel()) == ("eigenvalue", "log10 |eigenvalue|")
+    masses = torch.as_tensor(axes.lines[1].get_xdata())
+    torch.testing.assert_close(10**masses, density.nodes.abs() + 1e-3)
+
+
 def test_convergence() -> None:
     risk = small_risk()
     solution = solve(kfs.GGN(risk).shift(0.1), risk.gradient())
@@ -172,6 +197,15 @@ def test_convergence() -> None:
     assert solution.plot(label="again", axes=axes) is axes
     assert [line.get_label() for line in axes.lines] == ["residual", "tolerance", "again"]
     assert axes.get_title() == f"converged after {solution.iterations} iterations"  # that of the first one
+
+
+def test_convergence_of_least_squares() -> None:
+    """Residuals are norms of gradients there, and the axis says so."""
+    solution = lsmr(kfs.Jacobian(small_risk()), torch.ones(40, dtype=torch.float64), damping=0.1)
+    axes = solution.plot()
+    assert axes.lines[0].get_label() == "gradient"
+    assert axes.get_ylabel().startswith("norm of the gradient")
+    assert axes.lines[1].get_ydata()[0] == solution.tolerance == 1e-6  # type: ignore[index]
 
 
 def test_cost_and_memory_by_layer() -> None:

@@ -50,7 +50,7 @@ def test_pictures_are_drawn_by_the_page(tmp_path: Path) -> None:
     draw_pictures(page, tmp_path)
     assert Path.cwd() == before
     shown = re.findall(r"!\[[^\]]+\]\((\w+\.svg)\)", page.read_text(encoding="utf-8"))
-    assert len(shown) == 6
+    assert len(shown) == 7
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(shown)
 
 
