@@ -73,7 +73,7 @@ OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
     "block": ("GGN['0.bias'; '0.bias']: 4 x 4, ", lambda risk: kfs.GGN(risk).submatrix("0.bias")),
     "identity": (f"Identity: {SIZE}, symmetric", lambda risk: Identity(kfs.GGN(risk).domain)),
     "entries": (
-        f"GGN[2 rows; 3 columns]: 2 x 3, float64 on cpu\n  GGN {OF}",
+        f"GGN[rows; columns]: 2 x 3, float64 on cpu\n  GGN {OF}",
         lambda risk: kfs.GGN(risk).submatrix([0, 4], slice(3)),
     ),
     "dense": ("Dense: 2 x 3, float64 on cpu", lambda _: Dense(torch.ones(2, 3, dtype=torch.float64))),

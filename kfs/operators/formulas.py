@@ -35,7 +35,7 @@ Example:
     GGN['bias'; 'bias']: 2 x 2, float32 on cpu, symmetric
       GGN of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
     >>> GGN(risk).submatrix([0, 3, 5], slice(4))
-    GGN[3 rows; 4 columns]: 3 x 4, float32 on cpu
+    GGN[rows; columns]: 3 x 4, float32 on cpu
       GGN of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
 """
 

@@ -344,7 +344,7 @@ class Submatrix(LinearOperator):
 class IndexedSubmatrix(LinearOperator):
     """Some rows and columns of an operator, by their places in flat vectors; a place may occur twice."""
 
-    template = "{base}[{codomain.size} rows; {domain.size} columns]"
+    template = "{base}[rows; columns]"
 
     def __init__(self, base: LinearOperator, rows: Tensor, columns: Tensor) -> None:
         """Store the places."""
