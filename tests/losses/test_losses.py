@@ -316,6 +316,21 @@ def test_stand_ins_have_the_same_fisher(case: Case, scale: float) -> None:
     assert loss.departure(f, scale * loss.gradient(f, y)) < 1e-10
 
 
+@pytest.mark.parametrize("margin", [1.0, 10.0, 16.0, 17.0, 18.0, 30.0])
+def test_round_off_of_sure_predictions_is_no_departure(margin: float) -> None:
+    """At the end of training, float32 cannot tell one from a probability of the right label. Another term shows."""
+    torch.manual_seed(0)
+    y = torch.randint(10, (64,))
+    f = 0.3 * torch.randn(64, 10)
+    f[torch.arange(64), y] += margin
+    f.requires_grad_()
+    (g,) = torch.autograd.grad(nn.functional.cross_entropy(f, y), f)
+    loss = describe(nn.CrossEntropyLoss())
+    assert loss.departure(f.detach(), g) < 1e-3
+    unsure = torch.randn(64, 10)
+    assert loss.departure(unsure, loss.gradient(unsure, y) + 0.1) > 0.05
+
+
 def test_stand_ins_that_do_not_exist() -> None:
     """Where curvature depends on targets, they must be known; and predictions must be the loss's."""
     with pytest.raises(LossError, match="depends on targets"):
