@@ -12,37 +12,7 @@ from kfs.names import few, near
 Params = dict[str, Tensor]
 
 
-class OwnParams:
-    """Tells whether parameters are a model's own tensors, as it uses them. That is asked for every batch.
-
-    Args:
-        model: A module, or a function: it has no tensors of its own, and uses those that it is given.
-    """
-
-    def __init__(self, model: object) -> None:
-        """Know nothing yet."""
-        self._model = model
-        self._places: list[tuple[dict[str, Any], str, Any]] = []  # where parameters were when they were the model's
-
-    def are(self, params: Params) -> bool:
-        """Whether parameters are the model's own tensors, and not other values."""
-        if not isinstance(self._model, nn.Module):
-            return True
-        if not all([owner.get(name) is part for owner, name, part in self._places]):  # noqa: C419 (faster)
-            self._places = []
-        if not self._places:
-            own = dict(self._model.named_parameters())
-            if not all(p is own[name] for name, p in params.items()):
-                return False
-            self._places = _places(self._model, params)
-        return True
-
-    def are_trainable(self, params: Params) -> bool:
-        """Whether none of a module's parameters is frozen."""
-        return not isinstance(self._model, nn.Module) or all(p.requires_grad for p in params.values())
-
-
-def _places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:
+def places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:
     """Return where parameters, and the modules on the way to them, are: in which dictionary, by which name."""
     found: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
     for full_name in params:

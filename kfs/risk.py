@@ -35,12 +35,12 @@ from kfs.data import (
 )
 from kfs.describing import Described, Description, batches_and_data, vector
 from kfs.errors import DataError, ModelError
-from kfs.exact_derivatives import ExactDerivatives, explained, no_hooks_on_saved_tensors
+from kfs.exact_derivatives import ExactDerivatives, WithoutGraph, explained, no_hooks_on_saved_tensors
 from kfs.flags import Flags, not_finite, refuse_not_finite
 from kfs.losses import Loss, describe
 from kfs.moving import copies_end, moved
 from kfs.outputs import prediction_in
-from kfs.parameters import OwnParams, Params, function_params, module_params, switched_on, with_gradients
+from kfs.parameters import Params, function_params, module_params, places, switched_on, with_gradients
 from kfs.progress import tracked
 from kfs.same_data import SameData
 from kfs.state import UnusedDraws, check_module, evaluating, random_state, restored, unchanged
@@ -107,8 +107,8 @@ class EmpiricalRisk(Described):
         self._same_data = SameData(num_data)
         self.flags: Flags | None = None  # takes note of bad data, in passes that do not wait for an accelerator
         self._draws = UnusedDraws(self.device)
-        self._differentiates = False  # whether the model needs a graph in its forward pass
-        self._own = OwnParams(model)
+        self._without_graph = WithoutGraph()
+        self._places: list[tuple[dict[str, Any], str, Any]] = []  # where parameters were when they were the model's
         self.check_model()
 
     @property
@@ -375,19 +375,15 @@ class EmpiricalRisk(Described):
                 return self.model(*args, **kwargs)
             return functional_call(self.model, params, args, kwargs)
 
-    def _without_graph(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run something without recording a graph, or with one if the model itself differentiates."""
-        if not self._differentiates:
-            try:
-                with torch.no_grad():
-                    return run()
-            except RuntimeError as error:
-                if "does not require grad" not in str(error):
-                    raise
-                self._differentiates = True
-        with torch.enable_grad():
-            return run().detach()
-
     def _at_own_params(self, frozen: bool) -> bool:
         """Whether parameters are the model's own tensors as it uses them: not other values, frozen only if allowed."""
-        return self._own.are(self.params) and (frozen or self._own.are_trainable(self.params))
+        if not isinstance(self.model, nn.Module):
+            return True
+        if not all([owner.get(name) is part for owner, name, part in self._places]):  # noqa: C419 (asked for every batch)
+            self._places = []
+        if not self._places:
+            own = dict(self.model.named_parameters())
+            if not all(p is own[name] for name, p in self.params.items()):
+                return False
+            self._places = places(self.model, self.params)
+        return frozen or all(p.requires_grad for p in self.params.values())
