@@ -15,6 +15,7 @@ from pygments.formatters import HtmlFormatter
 from rich.progress import track
 
 from docs import reference, site_checks
+from docs.blocks import draw_pictures
 from docs.markup import Links, Markup, plain
 from docs.pages import draw_figures, index_body, module_body, page, play_body, single, verified
 from docs.results import benchmarks_body
@@ -30,8 +31,10 @@ PAGES = {
     "cheatsheet_kfac": "Cheatsheet: which KFAC",
     "howto_natural_gradient": "How to take a natural gradient step",
     "howto_train": "How to train with natural gradients",
+    "howto_looking": "Looking at results",
     "howto_compare": "How to compare structures",
     "howto_checkpoints": "How to save, load and resume",
+    "coming_from": "Coming from another library",
     "right": "How do I know that it is right?",
     "gpu": "At the speed of the GPU",
     "engine": "How the engine works",
@@ -140,6 +143,7 @@ def write_assets(site: Path) -> None:
     for name in ("play.js", "play.css"):
         (site / name).write_text(play.asset(name), encoding="utf-8")
     draw_figures(site)
+    draw_pictures(DOCS / "howto_looking.md", site)
 
 
 if __name__ == "__main__":

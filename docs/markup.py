@@ -116,7 +116,9 @@ class Markup:
 
 
 def _fence(_: Any, tokens: Sequence[Token], place: int, *rest: Any) -> str:  # noqa: ARG001
-    return coloured(tokens[place].content, tokens[place].info.strip())
+    # Behind the language, a block may say which library it needs to run.
+    language, *_ = tokens[place].info.split() or [""]
+    return coloured(tokens[place].content, language)
 
 
 def _link(renderer: Any, tokens: Sequence[Token], place: int, options: Any, env: Any) -> str:

@@ -5,11 +5,18 @@ Start with `EmpiricalRisk` (model, loss, data), the linear operators on it, and 
 `kfs.basics`.
 """
 
-import kfs.optim  # noqa: F401 (so that it is there)
-from kfs.kfac import EKFAC, KFAC, Checkpoint, Relative, compare, inspect, load
-from kfs.operators import GGN, Fisher, Hessian, Jacobian
-from kfs.risk import EmpiricalRisk
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kfs.errors import UnknownAttributeError
+from kfs.names import near
 from kfs.version import __version__
+
+if TYPE_CHECKING:
+    from kfs import basics, losses, operators, optim  # noqa: F401
+    from kfs.kfac import EKFAC, KFAC, Checkpoint, Relative, compare, inspect, load
+    from kfs.operators import GGN, Fisher, Hessian, Jacobian
+    from kfs.risk import EmpiricalRisk
 
 __all__ = [
     "EKFAC",
@@ -26,3 +33,30 @@ __all__ = [
     "inspect",
     "load",
 ]
+_PACKAGES = ("basics", "losses", "operators", "optim")
+# Where names come from. They are imported when they are used first, so that `import kfs` takes no time.
+_FROM = {
+    "kfs.kfac": ("EKFAC", "KFAC", "Checkpoint", "Relative", "compare", "inspect", "load"),
+    "kfs.operators": ("GGN", "Fisher", "Hessian", "Jacobian"),
+    "kfs.risk": ("EmpiricalRisk",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a module of this package, when it is used first."""
+    for module, names in _FROM.items():
+        if name in names:
+            globals()[name] = value = getattr(import_module(module), name)
+            return value
+    if not name.startswith("_"):
+        try:
+            return import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":  # something that this module needs is missing
+                raise
+    raise UnknownAttributeError(f"{__name__} has no {name!r}.", near([name], __dir__()))
+
+
+def __dir__() -> list[str]:
+    """List public names and packages, and no others."""
+    return sorted((*__all__, *_PACKAGES))

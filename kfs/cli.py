@@ -76,8 +76,7 @@ def inspect(
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in table.rows], indent=2))
     else:
-        Console().print(table.table())
-        typer.echo(str(table.audit or ""))
+        typer.echo(str(table))
     if table.uncovered:
         raise typer.Exit(code=1)
 

@@ -56,6 +56,14 @@ class ModelError(KfsError, ValueError):
     """A model does not have what was asked for, or is not a function of one datum."""
 
 
+class UnknownNameError(ModelError, KeyError):
+    """A dictionary has no item of this name."""
+
+
+class UnknownAttributeError(KfsError, AttributeError):
+    """The package has no such name."""
+
+
 class SolverError(KfsError, ArithmeticError):
     """An iteration cannot reach a solution."""
 

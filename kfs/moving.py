@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.data import is_named_tuple, tensors_in, with_values
+from kfs.data import Batch, is_named_tuple, tensors_in, with_values
+from kfs.errors import DataError
 
 
 def move(x: Any, device: torch.device) -> Any:
@@ -21,6 +22,31 @@ def move(x: Any, device: torch.device) -> Any:
     if hasattr(x, "to"):  # packed sequences
         return x.to(device)
     return type(x)(*(move(value, device) for value in x)) if is_named_tuple(x) else x
+
+
+def moved(x: Any, y: Tensor, first: int, device: torch.device, count: Callable[[Tensor], float | Tensor]) -> Batch:
+    """Return a batch on a device.
+
+    Args:
+        x: Inputs.
+        y: Targets.
+        first: Index of the first datum.
+        device: Where to.
+        count: Counts what a mean over the targets divides by.
+
+    Raises:
+        DataError: If they have no values.
+    """
+    try:
+        y = move(y, device)
+        return Batch(move(x, device), y, first, count(y))
+    except NotImplementedError as error:
+        if "meta" not in str(error):
+            raise
+        raise DataError(
+            "A batch is on the meta device, where tensors have shapes but no values.",
+            f"Pass data with values: the model is on {device}.",
+        ) from error
 
 
 def copies_end(x: Any, y: Tensor, device: torch.device) -> Callable[[], None]:

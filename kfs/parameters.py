@@ -7,6 +7,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from kfs.errors import DtypeError, ModelError
+from kfs.names import few, near
 
 Params = dict[str, Tensor]
 
@@ -32,16 +33,16 @@ def module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor]
         if not chosen:
             raise ModelError(
                 "No parameter of the model requires gradients, so there is nothing to differentiate.",
-                f"Name those to consider: params=[...] with names from {list(named)}.",
+                f"Name those to consider: params=[...] with names from {few(named)}.",
             )
         return _checked(chosen)
     if isinstance(params, str):
         params = [params]
     if not isinstance(params, Iterable):
-        raise ModelError(f"params is {params!r}.", f"Pass a list of names, or a dictionary, from {list(named)}.")
+        raise ModelError(f"params is {params!r}.", f"Pass a list of names, or a dictionary, from {few(named)}.")
     unknown = [name for name in params if name not in named]
     if unknown:
-        raise ModelError(f"The model has no parameters {unknown}.", f"Choose from {list(named)}.")
+        raise ModelError(f"The model has no parameters {unknown}.", near(unknown, named))
     values = params if isinstance(params, Mapping) else named
     for name in params:
         if values[name].shape != named[name].shape:

@@ -16,7 +16,6 @@ from math import isfinite
 from typing import Any, NoReturn, cast
 
 import torch
-from rich.progress import track
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,18 +33,20 @@ from kfs.data import (
     tensors_in,
     unpacked,
 )
+from kfs.describing import Described, Description, batches_and_data, vector
 from kfs.errors import DataError, ModelError
-from kfs.exact_derivatives import ExactDerivatives, explained, no_hooks_on_saved_tensors
+from kfs.exact_derivatives import ExactDerivatives, WithoutGraph, explained, no_hooks_on_saved_tensors
 from kfs.flags import Flags, not_finite, refuse_not_finite
 from kfs.losses import Loss, describe
-from kfs.moving import copies_end, move
+from kfs.moving import copies_end, moved
 from kfs.outputs import prediction_in
 from kfs.parameters import Params, function_params, module_params, places, switched_on, with_gradients
+from kfs.progress import tracked
 from kfs.same_data import SameData
 from kfs.state import UnusedDraws, check_module, evaluating, random_state, restored, unchanged
 
 
-class EmpiricalRisk:
+class EmpiricalRisk(Described):
     """The empirical risk of a model on a data set, as a function of (some of) its parameters.
 
     Args:
@@ -61,7 +62,8 @@ class EmpiricalRisk:
         params: For a module, which parameters to consider: a list of names, or a dictionary of names and values. By
             default all that require gradients. For a function, the dictionary of its parameters.
         unpack: Splits a batch into `(x, y)`. By default pairs are taken apart, and mappings at their key `"labels"`.
-        progress: Whether to show progress over batches.
+        progress: Whether to show how far a computation is, in a terminal or a notebook. By default, computations that
+            take longer than two seconds are shown.
         num_data: Number of data, if you know it: it saves operators a first pass over all batches, which counts them.
             Every complete pass checks it. Data with ignored or weighted targets need to be counted.
 
@@ -92,7 +94,7 @@ class EmpiricalRisk:
         data: object,
         params: Sequence[str] | Mapping[str, Tensor] | None = None,
         unpack: Callable[[Any], tuple[Any, Tensor]] | None = None,
-        progress: bool = False,
+        progress: bool | None = None,
         num_data: int | None = None,
     ) -> None:
         """Check what can be checked without running the model."""
@@ -105,7 +107,7 @@ class EmpiricalRisk:
         self._same_data = SameData(num_data)
         self.flags: Flags | None = None  # takes note of bad data, in passes that do not wait for an accelerator
         self._draws = UnusedDraws(self.device)
-        self._differentiates = False  # whether the model needs a graph in its forward pass
+        self._without_graph = WithoutGraph()
         self._places: list[tuple[dict[str, Any], str, Any]] = []  # where parameters were when they were the model's
         self.check_model()
 
@@ -138,6 +140,21 @@ class EmpiricalRisk:
     def sum_dtype(self) -> torch.dtype:
         """The dtype to sum over data in: half precision would lose all but the first few hundred terms."""
         return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def about(self) -> str:
+        """Model and loss in a few words. A function has a name of its own, other models that of their class."""
+        name = getattr(self.model, "__name__", type(self.model).__name__)
+        return f"{name} with {self.loss.name} ({self.loss.reduction})"
+
+    @property
+    def about_data(self) -> str:
+        """What is known about the data, without a pass over them."""
+        return batches_and_data(self.num_batches, self._same_data.known_number)
+
+    def describe(self) -> Description:
+        """Describe model, loss, parameters and data."""
+        return Description(f"EmpiricalRisk of {self.about}", (vector(self.params, "parameter"), self.about_data))
 
     def value(self) -> float:
         """Evaluate the risk. It equals the loss module's value on all data at once.
@@ -260,8 +277,8 @@ class EmpiricalRisk:
         A loader that shuffles does so in the same way every time. Neither counts nor the first batch may change.
         """
         data: Iterable[Any] = repeatably(self._data)
-        if self.progress:
-            data = track(data, task, total=self.num_batches, transient=True)
+        if task:
+            data = tracked(data, task, self.num_batches, self.progress, "batch")
         first = 0
         count: float | Tensor = 0  # an integer, so that counts of integers on a device stay exact
         seen: Fingerprint | None = None
@@ -271,7 +288,7 @@ class EmpiricalRisk:
                 if seen is None:
                     seen = fingerprint(x, y)  # where the data are: those on a CPU need not wait for an accelerator
                     self._same_data.check_first_batch(seen)
-                batch, copied = self._moved(x, y, first), copies_end(x, y, self.device)
+                batch, copied = moved(x, y, first, self.device, self.loss.count), copies_end(x, y, self.device)
                 yield batch
                 copied()
                 count = count + batch.counted
@@ -336,11 +353,9 @@ class EmpiricalRisk:
 
     @contextmanager
     def _trainable(self) -> Iterator[None]:
-        """Let all parameters require gradients, and leave them as before.
-
-        Those of the model itself are switched on, so that a checkpoint, which runs it again, finds them so, too. Others
-        are replaced by leaves with the same values.
-        """
+        """Let all parameters require gradients, and leave them as before."""
+        # Those of the model are switched on, so that a checkpoint, which runs it again, finds them so, too. Others are
+        # replaced by leaves with the same values.
         given = self.params
         own = isinstance(self.model, nn.Module) and self._at_own_params(frozen=True)
         try:
@@ -360,19 +375,6 @@ class EmpiricalRisk:
                 return self.model(*args, **kwargs)
             return functional_call(self.model, params, args, kwargs)
 
-    def _without_graph(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run something without recording a graph, or with one if the model itself differentiates."""
-        if not self._differentiates:
-            try:
-                with torch.no_grad():
-                    return run()
-            except RuntimeError as error:
-                if "does not require grad" not in str(error):
-                    raise
-                self._differentiates = True
-        with torch.enable_grad():
-            return run().detach()
-
     def _at_own_params(self, frozen: bool) -> bool:
         """Whether parameters are the model's own tensors as it uses them: not other values, frozen only if allowed."""
         if not isinstance(self.model, nn.Module):
@@ -385,16 +387,3 @@ class EmpiricalRisk:
                 return False
             self._places = places(self.model, self.params)
         return frozen or all(p.requires_grad for p in self.params.values())
-
-    def _moved(self, x: Any, y: Tensor, first: int) -> Batch:
-        """Return a batch on the parameters' device."""
-        try:
-            y = move(y, self.device)
-            return Batch(move(x, self.device), y, first, self.loss.count(y))
-        except NotImplementedError as error:
-            if "meta" not in str(error):
-                raise
-            raise DataError(
-                "A batch is on the meta device, where tensors have shapes but no values.",
-                f"Pass data with values: the model is on {self.device}.",
-            ) from error

@@ -31,6 +31,11 @@ class SameData:
         self.counted: tuple[int, float] | None = None
         self._first_batch: Fingerprint | None = None
 
+    @property
+    def known_number(self) -> int | None:
+        """Number of data: the counted or the announced one; `None` if it is not known."""
+        return self._announced if self.counted is None else self.counted[0]
+
     def extrapolate(self, first: int, num_data: int, count: float | Tensor) -> bool:
         """Count all data as the first batch of them, if their number was announced. Complete passes check that later.
 

@@ -12,6 +12,8 @@ from xdist.scheduler import LoadFileScheduling
 
 # On some CPUs oneDNN chooses instructions for bfloat16 products that they do not have.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# Plots need no display.
+os.environ.setdefault("MPLBACKEND", "agg")
 
 # Derandomized: the same examples on every machine and in every run. No deadline: timing is no subject of unit tests.
 settings.register_profile("kfs", deadline=None, derandomize=True, max_examples=40)

@@ -32,6 +32,7 @@ from kfs.kfac.settings import Settings
 from kfs.kfac.structures import BlockDiagonal, Dense, Eigenbasis, Factor, Kronecker, Structure, stacked_with_zeros
 from kfs.kfac.sums import PerDatumSums, Squares, Statistic, Use
 from kfs.kfac.sums.inputs import Vectors
+from kfs.progress import show_progress
 from kfs.risk import EmpiricalRisk
 
 S = TypeVar("S", bound=Statistic)
@@ -62,7 +63,7 @@ def exact_blocks(risk: EmpiricalRisk, *, max_size: int = 4096, **settings: Any) 
             )
     matrices = exact_matrices(K, risk, layouts)
     parts = [(layout, Dense(matrices[name][None], *layout.matrix_shape[1:])) for name, layout in layouts.items()]
-    return BlockDiagonal(K.domain, stacked_with_zeros(parts, K.domain))
+    return BlockDiagonal(K.domain, stacked_with_zeros(parts, K.domain)).called("exact_blocks", K.of)
 
 
 def exact_matrices(K: KFAC, risk: EmpiricalRisk, names: Iterable[str]) -> dict[str, Tensor]:
@@ -81,7 +82,8 @@ def exact_diagonal(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
     """
     K = _kfac(risk, settings)
     found = _statistics(K, risk, lambda block: Squares(_zeros(K, *block.layout.matrix_shape)))
-    return _operator(K, lambda block: Eigenbasis.of_diagonal(block.reduction_factor * found[block.name].total))
+    made = _operator(K, lambda block: Eigenbasis.of_diagonal(block.reduction_factor * found[block.name].total))
+    return made.called("exact_diagonal")
 
 
 def trace_scaled(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
@@ -100,7 +102,7 @@ def trace_scaled(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
         # A block without curvature has traces of zero, and stays zero.
         return Kronecker(A.scaled(block.reduction_factor), B.scaled(torch.where(trace > 0, 1 / trace, 0.0)))
 
-    return _operator(K, structure)
+    return _operator(K, structure).called("trace_scaled")
 
 
 def optimal_kronecker(
@@ -123,14 +125,16 @@ def optimal_kronecker(
     # The scale of KFAC's B does not matter: the first A is divided by the norm of B, and B is then replaced.
     B = {name: block.structure().B.unscaled().to(K.device, _zeros(K).dtype) for name, block in K.blocks.items()}
     norms = _zeros(K, 1)
-    for _ in range(steps):
-        A = _best_factors(K, risk, "A", B)
-        B = _best_factors(K, risk, "B", A)
-        before = norms
-        norms = torch.cat([A[name].squared_norm().sqrt() * B[name].squared_norm().sqrt() for name in B])
-        if bool(((norms - before).abs() <= tolerance * norms).all()):
-            break
-    return _operator(K, lambda block: Kronecker(A[block.name], B[block.name]))
+    with show_progress("optimal Kronecker", steps, risk.progress, "step") as line:
+        for _ in range(steps):
+            A = _best_factors(K, risk, "A", B)
+            B = _best_factors(K, risk, "B", A)
+            line.advance()
+            before = norms
+            norms = torch.cat([A[name].squared_norm().sqrt() * B[name].squared_norm().sqrt() for name in B])
+            if bool(((norms - before).abs() <= tolerance * norms).all()):
+                break
+    return _operator(K, lambda block: Kronecker(A[block.name], B[block.name])).called("optimal_kronecker")
 
 
 def _best_factors(K: KFAC, risk: EmpiricalRisk, side: Side, fixed: dict[str, Factor]) -> dict[str, Factor]:
@@ -245,7 +249,7 @@ def _statistics(K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], S | None])
 def _operator(K: KFAC, structure: Callable[[Block], Structure]) -> BlockDiagonal:
     """Make an operator of all blocks."""
     parts = [(block.layout, structure(block)) for block in K.blocks.values()]
-    return BlockDiagonal(K.domain, stacked_with_zeros(parts, K.domain))
+    return BlockDiagonal(K.domain, stacked_with_zeros(parts, K.domain)).called("", K.of)
 
 
 def _zeros(K: KFAC, *shape: int) -> Tensor:

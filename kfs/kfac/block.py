@@ -7,6 +7,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from kfs.describing import Described, Description, matrix, readable_size, shaped, times
 from kfs.errors import ShapeError
 from kfs.kfac.layout import Layout, Side
 from kfs.kfac.structures.decompositions import computable
@@ -14,18 +15,50 @@ from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.sums.block_sums import BlockSums
 
+_SHOWN = 2**20  # numbers of a factor; of larger ones, only the size is shown
 
-@dataclass
-class Block:
+
+@dataclass(repr=False)
+class Block(Described):
     """The Kronecker factors of one parameter, joint with its bias.
 
     Attributes:
         sums: Sums of outer products, before any scaling.
         reduction_factor: `R`, for all data seen.
+
+    Example:
+        >>> from kfs import KFAC, EmpiricalRisk
+        >>> model = torch.nn.Linear(2, 1)
+        >>> data = torch.tensor([[1.0, 0.0], [1.0, 2.0]]), torch.zeros(2, 1)
+        >>> KFAC(EmpiricalRisk(model, torch.nn.MSELoss(), data)).blocks["weight"]
+        Block 'weight' of weight and bias: 1 x 3, 40 B
+          operations: linear; sharing: expand
+          A: 3 x 3, float32 on cpu
+             2.00e+00  2.00e+00  2.00e+00
+             2.00e+00  4.00e+00  2.00e+00
+             2.00e+00  2.00e+00  2.00e+00
+          B: 1 x 1, float32 on cpu
+             1.00e+00
     """
 
     sums: BlockSums
     reduction_factor: float = 1.0
+
+    def describe(self) -> Description:
+        """Describe parameters and factors; some numbers are shown if they are on a CPU, and not very many."""
+        groups, rows, columns = self.layout.matrix_shape
+        size = times((groups, rows, columns) if groups > 1 else (rows, columns))
+        title = f"Block {self.name!r} of {' and '.join(self.layout.params)}: {size}, {readable_size(self.nbytes)}"
+        facts = [f"operations: {', '.join(sorted(self.operations))}; sharing: {self.sharing}"]
+        sides: tuple[Side, ...] = ("A", "B")
+        for side in sides:
+            total = self.sums.on_side(side)[0].total
+            # Scales may be on an accelerator, too, and scaling copies the factor.
+            if total.device.type != "cpu" or total.numel() > _SHOWN:
+                facts.append(f"{side}: {shaped(total if groups > 1 else total[0])}")
+            else:
+                facts.append(matrix(side, self.A if side == "A" else self.B))
+        return Description(title, tuple(facts))
 
     @property
     def layout(self) -> Layout:

@@ -4,20 +4,24 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
+from kfs.charts import draw_errors
+from kfs.describing import DescribedByTables, Description, Table, readable_size
 from kfs.errors import ModelError
 from kfs.kfac.alternatives import exact_blocks, exact_diagonal, exact_matrices, optimal_kronecker, trace_scaled
 from kfs.kfac.ekfac import EKFAC
-from kfs.kfac.inspection import as_text, make_table, readable_size
 from kfs.kfac.kfac import KFAC
 from kfs.kfac.structures import BlockDiagonal, Structure
+from kfs.names import near
+from kfs.progress import show_progress
 from kfs.risk import EmpiricalRisk
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 STRUCTURES: dict[str, Callable[..., BlockDiagonal]] = {
     "KFAC": KFAC,
@@ -48,8 +52,8 @@ class Row:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(DescribedByTables):
     """What `compare` returns. Print it, or `plot` it.
 
     Attributes:
@@ -62,8 +66,8 @@ class Comparison:
     costs: dict[str, float]
     left_out: tuple[str, ...] = ()
 
-    def table(self) -> Table:
-        """Return the table for `rich`."""
+    def describe(self) -> Description:
+        """Describe errors and costs, layer by layer."""
         numbers = ("Frobenius", "spectral", "bytes", "cost / gradient")
         rows = []
         before = None
@@ -73,47 +77,24 @@ class Comparison:
             errors = f"{row.frobenius:.2e}", f"{row.spectral:.2e}"
             cost = f"{self.costs[row.structure]:.1f}"
             rows.append((layer, row.structure, *errors, readable_size(row.nbytes), cost))
-        title = "Errors against exact blocks, relative to them"
-        return make_table(title, ("layer", "structure", *numbers), rows, right=numbers)
+        table = Table("", ("layer", "structure", *numbers), rows, numbers)
+        notes = (f"Too large for exact blocks: {', '.join(self.left_out)}.",) if self.left_out else ()
+        return Description("Errors against exact blocks, relative to them", tables=(table,), notes=notes)
 
-    def __str__(self) -> str:
-        """Return the table as text."""
-        text = as_text(self.table(), width=100)
-        return text + (f"Too large for exact blocks: {', '.join(self.left_out)}.\n" if self.left_out else "")
-
-    def plot(self, path: str | Path) -> None:
-        """Draw errors in the Frobenius norm, a group of bars for each layer.
+    def plot(self, *, axes: "Axes | None" = None) -> "Axes":
+        """Draw errors in the Frobenius norm, by layer. Exact structures are left out.
 
         Args:
-            path: File for the picture. Its ending determines the format.
+            axes: Where to draw; by default in a new figure, with a legend.
 
-        Raises:
-            ModelError: If matplotlib is missing.
+        Returns:
+            Axes of matplotlib.
         """
-        try:
-            from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
-        except ImportError as error:
-            raise ModelError("matplotlib is not installed.", "Install it: pip install 'kfs[plots]'.") from error
-        figure = Figure(figsize=(3 + 1.3 * len({row.layer for row in self.rows}), 3.6), layout="constrained")
-        axes = figure.subplots()
-        self.draw(axes)
-        axes.legend(title="structure", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-        figure.savefig(path)
-
-    def draw(self, axes: Any) -> None:
-        """Draw errors in the Frobenius norm into axes of matplotlib. Exact structures have no bars."""
         layers = list(dict.fromkeys(row.layer for row in self.rows))
         wrong = {row.structure for row in self.rows if row.frobenius > 0}
         names = [name for name in self.costs if name in wrong]
-        width = 0.8 / max(len(names), 1)
-        for place, name in enumerate(names):
-            errors = [row.frobenius for row in self.rows if row.structure == name]
-            left = [x - 0.4 + (place + 0.5) * width for x in range(len(layers))]
-            axes.bar(left, errors, 0.9 * width, label=name)
-        axes.set_xticks(range(len(layers)), layers)
-        axes.set_xlabel("layer")
-        axes.set_ylabel(r"error, $\|S - C\|_F \,/\, \|C\|_F$")
-        axes.spines[["top", "right"]].set_visible(False)
+        errors = {name: [row.frobenius for row in self.rows if row.structure == name] for name in names}
+        return draw_errors(layers, errors, r"error, $\|S - C\|_F \,/\, \|C\|_F$", axes)
 
 
 def compare(
@@ -158,14 +139,16 @@ def compare(
     left_out = tuple(name for name in sizes if name not in small)
     if left_out:
         makers.pop("exact blocks", None)
-    exact = exact_matrices(K, risk, small)
-    unit = _seconds(risk.gradient)[1]
     found: dict[str, dict[str, Structure]] = {}
     costs: dict[str, float] = {}
-    for name, make in makers.items():
-        operator, seconds = _seconds(partial(make, risk, **settings))
-        found[name] = operator.structures
-        costs[name] = seconds / unit
+    with show_progress("comparison", len(makers) + 1, risk.progress, "structure") as line:
+        exact = exact_matrices(K, risk, small)
+        unit = _seconds(risk.gradient)[1]
+        for name, make in makers.items():
+            line.advance(note=name)
+            operator, seconds = _seconds(partial(make, risk, **settings))
+            found[name] = operator.structures
+            costs[name] = seconds / unit
     rows = [_row(layer, name, found[name][layer], C.double()) for layer, C in exact.items() for name in found]
     return Comparison(tuple(rows), costs, left_out)
 
@@ -177,7 +160,7 @@ def _makers(structures: Iterable[str] | Mapping[str, Callable[..., BlockDiagonal
     names = [structures] if isinstance(structures, str) else list(structures)
     unknown = [name for name in names if name not in STRUCTURES]
     if unknown or not names:
-        raise ModelError(f"There are no structures {unknown or names}.", f"Choose from {list(STRUCTURES)}.")
+        raise ModelError(f"There are no structures {unknown or names}.", near(unknown, STRUCTURES))
     return {name: STRUCTURES[name] for name in names}
 
 

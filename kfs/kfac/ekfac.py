@@ -25,19 +25,22 @@ times too small, and inverses too large. Measured with fresh draws, every eigenv
 depend on seed, datum and number alone.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from kfs.describing import Description
 from kfs.errors import DataError, ModelError
 from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.block import Block
 from kfs.kfac.coverage import exact_diagonals
-from kfs.kfac.kfac import KFAC, LossScale
+from kfs.kfac.kfac import KFAC
 from kfs.kfac.layout import Key
+from kfs.kfac.looking import describe_factors, plot_factors
+from kfs.kfac.loss_scale import LossScale
 from kfs.kfac.scaffold import sweep
 from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress
@@ -47,9 +50,13 @@ from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.stack import Stack, check_coverage
 from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic
 from kfs.operators.space import Space
+from kfs.progress import show_progress
 from kfs.risk import EmpiricalRisk
 from kfs.storage import UnfitError
 from kfs.waiting import numbers, waiting_allowed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @loadable
@@ -74,6 +81,17 @@ class EKFAC(BlockDiagonal):
         audit: What was checked, and how closely; `None` if nothing was, or if eigenvalues were loaded.
 
     Example:
+        >>> model, data = torch.nn.Linear(3, 2), (torch.rand(9, 3), torch.rand(9, 2))
+        >>> print(EKFAC(EmpiricalRisk(model, torch.nn.MSELoss(), data), "mc", mc_samples=2))
+        EKFAC of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
+          fisher='mc', sharing='expand', mc_samples=2
+          factors of 9 data, eigenvalues of 9, 1 block, 80 B of factors
+        blocks
+        block   matrix  A          B          operations  bytes
+        ------  ------  ---------  ---------  ----------  -----
+        weight  2 x 4   dense 4x4  dense 2x2  linear       80 B
+
+    Example:
         >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
         >>> risk = EmpiricalRisk(model, torch.nn.CrossEntropyLoss(), (torch.rand(10, 4), torch.randint(2, (10,))))
@@ -96,7 +114,10 @@ class EKFAC(BlockDiagonal):
         """Compute factors, decompose them, and compute eigenvalues."""
         _check_fisher(fisher)
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
-        self._start(KFAC(risk, fisher, sharing, checkpoint=checkpoint, **settings), risk, checkpoint)
+        with show_progress("EKFAC", 2, risk.progress, "pass") as line:
+            factors = KFAC(risk, fisher, sharing, checkpoint=checkpoint, **settings)
+            line.advance()
+            self._start(factors, risk, checkpoint)
 
     @classmethod
     def from_kfac(cls, K: KFAC, risk: EmpiricalRisk) -> "EKFAC":
@@ -115,6 +136,7 @@ class EKFAC(BlockDiagonal):
         """Decompose factors, and compute eigenvalues."""
         super().__init__(factors.domain, None)
         self.factors = factors
+        self._of = factors.of
         with waiting_allowed():  # a decomposition is checked before anybody uses it
             self._sums = [
                 Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis())) for stack in factors.stacks
@@ -127,6 +149,24 @@ class EKFAC(BlockDiagonal):
         self.num_data = progress.num_data
         self.count = progress.count
         self.audit = progress.audit
+
+    def describe(self) -> Description:
+        """Describe model, loss, settings, data and blocks."""
+        data = f"factors of {self.factors.num_data:,} data, eigenvalues of {self.num_data:,}"
+        return describe_factors(self.about, self.blocks, self.settings, data)
+
+    def plot(self, names: Iterable[str] | None = None, *, most: int = 12) -> "list[Axes]":
+        """Draw the factors `A` and `B` of every block as heat maps, into a new figure.
+
+        Args:
+            names: Blocks to draw. By default all of them; if there are more than `most`, the first ones that are not
+                just a vector, as biases and scales are.
+            most: How many blocks to draw if none are named.
+
+        Returns:
+            Axes of matplotlib: of `A` and `B`, block by block.
+        """
+        return plot_factors(self.blocks, names, most)
 
     @property
     def blocks(self) -> dict[str, Block]:
@@ -263,6 +303,7 @@ class EKFAC(BlockDiagonal):
         BlockDiagonal.__init__(E, space, None)
         E.num_data = int(state["num_data"])
         E.audit = None
+        E._of = str(state.get("of", ""))
         E.factors = KFAC._from_state(state | {"num_data": state.get("num_data_of_factors", E.num_data)}, space)
         E.count = float(state["eigen_count"])
         E._sums = list(map(Stack.from_state, state["eigenvalues"]))

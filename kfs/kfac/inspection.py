@@ -1,18 +1,18 @@
 """What KFAC covers, with what factors, at what cost: shown before any factor is computed."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
+from kfs.charts import draw_bars
 from kfs.data import Batch, can_be_cut, cut, tensors_in
+from kfs.describing import DescribedByTables, Description, Table, counted, readable_count, readable_size
 from kfs.errors import DataError, KfsError, ModelError
 from kfs.exact_derivatives import explained
 from kfs.kfac.capture import Audit, Audits, Known, backward, forward, measure_rows
@@ -24,6 +24,10 @@ from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.risk import EmpiricalRisk
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLUMNS = ("parameter", "shape", "operations", "block", "A", "B", "bytes", "cost", "not covered because")
 # How questions about values are answered on the `meta` device: as for data in which nothing is special.
 _ANSWERS = {"all": True, "eq": True, "__eq__": True, "any": False}
 
@@ -40,6 +44,7 @@ class Row:
         A: Structure and size of the input-based factor.
         B: Structure and size of the gradient-based factor.
         nbytes: Bytes of both factors. Zero for a bias that shares its weight's block.
+        cost: Floating-point operations for both factors, for each datum and column that is sent back, roughly.
         why_not: Why the parameter is not covered. Empty if it is.
         rows: How rows of the operations' inputs belong to data. Empty without audit.
         difference: Relative difference of the sum over its uses from its gradient by autograd. `None` without audit.
@@ -52,22 +57,25 @@ class Row:
     A: str = ""
     B: str = ""
     nbytes: int = 0
+    cost: float = 0.0
     why_not: str = ""
     rows: str = ""
     difference: float | None = None
 
 
-@dataclass(frozen=True)
-class Inspection:
+@dataclass(frozen=True, repr=False)
+class Inspection(DescribedByTables):
     """A table of all parameters; printing it shows it.
 
     Attributes:
         rows: One per parameter and block.
+        model: The class of the model.
         audit: What was checked, and how closely; `None` if nothing was.
     """
 
     rows: tuple[Row, ...]
     audit: Audit | None = None
+    model: str = ""
 
     @property
     def uncovered(self) -> dict[str, str]:
@@ -79,21 +87,37 @@ class Inspection:
         """Bytes of all factors."""
         return sum(row.nbytes for row in self.rows)
 
-    def table(self) -> Table:
-        """Return the table for `rich`."""
+    def plot(self) -> "list[Axes]":
+        """Draw bytes of factors, and operations for them, layer by layer, into a new figure.
+
+        Returns:
+            Axes of matplotlib: for bytes, and for operations for each datum and column that is sent back.
+
+        Raises:
+            ModelError: If nothing is covered.
+        """
+        layers = {row.block: row for row in self.rows if row.nbytes}
+        if not layers:
+            raise ModelError("No parameter is covered.", "Print the table: it says why.")
+        memory = [float(row.nbytes) for row in layers.values()], readable_size
+        work = [row.cost for row in layers.values()], readable_count
+        return draw_bars(list(layers), {"factors": memory, "operations for a datum": work})
+
+    def describe(self) -> Description:
+        """Describe all parameters, and what was checked."""
         rows = []
         for row in self.rows:
             shape = "x".join(map(str, row.shape))
+            size = readable_size(row.nbytes) if row.nbytes else ""
+            cost = readable_count(row.cost) if row.cost else ""
             operations = ", ".join(row.operations)
-            size = readable_size(row.nbytes)
-            rows.append((row.parameter, shape, operations, row.block, row.A, row.B, size, row.why_not))
-        columns = ("parameter", "shape", "operations", "block", "A", "B", "bytes", "not covered because")
-        title = f"KFAC: {len(self.rows)} rows, {readable_size(self.nbytes)} of factors"
-        return make_table(title, columns, rows)
-
-    def __str__(self) -> str:
-        """Return the table as text, and below what was checked."""
-        return as_text(self.table(), width=160) + ("" if self.audit is None else f"{self.audit}\n")
+            rows.append((row.parameter, shape, operations, row.block, row.A, row.B, size, cost, row.why_not))
+        blocks = len({row.block for row in self.rows if row.block})
+        title = f"KFAC of {self.model}" if self.model else "KFAC"
+        title += f": {counted(blocks, 'block')}, {readable_size(self.nbytes)} of factors"
+        title += f", {counted(len(self.uncovered), 'parameter')} not covered" if self.uncovered else ""
+        notes = () if self.audit is None else (str(self.audit),)
+        return Description(title, tables=(Table("", _COLUMNS, rows, ("bytes", "cost")),), notes=notes)
 
 
 def inspect(
@@ -134,6 +158,12 @@ def inspect(
     Example:
         >>> print(inspect(torch.nn.Linear(3, 2), torch.rand(5, 3)).rows[0].A)
         dense 4x4
+        >>> inspect(torch.nn.Linear(3, 2), torch.rand(5, 3), audit=False)
+        KFAC of Linear: 1 block, 80 B of factors
+        parameter  shape  operations  block   A          B          bytes  cost
+        ---------  -----  ----------  ------  ---------  ---------  -----  ----
+        weight     2x3    linear      weight  dense 4x4  dense 2x2   80 B    40
+        bias       2      linear      weight  dense 4x4  dense 2x2
         >>> with torch.device("meta"):
         ...     large = torch.nn.Linear(100_000, 2)
         >>> print(inspect(large, torch.rand(5, 100_000)).rows[0].A)
@@ -154,16 +184,18 @@ def inspect(
             # Without values there is nothing to audit.
             known = audits.of_batch(risk, batch) if audit and risk.device.type != "meta" else None
             few = _audited_part(batch, known, audits.report, batch_axis)
-            sums, why_not = _uses(risk, batch if few is None else few, settings, known)
+            used = batch if few is None else few
+            sums, why_not = _uses(risk, used, settings, known)
             if few is not None and why_not:  # other data may use what these do not
-                sums, why_not = _uses(risk, batch, settings, known)
+                used = batch
+                sums, why_not = _uses(risk, used, settings, known)
     rows = []
     for name, p in risk.params.items():
         blocks = [block for block in sums.blocks.values() if name in block.layout.params and name not in why_not]
-        rows += [_row(name, p, block, audits.report) for block in blocks]
+        rows += [_row(name, p, block, audits.report, len(used.y)) for block in blocks]
         if not blocks:
             rows.append(Row(name, tuple(p.shape), why_not=why_not[name]))
-    return Inspection(tuple(rows), audits.report)
+    return Inspection(tuple(rows), audits.report, risk.about.partition(" ")[0])
 
 
 def _audited_part(batch: Batch, known: Known | None, report: Audit | None, batch_axis: int | None) -> Batch | None:
@@ -240,16 +272,23 @@ def _anything(f: Tensor, y: Tensor) -> Tensor:
     return f.sum() + y
 
 
-def _row(name: str, p: Tensor, block: BlockSums, audit: Audit | None) -> Row:
+def _row(name: str, p: Tensor, block: BlockSums, audit: Audit | None, num_data: int) -> Row:
     """Describe a parameter that is covered."""
     A = _structure_and_size(block, "A")
     B = _structure_and_size(block, "B")
     nbytes = block.nbytes if name == block.layout.weight else 0
-    row = Row(name, tuple(p.shape), tuple(sorted(block.operations)), block.layout.name, A, B, nbytes)
+    cost = _operations(block) / num_data if name == block.layout.weight else 0.0
+    row = Row(name, tuple(p.shape), tuple(sorted(block.operations)), block.layout.name, A, B, nbytes, cost)
     if audit is None:
         return row
     orders = dict.fromkeys(use.rows for use in audit.uses if use.parameter in block.layout.params)
     return replace(row, rows=", ".join(orders), difference=audit.gradients.get(name))
+
+
+def _operations(block: BlockSums) -> float:
+    """Return how many operations outer products of all positions take."""
+    roles = block.roles.values()
+    return sum(2 * role.terms * (role.input.total.numel() + role.gradient.total.numel()) for role in roles)
 
 
 def _structure_and_size(block: BlockSums, side: Side) -> str:
@@ -258,32 +297,3 @@ def _structure_and_size(block: BlockSums, side: Side) -> str:
     total = next(s.total for s in block.on_side(side) if s.diagonal == diagonal)
     shape = total.shape if block.layout.groups > 1 else total.shape[1:]
     return f"{'diagonal' if diagonal else 'dense'} {'x'.join(map(str, shape))}"
-
-
-def make_table(
-    title: str, columns: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[str] = ("bytes",)
-) -> Table:
-    """Make a table for `rich`. Columns with names in `right` have numbers, and are aligned to the right."""
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def as_text(table: Table, width: int) -> str:
-    """Return a table as text of some width."""
-    console = Console(width=width)
-    with console.capture() as text:
-        console.print(table)
-    return text.get()
-
-
-def readable_size(nbytes: float) -> str:
-    """Return a number of bytes with a unit, such as `"12 KiB"`."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"

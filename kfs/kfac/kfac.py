@@ -1,60 +1,39 @@
 """KFAC: the Kronecker-factored approximation of a curvature matrix, one block per parameter (with its bias)."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
 
 from kfs import waiting
+from kfs.describing import Description
 from kfs.errors import DataError, ModelError
 from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.block import Block
 from kfs.kfac.capture import both_audits
 from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shared_with, warn_of_wide
 from kfs.kfac.layout import Layout
+from kfs.kfac.looking import describe_factors, plot_factors
+from kfs.kfac.loss_scale import LossScale
 from kfs.kfac.scaffold import explain_vectors, kfac
 from kfs.kfac.settings import Advanced, Fisher, Settings, Sharing, Uncovered, check_names
-from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress, details
+from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress
 from kfs.kfac.storage.files import loadable
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked_with_zeros
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.placement import Placement
+from kfs.names import ByName, near
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
 from kfs.waiting import numbers
 
-
-@dataclass(frozen=True)
-class LossScale:
-    """What remains of a loss after factors were computed: its name, how it scales them, a digest of its settings."""
-
-    name: str
-    reduction: str
-    scale: float
-    details: str
-
-    @classmethod
-    def of(cls, risk: EmpiricalRisk) -> "LossScale":
-        """Describe the loss of a risk."""
-        return cls(risk.loss.name, risk.loss.reduction, risk.loss.scale, details(risk.loss))
-
-    def reduction_factor(self, count: float) -> float:
-        """Return `R`, given the count of all targets."""
-        return self.scale if self.reduction == "sum" else self.scale / count
-
-    def check_same(self, other: "LossScale") -> None:
-        """Refuse another loss.
-
-        Raises:
-            ModelError: If it is another one.
-        """
-        if self != other:
-            raise ModelError(f"The losses differ: {self} and {other}.", "Use the same loss for all data.")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @loadable
@@ -123,6 +102,10 @@ class KFAC(BlockDiagonal):
         >>> K = KFAC(risk)
         >>> list(K.blocks), K.blocks["0"].A.shape, K.blocks["0"].B.shape
         (['0', '2'], torch.Size([5, 5]), torch.Size([3, 3]))
+        >>> K
+        KFAC of Sequential with CrossEntropyLoss (mean): 23 x 23, float32 on cpu, symmetric
+          fisher='type-2', sharing='expand'
+          10 data, 2 blocks, 216 B of factors
         >>> (K @ risk.gradient())["2.bias"].shape
         torch.Size([2])
     """
@@ -159,13 +142,14 @@ class KFAC(BlockDiagonal):
         covered = {name for block in blocks for name in block.layout.params}
         space = Space({n: p.shape for n, p in risk.params.items() if n in covered}, risk.dtype, risk.device)
         super().__init__(space, None)
+        self._of = risk.about
         self.loss = LossScale.of(risk)
         self.count = progress.count
         self.num_data = progress.num_data
         self.audit = progress.audit
         order = {name: place for place, name in enumerate(risk.params)}
         blocks.sort(key=lambda block: _place(block.layout, order))
-        self.blocks = {block.layout.name: Block(block) for block in blocks}
+        self.blocks = ByName({block.layout.name: Block(block) for block in blocks}, "block")
         self._update_scale()
         warn_of_wide(self.blocks.values(), self.settings, stacklevel=3)
 
@@ -177,6 +161,23 @@ class KFAC(BlockDiagonal):
             self._stacks = stacked_with_zeros(parts, self.domain)
             self._share_memory()
         return self._stacks
+
+    def describe(self) -> Description:
+        """Describe model, loss, settings, data and blocks."""
+        return describe_factors(self.about, self.blocks, self.settings, f"{self.num_data:,} data")
+
+    def plot(self, names: Iterable[str] | None = None, *, most: int = 12) -> "list[Axes]":
+        """Draw the factors `A` and `B` of every block as heat maps, into a new figure.
+
+        Args:
+            names: Blocks to draw. By default all of them; if there are more than `most`, the first ones that are not
+                just a vector, as biases and scales are.
+            most: How many blocks to draw if none are named.
+
+        Returns:
+            Axes of matplotlib: of `A` and `B`, block by block.
+        """
+        return plot_factors(self.blocks, names, most)
 
     def update(self, risk: EmpiricalRisk) -> Self:
         """Add more data, in place; if something goes wrong, nothing is changed.
@@ -224,7 +225,8 @@ class KFAC(BlockDiagonal):
         """Return an object with the same tensors, for another owner: what one replaces, the other keeps."""
         K = KFAC.__new__(KFAC)
         K.__dict__ |= self.__dict__
-        K.blocks = {name: replace(block, sums=block.sums.shared()) for name, block in self.blocks.items()}
+        shared = {name: replace(block, sums=block.sums.shared()) for name, block in self.blocks.items()}
+        K.blocks = ByName(shared, "block")
         K._stacks = None
         return K
 
@@ -244,7 +246,8 @@ class KFAC(BlockDiagonal):
         for name, sums in merged.items():
             self.blocks.setdefault(name, Block(sums)).sums = sums
         order = {name: place for place, name in enumerate(self.domain.shapes)}
-        self.blocks = dict(sorted(self.blocks.items(), key=lambda item: _place(item[1].layout, order)))
+        by_place = sorted(self.blocks.items(), key=lambda item: _place(item[1].layout, order))
+        self.blocks = ByName(dict(by_place), "block")
         self.num_data += num_data
         self.count += count
         self._update_scale()
@@ -264,6 +267,7 @@ class KFAC(BlockDiagonal):
         """Return everything but the space, for a file."""
         return {
             "settings": self.settings.state(),
+            "of": self.of,
             "loss": asdict(self.loss),
             "count": self.count,
             "num_data": self.num_data,
@@ -275,6 +279,7 @@ class KFAC(BlockDiagonal):
         """Undo `_state`."""
         K = cls.__new__(cls)
         BlockDiagonal.__init__(K, space, None)
+        K._of = str(state.get("of", ""))  # older files do not say it
         K.settings = Settings.from_state(state["settings"])
         K.loss = LossScale(**state["loss"])
         K.count = float(state["count"])
@@ -283,7 +288,7 @@ class KFAC(BlockDiagonal):
         blocks = list(map(BlockSums.from_state, state["blocks"]))
         layouts = [block.layout for block in blocks]
         check_coverage([*layouts, *layouts_of_unused_rows(layouts, space)], space)
-        K.blocks = {block.layout.name: Block(block) for block in blocks}
+        K.blocks = ByName({block.layout.name: Block(block) for block in blocks}, "block")
         K._update_scale()
         return K
 
@@ -312,7 +317,7 @@ class KFAC(BlockDiagonal):
             known = set(risk.params) | {name.rpartition(".")[0] for name in risk.params}
             unknown = [name for name in self.settings.sharing if name not in known]
             if unknown:
-                raise ModelError(f"sharing has unknown names {unknown}.", f"Choose from {sorted(known)}.")
+                raise ModelError(f"sharing has unknown names {unknown}.", near(unknown, sorted(known)))
 
 
 def _compute(

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
 from kfs.errors import DtypeError, ModelError
+from kfs.names import guess
 
 Fisher = Literal["type-2", "ggn", "mc", "empirical", "forward-only"]
 Sharing = Literal["expand", "reduce"]
@@ -61,8 +61,8 @@ def check_names(given: Iterable[str], common: Iterable[str]) -> None:
     for name in given:
         if name not in Advanced.__annotations__:
             known = [*common, *Advanced.__annotations__]
-            near = get_close_matches(name, known) or known
-            raise DtypeError(f"KFAC has no argument {name!r}.", f"Choose from {', '.join(near)}.")
+            all_of_them = f"Choose from {', '.join(known)}."
+            raise DtypeError(f"KFAC has no argument {name!r}.", guess([name], known) or all_of_them)
 
 
 def check_device(device: str | torch.device) -> None:

@@ -6,7 +6,7 @@ in prediction space, which the loss knows. The Hessian is differentiated twice.
 """
 
 from abc import abstractmethod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class Curvature(LinearOperator):
     """
 
     symmetric = True
+    shown: ClassVar[tuple[str, ...]] = ("block_diagonal", "chunk_size")
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class Curvature(LinearOperator):
         super().__init__(space, space)
         self.risk, self.chunk_size = risk, choose_chunk_size(risk, chunk_size, memory)
         self.blocks = _blocks(list(risk.params), block_diagonal)
+        self.block_diagonal = block_diagonal
 
     @abstractmethod
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
@@ -146,6 +148,8 @@ class Hessian(Curvature):
 
 class Sandwich(Curvature):
     """A curvature operator of the form `R sum_n J_n^T M_n J_n`; arguments as in `GGN`."""
+
+    shown: ClassVar[tuple[str, ...]] = ("block_diagonal", "chunk_size", "reuse")
 
     def __init__(
         self,
@@ -281,6 +285,8 @@ class Fisher(Sandwich):
         chunk_size: As in `Curvature`.
         memory: As in `Curvature`.
     """
+
+    shown = ("kind", "mc_samples", "seed", "block_diagonal", "chunk_size", "reuse")
 
     def __init__(
         self,

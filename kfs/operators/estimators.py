@@ -16,13 +16,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kfs.describing import Described, Description, counted, number, shaped
 from kfs.errors import ShapeError
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import Probes, random_columns
+from kfs.progress import Line, show_progress
+
+# How often each method multiplies columns: what is multiplied later depends on what came out before.
+_ROUNDS = {"hutchinson": 1, "hutch++": 3, "xtrace": 2, "xdiag": 2}
 
 
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, repr=False)
+class Estimate(Described):
     """An estimate with its standard error.
 
     Attributes:
@@ -35,6 +40,14 @@ class Estimate:
     error: Tensor
     products: int
 
+    def describe(self) -> Description:
+        """Describe a number with its error; of a vector, and of a number on an accelerator, only the size."""
+        if self.value.ndim or self.value.device.type != "cpu":
+            value = f"{shaped(self.value)}, with an error for each number"
+        else:
+            value = f"{number(self.value)} +- {number(self.error)}"
+        return Description(f"Estimate: {value} ({counted(self.products, 'product')})")
+
 
 def trace(
     A: LinearOperator,
@@ -43,6 +56,7 @@ def trace(
     products: int = 60,
     probes: Probes = "rademacher",
     seed: int = 0,
+    progress: bool | None = None,
 ) -> Estimate:
     """Estimate the trace.
 
@@ -52,6 +66,7 @@ def trace(
         products: How many products with `A` to spend; at least 6. If they suffice for every column, the trace is exact.
         probes: Test vectors: `"rademacher"` for random signs, or `"normal"`.
         seed: Equal seeds give equal results.
+        progress: Whether to show how far it is. By default, if it takes longer than two seconds.
 
     Returns:
         The estimate with its standard error.
@@ -67,16 +82,21 @@ def trace(
         >>> estimate = trace(G, products=6)
         >>> bool(abs(estimate.value - G.to_dense().trace()) < 4 * estimate.error)
         True
+        >>> estimate  # doctest: +ELLIPSIS
+        Estimate: ... +- ... (6 products)
+        >>> diagonal(G, products=6)
+        Estimate: 8, float32 on cpu, with an error for each number (6 products)
     """
     _check(A, products)
     methods = {"hutchinson": _hutchinson, "hutch++": _hutch_plus_plus, "xtrace": _xtrace}
     if method not in methods:
         raise ShapeError(f"method is {method!r}.", f"Choose from {list(methods)}.")
-    if products >= A.shape[0]:  # enough to look at every column
-        exact = A.to_dense().trace()
-        return Estimate(exact, torch.zeros_like(exact), A.shape[0])
     num = {"hutchinson": products, "hutch++": 2 * (products // 3), "xtrace": products // 2}[method]
-    return methods[method](A, _probes(A, num, probes, seed))
+    with show_progress("trace", _ROUNDS[method], progress, "round") as line:
+        if products >= A.shape[0]:  # enough to look at every column
+            exact = A.to_dense().trace()
+            return Estimate(exact, torch.zeros_like(exact), A.shape[0])
+        return methods[method](A, _probes(A, num, probes, seed), line)
 
 
 def diagonal(
@@ -86,6 +106,7 @@ def diagonal(
     products: int = 60,
     probes: Probes = "rademacher",
     seed: int = 0,
+    progress: bool | None = None,
 ) -> Estimate:
     """Estimate the diagonal as a flat vector. `GGN` and `Fisher` also have it exactly.
 
@@ -96,6 +117,7 @@ def diagonal(
             `"xdiag"` is exact.
         probes: Test vectors: `"rademacher"` for random signs, or `"normal"`.
         seed: Equal seeds give equal results.
+        progress: Whether to show how far it is. By default, if it takes longer than two seconds.
 
     Returns:
         The estimate with a standard error for every entry.
@@ -113,20 +135,26 @@ def diagonal(
         True
     """
     _check(A, products)
-    if method == "hutchinson":
-        omega = _probes(A, products, probes, seed)
-        samples = omega * (A @ omega)
-        return Estimate(samples.mean(1), _standard_error(samples), products)
-    if method != "xdiag":
+    if method not in {"hutchinson", "xdiag"}:
         raise ShapeError(f"method is {method!r}.", "Choose from ['hutchinson', 'xdiag'].")
-    if products >= A.shape[0]:  # enough to look at every column
-        exact = A.to_dense().diagonal().clone()
-        return Estimate(exact, torch.zeros_like(exact), A.shape[0])
-    return _xdiag(A, _probes(A, products // 2, probes, seed))
+    with show_progress("diagonal", _ROUNDS[method], progress, "round") as line:
+        if method == "hutchinson":
+            omega = _probes(A, products, probes, seed)
+            samples = omega * _product(A, omega, line)
+            return Estimate(samples.mean(1), _standard_error(samples), products)
+        if products >= A.shape[0]:  # enough to look at every column
+            exact = A.to_dense().diagonal().clone()
+            return Estimate(exact, torch.zeros_like(exact), A.shape[0])
+        return _xdiag(A, _probes(A, products // 2, probes, seed), line)
 
 
 def squared_frobenius_norm(
-    A: LinearOperator, *, products: int = 60, probes: Probes = "rademacher", seed: int = 0
+    A: LinearOperator,
+    *,
+    products: int = 60,
+    probes: Probes = "rademacher",
+    seed: int = 0,
+    progress: bool | None = None,
 ) -> Estimate:
     """Estimate the sum of all squared entries.
 
@@ -135,38 +163,41 @@ def squared_frobenius_norm(
         products: How many products with `A` to spend; at least 6.
         probes: Test vectors: `"rademacher"` for random signs, or `"normal"`.
         seed: Equal seeds give equal results.
+        progress: Whether to show how far it is. By default, if it takes longer than two seconds.
 
     Returns:
         The estimate with its standard error.
     """
     _check(A, products, square=False)
-    samples = ((A @ _probes(A, products, probes, seed)) ** 2).sum(0)
+    with show_progress("Frobenius norm", 1, progress, "round") as line:
+        samples = (_product(A, _probes(A, products, probes, seed), line) ** 2).sum(0)
     return Estimate(samples.mean(), _standard_error(samples), products)
 
 
-def _hutchinson(A: LinearOperator, omega: Tensor) -> Estimate:
-    samples = (omega * (A @ omega)).sum(0)
+def _hutchinson(A: LinearOperator, omega: Tensor, line: Line) -> Estimate:
+    samples = (omega * _product(A, omega, line)).sum(0)
     return Estimate(samples.mean(), _standard_error(samples), omega.shape[1])
 
 
-def _hutch_plus_plus(A: LinearOperator, omega: Tensor) -> Estimate:
+def _hutch_plus_plus(A: LinearOperator, omega: Tensor, line: Line) -> Estimate:
     num = omega.shape[1] // 2
-    Q, _ = torch.linalg.qr(A @ omega[:, :num])
+    Q, _ = torch.linalg.qr(_product(A, omega[:, :num], line))
     G = omega[:, num:]
     G = G - Q @ (Q.T @ G)
-    exact, samples = (Q * (A @ Q)).sum(), (G * (A @ G)).sum(0)
+    exact = (Q * _product(A, Q, line)).sum()
+    samples = (G * _product(A, G, line)).sum(0)
     return Estimate(exact + samples.mean(), _standard_error(samples), 3 * num)
 
 
-def _xtrace(A: LinearOperator, omega: Tensor) -> Estimate:
+def _xtrace(A: LinearOperator, omega: Tensor, line: Line) -> Estimate:
     num = omega.shape[1]
-    Y = A @ omega
+    Y = _product(A, omega, line)
     size = Y.abs().max()
     if size == 0:
         return Estimate(size, size, num)
     Y = Y / size  # products of tiny or huge numbers would leave the range of float32
     Q, R = torch.linalg.qr(Y)
-    Z = (A @ Q) / size
+    Z = _product(A, Q, line) / size
     H, W = Q.T @ Z, Q.T @ omega
     S = _left_out(R)
     coefficients = W - S * (S * W).sum(0)
@@ -175,15 +206,15 @@ def _xtrace(A: LinearOperator, omega: Tensor) -> Estimate:
     return Estimate(size * samples.mean(), size * _standard_error(samples), 2 * num)
 
 
-def _xdiag(A: LinearOperator, omega: Tensor) -> Estimate:
+def _xdiag(A: LinearOperator, omega: Tensor, line: Line) -> Estimate:
     num = omega.shape[1]
-    Y = A @ omega
+    Y = _product(A, omega, line)
     size = Y.abs().max()
     if size == 0:
         zeros = torch.zeros_like(Y[:, 0])
         return Estimate(zeros, zeros, num)
     Q, R = torch.linalg.qr(Y / size)
-    Z = (A.T @ Q) / size
+    Z = _product(A.T, Q, line) / size
     S = _left_out(R)
     QS = Q @ S
     # Without test vector i, the sketch's range lacks the direction Q s_i. So the exact part lacks its contribution, and
@@ -199,6 +230,13 @@ def _left_out(R: Tensor) -> Tensor:
     S = torch.linalg.inv(R + noise * torch.eye(len(R), dtype=R.dtype, device=R.device)).T
     directions: Tensor = S / S.norm(dim=0)
     return directions
+
+
+def _product(A: LinearOperator, V: Tensor, line: Line) -> Tensor:
+    """Multiply, and count it as a round."""
+    result = A @ V
+    line.advance()
+    return result
 
 
 def _probes(A: LinearOperator, num: int, probes: Probes, seed: int) -> Tensor:

@@ -12,21 +12,23 @@ answer has the same form.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
 
-from kfs.errors import DtypeError, ShapeError
-from kfs.operators.space import Columns, Index, Space, Vector, is_index
+from kfs.errors import DtypeError
+from kfs.operators.formulas import DescribedOperator
+from kfs.operators.space import Columns, Index, Space, Vector, check_same, is_index
+from kfs.progress import show_progress
 
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator as ScipyOperator
 
 
-class LinearOperator(ABC):
+class LinearOperator(DescribedOperator, ABC):
     """A linear map between two spaces of named tensors.
 
     Attributes:
@@ -84,12 +86,13 @@ class LinearOperator(ABC):
         if num_columns == 0:
             empty = torch.zeros(0, self.codomain.size, dtype=self.dtype, device=self.device)
             return self.codomain.write(self.codomain.unflatten(empty), form)
-        parts = [
-            self.multiply({name: t[start : start + self.chunk_size] for name, t in columns.items()})
-            for start in range(0, num_columns, self.chunk_size)
-        ]
-        if len(parts) == 1:
-            return self.codomain.write(parts[0], form)
+        if num_columns <= self.chunk_size:
+            return self.codomain.write(self.multiply(columns), form)
+        parts = []
+        with show_progress(f"product with {self.formula}", -(-num_columns // self.chunk_size), unit="chunk") as line:
+            for start in range(0, num_columns, self.chunk_size):
+                parts.append(self.multiply({n: t[start : start + self.chunk_size] for n, t in columns.items()}))
+                line.advance()
         result = {name: torch.cat([part[name] for part in parts]) for name in self.codomain.shapes}
         return self.codomain.write(result, form)
 
@@ -179,14 +182,20 @@ class LinearOperator(ABC):
         dense = self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.device)
         return dense[rows][:, columns]
 
-    def to_scipy(self) -> "ScipyOperator":
-        """Return a SciPy operator that multiplies NumPy vectors with this one, on this one's device and dtype."""
+    def to_scipy(self, after_product: Callable[[], None] = lambda: None) -> "ScipyOperator":
+        """Return a SciPy operator that multiplies NumPy vectors with this one, on this one's device and dtype.
+
+        Args:
+            after_product: Called after every product, to count them.
+        """
         from scipy.sparse.linalg import LinearOperator as ScipyOperator  # noqa: PLC0415 (slow to import)
 
         def product(operator: LinearOperator):  # type: ignore[no-untyped-def]
             def call(v):  # type: ignore[no-untyped-def]
                 t = torch.as_tensor(v, dtype=self.dtype, device=self.device)
-                return (operator @ t).cpu().numpy()
+                result = (operator @ t).cpu().numpy()
+                after_product()
+                return result
 
             return call
 
@@ -218,6 +227,8 @@ class Identity(LinearOperator):
 class Transposed(LinearOperator):
     """The transpose of an operator."""
 
+    template = "{base}.T"
+
     def __init__(self, base: LinearOperator) -> None:
         """Swap the spaces."""
         super().__init__(base.codomain, base.domain)
@@ -240,6 +251,8 @@ class Transposed(LinearOperator):
 class Scaled(LinearOperator):
     """A number times an operator."""
 
+    template = "{factor:g} * {base}"
+
     def __init__(self, base: LinearOperator, factor: float) -> None:
         """Store both."""
         super().__init__(base.domain, base.codomain)
@@ -258,6 +271,8 @@ class Scaled(LinearOperator):
 class Sum(LinearOperator):
     """The sum of two operators on the same spaces."""
 
+    template = "{one} + {other}"
+
     def __init__(self, one: LinearOperator, other: LinearOperator) -> None:
         """Check that the sum exists."""
         if not isinstance(other, LinearOperator):
@@ -265,8 +280,8 @@ class Sum(LinearOperator):
                 f"A {type(other).__name__} cannot be added to an operator, or subtracted from it.",
                 "Pass an operator. To add a multiple of the identity, write A.shift(number).",
             )
-        _check_spaces(one.domain, other.domain, "added")
-        _check_spaces(one.codomain, other.codomain, "added")
+        check_same(one.domain, other.domain, "added")
+        check_same(one.codomain, other.codomain, "added")
         super().__init__(one.domain, one.codomain)
         self.one, self.other = one, other
         self.symmetric = one.symmetric and other.symmetric
@@ -286,9 +301,11 @@ class Sum(LinearOperator):
 class Product(LinearOperator):
     """One operator after another."""
 
+    template = "{left} @ {right}"
+
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
         """Check that the product exists."""
-        _check_spaces(left.domain, right.codomain, "multiplied")
+        check_same(left.domain, right.codomain, "multiplied")
         super().__init__(right.domain, left.codomain)
         self.left, self.right = left, right
         self.chunk_size = min(left.chunk_size, right.chunk_size)
@@ -305,6 +322,8 @@ class Product(LinearOperator):
 class Submatrix(LinearOperator):
     """Some rows and columns of an operator, by parameter."""
 
+    template = "{base}[{codomain.listed}; {domain.listed}]"
+
     def __init__(self, base: LinearOperator, rows: Iterable[str], columns: Iterable[str]) -> None:
         """Choose the parameters."""
         super().__init__(base.domain.subspace(columns), base.codomain.subspace(rows))
@@ -313,17 +332,19 @@ class Submatrix(LinearOperator):
 
     def multiply(self, columns: Columns) -> Columns:
         """Fill up with zeros, multiply, and cut out."""
-        result = self.base.multiply(_padded(columns, self.base.domain))
+        result = self.base.multiply(self.base.domain.padded(columns))
         return {name: result[name] for name in self.codomain.shapes}
 
     def multiply_transposed(self, columns: Columns) -> Columns:
         """Fill up with zeros, multiply with the transpose, and cut out."""
-        result = self.base.multiply_transposed(_padded(columns, self.base.codomain))
+        result = self.base.multiply_transposed(self.base.codomain.padded(columns))
         return {name: result[name] for name in self.domain.shapes}
 
 
 class IndexedSubmatrix(LinearOperator):
     """Some rows and columns of an operator, by their places in flat vectors; a place may occur twice."""
+
+    template = "{base}[rows; columns]"
 
     def __init__(self, base: LinearOperator, rows: Tensor, columns: Tensor) -> None:
         """Store the places."""
@@ -334,32 +355,17 @@ class IndexedSubmatrix(LinearOperator):
 
     def multiply(self, columns: Columns) -> Columns:
         """Fill up with zeros, multiply, and cut out."""
-        result = self.base.multiply(_scattered(columns["entries"], self.columns, self.base.domain))
+        result = self.base.multiply(self.base.domain.scattered(columns["entries"], self.columns))
         return {"entries": self.base.codomain.flatten(result)[:, self.rows]}
 
     def multiply_transposed(self, columns: Columns) -> Columns:
         """Fill up with zeros, multiply with the transpose, and cut out."""
-        result = self.base.multiply_transposed(_scattered(columns["entries"], self.rows, self.base.codomain))
+        result = self.base.multiply_transposed(self.base.codomain.scattered(columns["entries"], self.rows))
         return {"entries": self.base.domain.flatten(result)[:, self.columns]}
-
-
-def _scattered(entries: Tensor, places: Tensor, space: Space) -> Columns:
-    """Return columns of a larger space with given entries, and zeros elsewhere."""
-    flat = entries.new_zeros(len(entries), space.size)
-    return space.unflatten(flat.index_add_(1, places, entries))
 
 
 def _names(chosen: Index) -> list[str]:
     return [chosen] if isinstance(chosen, str) else list(chosen)  # type: ignore[arg-type]
-
-
-def _padded(columns: Columns, space: Space) -> Columns:
-    """Return columns of a larger space, zero in the missing tensors."""
-    some = next(iter(columns.values()))
-    return {
-        name: columns[name] if name in columns else some.new_zeros(len(some), *shape)
-        for name, shape in space.shapes.items()
-    }
 
 
 def _number(factor: object) -> float:
@@ -369,16 +375,3 @@ def _number(factor: object) -> float:
         f"An operator cannot be scaled or shifted by a {type(factor).__name__}.",
         "Pass a number. To multiply with a vector or another operator, write A @ B.",
     )
-
-
-def _check_spaces(one: Space, other: Space, verb: str) -> None:
-    if one.dtype != other.dtype:
-        raise DtypeError(
-            f"Operators of {one.dtype} and {other.dtype} cannot be {verb}.",
-            "Build both from models of one dtype.",
-        )
-    if one != other:
-        raise ShapeError(
-            f"Operators on {list(one.shapes)} ({one.size} numbers) and {list(other.shapes)} cannot be {verb}.",
-            "Build both from risks with the same params.",
-        )

@@ -1,9 +1,12 @@
 """The inverse of an operator as an operator: every product solves a linear system."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, cast
 
+from kfs.describing import Description
 from kfs.errors import ModelError, SolverError
+from kfs.operators.formulas import listed
 from kfs.operators.interface import LinearOperator
 from kfs.operators.least_squares import lsmr
 from kfs.operators.solve import Solution, neumann, solve
@@ -34,9 +37,17 @@ class Inverse(LinearOperator):
         >>> _ = torch.manual_seed(0)
         >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(10, 3), torch.rand(10, 2)))
         >>> inverse = Inverse(GGN(risk).shift(0.1), tolerance=1e-5)
+        >>> inverse
+        Inverse(GGN + 0.1 * Identity): 8 x 8, float32 on cpu, symmetric
+          GGN of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
+          Identity: 8 x 8, float32 on cpu, symmetric
+          solver=solve, check=True, tolerance=1e-05
+          cost: one linear system for a product with up to 16 vectors
         >>> (inverse @ risk.gradient())["bias"].shape
         torch.Size([2])
     """
+
+    template = "Inverse({base})"
 
     def __init__(
         self,
@@ -53,6 +64,14 @@ class Inverse(LinearOperator):
         self.base, self.check, self.settings = base, check, settings
         self.solver = solver if callable(solver) else SOLVERS[solver]
         self.symmetric, self.chunk_size = base.symmetric, base.chunk_size
+
+    def describe(self) -> Description:
+        """Describe the operator that is inverted, and how."""
+        solver = getattr(self.solver, "__name__", type(self.solver).__name__)
+        settings = {"solver": solver, "check": self.check} | self.settings
+        cost = f"cost: one linear system for {self.columns_at_once}"
+        inherited = super().describe()
+        return replace(inherited, facts=(*inherited.facts, listed(settings), cost))
 
     def multiply(self, columns: Columns) -> Columns:
         """Solve for all columns together."""

@@ -29,6 +29,8 @@ class Jacobian(LinearOperator):
         ((20, 8), torch.Size([8]))
     """
 
+    shown = ("chunk_size",)
+
     def __init__(self, risk: EmpiricalRisk, *, chunk_size: int | None = None, memory: int | None = None) -> None:
         """Evaluate the model on one batch, to learn the predictions' shape."""
         domain = parameter_space(risk)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kfs.errors import ModelError
 from kfs.operators.interface import LinearOperator
-from kfs.operators.solve import Solution, Vec, product, scaled_right_hand_side
+from kfs.operators.solve import Solution, Vec, product, scaled_right_hand_side, share_done
+from kfs.progress import show_progress
 
 _ITERATIONS_PER_ROW = 10
 
@@ -25,6 +26,7 @@ def lsmr(
     damping: float = 0.0,
     tolerance: float = 1e-6,
     max_iterations: int | None = None,
+    progress: bool | None = None,
 ) -> Solution[Vec]:
     r"""Minimize `|A x - b|^2 + damping |x|^2` by LSMR, all columns of `b` at once.
 
@@ -36,6 +38,7 @@ def lsmr(
         tolerance: Stop when the gradient of every column, `A.T @ (b - A x) - damping x`, is below this fraction of what
             it was at zero.
         max_iterations: Stop after so many iterations in any case. By default ten times the smaller side of `A`.
+        progress: Whether to show the gradient while iterating. By default, if it takes longer than two seconds.
 
     Returns:
         The solution, of least norm if there are several. Its residuals are norms of that gradient as fractions of the
@@ -52,23 +55,29 @@ def lsmr(
         >>> solution = lsmr(J, torch.ones(20))
         >>> solution.converged, bool((J @ solution.x - 1).norm() < 1e-4)  # biases of one predict ones
         (True, True)
+        >>> solution  # doctest: +ELLIPSIS
+        Solution: converged after ... iterations, gradient ... (tolerance 1e-06)
+          x: 8, float32 on cpu
     """
     if not 0 <= damping < float("inf"):
         raise ModelError(f"damping is {damping!r}.", "Use a finite number that is not negative.")
     B, size, form = scaled_right_hand_side(A.codomain, b)
     limit = _ITERATIONS_PER_ROW * min(A.shape) if max_iterations is None else max_iterations
-    state = _State(A, B, damping**0.5)
-    residuals = [1.0 if bool((state.first > 0).any()) else 0.0]
     tolerance_of_estimate = max(tolerance, torch.finfo(B.dtype).eps)
-    while residuals[-1] > tolerance_of_estimate and len(residuals) <= limit:
-        state.step()
-        residuals.append(float(state.relative_gradient().amax()))
-    gradient = product(A.T, B - product(A, state.x)) - damping * state.x
+    with show_progress("LSMR", None, progress, "iteration") as line:
+        state = _State(A, B, damping**0.5)
+        residuals = [1.0 if bool((state.first > 0).any()) else 0.0]
+        while residuals[-1] > tolerance_of_estimate and len(residuals) <= limit:
+            state.step()
+            residuals.append(float(state.relative_gradient().amax()))
+            share = share_done(len(residuals), limit, residuals[-1], tolerance_of_estimate)
+            line.advance(note=f"gradient {residuals[-1]:.1e}", share=share)
+        gradient = product(A.T, B - product(A, state.x)) - damping * state.x
     true = float(torch.where(state.first > 0, gradient.norm(dim=0) / state.first, 0.0).amax())
     if len(residuals) > 1:
         residuals[-1] = true
     x = A.domain.write(A.domain.unflatten((size * state.x).to(A.dtype).T), form)
-    return Solution(x, len(residuals) - 1, tuple(residuals[1:]), true <= tolerance)  # type: ignore[arg-type]
+    return Solution(x, len(residuals) - 1, tuple(residuals[1:]), true <= tolerance, tolerance, "gradient")  # type: ignore[arg-type]
 
 
 @dataclass

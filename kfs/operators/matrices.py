@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kfs.describing import counted
 from kfs.errors import DtypeError, ShapeError
 from kfs.operators.interface import LinearOperator
 from kfs.operators.space import Columns, Space, Vector
@@ -21,8 +22,10 @@ class Dense(LinearOperator):
 
     Example:
         >>> A = Dense(torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
-        >>> A.symmetric, (A @ torch.tensor([1.0, 0.0])).tolist()
-        (True, [2.0, 1.0])
+        >>> A
+        Dense: 2 x 2, float32 on cpu, symmetric
+        >>> (A @ torch.tensor([1.0, 0.0])).tolist()
+        [2.0, 1.0]
     """
 
     def __init__(self, matrix: Tensor, domain: Space | None = None, codomain: Space | None = None) -> None:
@@ -66,6 +69,8 @@ class OuterProducts(LinearOperator):
 
     Example:
         >>> A = OuterProducts(torch.tensor([[1.0, 0.0], [2.0, 1.0]]), torch.tensor([1.0, 10.0]))
+        >>> A
+        OuterProducts of 2 vectors: 2 x 2, float32 on cpu, symmetric
         >>> A.to_dense().tolist()
         [[1.0, 2.0], [2.0, 14.0]]
     """
@@ -89,6 +94,11 @@ class OuterProducts(LinearOperator):
                 f"vectors of {space.dtype}.",
                 "Pass one number for each vector, of their dtype.",
             )
+
+    @property
+    def of(self) -> str:
+        """How many vectors there are."""
+        return counted(len(self.vectors), "vector")
 
     def multiply(self, columns: Columns) -> Columns:
         """Multiply inner products with vectors."""

@@ -6,23 +6,29 @@ with any operator, are in `least_squares`; operators that solve in every product
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from math import log
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import torch
-from rich.progress import Progress
 from torch import Tensor
 
+from kfs.charts import draw_residuals
+from kfs.describing import Described, Description, counted, vector
 from kfs.errors import DtypeError, ShapeError, SolverError
 from kfs.operators.interface import LinearOperator
 from kfs.operators.space import Form, Space
+from kfs.progress import show_progress
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # As in SciPy.
 _ITERATIONS_PER_ROW = 10
 Vec = TypeVar("Vec", Tensor, dict[str, Tensor], list[Tensor])
 
 
-@dataclass(frozen=True)
-class Solution(Generic[Vec]):
+@dataclass(frozen=True, repr=False)
+class Solution(Described, Generic[Vec]):
     """An approximate solution and how it was reached.
 
     Attributes:
@@ -30,12 +36,37 @@ class Solution(Generic[Vec]):
         iterations: How many iterations were needed.
         residuals: Relative residual norm `|b - A x| / |b|` after every iteration, the largest over columns.
         converged: Whether the last one is below the tolerance.
+        tolerance: What counts as converged.
+        measure: What residuals are norms of: the `"residual"`, or the `"gradient"` of a least-squares problem.
     """
 
     x: Vec
     iterations: int
     residuals: tuple[float, ...]
     converged: bool
+    tolerance: float = 0.0
+    measure: Literal["residual", "gradient"] = "residual"
+
+    def describe(self) -> Description:
+        """Describe whether it converged, first of all."""
+        verdict = "converged" if self.converged else "not converged"
+        last = f", {self.measure} {self.residuals[-1]:.1e}" if self.residuals else ""
+        how = f"after {counted(self.iterations, 'iteration')}{last} (tolerance {self.tolerance:.0e})"
+        return Description(f"Solution: {verdict} {how}", (f"x: {vector(self.x)}",))
+
+    def plot(self, *, label: str | None = None, axes: "Axes | None" = None) -> "Axes":
+        """Draw residuals on a log axis, iteration by iteration.
+
+        Args:
+            label: What the line is called; by default what is measured.
+            axes: Where to draw; by default in a new figure.
+
+        Returns:
+            Axes of matplotlib.
+        """
+        verdict = "converged" if self.converged else "not converged"
+        title = f"{verdict} after {counted(self.iterations, 'iteration')}"
+        return draw_residuals(self.residuals, self.tolerance, title, self.measure, label, axes)
 
 
 def solve(
@@ -46,7 +77,7 @@ def solve(
     start: Vec | None = None,
     tolerance: float = 1e-6,
     max_iterations: int | None = None,
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Solution[Vec]:
     """Solve `A x = b` by conjugate gradients, all columns of `b` at once.
 
@@ -58,7 +89,7 @@ def solve(
         tolerance: Stop when every column's residual is below this fraction of its right-hand side.
         max_iterations: Stop after so many iterations in any case. By default ten times the number of rows of `A`: that
             number would suffice without round-off, which makes directions repeat themselves.
-        progress: Whether to show the residual while iterating.
+        progress: Whether to show the residual while iterating. By default, if it takes longer than two seconds.
 
     Returns:
         The solution with an iteration report. Look at `converged`.
@@ -73,6 +104,9 @@ def solve(
         >>> solution = solve(GGN(risk).shift(0.1), risk.gradient())
         >>> solution.converged, solution.x["bias"].shape
         (True, torch.Size([2]))
+        >>> solution  # doctest: +ELLIPSIS
+        Solution: converged after ... iterations, residual ... (tolerance 1e-06)
+          x: 2 tensors, 8 numbers, float32 on cpu
     """
     _check_square(A)
     _check_preconditioner(A, preconditioner)
@@ -81,22 +115,23 @@ def solve(
     norm = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
     X = torch.zeros_like(B) if start is None else _start(A, start, B, size, form)
     residuals = [float(((B if start is None else B - product(A, X)).norm(dim=0) / norm).amax())]
-    with Progress(disable=not progress, transient=True) as bar:
-        task = bar.add_task("conjugate gradients", total=limit)
+    with show_progress("conjugate gradients", None, progress, "iteration") as line:
         while residuals[-1] > tolerance and len(residuals) <= limit:
             # The residual that the iteration updates drifts away from the true one, so start again from that.
             before = residuals[-1]
             for better, estimate in _conjugate_gradients(A, B, X, norm, tolerance, preconditioner):
                 X = better
                 residuals.append(estimate)
-                bar.update(task, advance=1, description=f"residual {estimate:.1e}")
+                line.advance(
+                    note=f"residual {estimate:.1e}", share=share_done(len(residuals), limit, estimate, tolerance)
+                )
                 if len(residuals) > limit:
                     break
             residuals[-1] = float(((B - product(A, X)).norm(dim=0) / norm).amax())
             if residuals[-1] > 0.5 * before:  # no better than before: this precision has no more to give
                 break
     x = A.domain.write(A.domain.unflatten((size * X).to(A.dtype).T), form)
-    return Solution(x, len(residuals) - 1, tuple(residuals[1:]), residuals[-1] <= tolerance)  # type: ignore[arg-type]
+    return Solution(x, len(residuals) - 1, tuple(residuals[1:]), residuals[-1] <= tolerance, tolerance)  # type: ignore[arg-type]
 
 
 def _conjugate_gradients(
@@ -133,6 +168,12 @@ def _conjugate_gradients(
         P = Z + torch.where(active, rho / rho_before, 0) * P
         residual = float((R.norm(dim=0) / norm).amax())
         yield X, residual
+
+
+def share_done(iterations: int, limit: int, residual: float, tolerance: float) -> float:
+    """Guess how much of the work is done: residuals fall by about the same factor in every iteration."""
+    fallen = log(residual) / log(tolerance) if 0 < residual < 1 and 0 < tolerance < 1 else 0.0
+    return max(fallen, iterations / limit)
 
 
 def _breakdown(curvature: Tensor, rho: Tensor, dtype: torch.dtype) -> SolverError:
@@ -176,6 +217,7 @@ def neumann(
     terms: int = 100,
     tolerance: float = 1e-6,
     preconditioner: LinearOperator | None = None,
+    progress: bool | None = None,
 ) -> Solution[Vec]:
     """Approximate the solution of `A x = b` by a Neumann series, `x = scale * sum_k (I - scale * P A)^k P b`.
 
@@ -188,6 +230,7 @@ def neumann(
         tolerance: What counts as converged: the residual as a fraction of the right-hand side.
         preconditioner: `P`, an operator that approximates the inverse of `A`, such as that of KFAC. The series then
             needs fewer terms. By default the identity.
+        progress: Whether to show the residual meanwhile. By default, if it takes longer than two seconds.
 
     Returns:
         The truncated series, with the residual after every term.
@@ -211,18 +254,20 @@ def neumann(
     norm = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
     X, R = torch.zeros_like(B), B
     residuals: list[float] = []
-    for _ in range(max(terms, 1)):
-        Z = R if preconditioner is None else product(preconditioner, R)
-        X = X + scale * Z  # R is the residual b - A x, and Z the next term over the scale
-        R = R - scale * product(A, Z)
-        residuals.append(float((R.norm(dim=0) / norm).max()))
-        if not residuals[-1] < 1e6:
-            raise SolverError(
-                f"The Neumann series diverges: the residual is {residuals[-1]:.1e} after {len(residuals)} terms.",
-                "Choose a scale below two over the largest eigenvalue, and a positive definite operator.",
-            )
+    with show_progress("Neumann series", max(terms, 1), progress, "term") as line:
+        for _ in range(max(terms, 1)):
+            Z = R if preconditioner is None else product(preconditioner, R)
+            X = X + scale * Z  # R is the residual b - A x, and Z the next term over the scale
+            R = R - scale * product(A, Z)
+            residuals.append(float((R.norm(dim=0) / norm).max()))
+            if not residuals[-1] < 1e6:
+                raise SolverError(
+                    f"The Neumann series diverges: the residual is {residuals[-1]:.1e} after {len(residuals)} terms.",
+                    "Choose a scale below two over the largest eigenvalue, and a positive definite operator.",
+                )
+            line.advance(note=f"residual {residuals[-1]:.1e}")
     x = A.domain.write(A.domain.unflatten((size * X).to(A.dtype).T), form)
-    return Solution(x, len(residuals), tuple(residuals), residuals[-1] <= tolerance)  # type: ignore[arg-type]
+    return Solution(x, len(residuals), tuple(residuals), residuals[-1] <= tolerance, tolerance)  # type: ignore[arg-type]
 
 
 def _check_square(A: LinearOperator) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kfs.basics.flattening import cvec, rvec
 from kfs.errors import DtypeError, FlatteningError, ModelError, ShapeError
+from kfs.names import few, guess, near
 
 # Some vectors at once: every name's tensors, stacked along a leading axis, `[K, *shape]`.
 Columns: TypeAlias = dict[str, Tensor]
@@ -41,6 +42,11 @@ class Space:
         self.size = sum(self.sizes.values())
         self.dtype, self.device = dtype, device
 
+    @property
+    def listed(self) -> str:
+        """Names of the tensors; some of them, if there are many."""
+        return few(self.shapes)
+
     def __eq__(self, other: object) -> bool:
         """Compare names, shapes, order and dtype."""
         return (
@@ -58,7 +64,7 @@ class Space:
         names = [names] if isinstance(names, str) else list(names)
         unknown = [name for name in names if name not in self.shapes]
         if unknown or not names:
-            raise ModelError(f"There are no parameters {unknown or names}.", f"Choose from {list(self.shapes)}.")
+            raise ModelError(f"There are no parameters {unknown or names}.", near(unknown, self.shapes))
         return Space({n: s for n, s in self.shapes.items() if n in names}, self.dtype, self.device)
 
     def read(self, v: Vector) -> tuple[Columns, Form]:
@@ -114,6 +120,19 @@ class Space:
             for part, (name, shape) in zip(parts, self.shapes.items(), strict=True)
         }
 
+    def padded(self, columns: Columns) -> Columns:
+        """Return columns of some of the tensors as columns of this space, with zeros in the others."""
+        some = next(iter(columns.values()))
+        return {
+            name: columns[name] if name in columns else some.new_zeros(len(some), *shape)
+            for name, shape in self.shapes.items()
+        }
+
+    def scattered(self, entries: Tensor, places: Tensor) -> Columns:
+        """Return columns with given entries `[K, places]` at places of flat vectors, and zeros elsewhere."""
+        flat = entries.new_zeros(len(entries), self.size)
+        return self.unflatten(flat.index_add_(1, places, entries))
+
     def order(self, flattening: str) -> Tensor:
         """Return the places of a flat vector's entries if every tensor is flattened by `"rvec"` or `"cvec"`."""
         if flattening not in FLATTENINGS:
@@ -125,10 +144,12 @@ class Space:
     def _read_dict(self, v: Mapping[str, Tensor]) -> tuple[Columns, bool]:
         """Return columns, and whether there was an axis for several vectors."""
         if set(v) != set(self.shapes):
-            missing, extra = set(self.shapes) - set(v), set(v) - set(self.shapes)
+            missing = [name for name in self.shapes if name not in v]
+            extra = [name for name in v if name not in self.shapes]
+            hint = guess(extra, missing)
             raise ShapeError(
-                f"The dictionary lacks {sorted(missing)} and has {sorted(extra)} too many.",
-                "Give it the keys of the risk's params.",
+                f"The dictionary lacks {few(missing) or 'nothing'}, and has {few(extra) or 'nothing'} too many.",
+                f"Give it the keys of the risk's params. {hint}".rstrip(),
             )
         several = all(v[name].ndim == 1 + len(shape) for name, shape in self.shapes.items())
         lengths = {len(v[name]) for name in self.shapes} if several else {1}
@@ -192,3 +213,22 @@ def is_index(chosen: object) -> bool:
     if isinstance(chosen, Tensor | slice | range):
         return True
     return isinstance(chosen, list | tuple) and len(chosen) > 0 and isinstance(chosen[0], int)
+
+
+def check_same(one: Space, other: Space, verb: str) -> None:
+    """Refuse to combine operators on different spaces.
+
+    Raises:
+        DtypeError: If dtypes differ.
+        ShapeError: If names or shapes differ.
+    """
+    if one.dtype != other.dtype:
+        raise DtypeError(
+            f"Operators of {one.dtype} and {other.dtype} cannot be {verb}.",
+            "Build both from models of one dtype.",
+        )
+    if one != other:
+        raise ShapeError(
+            f"Operators on {list(one.shapes)} ({one.size} numbers) and {list(other.shapes)} cannot be {verb}.",
+            "Build both from risks with the same params.",
+        )

@@ -7,15 +7,20 @@ vectors approximates all of it.
 
 from dataclasses import dataclass
 from math import pi, sqrt
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from scipy.sparse.linalg import ArpackError, eigsh
 from torch import Tensor
 
+from kfs.charts import draw_density
+from kfs.describing import Described, Description, counted, kind, number
 from kfs.errors import ShapeError, SolverError
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import Probes, normal, random_columns
+from kfs.progress import Line, show_progress
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def eigenvalues(
@@ -26,6 +31,7 @@ def eigenvalues(
     by: Literal["value", "magnitude"] = "value",
     tolerance: float = 0.0,
     seed: int = 0,
+    progress: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute some eigenvalues and eigenvectors by the Lanczos method (SciPy's `eigsh`).
 
@@ -37,6 +43,7 @@ def eigenvalues(
             slowly.
         tolerance: Relative accuracy; 0 for machine precision.
         seed: Of the start vector.
+        progress: Whether to show the number of products meanwhile. By default, if it takes longer than two seconds.
 
     Returns:
         The eigenvalues in descending order of their values, `[k]`, and the eigenvectors as columns, `[D, k]`.
@@ -45,6 +52,8 @@ def eigenvalues(
         ShapeError: If `k` is not between 1 and the number of rows minus 1, or if the operator is not symmetric.
         SolverError: If the iteration fails.
     """
+    from scipy.sparse.linalg import ArpackError, eigsh  # noqa: PLC0415 (slow to import)
+
     _check_symmetric(A)
     if not 1 <= k < A.shape[0]:
         raise ShapeError(f"k is {k} for {A.shape[0]} rows.", "Choose 1 <= k < rows, or use to_dense() for all of them.")
@@ -53,7 +62,8 @@ def eigenvalues(
     which = ("L" if largest else "S") + ("A" if by == "value" else "M")  # as ARPACK calls them
     start = normal(A.shape[0], A.dtype, seed).numpy()  # signs may be orthogonal to an eigenvector of signs
     try:
-        values, vectors = eigsh(A.to_scipy(), k=k, which=which, v0=start, tol=tolerance)
+        with show_progress("eigenvalues", None, progress, "product") as line:
+            values, vectors = eigsh(A.to_scipy(line.advance), k=k, which=which, v0=start, tol=tolerance)
     except ArpackError as error:
         raise SolverError(
             f"The Lanczos method failed: {error}.",
@@ -64,8 +74,8 @@ def eigenvalues(
     return torch.from_numpy(values)[order].to(**to), torch.from_numpy(vectors)[:, order].to(**to)  # type: ignore[call-overload]
 
 
-@dataclass(frozen=True)
-class Density:
+@dataclass(frozen=True, repr=False)
+class Density(Described):
     """A spectral density: point masses that can be smoothed.
 
     It has all that several plots need, with other grids and widths or on a logarithmic axis: none of them takes another
@@ -74,9 +84,16 @@ class Density:
     Attributes:
         nodes: Where the masses are, `[M]`.
         weights: How large they are, `[M]`; they sum up to one.
+        axis: Of what it is a density: an `"eigenvalue"`, or `"log10 |eigenvalue|"`, as `log10` returns it.
 
     Example:
         >>> density = Density(torch.tensor([1e-4, 1e-2, 1e2]), torch.tensor([0.5, 0.25, 0.25]))
+        >>> density
+        Density: 3 point masses, float32 on cpu
+          eigenvalues from 0.0001 to 100
+        >>> density.log10(floor=1e-6)
+        Density of log10 |eigenvalue|: 3 point masses, float32 on cpu
+          from -3.996 to 2
         >>> grid = torch.linspace(-6, 4, 101)
         >>> peaks = grid[density.log10().on(grid, width=0.3).topk(1).indices]
         >>> round(float(peaks), 1)
@@ -85,6 +102,34 @@ class Density:
 
     nodes: Tensor
     weights: Tensor
+    axis: Literal["eigenvalue", "log10 |eigenvalue|"] = "eigenvalue"
+
+    def describe(self) -> Description:
+        """Describe where the masses are, unless an accelerator would have to say it."""
+        of = "" if self.axis == "eigenvalue" else f" of {self.axis}"
+        title = f"Density{of}: {counted(len(self.nodes), 'point mass')}, {kind(self.nodes.dtype, self.nodes.device)}"
+        if self.nodes.device.type != "cpu":
+            return Description(title)
+        noun = "" if of else "eigenvalues "
+        return Description(title, (f"{noun}from {number(self.nodes.min())} to {number(self.nodes.max())}",))
+
+    def plot(self, width: float | None = None, *, axes: "Axes | None" = None) -> "Axes":
+        """Draw the density, smoothed, on a log axis.
+
+        Args:
+            width: Of the normal density that smooths it. By default a hundredth of the range of point masses.
+            axes: Where to draw; by default in a new figure.
+
+        Returns:
+            Axes of matplotlib.
+        """
+        nodes = self.nodes.cpu().double()
+        first, last = float(nodes.min()), float(nodes.max())
+        if width is None:
+            width = 0.01 * ((last - first) or abs(last) or 1.0)
+        grid = torch.linspace(first - 5 * width, last + 5 * width, 800, dtype=torch.float64)
+        smooth = Density(nodes, self.weights.cpu().double()).on(grid, width)
+        return draw_density(grid, smooth, nodes, self.axis, axes)
 
     def on(self, grid: Tensor, width: float) -> Tensor:
         """Smooth with a normal density of the given width and evaluate on a grid."""
@@ -109,7 +154,7 @@ class Density:
             floor = max(float(magnitudes.max()) * info.eps, info.tiny)
         if not floor > 0:
             raise ShapeError(f"floor is {floor!r}.", "Use a positive number: zero has no logarithm.")
-        return Density((magnitudes + floor).log10(), self.weights)
+        return Density((magnitudes + floor).log10(), self.weights, "log10 |eigenvalue|")
 
     def expectation(self, power: int) -> float:
         """Return the mean of a power of the eigenvalues, `trace(A^power) / rows`."""
@@ -123,6 +168,7 @@ def spectral_density(
     num_steps: int = 30,
     probes: Probes = "rademacher",
     seed: int = 0,
+    progress: bool | None = None,
 ) -> Density:
     """Estimate the density of all eigenvalues by stochastic Lanczos quadrature.
 
@@ -132,21 +178,33 @@ def spectral_density(
         num_steps: Lanczos steps per vector; it integrates polynomials up to twice this degree.
         probes: Random vectors: `"rademacher"` for random signs, or `"normal"`.
         seed: Equal seeds give equal results.
+        progress: Whether to show the number of products meanwhile. By default, if it takes longer than two seconds.
 
     Returns:
-        The density. Keep it for several plots: `on` a grid, and `log10().on` a logarithmic one.
+        The density. Keep it for several plots: `on` a grid, and `log10()` for a logarithmic axis.
+
+    Example:
+        >>> from kfs import GGN, EmpiricalRisk
+        >>> _ = torch.manual_seed(0)
+        >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(10, 3), torch.rand(10, 2)))
+        >>> spectral_density(GGN(risk), num_vectors=2, num_steps=3)  # doctest: +ELLIPSIS
+        Density: 6 point masses, float32 on cpu
+          eigenvalues from ... to ...
     """
     _check_symmetric(A)
     V = random_columns(probes, A.shape[0], num_vectors, A.dtype, A.device, seed)
-    nodes, weights = zip(*(_quadrature(A, v / v.norm(), min(num_steps, A.shape[0])) for v in V.T), strict=True)
+    steps = min(num_steps, A.shape[0])
+    with show_progress("spectral density", num_vectors * steps, progress, "product") as line:
+        nodes, weights = zip(*(_quadrature(A, v / v.norm(), steps, line) for v in V.T), strict=True)
     return Density(torch.cat(nodes), torch.cat(weights) / num_vectors)
 
 
-def _quadrature(A: LinearOperator, v: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
+def _quadrature(A: LinearOperator, v: Tensor, num_steps: int, line: Line) -> tuple[Tensor, Tensor]:
     """Run Lanczos from a unit vector, with full reorthogonalization, and return nodes and weights."""
     basis, alphas, betas = [v], [], []
     while True:
         w = A @ basis[-1]
+        line.advance()
         alphas.append(basis[-1] @ w)
         Q = torch.stack(basis, 1)
         for _ in range(2):  # once is not enough in finite precision (Giraud et al., 2005)

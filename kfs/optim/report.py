@@ -1,16 +1,13 @@
 """What an optimizer covers and does: a table in a terminal, HTML in a notebook."""
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from html import escape
 from typing import Any
 
-from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
-from kfs.kfac.inspection import as_text, make_table, readable_size
+from kfs.describing import Described, DescribedByTables, Description, Table, number, readable_size
 from kfs.kfac.settings import Settings
-from kfs.kfac.structures import Factor
+from kfs.kfac.structures import describe_factor
 from kfs.losses import Loss
 from kfs.optim.averages import Average
 from kfs.optim.costs import PARTS, Cost, Part
@@ -18,8 +15,6 @@ from kfs.optim.curvature import Curvature, Events
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic import QuadraticModel
 
-Rows = list[tuple[str, ...]]
-_WIDTH = 140
 _OF_BLOCK = ("block", "matrix", "A", "B", "bytes", "damping added", "inverse of step")
 _OF_COST = ("in a step", "count", "operations", "ms")
 _NUMBERS = ("bytes", "damping added", "inverse of step", "count", "operations", "ms")
@@ -50,8 +45,8 @@ class BlockRow:
     updated: int
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(DescribedByTables):
     """What an optimizer covers and does; printing it shows it.
 
     Attributes:
@@ -83,28 +78,14 @@ class Report:
     damping: tuple[float, ...]
     damping_scale: float
 
-    def tables(self) -> list[Table]:
-        """Return tables for `rich`: blocks, and costs."""
-        return [make_table(title, columns, rows, _NUMBERS) for title, columns, rows in self._parts()]
+    def describe(self) -> Description:
+        """Describe all of it."""
+        title, *facts = (line.strip() for line in self.summary.splitlines())
+        return Description(title, tuple(facts), self._tables(), tuple(self._lines()))
 
-    def __str__(self) -> str:
-        """Return all of it as text."""
-        tables = [as_text(table, _WIDTH) for table in self.tables()]
-        return "\n".join([self.summary, *tables, *self._lines()])
-
-    def _repr_html_(self) -> str:
-        """Return all of it as HTML, for a notebook."""
-        parts = [f"<pre>{escape(self.summary)}</pre>"]
-        for title, columns, rows in self._parts():
-            head = _html_row(columns, "th")
-            body = "".join(_html_row(row, "td") for row in rows)
-            parts.append(f"<table><caption>{escape(title)}</caption><thead>{head}</thead><tbody>{body}</tbody></table>")
-        items = "".join(f"<li>{escape(line)}</li>" for line in self._lines())
-        return f"{''.join(parts)}<ul>{items}</ul>"
-
-    def _parts(self) -> list[tuple[str, tuple[str, ...], Rows]]:
-        """Return titles, columns and rows of both tables."""
-        blocks: Rows = [
+    def _tables(self) -> tuple[Table, Table]:
+        """Return the tables of blocks and of costs."""
+        blocks = [
             (
                 row.block,
                 "x".join(map(str, row.matrix if row.matrix[0] > 1 else row.matrix[1:])),
@@ -117,14 +98,15 @@ class Report:
             for row in self.blocks
         ]
         nbytes = readable_size(sum(row.nbytes for row in self.blocks))
-        costs: Rows = [
+        costs = [
             (part, f"{cost.count:.3g}", f"{cost.operations:.2g}", f"{1e3 * cost.seconds:.3g}")
             for part, cost in self.costs.items()
             if cost.count
         ]
         where = " of the host, which does not wait for the accelerator" if self.on_host else ""
         title = f"mean of the last {self.num_steps} steps; time{where} without passes of the model, trials excepted"
-        return [(f"{len(self.blocks)} blocks, {nbytes}", _OF_BLOCK, blocks), (title, _OF_COST, costs)]
+        of_blocks = Table(f"{len(self.blocks)} blocks, {nbytes}", _OF_BLOCK, blocks, _NUMBERS)
+        return of_blocks, Table(title, _OF_COST, costs, _NUMBERS)
 
     def _lines(self) -> list[str]:
         """Return sentences about what tables do not show."""
@@ -136,7 +118,7 @@ class Report:
         return lines
 
 
-class Reported:
+class Reported(Described):
     """Gives an optimizer its report, and a `repr` of a few lines."""
 
     steps: int
@@ -157,6 +139,11 @@ class Reported:
             >>> report = KFAC(nn.Linear(3, 2), nn.CrossEntropyLoss()).report()
             >>> report.waiting  # until the first step
             ('weight', 'bias')
+            >>> KFAC(nn.Linear(3, 2), nn.CrossEntropyLoss(), lr=0.1)
+            KFAC for Linear (2 parameters, 8 numbers), CrossEntropyLoss
+              lr=0.1, damping=0.003, momentum=0.9, weight_decay=0, trust=0.3
+              fisher='mc', eigen=False, quadratic_model=False
+              steps=0, blocks=0, not covered=0, damping_scale=1, events: none
         """
         curvature = self._curvature
         blocks = tuple(map(_row, curvature.averages.values()))
@@ -178,22 +165,23 @@ class Reported:
             damping_scale=curvature.damping_scale,
         )
 
-    def __repr__(self) -> str:
-        """Return a few lines: model, loss, settings, and how far training is."""
+    def describe(self) -> Description:
+        """Describe model, loss, settings, and how far training is."""
         tensors, curvature = self._params.tensors.values(), self._curvature
         size = sum(p.numel() for p in tensors)
         names = ("lr", "damping", "momentum", "weight_decay", "trust")
-        groups = "; ".join(", ".join(f"{n}={_number(g[n])}" for n in names) for g in self.param_groups)
+        groups = "; ".join(", ".join(f"{n}={number(g[n])}" for n in names) for g in self.param_groups)
         kind = f"fisher={self._settings.fisher!r}, eigen={curvature.inverses.eigen}"
         kind += f", quadratic_model={self._quadratic is not None}"
         happened = ", ".join(f"{name} {count}" for name, count in asdict(curvature.events).items() if count)
-        return (
-            f"KFAC for {type(self._model).__name__} ({len(tensors)} parameters, {size:,} numbers), {self._loss.name}\n"
-            f"  {groups}\n"
-            f"  {kind}\n"
-            f"  steps={self.steps}, blocks={len(curvature.averages)}, not covered={len(self.uncovered)}, "
+        progress = (
+            f"steps={self.steps}, blocks={len(curvature.averages)}, not covered={len(self.uncovered)}, "
             f"damping_scale={curvature.damping_scale:.3g}, events: {happened or 'none'}"
         )
+        title = (
+            f"KFAC for {type(self._model).__name__} ({len(tensors)} parameters, {size:,} numbers), {self._loss.name}"
+        )
+        return Description(title, (groups, kind, progress))
 
 
 def _row(average: Average) -> BlockRow:
@@ -201,18 +189,5 @@ def _row(average: Average) -> BlockRow:
     layout, K = average.layout, average.factors
     nbytes = sum(structure.nbytes for structure in (K, average.inverse, average.eigen) if structure is not None)
     damping = None if average.damping is None else float(average.damping.mean())
-    A, B = _describe(K.A), _describe(K.B)
+    A, B = describe_factor(K.A), describe_factor(K.B)
     return BlockRow(layout.name, layout.params, layout.matrix_shape, A, B, nbytes, damping, average.updated)
-
-
-def _describe(factor: Factor) -> str:
-    """Describe a factor, such as `"dense 4x4"` or `"diagonal 4"`."""
-    return f"{factor.kind} {factor.size}x{factor.size}" if factor.kind == "dense" else f"{factor.kind} {factor.size}"
-
-
-def _number(value: Any) -> str:
-    return f"{float(value):.4g}" if isinstance(value, (int, float, Tensor)) else str(value)
-
-
-def _html_row(cells: Iterable[str], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor, nn
 
+from kfs.charts.canvas import INK, LINE, quiet
 from kfs.risk import EmpiricalRisk
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 FLATTENINGS: Final = ("cvec", "rvec")
 SIZES: Final = (5, 4, 4, 3)
 FORMATS: Final = ("png", "svg")
-INK, LINE = "#333333", "#8a8a8a"
 
 
 def problem(num_data: int = 100, seed: int = 6) -> EmpiricalRisk:
@@ -48,7 +48,7 @@ def problem(num_data: int = 100, seed: int = 6) -> EmpiricalRisk:
         for layer in layers:
             nn.init.normal_(layer.weight, std=1.25 * layer.in_features**-0.5)
     model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
-    return EmpiricalRisk(model, nn.MSELoss(), (X, y))
+    return EmpiricalRisk(model, nn.MSELoss(), (X, y), progress=False)  # the tour shows its own
 
 
 def blocks(risk: EmpiricalRisk) -> dict[str, int]:
@@ -99,14 +99,6 @@ def draw_matrix(axes: "Axes", matrix: Tensor, labels: Mapping[str, int], limit: 
     quiet(axes)
     axes.tick_params(length=0, pad=2)
     return image
-
-
-def quiet(axes: "Axes") -> None:
-    """Make labels small, and what is drawn around the data thin and grey."""
-    axes.tick_params(which="both", labelsize=6.5, labelcolor=INK, color=LINE, width=0.5, length=2)
-    axes.spines[:].set(color=LINE, linewidth=0.6)
-    for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set(fontsize=8, color=INK)
 
 
 def draw_panels(matrices: Mapping[str, Tensor], risk: EmpiricalRisk, columns: int) -> "Figure":

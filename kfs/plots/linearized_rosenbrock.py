@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from kfs.basics.ggn_rosenbrock import linearized_rosenbrock, rosenbrock_ggn, rosenbrock_inner, rosenbrock_outer
-from kfs.plots.heatmaps import FORMATS, INK, quiet, run, save
+from kfs.charts.canvas import INK, quiet
+from kfs.plots.heatmaps import FORMATS, run, save
 
 ALPHA = 10.0
 ANCHOR = (0.5, 1.5)

@@ -43,7 +43,8 @@ def compared(steps: int) -> Comparison:
         nn.functional.cross_entropy(model(X), y).backward()
         optimizer.step()
     structures = ["diagonal", "KFAC", "EKFAC", "trace-scaled", "optimal Kronecker"]
-    return compare(EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y)), structures)
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y), progress=False)  # the tour shows its own
+    return compare(risk, structures)
 
 
 def draw(path: str | Path, steps: int = 40) -> dict[str, Comparison]:
@@ -61,7 +62,7 @@ def draw(path: str | Path, steps: int = 40) -> dict[str, Comparison]:
     panels = {"at initialization": compared(0), f"after {steps} steps of Adam": compared(steps)}
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, (title, comparison) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
-        comparison.draw(axes)
+        comparison.plot(axes=axes)
         axes.set_xticks(range(len(NAMES)), list(NAMES.values()))
         axes.set_title(title)
     figure.axes[1].set_ylabel("")

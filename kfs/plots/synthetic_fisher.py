@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kfs.charts.canvas import INK, quiet
 from kfs.operators import GGN, Fisher
-from kfs.plots.heatmaps import FORMATS, INK, draw_flattenings, problem, quiet, run, save
+from kfs.plots.heatmaps import FORMATS, draw_flattenings, problem, run, save
 from kfs.risk import EmpiricalRisk
 
 if TYPE_CHECKING:

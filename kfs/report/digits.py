@@ -18,11 +18,13 @@ class Digits:
 
     Attributes:
         accuracy: Share of right predictions on data that were not trained on.
+        factors: KFAC of the net.
         comparison: Errors of structures, layer by layer.
         ratios: Time of a program divided by that of forward and backward pass over the same data.
     """
 
     accuracy: float
+    factors: KFAC
     comparison: Comparison
     ratios: dict[str, float]
 
@@ -59,16 +61,16 @@ def examine(quick: bool = False) -> Digits:
     model = trained(X[:half], y[:half], 20 if quick else 150)
     accuracy = float((model(X[half:]).argmax(1) == y[half:]).double().mean())
     few = 100 if quick else 400
-    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (X[:few], y[:few]))
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (X[:few], y[:few]), progress=False)  # the tour shows its own
     structures = ["diagonal", "KFAC", "EKFAC", "trace-scaled", "optimal Kronecker"]
     comparison = compare(risk, structures)
-    return Digits(accuracy, comparison, _ratios(model, X[:half], y[:half], 3 if quick else 7))
+    return Digits(accuracy, KFAC(risk), comparison, _ratios(model, X[:half], y[:half], 3 if quick else 7))
 
 
 def _ratios(model: nn.Module, X: Tensor, y: Tensor, repeats: int) -> dict[str, float]:
     """Measure programs in turn, in units of forward and backward pass."""
     loss = nn.CrossEntropyLoss()
-    risk = EmpiricalRisk(model, loss, (X, y))
+    risk = EmpiricalRisk(model, loss, (X, y), progress=False)
 
     def forward_backward() -> None:
         torch.autograd.grad(loss(model(X), y), list(model.parameters()))

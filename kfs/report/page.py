@@ -2,17 +2,22 @@
 
 import ast
 import base64
+import io
 import tempfile
 from collections.abc import Callable, Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from kfs.conformance.cases import EXACT
 from kfs.plots import linearized_rosenbrock, structure_errors, synthetic_fisher, synthetic_hessian, synthetic_kfac
 from kfs.report import digits, play
 from kfs.tour import Report, by_claim, chapters
 from kfs.version import __version__
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CAPTIONS = {
     "linearized_rosenbrock": "The Rosenbrock function and its partially linearized, convex version around an anchor.",
@@ -129,10 +134,33 @@ def _figures(quick: bool) -> str:
             structure_errors.draw(Path(folder) / "structure_errors.png")
             paths.append(Path(folder) / "structure_errors.png")
         for path in paths:
-            image = base64.b64encode(path.read_bytes()).decode()
-            caption = escape(CAPTIONS.get(path.stem, path.stem))
-            picture = f'<img alt="{caption}" src="data:image/png;base64,{image}">'
-            parts.append(f"<figure>{picture}<figcaption>{caption}</figcaption></figure>")
+            parts.append(_figure(path.read_bytes(), CAPTIONS.get(path.stem, path.stem)))
+    return "\n".join(parts)
+
+
+def _figure(image: bytes, caption: str) -> str:
+    """Put a picture into the page itself."""
+    source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    picture = f'<img alt="{escape(caption)}" src="{source}">'
+    return f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _plots(found: digits.Digits) -> str:
+    """Draw the net's factors, their eigenvalues, and errors of structures."""
+    from matplotlib import pyplot  # noqa: PLC0415 (optional)
+
+    plots = {
+        "Its Kronecker factors, by K.plot().": found.factors.plot()[0],
+        "Eigenvalues of its blocks, and what damping adds, by K.plot_spectrum().": found.factors.plot_spectrum(),
+        "Errors of structures, by kfs.compare(risk).plot().": found.comparison.plot(),
+    }
+    parts = []
+    for caption, axes in plots.items():
+        image = io.BytesIO()
+        figure = cast("Figure", axes.figure)
+        figure.savefig(image, dpi=150)
+        pyplot.close(figure)
+        parts.append(_figure(image.getvalue(), caption))
     return "\n".join(parts)
 
 
@@ -149,5 +177,6 @@ def _digits(found: digits.Digits) -> str:
     return (
         f"<p>A net with two hidden layers, trained on half of scikit-learn's digits; it gets {found.accuracy:.1%} of "
         "the other half right. Errors are relative, against the exact block of the GGN.</p>"
+        f"{'' if find_spec('matplotlib') is None else _plots(found)}"
         f"{_table(head, rows, numbers=(2, 3, 4))}<h3>What it costs</h3>{ratios}"
     )

@@ -1,5 +1,6 @@
 """The book, built once for all tests of it."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +18,18 @@ def stand_ins(folder: Path) -> None:
             (folder / f"{name}.svg").write_text(SVG, encoding="utf-8")
 
 
+def pictures(page: Path, folder: Path) -> None:
+    for name in re.findall(r"!\[[^\]]+\]\((\w+\.svg)\)", page.read_text(encoding="utf-8")):
+        (folder / name).write_text(SVG, encoding="utf-8")
+
+
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return the folder of the site. Its figures are drawn, and looked at, by tests/plots."""
+    """Return the folder of the site. Figures are drawn by tests/plots, and pictures of pages by test_markdown.py."""
     folder = tmp_path_factory.mktemp("book") / "site"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "draw_figures", stand_ins)
+        patch.setattr(build, "draw_pictures", pictures)
         patch.setattr(build, "run_definition", report_of)
         count = build.build(folder)
     assert count == len(list(folder.glob("*.html")))

@@ -1,6 +1,5 @@
 """Other structures, and how they compare: against exact blocks, for all kinds of layers, and with one another."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,7 +103,7 @@ def test_what_is_refused() -> None:
         exact_diagonal(EmpiricalRisk(uncovered_model(), nn.MSELoss(), data), uncovered="diagonal")
 
 
-def test_comparison(tmp_path: Path) -> None:
+def test_comparison() -> None:
     risk = risk_of(*SHARED["groups"])
     comparison = kfs.compare(risk, mc_samples=1)
     C = {name: exact_blocks(risk).submatrix(b.layout.params).to_dense() for name, b in KFAC(risk).blocks.items()}
@@ -122,8 +121,6 @@ def test_comparison(tmp_path: Path) -> None:
             assert row.nbytes == 8 * len(C[row.layer]) ** 2
     assert all(cost > 0 for cost in comparison.costs.values())
     assert "optimal Kronecker" in str(comparison)
-    comparison.plot(tmp_path / "errors.svg")
-    assert "EKFAC" in (tmp_path / "errors.svg").read_text(encoding="utf-8")
 
 
 def test_large_layers_are_left_out_of_comparisons() -> None:
@@ -137,7 +134,7 @@ def test_large_layers_are_left_out_of_comparisons() -> None:
         kfs.compare(risk, max_size=3)
 
 
-def test_structures_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_structures_of_ones_own() -> None:
     risk = risk_of(*SHARED["no bias"])
 
     def half(risk: EmpiricalRisk, **settings: Any) -> BlockDiagonal:
@@ -152,9 +149,6 @@ def test_structures_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         kfs.compare(risk, ["KFAK"])
     with pytest.raises(ModelError, match="no structures"):
         kfs.compare(risk, [])
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ModelError, match="matplotlib is not installed"):
-        comparison.plot(tmp_path / "a.png")
 
 
 def test_a_layer_without_curvature() -> None:

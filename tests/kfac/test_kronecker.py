@@ -303,7 +303,7 @@ def test_bad_arguments() -> None:
     K = kfac()
     with pytest.raises(ModelError, match="method is 'exakt'"):
         K.inverse(0.1, "exakt")  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match=r"damping lacks the blocks .* and has \['nothing'\] too many"):
+    with pytest.raises(ModelError, match=r"damping lacks the blocks .* and has 'nothing' too many"):
         K.inverse({"one": 0.1, "nothing": 1.0})
     for bad in (-1.0, float("nan"), float("inf"), "much"):
         with pytest.raises(DtypeError, match="A damping is"):

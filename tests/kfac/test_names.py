@@ -39,7 +39,7 @@ def help_of(cls: type) -> str:
 def test_arguments_that_do_not_exist() -> None:
     risk, *_ = PROBLEMS[0].make()
     for make in (KFAC, EKFAC):
-        with pytest.raises(TypeError, match=r"KFAC has no argument 'max_dims'. Choose from max_dim"):
+        with pytest.raises(TypeError, match=r"KFAC has no argument 'max_dims'. Did you mean 'max_dim'\?"):
             make(risk, max_dims=3)  # type: ignore[call-arg]
         with pytest.raises(DtypeError, match=r"no argument 'zzz'.*mc_samples.*factor_dtype"):
             make(risk, zzz=3)  # type: ignore[call-arg]

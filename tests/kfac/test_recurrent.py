@@ -17,6 +17,7 @@ from kfs.kfac import EKFAC, KFAC, exact_blocks
 from kfs.kfac import rules as all_rules
 from kfs.kfac.capture import forget_audits, forward
 from kfs.kfac.rules import new_session, recurrent, slopes
+from kfs.kfac.rules.recurrence import SendBack
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums import FactorSums
 from kfs.risk import EmpiricalRisk
@@ -363,3 +364,20 @@ def written_out_of_place(model: Any, x: Tensor) -> Tensor:
     out, last = model.rnn(x if first else x.transpose(0, 1))
     result: Tensor = (3 * out).sum(1 if first else 0) + (last[-1] if isinstance(last, tuple) else last).exp()[0]
     return result
+
+
+def test_columns_with_one_gradient_at_cells() -> None:
+    """Columns may differ at states alone. The gradient at the last cells is then the same for all of them."""
+    torch.manual_seed(0)
+    p, q = torch.randn(2, 3, 2, 20, dtype=torch.float64)  # three times, two data, four gates of five features
+    before, cells, W = (torch.randn(*shape, dtype=torch.float64) for shape in ((3, 2, 5), (2, 2, 5), (20, 5)))
+    tensors = slopes.slopes_of(slopes.LSTM, p, q, before, cells[0]).tensors
+    columns = torch.randn(6, 3, 2, 5, dtype=torch.float64)
+
+    def send_back(g: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = SendBack.apply(g, cells[1], torch.empty(0), slopes.LSTM, W, None, *tensors)  # type: ignore[no-untyped-call]
+        return found
+
+    one_by_one = [send_back(g) for g in columns]
+    for place, together in enumerate(torch.func.vmap(send_back)(columns)):
+        close(together, torch.stack([found[place] for found in one_by_one]))

@@ -250,7 +250,7 @@ def test_bad_vectors_are_refused() -> None:
         H @ [1.0]  # type: ignore[list-item]
     with pytest.raises(DtypeError, match="A ndarray cannot be multiplied"):
         torch.ones(31).numpy() @ H
-    with pytest.raises(ShapeError, match=r"lacks \['0.weight'\] and has \['w'\] too many"):
+    with pytest.raises(ShapeError, match=r"lacks '0.weight', and has 'w' too many"):
         H @ {("w" if name == "0.weight" else name): t for name, t in v.items()}
     with pytest.raises(ShapeError, match=r"'0.bias' has shape \[1\], but the parameter has shape \[4\]"):
         H @ (v | {"0.bias": torch.ones(1, dtype=torch.float64)})

@@ -64,6 +64,7 @@ def test_digits() -> None:
     found = digits.examine(quick=True)
     assert found.accuracy > 0.5
     assert {row.layer for row in found.comparison.rows} == {"0", "2", "4"}
+    assert list(found.factors.blocks) == ["0", "2", "4"]
     assert found.ratios["forward and backward pass"] == 1
 
 
@@ -72,6 +73,7 @@ def test_page_stands_alone(report: Path) -> None:
     assert not re.findall(r'(?:src|href)="(?!data:|#)', text)
     for words in ("What was verified", "lie failed: False: 1 = 2.", "one datum", "KFAC, one draw", "data:image/png"):
         assert words in text
+    assert text.count("by K.plot") == 4  # two pictures, with captions and for those who cannot see them
     for link in re.findall(r'href="#([^"]+)"', text):
         assert f'id="{link}"' in text
 

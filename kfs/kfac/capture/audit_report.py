@@ -21,7 +21,7 @@ class AuditedUse:
     mixing: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Audit:
     """What was checked, and how closely.
 
@@ -56,6 +56,10 @@ class Audit:
             shapes=self.shapes + other.shapes,
             missed=tuple(name for name in names if name in self.missed or name in other.missed),
         )
+
+    def __repr__(self) -> str:
+        """Return it as text."""
+        return str(self)
 
     def __str__(self) -> str:
         """Say it in a few lines."""

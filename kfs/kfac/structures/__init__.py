@@ -9,6 +9,7 @@ from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.kronecker_sum import IterativeInverse, KroneckerSum
+from kfs.kfac.structures.looking import chosen, describe_factor
 from kfs.kfac.structures.stack import Stack, stacked, stacked_with_zeros
 from kfs.kfac.structures.structure import Structure
 
@@ -28,8 +29,10 @@ __all__ = [
     "Stack",
     "Structure",
     "checking_later",
+    "chosen",
     "computable",
     "damped_inverse",
+    "describe_factor",
     "stacked",
     "stacked_with_zeros",
 ]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kfs import storage
+from kfs.describing import number
 from kfs.errors import ModelError
 from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.damping import (
@@ -31,16 +32,18 @@ from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.kronecker_sum import plus, product
+from kfs.kfac.structures.looking import VisibleBlocks, shown
 from kfs.kfac.structures.restriction import restricted
 from kfs.kfac.structures.stack import Stack, check_coverage, stacked
 from kfs.kfac.structures.structure import Structure
+from kfs.operators.formulas import bracketed
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import normal
 from kfs.operators.solve import Vec
 from kfs.operators.space import Columns, Space
 
 
-class BlockDiagonal(LinearOperator):
+class BlockDiagonal(VisibleBlocks):
     """An operator with structured blocks on its diagonal, and zeros elsewhere.
 
     Args:
@@ -65,11 +68,6 @@ class BlockDiagonal(LinearOperator):
         return all(stack.structure.symmetric for stack in self.stacks)
 
     @property
-    def structures(self) -> dict[str, Structure]:
-        """The structure of each block, by name. With groups of channels, it is a stack of one block per group."""
-        return {layout.name: stack.structure[part] for stack in self.stacks for layout, part in stack.slices()}
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return sum(stack.structure.nbytes for stack in self.stacks)
@@ -90,21 +88,26 @@ class BlockDiagonal(LinearOperator):
 
     def _composed_with(self, other: LinearOperator) -> LinearOperator:
         """Multiply block by block, if both operators have the same blocks of structures that allow it."""
-        return self._combine_blocks(other, product) or super()._composed_with(other)
+        made = self._combine_blocks(other, product)
+        return super()._composed_with(other) if made is None else made.made_of(self, "@", other)
 
     @property
     def T(self) -> LinearOperator:  # noqa: N802
         """The transpose."""
-        return self if self.symmetric else self._map_structures(lambda structure: structure.transposed())
+        if self.symmetric:
+            return self
+        return self._map_structures(lambda structure: structure.transposed()).called(f"{bracketed(self)}.T")
 
     def __add__(self, other: LinearOperator) -> LinearOperator:
         """Add block by block, if both operators have the same blocks of structures that allow it."""
-        return self._combine_blocks(other, plus) or super().__add__(other)
+        made = self._combine_blocks(other, plus)
+        return super().__add__(other) if made is None else made.made_of(self, "+", other)
 
     def __mul__(self, factor: float) -> LinearOperator:
         """Scale all blocks."""
         scaled = super().__mul__(factor)  # checks the number
-        return self._map_structures(lambda structure: structure.scaled(scaled.factor))  # type: ignore[attr-defined]
+        made = self._map_structures(lambda structure: structure.scaled(scaled.factor))  # type: ignore[attr-defined]
+        return made.called(f"{number(factor)} * {bracketed(self)}")
 
     __rmul__ = __mul__
 
@@ -112,10 +115,12 @@ class BlockDiagonal(LinearOperator):
         """Add `delta` times the identity: a number, or `kfs.Relative` to each block's mean eigenvalue."""
         if isinstance(delta, Relative):
             self._check_symmetric("shifted by relative damping")
-            return self._map_damped(lambda structure, d: structure.shift(d), delta)
-        if not self.symmetric:
+            made = self._map_damped(lambda structure, d: structure.shift(d), delta)
+        elif not self.symmetric:
             return super().shift(delta)
-        return self._map_structures(lambda structure: structure.shift(float(delta)))
+        else:
+            made = self._map_structures(lambda structure: structure.shift(float(delta)))
+        return made.called(f"{bracketed(self)}.shift({number(delta)})")
 
     def _block_of(self, rows: list[str], columns: list[str]) -> LinearOperator:
         """Return the block with some parameters' rows and columns, with all that this operator can do if they agree."""
@@ -123,7 +128,8 @@ class BlockDiagonal(LinearOperator):
             space = self.domain.subspace(rows)
             parts = restricted(self.stacks, space.shapes)
             if parts is not None:
-                return BlockDiagonal(space, stacked(parts))
+                made = BlockDiagonal(space, stacked(parts))
+                return made.called(f"{bracketed(self)}[{space.listed}; {space.listed}]", self.of)
         return super()._block_of(rows, columns)
 
     def inverse(self, damping: Damping = 0.0, method: Method = "exact") -> "BlockDiagonal":
@@ -152,12 +158,21 @@ class BlockDiagonal(LinearOperator):
             >>> step = KFAC(risk).inverse(damping=1e-3) @ risk.gradient()
             >>> step["weight"].shape
             torch.Size([2, 3])
+            >>> print(KFAC(risk).inverse(damping=1e-3))
+            KFAC.inverse(0.001) of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
+              1 block, 112 B
+            blocks
+            block   matrix  structure                     bytes
+            ------  ------  ----------------------------  -----
+            weight  2 x 4   eigenvalues and eigenvectors  112 B
         """
         if method not in METHODS:
             raise ModelError(f"method is {method!r}.", f"Choose from {', '.join(map(repr, METHODS))}.")
         if damping:
             self._check_symmetric("inverted with damping")
-        return self._map_damped(lambda structure, d: damped_inverse(structure, d, method), damping)
+        made = self._map_damped(lambda structure, d: damped_inverse(structure, d, method), damping)
+        how = "" if method == "exact" else f", {method!r}"
+        return made.called(f"{bracketed(self)}.inverse({shown(damping)}{how})")
 
     def solve(self, b: Vec, damping: Damping = 0.0, method: Method = "exact") -> Vec:
         """Return `self.inverse(damping, method) @ b`. To solve for several `b`, keep the inverse."""
@@ -171,7 +186,8 @@ class BlockDiagonal(LinearOperator):
             damping: One number (or `kfs.Relative`), or one for every block, by name.
         """
         self._check_symmetric("raised to a power")
-        return self._map_damped(lambda structure, d: structure.power(float(exponent), d), damping)
+        made = self._map_damped(lambda structure, d: structure.power(float(exponent), d), damping)
+        return made.called(f"{bracketed(self)}.power({number(exponent)}, {shown(damping)})")
 
     def trace(self) -> Tensor:
         """Return the sum of all eigenvalues."""
@@ -309,7 +325,8 @@ class BlockDiagonal(LinearOperator):
     def _with_structures(self, structures: Iterable[Structure]) -> "BlockDiagonal":
         """Return an operator with the same layouts and other structures, one for each stack."""
         pairs = zip(self.stacks, structures, strict=True)
-        return BlockDiagonal(self.domain, [Stack(stack.layouts, structure) for stack, structure in pairs])
+        made = BlockDiagonal(self.domain, [Stack(stack.layouts, structure) for stack, structure in pairs])
+        return made.called("", self.of)
 
     def _map_structures(self, function: Callable[[Structure], Structure]) -> "BlockDiagonal":
         """Apply a function to all structures."""

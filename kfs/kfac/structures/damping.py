@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kfs.describing import Described, Description
 from kfs.errors import DtypeError, ModelError
 from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.factor import Factor
@@ -34,10 +35,11 @@ from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.kronecker_sum import KroneckerSum
 from kfs.kfac.structures.stack import Stack
 from kfs.kfac.structures.structure import Structure
+from kfs.names import few, guess
 
 
-@dataclass(frozen=True)
-class Relative:
+@dataclass(frozen=True, repr=False)
+class Relative(Described):
     """Damping in units of each block's mean eigenvalue: its trace over its number of rows.
 
     Absolute numbers mean little if curvature differs by orders of magnitude between layers, or changes in training.
@@ -58,6 +60,11 @@ class Relative:
         >>> one, other = K.inverse(Relative(0.1)), K.inverse(0.1 * mean)
         >>> torch.allclose(one.to_dense(), other.to_dense())
         True
+        >>> Relative(0.1)
+        Relative(0.1)
+        >>> one
+        KFAC.inverse(Relative(0.1)) of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
+          1 block, 112 B
     """
 
     fraction: float
@@ -65,6 +72,10 @@ class Relative:
     def __post_init__(self) -> None:
         """Check the number."""
         _check_number(self.fraction, "A relative damping")
+
+    def describe(self) -> Description:
+        """Describe it by the call that makes it."""
+        return Description(f"Relative({self.fraction!r})")
 
 
 _NO_CURVATURE = "has no curvature, so that relative damping is zero, too: give it an absolute number, by its name"
@@ -94,9 +105,10 @@ def damping_by_name(damping: Damping, names: set[str]) -> Mapping[str, float | R
     if set(numbers) != names:
         missing = sorted(names - set(numbers))
         extra = sorted(set(numbers) - names)
+        hint = guess(extra, missing)
         raise ModelError(
-            f"damping lacks the blocks {missing} and has {extra} too many.",
-            "Give one number, or one for every block.",
+            f"damping lacks the blocks {few(missing) or 'none'}, and has {few(extra) or 'none'} too many.",
+            f"Give one number, or one for every block. {hint}".rstrip(),
         )
     for value in numbers.values():
         if not isinstance(value, Relative):

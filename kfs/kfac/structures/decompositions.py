@@ -87,6 +87,12 @@ def check_definite(values: Tensor, noise: Tensor) -> None:
     """Refuse eigenvalues `[stack, ...]` that are negative beyond noise: `[stack]`, or a level for each of them.
 
     Errors of sums grow with the number of data. So the root of the precision counts as noise, too.
+
+    Example:
+        >>> with checking_later() as checks:
+        ...     check_definite(torch.tensor([[1.0, 0.0], [1.0, -0.1]]), noise=torch.zeros(2))
+        >>> checks
+        [tensor([ True, False])]
     """
     flat = values.flatten(1)
     accumulated = torch.finfo(values.dtype).eps ** 0.5 * flat.abs().max(1, keepdim=True).values

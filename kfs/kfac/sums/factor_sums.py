@@ -18,7 +18,7 @@ from kfs.kfac.layout import Key, Side
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.block_sums import BlockSums, RoleSums, settle_counts
 from kfs.kfac.sums.inputs import Vectors
-from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums, ignore
+from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums, ignore
 from kfs.kfac.sums.outer_products import OuterProductSum, full_precision
 from kfs.kfac.sums.owners import Owners, Regular
 from kfs.kfac.sums.placement import Placement
@@ -61,7 +61,7 @@ class FactorSums(Sums):
             # Unit vectors came first, and made the factor diagonal.
             self.conflicts.add((layout.weight, plan.operation))
         if self.dry:
-            return Ignore()
+            return _Count(role)
         if block.sharing == "expand":
             return _Expand(plan, role, block.forward_only)
         return _Reduce(plan, role, block.forward_only, self._collected)
@@ -167,6 +167,20 @@ class FactorSums(Sums):
             OuterProductSum.zeros(input_size, layout.groups, sparse, bias, dtype, device, s.products),
             OuterProductSum.zeros(gradient_size, layout.groups, narrow, False, dtype, device, s.products),
         )
+
+
+class _Count(Adder):
+    """Counts positions, and adds nothing."""
+
+    def __init__(self, role: RoleSums) -> None:
+        self.role = role
+
+    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
+        return self.count
+
+    def count(self, g: Tensor) -> None:
+        """Count the rows of gradients `[columns, ..., features]`."""
+        self.role.counted += prod(g.shape[1:-1])
 
 
 class _Expand(Adder):

@@ -1,0 +1,23 @@
+"""Run the page *Coming from another library* with those libraries that are installed. It checks that results agree.
+
+Run it: `python -m benchmarks.other_libraries`.
+"""
+
+from pathlib import Path
+
+from docs.blocks import installed, libraries, run
+
+PAGE = Path(__file__).parent.parent / "docs" / "coming_from.md"
+
+
+def main() -> None:
+    """Run the page once for each library, and say which ones there are."""
+    here = installed(PAGE)
+    for name in libraries(PAGE):
+        if name in here:
+            run(PAGE, [name])
+        print(f"{name}: {'as here' if name in here else 'not installed'}")
+
+
+if __name__ == "__main__":
+    main()

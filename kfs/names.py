@@ -1,0 +1,77 @@
+"""Names that are not known: which known ones are near, so that a message need not list all of them."""
+
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
+from typing import TypeVar
+
+from kfs.errors import UnknownNameError
+
+Value = TypeVar("Value")
+_FEW = 6  # so many names are listed
+
+
+class ByName(dict[str, Value]):
+    """A dictionary whose error for an unknown name says which names are near.
+
+    Args:
+        values: Its items.
+        noun: What the names are of.
+
+    Example:
+        >>> ByName({"conv": 1, "head": 2}, "block")["heat"]
+        Traceback (most recent call last):
+        kfs.errors.UnknownNameError: There is no block 'heat'. Did you mean 'head'?
+    """
+
+    def __init__(self, values: Mapping[str, Value], noun: str) -> None:
+        """Take the items over."""
+        super().__init__(values)
+        self.noun = noun
+
+    def __missing__(self, name: object) -> Value:
+        """Say what there is."""
+        raise UnknownNameError(f"There is no {self.noun} {name!r}.", near([name], self))
+
+
+def near(unknown: Iterable[object], known: Iterable[str]) -> str:
+    """Return the way out of wrong names: those that are near, or some of those that exist.
+
+    Args:
+        unknown: Names that do not exist.
+        known: Names that do.
+
+    Example:
+        >>> near(["encoder.weigth"], [f"layer{i}" for i in range(40)] + ["encoder.weight"])
+        "Did you mean 'encoder.weight'?"
+        >>> near(["head"], ["fc1", "fc2"])
+        "Choose from 'fc1', 'fc2'."
+        >>> near(["head"], [f"fc{i}" for i in range(40)])
+        "There are 40, such as 'fc0', 'fc1', 'fc2', 'fc3', 'fc4', 'fc5'."
+    """
+    names = list(known)
+    listed = f"Choose from {few(names)}." if len(names) <= _FEW else f"There are {few(names)}."
+    return guess(unknown, names) or listed
+
+
+def guess(unknown: Iterable[object], known: Iterable[str]) -> str:
+    """Return a question for what was probably meant by wrong names. Empty if no name is near.
+
+    Example:
+        >>> guess(["0.wieght", "5"], ["0.weight", "0.bias"])
+        "Did you mean '0.weight'?"
+    """
+    names = list(known)
+    found = dict.fromkeys(match for name in unknown for match in get_close_matches(str(name), names))
+    *first, last = map(repr, list(found)[:_FEW] or [""])
+    return f"Did you mean {', '.join(first)}{' or ' if first else ''}{last}?" if found else ""
+
+
+def few(names: Collection[object]) -> str:
+    """Return all names if they are few, and some of them with their number otherwise.
+
+    Example:
+        >>> few(["W", "b"]), few(range(100))
+        ("'W', 'b'", '100, such as 0, 1, 2, 3, 4, 5')
+    """
+    listed = ", ".join(map(repr, list(names)[:_FEW]))
+    return f"{len(names)}, such as {listed}" if len(names) > _FEW else listed
