@@ -141,7 +141,7 @@ class Reported(Described):
             ('weight', 'bias')
             >>> KFAC(nn.Linear(3, 2), nn.CrossEntropyLoss(), lr=0.1)
             KFAC for Linear (2 parameters, 8 numbers), CrossEntropyLoss
-              lr=0.1, damping=0.003, momentum=0.9, weight_decay=0, trust=0.3
+              lr=0.1, damping=0.003, momentum=0.9, weight_decay=0, trust=0.03
               fisher='mc', eigen=False, quadratic_model=False
               steps=0, blocks=0, not covered=0, damping_scale=1, events: none
         """
