@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import kfs
 from kfs import waiting
+from kfs.kfac import scaffold
+from kfs.kfac.settings import Settings
 from kfs.kfac.structures.decompositions import inverse_by_halves
 from kfs.losses import TokenCrossEntropy
 from kfs.optim import KFAC, factor_graphs, recorded_update, updates
@@ -335,3 +338,150 @@ def test_inverses_by_halves(size: int) -> None:
     wrong = inverse_by_halves(M + 0.01 * M.mean(), smallest=4)[0]
     assert not torch.allclose(wrong[0], torch.linalg.inv(M[0]))
     assert not inverse_by_halves(M * torch.nan, smallest=4)[1].any()
+
+
+def equal_layers() -> nn.Sequential:
+    """Return a network with three layers of one size, whose inverses are stacked."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(4, 3)).double()
+
+
+def test_different_settings_in_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of one size may have their own damping and trust region."""
+    X, y = data()
+    results = []
+    for _ in range(2):
+        model = equal_layers()
+        groups = [
+            {"params": model[i].parameters(), "damping": 0.001 * (i + 1), "trust": 0.01 * (i + 1) if i else None}
+            for i in range(0, 7, 2)
+        ]
+        optimizer = KFAC(model, LOSS, groups, fisher="type-2", factors_every=1, inverses_every=1)
+        train(model, optimizer, [(X, y)] * 6, LOSS)
+        results.append(weights(model))
+        monkeypatch.undo()
+    torch.testing.assert_close(*results, rtol=1e-8, atol=1e-9)
+    same = equal_layers()
+    train(same, KFAC(same, LOSS, fisher="type-2", factors_every=1, inverses_every=1), [(X, y)] * 6, LOSS)
+    assert not torch.allclose(weights(same), results[0])
+
+
+def test_inverses_of_some_blocks_of_a_stack() -> None:
+    """Blocks that are not side by side are written one by one, and the others stay."""
+    X, y = data()
+    model = equal_layers()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=100, inverses_every=1)
+    train(model, optimizer, [(X, y)] * 3, LOSS)
+    averages = [optimizer._curvature.averages[f"{i}.weight", (0, 4)] for i in (0, 2, 4)]
+    inverses = [average.inverse for average in averages]
+    assert all(inverse is not None for inverse in inverses)
+    before = [inverse.to_dense().clone() for inverse in inverses if inverse is not None]
+    for average in averages:
+        average.factors.A.values.mul_(2)
+    for average in averages[::2]:
+        average.changed = True
+    train(model, optimizer, [(X, y)], LOSS)
+    after = [inverse.to_dense() for inverse in inverses if inverse is not None]
+    assert [torch.equal(a, b) for a, b in zip(after, before, strict=True)] == [False, True, False]
+
+
+class Remembers(nn.Linear):
+    """Keeps something in a list that is not replaced, so that nobody notices."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor, *_: object) -> Tensor:
+        """Multiply inputs by their number so far."""
+        self.seen.append(1)
+        return super().forward(len(self.seen) * x)
+
+
+def test_models_that_remember_are_watched(caplog: pytest.LogCaptureFixture) -> None:
+    """A pass of the optimizer's own has other sums than the user's."""
+    X, y = data(6)
+    model = nn.Sequential(Remembers(), nn.Linear(4, 3)).double()
+    with caplog.at_level("INFO", "kfs.optim"):
+        train(model, KFAC(model, LOSS, factors_every=1, audit=False), [(X, y)] * 6, LOSS)
+    assert "not a function of its inputs" in caplog.text
+
+
+def test_recordings_that_would_take_too_much_memory(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are freed."""
+    answers = iter([(2**30, 0), (2**30, 2**29)])
+    monkeypatch.setattr(factor_graphs, "_memory", lambda _: next(answers))
+    X, y = data(6)
+    model = mlp()
+    optimizer = KFAC(model, LOSS, factors_every=1)
+    with caplog.at_level("INFO", "kfs.optim"):
+        train(model, optimizer, [(X, y)] * 6, LOSS)
+    assert "it would take 0.5 of 1.0 GiB that are free" in caplog.text
+    assert not optimizer._watch._graphs._graphs
+
+
+class TakesAnything(nn.Module):
+    """Takes an object besides its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, _: object) -> Tensor:
+        """Ignore the object."""
+        result: Tensor = self.layer(x)
+        return result
+
+
+def test_inputs_that_cannot_be_copied() -> None:
+    """Passes with objects that may change unnoticed are watched."""
+    X, y = data(6)
+    model = TakesAnything().double()
+    optimizer = KFAC(model, LOSS, factors_every=1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        LOSS(model(X, object()), y).backward()
+        optimizer.step()
+    assert not optimizer._watch._graphs._times
+
+
+def test_what_equal_sums_are() -> None:
+    """Sums of other blocks, or of other sizes, are others."""
+    X, y = data(6)
+    blocks = []
+    for widths in ((4, 3), (4, 3), (4, 2)):
+        model = nn.Sequential(nn.Linear(*widths)).double()
+        risk = kfs.EmpiricalRisk(model, LOSS, (X, y % 2), params=["0.weight"])
+        blocks.append(scaffold.kfac(risk, Settings())[0].blocks)
+    assert factor_graphs._are_equal(blocks[0], blocks[0])
+    assert not factor_graphs._are_equal(blocks[0], {})
+    resized = dict(zip(blocks[0], blocks[2].values(), strict=True))
+    assert not factor_graphs._are_equal(blocks[0], resized)
+    for one in blocks[1].values():
+        one.sums[0].total *= 2
+    assert not factor_graphs._are_equal(blocks[0], blocks[1])
+
+
+def test_other_parameters_are_another_update(tapes: list[Tapes]) -> None:
+    """A recording is freed when a parameter is frozen."""
+    X, y = data(6)
+    model = mlp()
+    optimizer = KFAC(model, LOSS, fisher="empirical", factors_every=1)
+    train(model, optimizer, [(X, y)] * 6, LOSS)
+    model[0].weight.requires_grad_(False)
+    frozen = model[0].weight.detach().clone()
+    train(model, optimizer, [(X, y)] * 6, LOSS)
+    assert torch.equal(model[0].weight, frozen)
+    assert any(tape.freed for one in tapes for tape in one.made)
+
+
+def test_audits_can_be_looked_at() -> None:
+    """Passes that are replayed are not audited again; what was found before stays."""
+    X, y = data(6)
+    model = mlp()
+    optimizer = KFAC(model, LOSS, factors_every=1)
+    train(model, optimizer, [(X, y)] * 5, LOSS)
+    assert optimizer.audit is not None
