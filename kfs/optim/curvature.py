@@ -163,8 +163,11 @@ class Curvature:
         """Count products with all inverses."""
         for one in self.inverses.stacks(self.averages.values()):
             K = one.stack.structure
-            # Every number of the result is a sum over a row, and then over a column.
-            self.costs.add("products", 2.0 * len(K) * K.rows * K.columns * (K.rows + K.columns))
+            smaller = min(K.rows, K.columns)
+            # Every number of the result is a sum over a row, and then over a column. The trust region takes two more
+            # products, for a Gram matrix and with what is computed from it.
+            sums = K.rows + K.columns + 2 * smaller
+            self.costs.add("products", 2.0 * len(K) * K.rows * K.columns * sums)
 
     def dampings(self) -> dict[str, Tensor]:
         """Return what was added to the eigenvalues of each parameter's block."""
