@@ -138,7 +138,8 @@ def write_assets(site: Path) -> None:
     highlighting = HtmlFormatter(style="default").get_style_defs(".highlight")
     style = (DOCS / "assets" / "style.css").read_text(encoding="utf-8")
     (site / "style.css").write_text(f"{highlighting}\n{style}\n", encoding="utf-8")
-    for asset in (DOCS / "assets" / "search.js", *sorted((DOCS / "assets").glob("*.svg"))):
+    pictures = sorted((DOCS / "assets").glob("*.svg")) + sorted((DOCS / "assets").glob("*.png"))
+    for asset in (DOCS / "assets" / "search.js", *pictures):
         shutil.copy(asset, site)
     for name in ("play.js", "play.css"):
         (site / name).write_text(play.asset(name), encoding="utf-8")
