@@ -77,7 +77,7 @@ def test_no_latex_is_left(site: Path) -> None:
 
 
 def test_nothing_is_loaded_from_a_network(site: Path) -> None:
-    for page in site.iterdir():
+    for page in (file for file in site.iterdir() if file.suffix != ".png"):
         text = page.read_text(encoding="utf-8")
         assert not re.findall(r'(?:src|href)="(?:https?:)?//|@import|url\((?!#)|fetch\(|XMLHttpRequest', text)
 
