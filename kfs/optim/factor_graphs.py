@@ -38,8 +38,7 @@ from kfs.kfac.coverage import not_covered
 from kfs.kfac.layout import Key
 from kfs.kfac.settings import Settings
 from kfs.kfac.structures import computable
-from kfs.kfac.sums import BlockSums, FactorSums
-from kfs.kfac.sums.block_sums import settle_counts
+from kfs.kfac.sums import BlockSums, FactorSums, settle_counts
 from kfs.losses import Loss
 from kfs.losses.counter import Draws
 from kfs.optim.hooks import has_other_hooks
