@@ -128,6 +128,15 @@ def random_state(device: torch.device) -> list[Tensor]:
     return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
+def other_random_state() -> tuple[Any, ...]:
+    """Return the states of the generators of Python, and of NumPy if somebody has imported it; they can be compared."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    name, keys, *rest = numpy.random.get_state()
+    return random.getstate(), name, keys.tobytes(), *rest
+
+
 def is_same(states: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
     """Whether random states are equal."""
     return others is not None and all(map(torch.equal, states, others))

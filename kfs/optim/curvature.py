@@ -117,6 +117,7 @@ class Curvature:
             average = self.averages.get(key)
             if average is None or average.layout != block.layout:
                 average = self.averages[key] = Average.zeros_like(block)
+                self.inverses.forget()  # The last average's inverse is not this one's.
             elif average.eigen is not None and key in sums.squares:
                 average.eigen.values.lerp_(sums.squares[key] / sums.examples, 1 - self.decay)
             pairs.append((average, block))
@@ -266,6 +267,7 @@ class Curvature:
         self._troubles, self._successes, self._rises = map(int, state["in_a_row"])
         self._credit = float(state["credit"])
         self.inverses.forget()
+        self.inverses.forget_failures()
 
 
 def _operations(block: BlockSums) -> float:

@@ -13,7 +13,7 @@ anything is recorded, a pass of our own has to give the sums of the one that was
 import copy
 import logging
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,19 +38,30 @@ from kfs.kfac.coverage import not_covered
 from kfs.kfac.layout import Key
 from kfs.kfac.settings import Settings
 from kfs.kfac.structures import computable
-from kfs.kfac.sums import BlockSums, FactorSums
+from kfs.kfac.sums import BlockSums, FactorSums, settle_counts
 from kfs.losses import Loss
 from kfs.losses.counter import Draws
 from kfs.optim.hooks import has_other_hooks
+from kfs.optim.model_state import ModelState
 from kfs.optim.recorded_update import recorder_for
 from kfs.outputs import prediction_in
-from kfs.state import evaluating, is_same, random_state, restored, unchanged_attributes, uncompiled
+from kfs.state import (
+    evaluating,
+    is_same,
+    other_random_state,
+    random_state,
+    restored,
+    unchanged_attributes,
+    uncompiled,
+)
 from kfs.tf32 import uses_tf32
 from kfs.waiting import waiting_allowed
 
 log = logging.getLogger("kfs.optim")
 _TIMES = 2  # An input's shape must come so often before a pass for it is recorded.
 _MOST_GRAPHS = 2
+_MOST_KEYS = 64  # So many shapes are counted.
+_MOST_CHANGES = 3  # A model that was another one so often is not recorded any more.
 # A recorded pass holds memory of its own. It may take this share of what is free.
 _SHARE = 0.25
 # Two ways to compute the same sums, in half precision, may differ by this much.
@@ -81,8 +92,13 @@ class FactorPass:
     autocast: Autocast
 
     def run(self, arguments: Any, num_data: int, y: Tensor, first: Tensor, sums: FactorSums) -> dict[str, str]:
-        """Compute the sums of a batch, in place of earlier ones, and return parameters that have none, and why."""
+        """Compute the sums of a batch, in place of earlier ones, and return parameters that have none, and why.
+
+        Numbers of positions that depend on data stay on the device: a graph does not tell the host.
+        """
         totals = [s.total for block in sums.blocks.values() for s in block.sums]
+        roles = [role for block in sums.blocks.values() for role in block.roles.values()]
+        totals += [role.terms_on_device for role in roles if role.terms_on_device is not None]
         if totals:
             torch._foreach_zero_(totals)
         device = self.session.device_type
@@ -104,7 +120,8 @@ class FactorPass:
             values = computable(f.detach())
             vectors = backpropagated_vectors(self.loss, values, y, self.settings, first, at_once, Draws)
             send_back(f, capture, (columns.to(f.dtype) for columns in vectors))
-            sums.complete()
+            for total in (total for block in sums.blocks.values() for total in block.sums):
+                total.complete()
         return not_covered(capture.tracker.params, sums.blocks.values(), capture.unexplained, sums.conflicts)
 
 
@@ -118,8 +135,10 @@ class FactorGraph:
         y: What it reads as targets.
         first: What it reads as the index of the first datum.
         sums: What it writes.
+        counts: Numbers of positions that are the same for all data, which the host knows.
         uncovered: Parameters without sums, and why.
         reads: Holds what else it reads.
+        state: What the model was when it was recorded.
         run: Computes the same without the recording.
         user: Whoever has the sums now.
     """
@@ -129,8 +148,10 @@ class FactorGraph:
     y: Tensor
     first: Tensor
     sums: FactorSums
+    counts: dict[Any, float]
     uncovered: dict[str, str]
     reads: Reads
+    state: ModelState
     run: Callable[[Any, Tensor, Tensor, FactorSums], dict[str, str]]
     user: "weakref.ref[FactorResult] | None" = None
 
@@ -148,6 +169,7 @@ class FactorGraph:
             self.y.copy_(y)
             self.first.fill_(first_datum)
         self.graph.replay()
+        _set_counts(self.sums, self.counts)
         result = FactorResult(self.sums, self.uncovered)
         self.user = weakref.ref(result)
         return result
@@ -163,8 +185,10 @@ class FactorResult:
 
     @property
     def blocks(self) -> dict[Key, BlockSums]:
-        """The sums."""
-        return dict(self.sums.blocks) if self.own is None else self.own
+        """The sums. An accelerator is asked once for all numbers of positions that depend on data."""
+        blocks = dict(self.sums.blocks) if self.own is None else self.own
+        settle_counts(role for block in blocks.values() for role in block.roles.values())
+        return blocks
 
     def copy(self) -> None:
         """Keep a copy, since the graph will run again."""
@@ -182,6 +206,8 @@ class FactorGraphs:
         self._enabled = replay and settings.fisher not in {"empirical", "forward-only"}
         self._times: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, FactorGraph] = {}
+        self._place: Hashable = None  # session and memory of the model in the last pass
+        self._changes = 0  # how often the model was another one than when it was recorded
 
     def key(self, model: nn.Module, session: Session, arguments: Any, autocast: Autocast) -> Hashable:
         """Return what passes have in common that one recording serves; `None` if this one cannot be recorded."""
@@ -192,31 +218,48 @@ class FactorGraphs:
         if shape is None:
             return None
         own = (*model.parameters(), *model.buffers())
-        return (
-            shape,
-            autocast,
-            uses_tf32(),
-            id(session),
-            tuple(t.data_ptr() for t in own),
-            tuple(module.training for module in model.modules()),
-        )
+        place = id(session), tuple(t.data_ptr() for t in own)
+        if place != self._place:
+            # Nobody will come back there: recordings would only take memory, and the place of others.
+            self.forget()
+            self._place = place
+        return shape, autocast, uses_tf32(), tuple(module.training for module in model.modules())
 
-    def find(self, key: Hashable) -> FactorGraph | None:
+    def find(self, key: Hashable, model: nn.Module) -> FactorGraph | None:
         """Return the recording for a pass, if there is one."""
-        return self._graphs.get(key)
+        found = self._graphs.get(key)
+        why = "" if found is None else found.state.difference(model)
+        if not why:
+            return found
+        # A recording knows the numbers that Python had at that time, such as a temperature.
+        self.forget()
+        self._changes += 1
+        if self._changes == _MOST_CHANGES:
+            self._give_up(why)
+        return None
 
     def wants(self, key: Hashable) -> bool:
         """Whether a watched pass is to be recorded. It is counted."""
         if key is None or not self._enabled:
             return False
-        self._times[key] = self._times.get(key, 0) + 1
-        return self._times[key] == _TIMES
+        times = self._times.pop(key, 0) + 1
+        self._times[key] = times
+        if len(self._times) > _MOST_KEYS:
+            del self._times[next(iter(self._times))]  # the one that was not seen for the longest time
+        return times == _TIMES
 
     def forget(self) -> None:
         """Free all recordings."""
         for recorded in self._graphs.values():
             recorded.graph.reset()
         self._graphs.clear()
+        self._times.clear()
+
+    def _give_up(self, why: str) -> None:
+        """Watch all further passes."""
+        log.info("kfs.optim: passes for factors are not recorded as CUDA graphs: %s.", why)
+        self._enabled = False
+        self.forget()
 
     def record(
         self,
@@ -240,10 +283,7 @@ class FactorGraphs:
             try:
                 self._graphs[key] = self._recorded(make(), one, data, watched)
             except Exception as error:  # noqa: BLE001 (whatever it is, passes can be watched)
-                why = str(error).partition("\n")[0].rstrip(".")
-                log.info("kfs.optim: passes for factors are not recorded as CUDA graphs: %s.", why)
-                self._enabled = False
-                self.forget()
+                self._give_up(str(error).partition("\n")[0].rstrip("."))
 
     def _recorded(self, recorder: Recorder, one: FactorPass, data: Data, watched: dict[Key, BlockSums]) -> FactorGraph:
         """Rehearse a pass, compare it with what was watched, and record it."""
@@ -253,7 +293,7 @@ class FactorGraphs:
         first = torch.full((), first_datum, dtype=torch.int64, device=y.device)
         sums = FactorSums(self._settings)
         attributes = attributes_of(one.model)
-        random = random_state(y.device)
+        random, other_random = random_state(y.device), other_random_state()
         versions = [b._version for b in one.model.buffers()]
         if has_other_hooks(one.model):
             raise _NotRecordableError("the model has hooks")
@@ -263,7 +303,8 @@ class FactorGraphs:
 
         with restored(one.model, y.device, refuse=False):
             waits = recorder.notices_waits(rehearse)
-            same_state = is_same(random, random_state(y.device))
+            same_state = is_same(random, random_state(y.device)) and other_random == other_random_state()
+        counts = sums.counts()
         kept = changed_attribute(attributes, one.model)
         if waits:
             raise _NotRecordableError(f"an operation waits for the GPU ({waits})")
@@ -280,10 +321,8 @@ class FactorGraphs:
             with unchanged_attributes(one.model), reads:
                 uncovered.update(one.run(static, num_data, targets, first, sums))
 
-        counts = sums.counts()
         graph = recorder.record(run)
-        more = {key: counts[key] - value for key, value in sums.counts().items()}
-        sums.add_counts(more)  # Each replay starts from zero.
+        _set_counts(sums, counts)  # It was only recorded.
         taken = _memory(y.device)[1] - taken
         if len(sums.adders) != plans or taken > _SHARE * free:
             graph.reset()
@@ -293,11 +332,17 @@ class FactorGraphs:
         def run_as_it_is(arguments: Any, y: Tensor, first: Tensor, sums: FactorSums) -> dict[str, str]:
             return one.run(arguments, num_data, y, first, sums)
 
-        return FactorGraph(graph, static, targets, first, sums, uncovered, reads, run_as_it_is)
+        state = ModelState(one.model)
+        return FactorGraph(graph, static, targets, first, sums, counts, uncovered, reads, state, run_as_it_is)
 
 
 class _NotRecordableError(Exception):
     """Why passes are not recorded."""
+
+
+def _set_counts(sums: FactorSums, counts: Mapping[Any, float]) -> None:
+    """Set the numbers of positions that the host knows; others are on the device."""
+    sums.add_counts({key: counts[key] - value for key, value in sums.counts().items()})
 
 
 def _are_equal(sums: dict[Key, BlockSums], others: dict[Key, BlockSums]) -> bool:

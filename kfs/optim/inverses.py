@@ -49,7 +49,6 @@ class Inverses:
     _places: dict[int, tuple[Stacked, slice]] = field(default_factory=dict)
     # Blocks that were inverted together, and which of these inverses are good, `[stack]`; nobody has looked yet.
     _unseen: list[tuple[Sequence[Average], Tensor]] = field(default_factory=list)
-
     # Limits of trust regions that are not the same for all blocks of a stack, `[stack, 1, 1, 1]`.
     _limits: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
 
@@ -57,6 +56,10 @@ class Inverses:
         """Forget how inverses are multiplied, after blocks were added or removed."""
         self._stacks = None
         self._limits.clear()
+
+    def forget_failures(self) -> None:
+        """Forget inverses that may have failed, after all blocks were replaced."""
+        self._unseen.clear()
 
     def invert(self, averages: Sequence[Average], damping: Sequence[float]) -> None:
         """Compute the inverses of blocks of one size.

@@ -105,7 +105,9 @@ class RecordedUpdate:
         try:
             graph = recorder.record(run)
         except Exception as error:  # noqa: BLE001 (whatever it is, the update may well run as it is)
-            log.info("kfs.optim: updates are not recorded as CUDA graphs: %s.", str(error).partition("\n")[0])
+            log.info(
+                "kfs.optim: updates are not recorded as CUDA graphs: %s.", str(error).partition("\n")[0].rstrip(".")
+            )
             self._new_recorder = None
             return None
         return _Recorded(graph, inputs, flag, values, reads)

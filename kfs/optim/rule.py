@@ -165,7 +165,9 @@ def _by_inverses(G: Tensor) -> Tensor:
     identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     result = torch.zeros_like(G)
     for weight, shift in _TERMS:
-        result += weight * torch.cholesky_inverse(torch.linalg.cholesky(G + shift * identity))
+        # Of a step that is not finite, which somebody else has to look at, this is not finite either.
+        factor, _ = torch.linalg.cholesky_ex(G + shift * identity)
+        result += weight * torch.cholesky_inverse(factor)
     return result
 
 

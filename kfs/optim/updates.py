@@ -20,6 +20,10 @@ State = MutableMapping[Tensor, dict[str, Any]]
 _BETAS = (0.9, 0.95)
 
 
+class StepNotFiniteError(Exception):
+    """Gradients are finite, but products with inverses are not."""
+
+
 @dataclass(frozen=True)
 class Together:
     """Parameters that are updated with the same numbers: those of a group that are equally old.
@@ -78,6 +82,9 @@ def natural_updates(
     """Update parameters that have curvature, given gradients of the average over examples.
 
     With `kl_clip`, the change of predictions, as measured by the curvature, is limited.
+
+    Raises:
+        StepNotFiniteError: If steps are not finite; nothing has changed then. An accelerator is not asked.
     """
     if not parts:
         return
@@ -87,6 +94,8 @@ def natural_updates(
     def clipped(u: Tensors) -> Tensors:
         steps = precondition(dict(zip(names, u, strict=True)))
         D = [steps[n] for n in names]
+        if not waiting.runs_behind(finite.device) and not torch.nn.utils.get_total_norm(D, 1.0).isfinite():
+            raise StepNotFiniteError
         if kl_clip is None:
             return D
         lrs = [share.lr for share in shares for _ in share.params]
@@ -202,7 +211,12 @@ class Updates:
         # Without gradients there is nothing to record; nor may a recording be part of another one.
         key = self._key(state, parts, others, grads, unit, half) if self._recorded.is_used else None
         numbers = [1 / unit, *all_numbers(parts), *all_numbers(others)]
-        self._recorded.run(key, update, list(grads.values()), finite, numbers)
+        try:
+            self._recorded.run(key, update, list(grads.values()), finite, numbers)
+        except StepNotFiniteError:
+            # After several of them, damping rises.
+            curvature.note_trouble("skipped_steps", "products with inverses are not finite, and the step was skipped")
+            return
         # A graph does not tell autograd that it changes parameters.
         torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
         grow_older(params, state, [*parts, *others])

@@ -146,7 +146,7 @@ class Watch:
         kind = "cuda" if session is None else session.device_type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         key = None if session is None or bases else self._graphs.key(module, session, arguments, autocast)
-        graph = None if key is None else self._graphs.find(key)
+        graph = None if key is None else self._graphs.find(key, module)
         try:
             known = None
             if session is not None and graph is None and self.settings.audit:

@@ -306,6 +306,22 @@ def test_failures_that_nobody_waited_for() -> None:
     assert not torch.equal(average.inverse.to_dense(), kept)
 
 
+def test_failures_before_another_state_was_loaded() -> None:
+    """They are not those of the blocks that were loaded."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=10, inverses_every=1)
+    train(model, optimizer, [(X, y)] * 11, LOSS)
+    saved = copy.deepcopy(optimizer.state_dict())
+    average = optimizer._curvature.averages["2.weight", (0, 5)]
+    average.factors.A.values.neg_()
+    average.changed = True
+    train(model, optimizer, [(X, y)], LOSS)
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, [(X, y)] * 11, LOSS)
+    assert optimizer.events.failed_inverses == 0
+
+
 def test_one_of_several_blocks_fails() -> None:
     """Blocks that are inverted together for the first time are tried one by one if one of them fails."""
     X, y = data()

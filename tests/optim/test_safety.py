@@ -14,7 +14,7 @@ from kfs.optim import KFAC
 from kfs.optim.curvature import Curvature, Events
 from kfs.optim.inverses import Inverses
 from kfs.optim.trials import Trial, try_step
-from tests.optim.training import weights
+from tests.optim.training import data, mlp, train, weights
 
 Problem = tuple[nn.Module, Tensor, Tensor]
 HALF = HalfSquaredError()
@@ -259,3 +259,28 @@ def test_damping_has_limits() -> None:
     for _ in range(100):
         curvature.scale_damping(0.5)
     assert curvature.damping_scale == 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_that_overflow(dtype: torch.dtype) -> None:
+    """If inverses are so large that steps are not finite, steps are skipped, and damping rises."""
+    X, y = data(dtype=dtype)
+    model, loss = mlp(dtype), nn.CrossEntropyLoss()
+    optimizer = KFAC(model, loss, factors_every=100)
+    train(model, optimizer, [(X, y)] * 3, loss)
+    last = optimizer._curvature.averages["4.weight", (0, 3)]
+    assert last.inverse is not None
+    last.inverse.like.fill_(torch.inf)
+    last.changed = False
+    before = weights(model)
+    state = [t.clone() for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    train(model, optimizer, [(X, y)], loss)
+    assert torch.equal(weights(model), before)
+    assert all(
+        map(torch.equal, state, [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)])
+    )
+    assert optimizer.events.skipped_steps == 1
+    train(model, optimizer, [(X, y)] * 4, loss)
+    assert optimizer.events.raised_damping == 1
+    assert not torch.equal(weights(model), before)
+    assert weights(model).isfinite().all()

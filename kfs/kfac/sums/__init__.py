@@ -1,6 +1,6 @@
 """Running sums over data: outer products, and statistics of per-datum gradients."""
 
-from kfs.kfac.sums.block_sums import BlockSums
+from kfs.kfac.sums.block_sums import BlockSums, settle_counts
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.inputs import Use
 from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums
@@ -21,4 +21,5 @@ __all__ = [
     "Statistic",
     "Sums",
     "Use",
+    "settle_counts",
 ]

@@ -1,0 +1,202 @@
+"""Recorded passes of models that change between passes, or count what only the data know.
+
+Tapes stand in for CUDA graphs (see `tests.kfac.tape`).
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs.losses import TokenCrossEntropy
+from kfs.optim import KFAC, factor_graphs
+from tests.kfac.tape import Tapes
+from tests.optim.test_recorded import LOSS, tapes
+from tests.optim.training import data, mlp, weights
+
+__all__ = ["tapes"]  # a fixture
+pytestmark = pytest.mark.usefixtures("tapes")
+
+
+class Tempered(nn.Module):
+    """Has settings that are no parameters, in attributes of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 3)
+        self.temperature = 1.0
+        self.mask = torch.ones(6, dtype=torch.float64)
+        self.settings = {"scale": [1.0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use all of them."""
+        h = torch.tanh(self.first(x) / self.temperature) * self.mask
+        result: Tensor = self.last(h * self.settings["scale"][0])
+        return result
+
+
+def _heat(model: Tempered) -> None:
+    model.temperature = 3.0
+
+
+def _hide(model: Tempered) -> None:
+    model.mask = torch.tensor([0.0, 1, 0, 2, 1, 1], dtype=torch.float64)
+
+
+def _scale(model: Tempered) -> None:
+    model.settings["scale"][0] = 2.0
+
+
+def _replace(model: Tempered) -> None:
+    last = model.last
+    last.forward = lambda x: 3 * nn.functional.linear(x, last.weight, last.bias)  # type: ignore[assignment,method-assign]
+
+
+def _hook(model: Tempered) -> None:
+    model.first.register_forward_hook(lambda _, __, output: 3 * output)
+
+
+@pytest.mark.parametrize("change", [_heat, _hide, _scale, _replace, _hook])
+def test_a_model_that_was_changed_is_recorded_anew(change: Callable[[Tempered], None], tapes: list[Tapes]) -> None:
+    """A recording has the numbers that Python had when it was made, so it is not used any more."""
+    X, y = data(6)
+
+    def run(replay: bool) -> tuple[Tensor, KFAC]:
+        torch.manual_seed(0)
+        model = Tempered().double()
+        optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1, replay=replay)
+        for step in range(8):
+            if step == 4:
+                assert len(optimizer._watch._graphs._graphs) == replay
+                change(model)
+            optimizer.zero_grad()
+            LOSS(model(X), y).backward()
+            optimizer.step()
+        return weights(model), optimizer
+
+    recorded, optimizer = run(replay=True)
+    assert any(tape.freed for one in tapes for tape in one.made)
+    assert len(optimizer._watch._graphs._graphs) == (change is not _hook)
+    torch.testing.assert_close(recorded, run(replay=False)[0], rtol=1e-9, atol=1e-10)
+
+
+def test_models_that_change_all_the_time_are_watched(caplog: pytest.LogCaptureFixture) -> None:
+    """After some recordings for nothing there are no more."""
+    X, y = data(6)
+    model = Tempered().double()
+    optimizer = KFAC(model, LOSS, factors_every=1)
+    with caplog.at_level("INFO", "kfs.optim"):
+        for step in range(12):
+            model.temperature = 1 + 0.1 * step
+            optimizer.zero_grad()
+            LOSS(model(X), y).backward()
+            optimizer.step()
+    assert caplog.text.count("attributes of the model change between its passes") == 1
+
+
+class Padded(nn.Module):
+    """Has an embedding in which one index does not count; perhaps tied to the last layer."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6, padding_idx=0)
+        self.head = nn.Linear(6, 7, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predict."""
+        result: Tensor = self.head(torch.tanh(self.embedding(x)))
+        return result
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_positions_that_count_depend_on_data(tied: bool, accumulate: int) -> None:
+    """Each batch has another number of tokens that are no padding."""
+    torch.manual_seed(0)
+    tokens = torch.randint(4, (16, 4, 5))
+    loss = TokenCrossEntropy()
+    results = []
+    for replay in (True, False):
+        torch.manual_seed(0)
+        model = Padded(tied).double()
+        optimizer = KFAC(model, loss, fisher="type-2", factors_every=1, inverses_every=1, replay=replay)
+        for step in range(8):
+            optimizer.zero_grad()
+            for one in tokens[step * accumulate : (step + 1) * accumulate]:
+                loss(model(one[:, :-1]), one[:, 1:]).backward()
+            optimizer.step()
+        assert len(optimizer._watch._graphs._graphs) == replay
+        results.append(weights(model))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+
+
+class Skips(nn.Module):
+    """Leaves out a layer by chance, with Python's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Draw."""
+        if random.random() < 0.7:
+            x = x + self.layer(x)
+        result: Tensor = self.head(x)
+        return result
+
+
+@pytest.mark.filterwarnings("ignore::kfs.errors.KfsWarning")
+def test_random_numbers_of_python() -> None:
+    """Such a model is watched, and the optimizer takes no random numbers away from it."""
+    X, y = data(6)
+    states: list[Any] = []
+    results = []
+    before = random.getstate()
+    for replay in (True, False):
+        random.seed(3)
+        torch.manual_seed(0)
+        model = Skips().double()
+        optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1, audit=False, replay=replay)
+        for _ in range(8):
+            optimizer.zero_grad()
+            LOSS(model(X), y).backward()
+            optimizer.step()
+        assert not optimizer._watch._graphs._graphs
+        states.append(random.getstate())
+        results.append(weights(model))
+    random.setstate(before)
+    assert states[0] == states[1]
+    assert torch.equal(*results)
+
+
+def test_recordings_that_nobody_will_use_are_freed(tapes: list[Tapes]) -> None:
+    """Not those for other trained parameters or other memory; and numbers of many shapes are not kept."""
+    X, y = data(70)
+    model = mlp()
+    optimizer = KFAC(model, LOSS, factors_every=1, audit=False)
+    graphs = optimizer._watch._graphs
+
+    def steps(sizes: list[int]) -> None:
+        for size in sizes:
+            optimizer.zero_grad()
+            LOSS(model(X[:size]), y[:size]).backward()
+            optimizer.step()
+
+    for trained in (True, False, True):
+        model[0].requires_grad_(trained)
+        steps([6, 6, 6, 5, 5, 5])
+        assert len(graphs._graphs) == 2
+    model[0].weight.data = model[0].weight.data.clone()
+    steps([6, 6, 6])
+    assert len(graphs._graphs) == 1
+    # Two are used now: for passes, and for updates.
+    assert sum(not tape.freed for one in tapes for tape in one.made) == 2
+    steps(list(range(1, factor_graphs._MOST_KEYS + 4)))
+    assert len(graphs._times) <= factor_graphs._MOST_KEYS
