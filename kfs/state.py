@@ -131,10 +131,8 @@ def random_state(device: torch.device) -> list[Tensor]:
 def other_random_state() -> tuple[Any, ...]:
     """Return the states of the generators of Python, and of NumPy if somebody has imported it; they can be compared."""
     numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    name, keys, *rest = numpy.random.get_state()
-    return random.getstate(), name, keys.tobytes(), *rest
+    state = () if numpy is None else numpy.random.get_state()
+    return random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in state)
 
 
 def is_same(states: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
