@@ -20,6 +20,7 @@ from torch import Tensor
 
 from benchmarks.replayed_factors import seconds_of
 from benchmarks.report import RESULTS, Row, save
+from kfs.kfac.structures.decompositions import inverse_by_halves
 
 SIZES = (256, 513, 768, 1024, 2305, 3073)
 STACK = 12
@@ -118,6 +119,7 @@ def inverse_methods() -> list[Method]:
         "cholesky_inverse": inverse_by_cholesky,
         "solve_triangular": inverse_by_triangles,
         "inv": inverse_by_lu,
+        "halves": lambda A: inverse_by_halves(A)[0],
     }
     return [Method(f"{name}{', loop' * loop}", run, loop=loop) for name, run in ways.items() for loop in (False, True)]
 

@@ -24,11 +24,10 @@ from torch import Tensor, nn
 from benchmarks.baseline_optimizers import Factory, factories
 from benchmarks.long_runs import RecurrentModel, corpus, places_of_lr, share_of_lr
 from benchmarks.report import RESULTS, save, synchronize
-from benchmarks.training_tasks import CharacterGPT, token_cross_entropy
+from benchmarks.training_tasks import Batch, CharacterGPT, Task, token_cross_entropy
 from kfs.losses import TokenCrossEntropy
 from kfs.report.digits import load
 
-Batch = tuple[Tensor, Tensor]
 EVALUATIONS = 20  # in a run
 GRIDS: dict[str, tuple[float, ...]] = {
     "adamw": (1e-3, 3e-3, 1e-2),
@@ -39,27 +38,13 @@ GRIDS: dict[str, tuple[float, ...]] = {
 
 
 @dataclass(frozen=True)
-class GpuTask:
-    """A model, data on a device, and a number of steps.
+class GpuTask(Task):
+    """A task on a device, trained to the end of a schedule.
 
     Attributes:
-        name: What to call it.
-        model: Makes the model, from the global random state.
-        batches: Takes a seed and returns endless batches.
-        check: The data on which the loss is evaluated.
-        loss: Takes predictions and targets, and returns the mean loss.
-        description: What tells KFAC about the loss.
-        steps: How many.
         autocast: The precision to run in, if not the model's own.
     """
 
-    name: str
-    model: Callable[[], nn.Module]
-    batches: Callable[[int], Iterator[Batch]]
-    check: list[Batch]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    description: object
-    steps: int
     autocast: torch.dtype | None = None
 
     def precision(self) -> AbstractContextManager[object]:
@@ -122,6 +107,7 @@ def text_task(name: str, model: Callable[[], nn.Module], device: str, size: int,
         check=[next(held_out) for _ in range(8)],
         loss=token_cross_entropy,
         description=TokenCrossEntropy(),
+        target=0.0,
         steps=steps,
     )
 
@@ -169,6 +155,7 @@ def deep(device: str) -> GpuTask:
         check=[(images, labels)],
         loss=nn.functional.cross_entropy,
         description=nn.CrossEntropyLoss(),
+        target=0.0,
         steps=400,
     )
 

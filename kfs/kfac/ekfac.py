@@ -25,7 +25,7 @@ times too small, and inverses too large. Measured with fresh draws, every eigenv
 depend on seed, datum and number alone.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -39,7 +39,7 @@ from kfs.kfac.block import Block
 from kfs.kfac.coverage import exact_diagonals
 from kfs.kfac.kfac import KFAC
 from kfs.kfac.layout import Key
-from kfs.kfac.looking import describe_factors, plot_factors
+from kfs.kfac.looking import ShowsFactors, describe_factors
 from kfs.kfac.loss_scale import LossScale
 from kfs.kfac.scaffold import sweep
 from kfs.kfac.settings import Fisher, Settings, Sharing
@@ -56,11 +56,11 @@ from kfs.storage import UnfitError
 from kfs.waiting import numbers, waiting_allowed
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 
 @loadable
-class EKFAC(BlockDiagonal):
+class EKFAC(ShowsFactors, BlockDiagonal):
     """KFAC with corrected eigenvalues. It takes the arguments of `KFAC`, except that there is no `"forward-only"`.
 
     Args:
@@ -154,19 +154,6 @@ class EKFAC(BlockDiagonal):
         """Describe model, loss, settings, data and blocks."""
         data = f"factors of {self.factors.num_data:,} data, eigenvalues of {self.num_data:,}"
         return describe_factors(self.about, self.blocks, self.settings, data)
-
-    def plot(self, names: Iterable[str] | None = None, *, most: int = 12) -> "list[Axes]":
-        """Draw the factors `A` and `B` of every block as heat maps, into a new figure.
-
-        Args:
-            names: Blocks to draw. By default all of them; if there are more than `most`, the first ones that are not
-                just a vector, as biases and scales are.
-            most: How many blocks to draw if none are named.
-
-        Returns:
-            Axes of matplotlib: of `A` and `B`, block by block.
-        """
-        return plot_factors(self.blocks, names, most)
 
     @property
     def blocks(self) -> dict[str, Block]:

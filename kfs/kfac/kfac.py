@@ -16,7 +16,7 @@ from kfs.kfac.block import Block
 from kfs.kfac.capture import both_audits
 from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shared_with, warn_of_wide
 from kfs.kfac.layout import Layout
-from kfs.kfac.looking import describe_factors, plot_factors
+from kfs.kfac.looking import ShowsFactors, describe_factors
 from kfs.kfac.loss_scale import LossScale
 from kfs.kfac.scaffold import explain_vectors, kfac
 from kfs.kfac.settings import Advanced, Fisher, Settings, Sharing, Uncovered, check_names
@@ -33,11 +33,11 @@ from kfs.risk import EmpiricalRisk
 from kfs.waiting import numbers
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 
 @loadable
-class KFAC(BlockDiagonal):
+class KFAC(ShowsFactors, BlockDiagonal):
     """Kronecker factors of every parametric operation of a model.
 
     Args:
@@ -165,19 +165,6 @@ class KFAC(BlockDiagonal):
     def describe(self) -> Description:
         """Describe model, loss, settings, data and blocks."""
         return describe_factors(self.about, self.blocks, self.settings, f"{self.num_data:,} data")
-
-    def plot(self, names: Iterable[str] | None = None, *, most: int = 12) -> "list[Axes]":
-        """Draw the factors `A` and `B` of every block as heat maps, into a new figure.
-
-        Args:
-            names: Blocks to draw. By default all of them; if there are more than `most`, the first ones that are not
-                just a vector, as biases and scales are.
-            most: How many blocks to draw if none are named.
-
-        Returns:
-            Axes of matplotlib: of `A` and `B`, block by block.
-        """
-        return plot_factors(self.blocks, names, most)
 
     def update(self, risk: EmpiricalRisk) -> Self:
         """Add more data, in place; if something goes wrong, nothing is changed.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kfs.charts import Panel, draw_factors
 from kfs.describing import Description, Table, counted, readable_size, times
@@ -40,14 +40,32 @@ def describe_factors(about: str, blocks: Mapping[str, Block], settings: Settings
     return Description(about, (_settings(settings), counts), (table,))
 
 
-def plot_factors(blocks: Mapping[str, Block], names: Iterable[str] | None, most: int) -> "list[Axes]":
-    """Draw the factors of some blocks as heat maps; of many blocks, those with more than one number on both sides."""
-    shown = chosen(names, blocks)
-    if names is None and len(shown) > most:
-        matrices = [name for name in shown if min(blocks[name].layout.matrix_shape[1:]) > 1]
-        shown = (matrices or shown)[:most]
-    panels = [Panel(name, blocks[name].A, blocks[name].B) for name in shown]
-    return draw_factors(panels, left_out=0 if names is not None else len(blocks) - len(shown))
+class _HasBlocks(Protocol):
+    @property
+    def blocks(self) -> Mapping[str, Block]: ...
+
+
+class ShowsFactors:
+    """An operator that has Kronecker factors, and can draw them."""
+
+    def plot(self: "_HasBlocks", names: Iterable[str] | None = None, *, most: int = 12) -> "list[Axes]":
+        """Draw the factors `A` and `B` of every block as heat maps, into a new figure.
+
+        Args:
+            names: Blocks to draw. By default all of them; if there are more than `most`, the first ones that are not
+                just a vector, as biases and scales are.
+            most: How many blocks to draw if none are named.
+
+        Returns:
+            Axes of matplotlib: of `A` and `B`, block by block.
+        """
+        blocks = self.blocks
+        shown = chosen(names, blocks)
+        if names is None and len(shown) > most:
+            matrices = [name for name in shown if min(blocks[name].layout.matrix_shape[1:]) > 1]
+            shown = (matrices or shown)[:most]
+        panels = [Panel(name, blocks[name].A, blocks[name].B) for name in shown]
+        return draw_factors(panels, left_out=0 if names is not None else len(blocks) - len(shown))
 
 
 def describe_side(block: Block, side: Side) -> str:

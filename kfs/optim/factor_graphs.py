@@ -29,8 +29,6 @@ from kfs.kfac.capture import (
     Reads,
     Recorder,
     Session,
-    attributes_of,
-    changed_attribute,
     send_back,
     shape_of,
 )
@@ -292,8 +290,9 @@ class FactorGraphs:
         targets = y.clone()
         first = torch.full((), first_datum, dtype=torch.int64, device=y.device)
         sums = FactorSums(self._settings)
-        attributes = attributes_of(one.model)
-        random, other_random = random_state(y.device), other_random_state()
+        state = ModelState(one.model)
+        random = random_state(y.device)
+        other_random = other_random_state()
         versions = [b._version for b in one.model.buffers()]
         if has_other_hooks(one.model):
             raise _NotRecordableError("the model has hooks")
@@ -305,7 +304,7 @@ class FactorGraphs:
             waits = recorder.notices_waits(rehearse)
             same_state = is_same(random, random_state(y.device)) and other_random == other_random_state()
         counts = sums.counts()
-        kept = changed_attribute(attributes, one.model)
+        kept = state.difference(one.model)
         if waits:
             raise _NotRecordableError(f"an operation waits for the GPU ({waits})")
         if not same_state or versions != [b._version for b in one.model.buffers()] or kept:
@@ -332,7 +331,6 @@ class FactorGraphs:
         def run_as_it_is(arguments: Any, y: Tensor, first: Tensor, sums: FactorSums) -> dict[str, str]:
             return one.run(arguments, num_data, y, first, sums)
 
-        state = ModelState(one.model)
         return FactorGraph(graph, static, targets, first, sums, counts, uncovered, reads, state, run_as_it_is)
 
 

@@ -14,7 +14,7 @@ $$
 
 Gradients are averaged before they are multiplied by the inverse, so all of them are multiplied by the latest one. The
 vector $u_t$ looks one step ahead (Nesterov), and the bias towards $m_0 = 0$ is corrected. The *trust region* $\tau$
-shortens a layer's step if its curvature is implausibly small: see `limited`.
+limits how much a layer's step may change outputs, in every direction: see `limited`.
 """
 
 from collections.abc import Callable, Sequence

@@ -32,15 +32,11 @@ class Together:
         names: Their names.
         numbers: In the order of `rule.Share`; AdamW has one more, the correction of squares.
         momentum: How much of the averages is kept.
-        group: Identifies the group.
-        age: Number of gradients in the averages.
     """
 
     names: tuple[str, ...]
     numbers: tuple[float, ...]
     momentum: float
-    group: int
-    age: int
 
 
 def together(params: Parameters, state: State, names: Iterable[str], adamw: bool) -> list[Together]:
@@ -51,7 +47,7 @@ def together(params: Parameters, state: State, names: Iterable[str], adamw: bool
         age = _state_of(state, params.tensors[name], *averages)["age"]
         found.setdefault((id(params.groups[name]), age), []).append(name)
     result = []
-    for (key, age), same in found.items():
+    for (_, age), same in found.items():
         group = params.groups[same[0]]
         momentum = float(group["momentum"])
         lr, decay = float(group["lr"]), float(group["weight_decay"])
@@ -59,8 +55,9 @@ def together(params: Parameters, state: State, names: Iterable[str], adamw: bool
         if adamw:
             # Weights decay relative to lr, as for all parameters.
             bias = [correction(beta, age + 1) for beta in _BETAS]
-            momentum, numbers = _BETAS[0], (lr * float(group["adamw_lr"]), 1 - lr * decay, *bias)
-        result.append(Together(tuple(same), numbers, momentum, key, age))
+            numbers = (lr * float(group["adamw_lr"]), 1 - lr * decay, *bias)
+            momentum = _BETAS[0]
+        result.append(Together(tuple(same), numbers, momentum))
     return result
 
 
@@ -153,7 +150,8 @@ def _share(
     if waiting.runs_behind(finite.device):
         own = [torch.where(finite, g, m) for g, m in zip(own, averages, strict=True)]
         one_or_zero = finite.double()
-        lr, kept = lr * one_or_zero, 1 - (1 - kept) * one_or_zero
+        lr = lr * one_or_zero
+        kept = 1 - (1 - kept) * one_or_zero
     return Share(tensors, own, averages, part.momentum, lr, kept, corrected)
 
 
@@ -208,7 +206,6 @@ class Updates:
 
         if self._recorded is None:
             self._recorded = RecordedUpdate(recorder_for(finite.device) if self._replay else None)
-        # Without gradients there is nothing to record; nor may a recording be part of another one.
         key = self._key(state, parts, others, grads, unit, half) if self._recorded.is_used else None
         numbers = [1 / unit, *all_numbers(parts), *all_numbers(others)]
         try:

@@ -11,6 +11,7 @@ from kfs.kfac.structures.decompositions import inverse
 from kfs.optim import KFAC
 from kfs.tf32 import tf32
 from tests.optim.training import data, mlp, train, weights
+from tests.optim.unseen import check_bad_gradients, check_failures
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LOSS = nn.CrossEntropyLoss()
@@ -32,20 +33,10 @@ def test_same_training(fisher: Any, options: dict[str, Any]) -> None:
     torch.testing.assert_close(weights(there).cpu(), weights(here), atol=1e-7, rtol=1e-6)
 
 
-def test_bad_batches_without_asking_the_device() -> None:
-    """In steps without new factors, the host does not know that gradients are bad; nothing changes all the same."""
-    X, y = (t.cuda() for t in data())
-    model = mlp().cuda()
-    optimizer = KFAC(model, LOSS, factors_every=10)
-    train(model, optimizer, [(X, y)] * 2, LOSS)
-    before = weights(model)
-    averages = [s["average"].clone() for s in optimizer.state.values()]
-    train(model, optimizer, [(X * torch.nan, y)], LOSS)
-    assert torch.equal(weights(model), before)
-    assert all(torch.equal(s["average"], a) for s, a in zip(optimizer.state.values(), averages, strict=True))
-    train(model, optimizer, [(X, y)], LOSS)
-    assert not torch.equal(weights(model), before)
-    assert weights(model).isfinite().all()
+@pytest.mark.parametrize("steps", [2, 8])
+def test_bad_batches_without_asking_the_device(steps: int) -> None:
+    """The host does not know that gradients are bad, before an update is recorded and after it."""
+    check_bad_gradients("cuda", steps)
 
 
 @pytest.mark.parametrize("fisher", ["mc", "empirical"])
@@ -142,21 +133,6 @@ def test_recorded_updates(name: str, options: dict[str, Any], caplog: pytest.Log
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
 
 
-def test_recorded_updates_refuse_bad_gradients() -> None:
-    """A recorded update changes nothing either if gradients are not finite."""
-    X, y = (t.cuda() for t in data())
-    model = mlp().cuda()
-    optimizer = KFAC(model, LOSS, factors_every=100)
-    train(model, optimizer, [(X, y)] * 8, LOSS)
-    before = weights(model)
-    averages = [s["average"].clone() for s in optimizer.state.values()]
-    train(model, optimizer, [(X * torch.nan, y)] * 2, LOSS)
-    assert torch.equal(weights(model), before)
-    assert all(torch.equal(s["average"], a) for s, a in zip(optimizer.state.values(), averages, strict=True))
-    train(model, optimizer, [(X, y)], LOSS)
-    assert not torch.equal(weights(model), before)
-
-
 def test_autograd_notices_recorded_updates() -> None:
     """A backward pass through parameters that were updated since is an error, as without a recording."""
     X, y = (t.cuda() for t in data())
@@ -186,26 +162,8 @@ def test_steps_do_not_wait() -> None:
 
 
 def test_inverses_that_fail_unseen_are_reported_later() -> None:
-    """The last inverse stays, the event is counted with the next factors, and the block is tried again."""
-    X, y = (t.cuda() for t in data())
-    model = mlp().cuda()
-    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=10, inverses_every=1)
-    train(model, optimizer, [(X, y)] * 11, LOSS)
-    average = optimizer._curvature.averages["2.weight", (0, 5)]
-    assert average.inverse is not None
-    kept = average.inverse.to_dense().clone()
-    good = average.factors.A.values.clone()
-    average.factors.A.values.fill_(torch.nan)
-    average.changed = True
-    train(model, optimizer, [(X, y)], LOSS)
-    assert torch.equal(average.inverse.to_dense(), kept)
-    average.factors.A.values.copy_(good)
-    assert optimizer.events.failed_inverses == 0
-    train(model, optimizer, [(X, y)] * 9, LOSS)
-    assert optimizer.events.failed_inverses == 1
-    assert not average.failed
-    assert not torch.equal(average.inverse.to_dense(), kept)
-    assert weights(model).isfinite().all()
+    """An inverse that cannot be computed does not replace the last one."""
+    check_failures("cuda")
 
 
 @pytest.mark.parametrize("size", [40, 700, 1100])

@@ -391,22 +391,3 @@ def test_quadratic_model(options: dict[str, Any], parts: int, norm: bool) -> Non
 
     values = [float(optimizer.step(closure)) for _ in range(8)]
     assert max(values) < 2 * values[0]
-
-
-def test_states_of_earlier_versions() -> None:
-    """States without what newer versions keep can be loaded, and training goes on."""
-    X, y = data(dtype=torch.float32)
-    y = y % 3
-    model = mlp(torch.float32)
-    optimizer = KFAC(model, CE())
-    train(model, optimizer, [(X, y)] * 3, CE())
-    state = optimizer.state_dict()
-    for average in state["kfac"]["curvature"]["averages"]:
-        for name in ("uses", "input_size", "failed"):
-            del average[name]
-    again = mlp(torch.float32)
-    again.load_state_dict(model.state_dict())
-    other = KFAC(again, CE())
-    other.load_state_dict(state)
-    losses = train(again, other, [(X, y)] * 20, CE())
-    assert losses[-1] < losses[0]

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from kfs.losses import TokenCrossEntropy
 from kfs.optim import KFAC, factor_graphs
 from tests.kfac.tape import Tapes
-from tests.optim.test_recorded import LOSS, tapes
 from tests.optim.training import data, mlp, weights
 
-__all__ = ["tapes"]  # a fixture
+LOSS = nn.CrossEntropyLoss()
 pytestmark = pytest.mark.usefixtures("tapes")
 
 

@@ -9,7 +9,7 @@ from kfs.kfac.capture.audits import Audits, forget_audits
 from kfs.kfac.capture.mode import Capture, forward
 from kfs.kfac.capture.reads import Reads
 from kfs.kfac.capture.recorder import CudaRecorder, Graph, Recorder
-from kfs.kfac.capture.replay import Replays, attributes_of, changed_attribute, recorder_for, shape_of
+from kfs.kfac.capture.replay import Replays, recorder_for, shape_of
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known
 from kfs.kfac.capture.tap import backward, measure_rows, pass_derived, send_back
@@ -26,10 +26,8 @@ __all__ = [
     "Recorder",
     "Replays",
     "Session",
-    "attributes_of",
     "backward",
     "both_audits",
-    "changed_attribute",
     "forget_audits",
     "forward",
     "measure_rows",

@@ -108,9 +108,9 @@ class Replays:
         elif times == 2:
             first = torch.full((), batch.first, dtype=torch.int64, device=batch.y.device)
             rehearsed = batch._replace(recorded=first)
-            attributes = attributes_of(self._model)
+            attributes = _attributes_of(self._model)
             waits = recorder.notices_waits(lambda: self._run(rehearsed))
-            kept = changed_attribute(attributes, self._model)
+            kept = _changed_attribute(attributes, self._model)
             if waits:
                 self._give_up(f"an operation waits for the GPU ({waits})")
             elif kept:
@@ -191,14 +191,14 @@ def _copy(t: Tensor) -> Tensor:
     return t.detach().clone().requires_grad_(t.requires_grad)
 
 
-def attributes_of(model: Module) -> dict[str, dict[str, Any]]:
+def _attributes_of(model: Module) -> dict[str, dict[str, Any]]:
     """Return what the modules of a model have as attributes."""
     return {name: dict(module.__dict__) for name, module in model.named_modules()}
 
 
-def changed_attribute(before: dict[str, dict[str, Any]], model: Module) -> str:
+def _changed_attribute(before: dict[str, dict[str, Any]], model: Module) -> str:
     """Return the name of an attribute that is another one than before; an empty text if there is none."""
-    for name, attributes in attributes_of(model).items():
+    for name, attributes in _attributes_of(model).items():
         known = before.get(name, {})
         for key, value in attributes.items():
             same = key in known and (known[key] is value or _is_same_value(known[key], value))

@@ -27,14 +27,14 @@ from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.factor import Factor, kronecker_product
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.structure import Structure
+from kfs.kfac.structures.structure import InBasis, Structure
 
 # Blocks of at most so many rows become dense matrices where there is no closed form.
 _LARGEST_DENSE = 4096
 
 
 @dataclass(frozen=True, eq=False)
-class Congruence(Structure):
+class Congruence(InBasis):
     """Blocks that are `T diag(values) T^T`, where `T` is a Kronecker product of matrices that need not be orthogonal.
 
     Attributes:
@@ -47,21 +47,6 @@ class Congruence(Structure):
     T_B: Factor
     values: Tensor
     field_shapes: ClassVar = {"T_A": ("columns",), "T_B": ("rows",), "values": ("rows", "columns")}
-
-    @property
-    def rows(self) -> int:  # type: ignore[override]
-        """`d_B`."""
-        return self.values.shape[1]
-
-    @property
-    def columns(self) -> int:  # type: ignore[override]
-        """`d_A`."""
-        return self.values.shape[2]
-
-    @property
-    def like(self) -> Tensor:
-        """The values."""
-        return self.values
 
     def multiply(self, M: Tensor) -> Tensor:
         """Go to the basis, scale, and go back."""

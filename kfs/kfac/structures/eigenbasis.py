@@ -15,11 +15,11 @@ from torch import Tensor
 from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.factor import Factor, kronecker_product, positive_power
 from kfs.kfac.structures.stackable import check_shape
-from kfs.kfac.structures.structure import Structure
+from kfs.kfac.structures.structure import InBasis, Structure
 
 
 @dataclass(frozen=True, eq=False)
-class Eigenbasis(Structure):
+class Eigenbasis(InBasis):
     """Blocks by eigenvalues of any sign, and eigenvectors that are Kronecker products.
 
     Attributes:
@@ -51,21 +51,6 @@ class Eigenbasis(Structure):
         basis = super().from_state(state | {"noise": noise.new_zeros(count)}, count, rows, columns)
         shape = (count,) if noise.ndim == 1 else (count, rows, columns)
         return replace(basis, noise=check_shape(noise, *shape))
-
-    @property
-    def rows(self) -> int:  # type: ignore[override]
-        """`d_B`."""
-        return self.values.shape[1]
-
-    @property
-    def columns(self) -> int:  # type: ignore[override]
-        """`d_A`."""
-        return self.values.shape[2]
-
-    @property
-    def like(self) -> Tensor:
-        """The eigenvalues."""
-        return self.values
 
     def rotated(self, M: Tensor, back: bool = False) -> Tensor:
         """Return `Q_B^T M Q_A`, or `Q_B M Q_A^T` to go back."""

@@ -126,3 +126,24 @@ class Structure(Stackable, ABC):
     @abstractmethod
     def shift(self, delta: float | Tensor) -> "Structure":
         """Add a multiple of the identity: one number, or one for each block, `[stack]`."""
+
+
+class InBasis(Structure):
+    """Blocks that are diagonal in some basis: their values are `[stack, d_B, d_A]`."""
+
+    values: Tensor
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        """`d_B`."""
+        return self.values.shape[1]
+
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        """`d_A`."""
+        return self.values.shape[2]
+
+    @property
+    def like(self) -> Tensor:
+        """The values."""
+        return self.values

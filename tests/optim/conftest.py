@@ -1,0 +1,30 @@
+"""A stand-in for an accelerator."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kfs import waiting
+from kfs.optim import factor_graphs, recorded_update, updates
+from tests.kfac.tape import Tapes
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
+    """Let the CPU count as an accelerator whose graphs are tapes."""
+    made: list[Tapes] = []
+
+    def recorder_for(_: torch.device) -> Callable[[], Tapes]:
+        def make() -> Tapes:
+            made.append(Tapes())
+            return made[-1]
+
+        return make
+
+    for module in (factor_graphs, updates, recorded_update):
+        monkeypatch.setattr(module, "recorder_for", recorder_for)
+    monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)
+    waiting._constants.clear()
+    yield made
+    waiting._constants.clear()

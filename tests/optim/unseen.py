@@ -1,0 +1,56 @@
+"""Checks of what an accelerator does without anybody looking; `test_unseen` and `test_devices` run them."""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from kfs.optim import KFAC
+from tests.optim.training import data, mlp, train, weights
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def check_bad_gradients(device: str, steps: int) -> None:
+    """In steps without new factors, nobody asks whether gradients are finite; nothing changes if they are not."""
+    X, y = (t.to(device) for t in data())
+    model = mlp().to(device)
+    params = [{"params": [p], "method": "adamw" if p.ndim == 1 else "kfac"} for p in model.parameters()]
+    optimizer = KFAC(model, LOSS, params, factors_every=100)
+    train(model, optimizer, [(X, y)] * steps, LOSS)
+    before = weights(model)
+    state = copy.deepcopy(averages_of(optimizer))
+    train(model, optimizer, [(X * torch.nan, y)] * 2, LOSS)
+    assert torch.equal(weights(model), before)
+    assert all(map(torch.equal, averages_of(optimizer), state))
+    train(model, optimizer, [(X, y)], LOSS)
+    assert not torch.equal(weights(model), before)
+    assert weights(model).isfinite().all()
+
+
+def averages_of(optimizer: KFAC) -> list[Tensor]:
+    """Return all averages of gradients and of their squares."""
+    return [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+
+
+def check_failures(device: str) -> None:
+    """The last inverse stays, the event is counted with the next factors, and the block is tried again."""
+    X, y = (t.to(device) for t in data())
+    model = mlp().to(device)
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=10, inverses_every=1)
+    train(model, optimizer, [(X, y)] * 11, LOSS)
+    average = optimizer._curvature.averages["2.weight", (0, 5)]
+    assert average.inverse is not None
+    kept = average.inverse.to_dense().clone()
+    good = average.factors.A.values.clone()
+    average.factors.A.values.neg_()
+    average.changed = True
+    train(model, optimizer, [(X, y)], LOSS)
+    assert torch.equal(average.inverse.to_dense(), kept)
+    average.factors.A.values.copy_(good)
+    assert optimizer.events.failed_inverses == 0
+    train(model, optimizer, [(X, y)] * 9, LOSS)
+    assert optimizer.events.failed_inverses == 1
+    assert not average.failed
+    assert not torch.equal(average.inverse.to_dense(), kept)
+    assert weights(model).isfinite().all()
