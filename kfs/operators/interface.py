@@ -350,7 +350,10 @@ class IndexedSubmatrix(LinearOperator):
         """Store the places."""
         domain = Space({"entries": (len(columns),)}, base.domain.dtype, base.domain.device)
         super().__init__(domain, Space({"entries": (len(rows),)}, base.codomain.dtype, base.codomain.device))
-        self.base, self.rows, self.columns, self.chunk_size = base, rows, columns, base.chunk_size
+        self.base = base
+        self.rows = rows
+        self.columns = columns
+        self.chunk_size = base.chunk_size
         self.symmetric = base.symmetric and torch.equal(rows, columns)
 
     def multiply(self, columns: Columns) -> Columns:

@@ -61,7 +61,9 @@ class Inverse(LinearOperator):
         if not callable(solver) and solver not in SOLVERS:
             raise ModelError(f"solver is {solver!r}.", f"Choose from {list(SOLVERS)}, or pass a function.")
         super().__init__(base.codomain, base.domain)
-        self.base, self.check, self.settings = base, check, settings
+        self.base = base
+        self.check = check
+        self.settings = settings
         self.solver = solver if callable(solver) else SOLVERS[solver]
         self.symmetric, self.chunk_size = base.symmetric, base.chunk_size
 

@@ -111,7 +111,9 @@ class _State:
         self.zeta_bar = self.first
         self.alpha_bar = self.alpha
         one = torch.ones_like(beta)
-        self.rho, self.rho_bar, self.c_bar = one, one, one
+        self.rho = one
+        self.rho_bar = one
+        self.c_bar = one
         self.s_bar = torch.zeros_like(beta)
         self.h = self.v
         self.h_bar = torch.zeros_like(self.v)
@@ -130,7 +132,9 @@ class _State:
         rho_bar_before = self.rho_bar
         theta_bar = self.s_bar * self.rho
         second = _Rotation.of(self.c_bar * self.rho, theta)
-        self.c_bar, self.s_bar, self.rho_bar = second.c, second.s, second.r
+        self.c_bar = second.c
+        self.s_bar = second.s
+        self.rho_bar = second.r
         zeta = self.c_bar * self.zeta_bar
         self.zeta_bar = -self.s_bar * self.zeta_bar
         # Columns that have converged have numbers of zero here, and stay as they are.

@@ -226,7 +226,9 @@ def inverse_by_halves(M: Tensor, smallest: int = _SMALL) -> tuple[Tensor, Tensor
         return result, (failed == 0) & result.diagonal(dim1=1, dim2=2).sum(1).isfinite()
     half = -(-size // 2)
     half += -half % min(64, half)  # Products of aligned sizes are faster.
-    P, Q, R = M[:, :half, :half], M[:, half:, :half], M[:, half:, half:]
+    P = M[:, :half, :half]
+    Q = M[:, half:, :half]
+    R = M[:, half:, half:]
     inverse_of_P, good = inverse_by_halves(P, smallest)
     X = Q @ inverse_of_P
     inverse_of_S, also_good = inverse_by_halves(torch.baddbmm(R, X, Q.mT, alpha=-1), smallest)
