@@ -24,8 +24,8 @@ from kfs.waiting import waiting_allowed
 Groups = Mapping[str, Mapping[str, Any]]
 # So many blocks are inverted together at most. More would not be faster, but a step could take long.
 _TOGETHER = 16
-# Tensor cores need rows that start at multiples of this many numbers.
-_ALIGNED = 8
+# Tensor cores need rows that start at multiples of 8 numbers, and are up to a quarter faster with multiples of 32.
+_ALIGNED = 32
 
 
 @dataclass(frozen=True, eq=False)

@@ -128,7 +128,8 @@ def test_recorded_updates(name: str, options: dict[str, Any], caplog: pytest.Log
         recorded = optimizer._updates._recorded
         assert recorded is not None
         assert (recorded._recorded is not None) == replay
-        assert bool(optimizer._watch._graphs._graphs) == (replay and "eigen" not in options)
+        if name != "frozen":  # There, recordings are forgotten when other parameters are trained.
+            assert bool(optimizer._watch._graphs._graphs) == (replay and "eigen" not in options)
     assert "not recorded" not in caplog.text
     torch.testing.assert_close(results[1], results[0], rtol=1e-9, atol=1e-9)
 
