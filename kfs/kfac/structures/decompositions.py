@@ -192,11 +192,14 @@ def _inverse_on_gpu(matrices: Tensor) -> Tensor:  # pragma: no cover (tested on 
     """Invert by halves, or by Cholesky factors in better precision if that fails."""
     with tf32(False):
         result, good = inverse_by_halves(matrices)
-    later = _later.get()
-    if later is not None:
-        later.append(good)
-        return result
-    return result if good.all() else _inverse_of_triangular(cholesky(matrices))
+        later = _later.get()
+        if later is not None:
+            later.append(good)
+            return result
+        if good.all():
+            return result
+        W = _inverse_of_triangular(cholesky(matrices))
+        return W.mT @ W
 
 
 def inverse_by_halves(M: Tensor, smallest: int = _SMALL) -> tuple[Tensor, Tensor]:
@@ -204,49 +207,83 @@ def inverse_by_halves(M: Tensor, smallest: int = _SMALL) -> tuple[Tensor, Tensor
 
     `python -m benchmarks.algebra cuda` measures both.
 
-    With halves $P, Q, R$ of a matrix and the Schur complement $S$,
-
-    $$
-    \begin{pmatrix} P & Q^\top \\ Q & R \end{pmatrix}^{-1}
-    = \begin{pmatrix} P^{-1} + X^\top S^{-1} X & -X^\top S^{-1} \\ -S^{-1} X & S^{-1} \end{pmatrix},
-    \quad X = Q P^{-1}, \quad S = R - X Q^\top.
-    $$
+    With the Cholesky factor $L$ of a matrix and $W = L^{-1}$, the inverse is $W^\top W$.
 
     Args:
         M: `[stack, d, d]`.
-        smallest: Matrices up to this size are inverted by their Cholesky factors.
+        smallest: Matrices up to this size are decomposed as a whole.
 
     Returns:
         The inverses, and which of the matrices, `[stack]`, are positive definite up to round-off.
     """
+    W, good = _inverse_cholesky(M, smallest)
+    return _gram_of_triangular(W, smallest), good
+
+
+def _inverse_cholesky(M: Tensor, smallest: int) -> tuple[Tensor, Tensor]:
+    r"""Invert Cholesky factors, and return which of them could be computed, `[stack]`.
+
+    With halves $P, Q, R$ of a matrix, its Cholesky factor and the inverse of that are
+
+    $$
+    \begin{pmatrix} P & Q^\top \\ Q & R \end{pmatrix}
+    = \begin{pmatrix} L_1 & 0 \\ X & L_2 \end{pmatrix} \begin{pmatrix} L_1 & 0 \\ X & L_2 \end{pmatrix}^\top,
+    \quad
+    \begin{pmatrix} L_1 & 0 \\ X & L_2 \end{pmatrix}^{-1}
+    = \begin{pmatrix} W_1 & 0 \\ - W_2 X W_1 & W_2 \end{pmatrix},
+    $$
+
+    where $X = Q W_1^\top$ and $L_2 L_2^\top = R - X X^\top$. The same with $P^{-1}$ instead of $W_1$ would take fewer
+    products, but the square of the condition number would multiply round-off.
+    """
     size = M.shape[-1]
     if size <= smallest:
         L, failed = torch.linalg.cholesky_ex(M)
-        result = _inverse_of_triangular(L)
-        return result, (failed == 0) & result.diagonal(dim1=1, dim2=2).sum(1).isfinite()
-    half = -(-size // 2)
-    half += -half % min(64, half)  # Products of aligned sizes are faster.
+        W = _inverse_of_triangular(L)
+        return W, (failed == 0) & W.diagonal(dim1=1, dim2=2).sum(1).isfinite()
+    half = _first_half(size)
     P = M[:, :half, :half]
     Q = M[:, half:, :half]
     R = M[:, half:, half:]
-    inverse_of_P, good = inverse_by_halves(P, smallest)
-    X = Q @ inverse_of_P
-    inverse_of_S, also_good = inverse_by_halves(torch.baddbmm(R, X, Q.mT, alpha=-1), smallest)
-    Y = inverse_of_S @ X
-    result = torch.empty_like(M, memory_format=torch.contiguous_format)
-    result[:, :half, :half] = torch.baddbmm(inverse_of_P, X.mT, Y)
-    result[:, half:, :half] = -Y
-    result[:, :half, half:] = -Y.mT
-    result[:, half:, half:] = inverse_of_S
+    W1, good = _inverse_cholesky(P, smallest)
+    X = Q @ W1.mT
+    W2, also_good = _inverse_cholesky(torch.baddbmm(R, X, X.mT, alpha=-1), smallest)
+    result = torch.zeros_like(M, memory_format=torch.contiguous_format)
+    result[:, :half, :half] = W1
+    result[:, half:, :half] = (W2 @ X @ W1).neg_()
+    result[:, half:, half:] = W2
     return result, good & also_good
 
 
+def _gram_of_triangular(W: Tensor, smallest: int) -> Tensor:
+    """Return `W^T W` for lower triangular matrices. By halves, that takes a third of a product's operations."""
+    size = W.shape[-1]
+    if size <= smallest:
+        return W.mT @ W
+    half = _first_half(size)
+    lower = W[:, half:, :half]
+    last = W[:, half:, half:]
+    result = torch.empty_like(W)
+    result[:, :half, :half] = torch.baddbmm(_gram_of_triangular(W[:, :half, :half], smallest), lower.mT, lower)
+    off_diagonal = last.mT @ lower
+    result[:, half:, :half] = off_diagonal
+    result[:, :half, half:] = off_diagonal.mT
+    result[:, half:, half:] = _gram_of_triangular(last, smallest)
+    return result
+
+
+def _first_half(size: int) -> int:
+    """Return the size of the first half of a matrix. Products of aligned sizes are faster."""
+    half = -(-size // 2)
+    return half + -half % min(64, half)
+
+
 def _inverse_of_triangular(L: Tensor) -> Tensor:
-    """Return the inverses of `L L^T`. TF32 would spoil them: PyTorch solves triangular systems in it, too."""
+    """Invert Cholesky factors. TF32 would spoil them: PyTorch solves triangular systems in it, too."""
     identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device).expand_as(L)
     with tf32(False):
-        inverse_of_L: Tensor = torch.linalg.solve_triangular(L, identity, upper=False)
-        return inverse_of_L.mT @ inverse_of_L
+        inverse: Tensor = torch.linalg.solve_triangular(L, identity, upper=False)
+        return inverse
 
 
 def general_inverse(matrices: Tensor, eps: float | None = None) -> Tensor:
