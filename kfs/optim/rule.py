@@ -139,9 +139,8 @@ def limited(
     S = D * (smaller / radius)
     # The smaller of both Gram matrices is enough. TF32 is as precise as a limit has to be.
     with tf32(True):
-        if rows < columns:
-            return (smaller * saturation(S @ S.mT)) @ D
-        return D @ (smaller * saturation(S.mT @ S))
+        short = (smaller * saturation(S @ S.mT)) @ D if rows < columns else D @ (smaller * saturation(S.mT @ S))
+    return short
 
 
 def saturation(G: Tensor) -> Tensor:
