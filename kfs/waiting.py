@@ -36,6 +36,37 @@ def numbers(tensors: Sequence[Tensor]) -> list[float]:
     return values
 
 
+class Message:
+    """Booleans on their way from a device to the host, which does other things until it needs them.
+
+    Args:
+        flags: The booleans, `[n]`. They may change afterwards.
+
+    Example:
+        >>> message = Message(torch.tensor([True, False]))
+        >>> message.read()
+        [True, False]
+    """
+
+    def __init__(self, flags: Tensor) -> None:
+        """Start a copy, without waiting for it."""
+        self._event: torch.cuda.Event | None = None
+        if flags.is_cuda:  # pragma: no cover (tested on a GPU)
+            self._flags = flags.to("cpu", non_blocking=True)  # PyTorch takes pinned memory for this.
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(flags.device))
+        else:
+            self._flags = flags.clone()
+
+    def read(self) -> list[bool]:
+        """Return the booleans. This waits if the copy is not complete."""
+        with waiting_allowed():
+            if self._event is not None:  # pragma: no cover (tested on a GPU)
+                self._event.synchronize()
+            flags: list[bool] = self._flags.tolist()
+        return flags
+
+
 def counting(size: int, device: torch.device) -> Tensor:
     """Return the integers from zero on, as a tensor that nobody changes; an accelerator makes it once."""
     return _kept(("counting", size, torch.int64, device), lambda: torch.arange(size, device=device))

@@ -23,6 +23,14 @@ Unit = Literal["relative", "absolute"]
 _LEAST_DAMPING = 1e-20
 
 
+class Before(NamedTuple):
+    """What an average was before factors were added, while the host does not know whether they are finite."""
+
+    good: Tensor  # whether they are, and the average has changed
+    weight: float
+    uses: float
+
+
 @dataclass(eq=False)
 class Average:
     """The curvature of one block, averaged over steps."""
@@ -38,6 +46,8 @@ class Average:
     eigen: Eigenbasis | None = None  # average of corrected eigenvalues; it starts with those of the factors
     uses: float = 1.0  # average number of inputs of the layer per example, such as positions of a convolution
     input_size: Tensor | None = None  # root mean square of inputs at the last inverse, `[groups]`; a bias counts as one
+    # `weight` and `uses` are those after factors were added. If that has failed unseen, they are not right: see `now`.
+    before: Before | None = None
 
     @classmethod
     def zeros_like(cls, block: Block) -> "Average":
@@ -63,9 +73,16 @@ class Average:
         Q_A, Q_B = (Q.values if Q.kind == "dense" else None for Q in (self.eigen.Q_A, self.eigen.Q_B))
         return Squares(torch.zeros_like(self.eigen.values), Q_A, Q_B)
 
+    def confirm(self, good: bool) -> None:
+        """Take note of whether the last factors were added; if not, weight and uses are what they were before."""
+        if self.before is not None and not good:
+            self.weight = self.before.weight
+            self.uses = self.before.uses
+        self.before = None
+
     def state(self) -> dict[str, Any]:
-        """Return all attributes, for a file."""
-        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        """Return all attributes, for a file. The host must know about the last factors."""
+        state = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "before"}
         for name, value in state.items():
             if isinstance(value, Structure):
                 state[name] = Stack((self.layout,), value).state()
@@ -81,15 +98,22 @@ class Average:
         return cls(**loaded | {"layout": Layout.from_state(loaded["layout"])})
 
 
-def add_factors(pairs: Sequence[tuple[Average, Block]], decay: float) -> None:
+def add_factors(pairs: Sequence[tuple[Average, Block]], decay: float, good: Tensor | None = None) -> None:
     """Add the factors of blocks, which are scaled per example, to their averages, and keep `decay` of these.
 
     All factors are added by a few operations: on an accelerator, each of them takes time to start.
+
+    Args:
+        pairs: Averages, and blocks to add to them.
+        decay: How much of an average is kept.
+        good: A flag on the device; if it is false, averages do not change there. Weights and uses are the host's, which
+            does not know. They are those of averages that did change, until `Average.confirm`.
     """
     kept: list[Tensor] = []
     by_scale: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # averages and sums
     sides: tuple[Side, Side] = ("A", "B")
     for average, block in pairs:
+        average.before = None if good is None else Before(good, average.weight, average.uses)
         average.weight = decay * average.weight + 1 - decay
         average.changed = True
         # The average without the bias of its start. A factor has sums over uses; sizes of inputs are means.
@@ -100,16 +124,30 @@ def add_factors(pairs: Sequence[tuple[Average, Block]], decay: float) -> None:
             if factor.kind == "identity":
                 # Numbers of positions may differ between steps. This is an average without the bias of its start.
                 new: Factor = getattr(block.structure(), side)
-                factor.scale.lerp_(new.scale, (1 - decay) / average.weight)
+                scale = new.scale if good is None else torch.where(good, new.scale, factor.scale)
+                factor.scale.lerp_(scale, (1 - decay) / average.weight)
                 continue
             averages, sums = by_scale.setdefault((1 - decay) * block.scale(side), ([], []))
             averages.append(factor.values)
             sums.append(computable(block.sums.side_total(side)))
             kept.append(factor.values)
-    if kept:
-        torch._foreach_mul_(kept, decay)
-    for scale, (averages, sums) in by_scale.items():
-        torch._foreach_add_(averages, sums, alpha=scale)
+    if good is None:
+        if kept:
+            torch._foreach_mul_(kept, decay)
+    else:
+        for same in _by_dtype(kept):
+            torch._foreach_mul_(same, torch.where(good, same[0].new_full((), decay), 1.0))
+    for alpha, (averages, sums) in by_scale.items():
+        finite = sums if good is None else [torch.where(good, total, 0.0) for total in sums]
+        torch._foreach_add_(averages, finite, alpha=alpha)
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Divide tensors by precision: PyTorch is slow for lists with a factor of another precision."""
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors:
+        found.setdefault(t.dtype, []).append(t)
+    return list(found.values())
 
 
 class Inverted(NamedTuple):
@@ -133,21 +171,37 @@ def inverted(
         method: How damping is split between factors.
         eigen: Whether eigenvalues are corrected. Then damping is exact.
     """
-    factors = [a.factors for a in averages]
-    K = Kronecker.stack(
-        [
-            Kronecker(_without_bias(f.A, a.weight), _without_bias(f.B, a.weight))
-            for a, f in zip(averages, factors, strict=True)
-        ]
-    )
+    # The host may not know whether the last factors were finite. There is one flag for all averages.
+    good = next((a.before.good for a in averages if a.before is not None), None)
+    weights: dict[tuple[float, float], float | Tensor] = {}
+    unbiased = []
+    for a in averages:
+        key = a.weight, a.weight if a.before is None else a.before.weight
+        if key not in weights:
+            weights[key] = key[0] if good is None or key[0] == key[1] else _now(good, *key)
+        weight = weights[key]
+        unbiased.append(Kronecker(_without_bias(a.factors.A, weight), _without_bias(a.factors.B, weight)))
+    K = Kronecker.stack(unbiased)
     corrected = _in_new_eigenbasis(K, [a.eigen for a in averages if a.eigen is not None]) if eigen else None
     structure: Structure = K if corrected is None else corrected
     size = structure.rows * structure.columns
     mean = structure.trace() / size if unit == "relative" else torch.ones_like(K.A.scale)
     added = (_per_block(averages, damping, mean) * mean).clamp(min=_LEAST_DAMPING)
-    inputs = K.A.trace() / (K.A.size * _per_block(averages, [a.uses for a in averages], mean))
+    uses = [a.uses for a in averages]
+    before = [a.uses if a.before is None else a.before.uses for a in averages]
+    uses_now = _per_block(averages, uses, mean)
+    if good is not None and before != uses:
+        uses_now = _now(good, uses_now, _per_block(averages, before, mean))
+    inputs = K.A.trace() / (K.A.size * uses_now)
     inverse = damped_inverse(structure, added, "exact" if eigen else method)
     return Inverted(inverse, added, corrected, inputs.clamp(min=0).sqrt())
+
+
+def _now(good: Tensor, after: float | Tensor, before: float | Tensor) -> Tensor:
+    """Return numbers after factors were added, or those before if that has failed, without asking the device."""
+    one_or_zero = good.double()
+    result: Tensor = after * one_or_zero + before * (1 - one_or_zero)
+    return result
 
 
 def _per_block(averages: Sequence[Average], numbers: Sequence[float], like: Tensor) -> float | Tensor:
@@ -183,7 +237,7 @@ def _zeros_like(factor: Factor) -> Factor:
     return replace(factor, values=torch.zeros_like(factor.values), scale=torch.ones_like(factor.scale))
 
 
-def _without_bias(factor: Factor, weight: float) -> Factor:
+def _without_bias(factor: Factor, weight: float | Tensor) -> Factor:
     """Correct the bias of an average that started at zero. That of an identity's scale has none."""
     return factor if factor.kind == "identity" else factor.scaled(1 / weight)
 

@@ -72,6 +72,8 @@ class Curvature:
     damping_scale: float = 1.0  # multiplies all dampings
     events: Events = field(default_factory=Events)
     costs: Costs = field(default_factory=Costs)
+    # Whether the last sums were added, which the device decides; `None` if it does not, or if the flag is on its way.
+    unconfirmed: Tensor | None = None
     _troubles: int = 0  # events in a row
     _successes: int = 0  # steps without event in a row
     _rises: int = 0  # rises of damping that were not undone yet
@@ -90,23 +92,36 @@ class Curvature:
             if (squares := average.new_squares()) is not None
         }
 
+    def knows(self, sums: StepSums) -> bool:
+        """Whether the sums of a step change numbers alone: their blocks are known, and all blocks have inverses."""
+        blocks = {key: block for key, block in sums.blocks.items() if block.terms}
+        placement = Placement(block.layout for block in blocks.values())
+        return blocks.keys() <= self.averages.keys() and all(
+            average.inverse is not None and placement.fits(average.layout) for average in self.averages.values()
+        )
+
     @timed("factors")
-    def add(self, sums: StepSums, without: Iterable[str]) -> bool:
+    def add(self, sums: StepSums, without: Iterable[str], finite: Tensor | None = None) -> bool:
         """Add the sums of one step to the averages if they are finite, and return whether they are.
 
-        Blocks of some parameters, which turned out not to be covered, are left out and forgotten.
+        Args:
+            sums: What the passes gave.
+            without: Parameters that turned out not to be covered. Their blocks are left out and forgotten.
+            finite: Whether gradients are, if nobody is to wait for the device. It decides then, and `confirm` has to be
+                called when the host knows (see `unconfirmed`). Blocks must be known.
         """
-        for failed in self.inverses.failures():
-            self._note_failure(failed)
-            failed.changed = True  # It is tried again, in better precision.
         without = set(without)
         # An expert that no token was sent to tells nothing, and keeps its average.
         used = {key: block for key, block in sums.blocks.items() if block.terms}
         blocks = {key: block for key, block in used.items() if not without & set(block.layout.params)}
         totals = [s.total for block in blocks.values() for s in block.sums]
         totals += sums.squares.values()
-        if not sums.finite or (totals and not torch.nn.utils.get_total_norm(totals, 1.0).isfinite()):
-            self.note_trouble("refused_statistics", "statistics of a batch are not finite, and were not used")
+        are_finite = torch.nn.utils.get_total_norm(totals, 1.0).isfinite() if totals else None
+        good: Tensor | None = None
+        if finite is not None:
+            good = self.unconfirmed = finite if are_finite is None else finite & are_finite
+        elif not sums.finite or (are_finite is not None and not are_finite):
+            self._note_refusal()
             return False
         # A weight that is used in another way than before, such as by rows, has other blocks now.
         placement = Placement(block.layout for block in blocks.values())
@@ -119,13 +134,32 @@ class Curvature:
                 average = self.averages[key] = Average.zeros_like(block)
                 self.inverses.forget()  # The last average's inverse is not this one's.
             elif average.eigen is not None and key in sums.squares:
-                average.eigen.values.lerp_(sums.squares[key] / sums.examples, 1 - self.decay)
+                squares = sums.squares[key] / sums.examples
+                if good is not None:
+                    squares = torch.where(good, squares, average.eigen.values)
+                average.eigen.values.lerp_(squares, 1 - self.decay)
             pairs.append((average, block))
             self.costs.add("factors", _operations(block_sums))
-        add_factors(pairs, self.decay)
+        add_factors(pairs, self.decay, good)
         self.forget(without)
-        self._note_success()
+        if good is None:
+            self._note_success()
         return True
+
+    def confirm(self, finite: bool, good: bool) -> None:
+        """Take note of whether gradients were finite, and whether the last sums were added, which a device decided."""
+        for average in self.averages.values():
+            average.confirm(good)
+        if good:
+            self._note_success()
+        elif finite:
+            self._note_refusal()
+
+    def note_failures(self) -> None:
+        """Find out about inverses that have failed unseen. This waits for the latest inverses."""
+        for failed in self.inverses.failures():
+            self._note_failure(failed)
+            failed.changed = True  # It is tried again, in better precision.
 
     @timed("inverses")
     def update_inverses(self, step: int, groups: Groups, force: bool = False) -> None:
@@ -150,14 +184,20 @@ class Curvature:
             self._invert(together, step, groups)
 
     def precondition(
-        self, u: Mapping[str, Tensor], tensors: Mapping[str, Tensor], groups: Groups, limit: bool
+        self,
+        u: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
+        groups: Groups,
+        limit: bool,
+        taken: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`.
 
-        A parameter of a block, one of all `tensors`, that is not in `u` counts as zero.
+        A parameter of a block, one of all `tensors`, that is not in `u` counts as zero. If the flag `taken` is false,
+        or becomes false because steps are not finite, steps are zero.
         """
         zeros = {n: torch.zeros_like(tensors[n]) for n in self.covered - u.keys()}
-        steps = self.inverses.multiply(self.averages.values(), {**u, **zeros}, groups, limit)
+        steps = self.inverses.multiply(self.averages.values(), {**u, **zeros}, groups, limit, taken)
         return {n: steps[n] for n in u}
 
     def note_products(self) -> None:
@@ -188,6 +228,10 @@ class Curvature:
             times = f"damping rises to {self.damping_scale:g} times its value"
             self.events.note("raised_damping", f"{times}, after {self.patience} such events in a row")
 
+    def note_overflow(self) -> None:
+        """Count a step that was skipped because of inverses. After several of them, damping rises."""
+        self.note_trouble("skipped_steps", "products with inverses are not finite, and the step was skipped")
+
     def note_trial(self, trial: Trial, factor: float) -> None:
         """Count a step that had to be shortened or taken back, and multiply dampings by a factor."""
         self.scale_damping(factor)
@@ -196,6 +240,9 @@ class Curvature:
         elif trial.share < 1:
             text = f"the loss falls only along {trial.share:.2g} of a step, which was shortened"
             self.events.note("shortened_steps", text)
+
+    def _note_refusal(self) -> None:
+        self.note_trouble("refused_statistics", "statistics of a batch are not finite, and were not used")
 
     def _note_success(self) -> None:
         """Count sums that were added. After many in a row, undo a rise of damping."""
@@ -268,6 +315,7 @@ class Curvature:
         self._credit = float(state["credit"])
         self.inverses.forget()
         self.inverses.forget_failures()
+        self.unconfirmed = None
 
 
 def _operations(block: BlockSums) -> float:

@@ -48,7 +48,7 @@ class Inverses:
     # By id of an average, which lives as long as the stacks: what has its inverse, and where.
     _places: dict[int, tuple[Stacked, slice]] = field(default_factory=dict)
     # Blocks that were inverted together, and which of these inverses are good, `[stack]`; nobody has looked yet.
-    _unseen: list[tuple[Sequence[Average], Tensor]] = field(default_factory=list)
+    _unseen: list[tuple[Sequence[Average], waiting.Message]] = field(default_factory=list)
     # Limits of trust regions that are not the same for all blocks of a stack, `[stack, 1, 1, 1]`.
     _limits: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
 
@@ -82,17 +82,16 @@ class Inverses:
             result = inverted(averages, damping, self.unit, self.method, self.eigen)
         good = torch.stack(checks).all(0)
         self._keep(averages, result, good)
-        self._unseen.append((averages, good))
+        self._unseen.append((averages, waiting.Message(good)))
 
     def failures(self) -> list[Average]:
-        """Return blocks whose last inverse failed without anybody looking. An accelerator is waited for."""
-        if not self._unseen:
-            return []
-        with waiting_allowed():
-            flags = torch.cat([good for _, good in self._unseen]).tolist()
-        owners = [a for averages, _ in self._unseen for a in averages for _ in range(a.layout.groups)]
+        """Return blocks whose last inverse failed without anybody looking. This waits for the latest inverses."""
+        failed: dict[Average, None] = {}  # in order, each once
+        for averages, message in self._unseen:
+            owners = [a for a in averages for _ in range(a.layout.groups)]
+            failed |= {a: None for a, good in zip(owners, message.read(), strict=True) if not good}
         self._unseen.clear()
-        return list(dict.fromkeys(a for a, good in zip(owners, flags, strict=True) if not good))
+        return list(failed)
 
     def _keep(self, averages: Sequence[Average], result: Inverted, good: Tensor | None) -> None:
         """Write inverses to where the last ones are; if `good` is given, only those that are."""
@@ -140,7 +139,12 @@ class Inverses:
         return self._stacks
 
     def multiply(
-        self, averages: Iterable[Average], u: Mapping[str, Tensor], groups: Groups, limit: bool
+        self,
+        averages: Iterable[Average],
+        u: Mapping[str, Tensor],
+        groups: Groups,
+        limit: bool,
+        taken: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`.
 
@@ -149,22 +153,24 @@ class Inverses:
             u: By parameter; it has all parameters of all blocks that have an inverse.
             groups: Have the trust regions.
             limit: Whether there are trust regions.
+            taken: A flag on the device that becomes false, in place, if steps are not finite. All of them are zero
+                if it is false.
 
         Returns:
             Steps, by parameter.
         """
         columns = {name: t.unsqueeze(0) for name, t in u.items()}
+        stacks = self.stacks(averages)
+        products = [self._product_of(one, columns, groups, limit) for one in stacks]
+        if taken is not None and products:
+            # There are few stacks, so this takes few operations, however many parameters there are.
+            taken.logical_and_(torch.nn.utils.get_total_norm(products, 1.0).isfinite())
+            products = [torch.where(taken, D, 0.0) for D in products]
         steps: dict[str, Tensor] = {}
-        for one in self.stacks(averages):
+        for one, product in zip(stacks, products, strict=True):
             stack = one.stack
-            like = stack.structure.like
-            D = _product(stack, columns, like.dtype)
-            trusts = [groups[layout.weight]["trust"] for layout in stack.layouts for _ in range(layout.groups)]
-            limits = tuple(trust if limit and trust is not None else torch.inf for trust in trusts)
-            shape = stack.structure.rows, stack.structure.columns
-            sizes = one.input_size.reshape(-1, 1, 1, 1)
             # Products of aligned sizes are faster, so margins are cut off after them.
-            D = limited(D, self._most(limits, like), sizes, one.unit_vectors, shape)[..., : shape[0], : shape[1]]
+            D = product[..., : stack.structure.rows, : stack.structure.columns]
             if all(layout.is_plain for layout in stack.layouts):
                 # Weight and bias are views of the result, and need not be copied.
                 for layout, part in stack.slices():
@@ -176,6 +182,17 @@ class Inverses:
                 steps[name] = torch.zeros_like(columns[name])
             stack.write(D, steps)
         return {name: steps[name].reshape(t.shape).to(t.dtype) for name, t in u.items()}
+
+    def _product_of(self, one: Stacked, columns: Mapping[str, Tensor], groups: Groups, limit: bool) -> Tensor:
+        """Return the steps of a stack, `[stack, 1, d_B, d_A]`, in their trust regions if `limit`; margins stay."""
+        stack = one.stack
+        like = stack.structure.like
+        D = _product(stack, columns, like.dtype)
+        trusts = [groups[layout.weight]["trust"] for layout in stack.layouts for _ in range(layout.groups)]
+        limits = tuple(trust if limit and trust is not None else torch.inf for trust in trusts)
+        shape = stack.structure.rows, stack.structure.columns
+        sizes = one.input_size.reshape(-1, 1, 1, 1)
+        return limited(D, self._most(limits, like), sizes, one.unit_vectors, shape)
 
     def _most(self, limits: tuple[float, ...], like: Tensor) -> float | Tensor:
         """Return the limits of a stack: a number if they are the same, as nearly always, otherwise a tensor."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from kfs import waiting
 from kfs.errors import KfsWarning, ModelError
@@ -21,22 +20,24 @@ from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.kfac.structures import Method, Relative
 from kfs.losses import describe
 from kfs.optim.announcement import Announcement
-from kfs.optim.averages import Unit, copied_to
+from kfs.optim.averages import Unit
 from kfs.optim.call import check_call
 from kfs.optim.curvature import Curvature, Events, Interval
-from kfs.optim.divergence import LastFine
+from kfs.optim.divergence import Fine, LastFine
 from kfs.optim.inverses import Inverses
 from kfs.optim.options import check_options, number_and_unit
+from kfs.optim.outstanding import Outstanding
 from kfs.optim.parameters import Parameters, check_one_process
 from kfs.optim.quadratic import QuadraticModel
 from kfs.optim.report import Reported
+from kfs.optim.saving import Saved
 from kfs.optim.step_sums import Bases, StepSums
 from kfs.optim.trials import BatchLoss
-from kfs.optim.updates import Updates, read_state, tried_updates
+from kfs.optim.updates import Taken, Updates, tried_updates
 from kfs.optim.watch import Watch
 
 
-class KFAC(Reported, Optimizer):
+class KFAC(Reported, Saved):
     """Natural gradient descent with Kronecker-factored curvature. It is used like any optimizer of `torch.optim`.
 
     Args:
@@ -163,12 +164,17 @@ class KFAC(Reported, Optimizer):
         self._paused = False
         self._params = Parameters(model, self.param_groups, self.close)
         self._updates = Updates(self._params, self._curvature, kl_clip, replay)
+        self._outstanding = Outstanding(self._curvature, self._last_fine, self._params)
         module = loss if isinstance(loss, nn.Module) else None
         self._watch = Watch(model, module, self._wanted, self._loss, self._settings, quadratic_model, replay)
 
     @property
     def events(self) -> Events:
-        """How often something went wrong and was handled: skipped steps, refused statistics, failed inverses."""
+        """How often something went wrong and was handled: skipped steps, refused statistics, failed inverses.
+
+        A GPU is waited for.
+        """
+        self._outstanding.settle(self.state)
         return self._curvature.events
 
     @property
@@ -183,6 +189,7 @@ class KFAC(Reported, Optimizer):
 
     def close(self) -> None:
         """Remove all hooks from the model, so that another optimizer can have it. Afterwards, `step()` raises."""
+        self._outstanding.settle(self.state)
         self._watch.close()
         self._params.closed = True
 
@@ -245,28 +252,42 @@ class KFAC(Reported, Optimizer):
         batch = None if closure is None else BatchLoss(closure, self._model, self._device)
         result = None if batch is None else batch.result
         sums = self._watch.collect()
+        if sums is not None and sums.has_factors:
+            self._outstanding.settle(self.state)
+            self._last_fine.check(self._params.tensors)
         grads = {n: p.grad.to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
         self._check(sums, grads, result)
         finite = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).isfinite()
-        # Reading a value from a GPU waits for it. In steps without sums, which never wait, updates look at `finite`.
-        if sums is not None or not waiting.runs_behind(finite.device):
+        fine = Fine.of(self.steps, result, self.param_groups[0], self.damping_scale)
+        lost = self._lost(sums)
+        # Reading a value from a GPU waits for it. Where nothing new begins, the device looks at flags itself.
+        waits = not waiting.runs_behind(finite.device) or not self._is_steady(sums, lost)
+        if waits:
             if not finite or (self._quadratic is not None and batch is not None and not isfinite(batch.value)):
-                text = "the loss or gradients are not finite, and the step was skipped"
-                self._curvature.note_trouble("skipped_steps", text)
+                self._outstanding.note_skipped()
                 self._last_fine.check(self._params.tensors)
                 return result
-            self._last_fine.note(self.steps, result, self.param_groups[0], self.damping_scale)
+            self._last_fine.note(fine)
         if sums is not None:
-            self._add_sums(sums)
+            self._add_sums(sums, lost, None if waits else finite)
         # The quadratic model wants the curvature of this very step.
         self._curvature.update_inverses(self.steps, self._params.groups, force=self._quadratic is not None)
-        self._update(sums, grads, finite, batch)
+        taken = self._update(sums, grads, finite, batch)
+        if taken is not None:
+            self._outstanding.add(self.state, fine, finite, taken)
         self._curvature.costs.end_step()
         self.steps += 1
         return result
 
-    def _update(self, sums: StepSums | None, grads: dict[str, Tensor], finite: Tensor, batch: BatchLoss | None) -> None:
-        """Change parameters: those that have curvature by the natural gradient, others by AdamW."""
+    def _update(
+        self, sums: StepSums | None, grads: dict[str, Tensor], finite: Tensor, batch: BatchLoss | None
+    ) -> Taken | None:
+        """Change parameters: those that have curvature by the natural gradient, others by AdamW.
+
+        Returns:
+            What an accelerator decides about it; `None` if all is known.
+        """
+        taken = None
         covered = self._curvature.covered
         natural = {n: g for n, g in grads.items() if n in covered}
         rest = {n: g for n, g in grads.items() if n in self.uncovered or self._params.groups[n]["method"] == "adamw"}
@@ -275,7 +296,8 @@ class KFAC(Reported, Optimizer):
             self._tracked = frozenset()
         if self._quadratic is None or batch is None:
             with self._curvature.costs.timed("products"):
-                self._updates.take(self.state, natural, rest, finite, self._unit, self._watch.in_half_precision)
+                half = self._watch.in_half_precision
+                taken = self._updates.take(self.state, natural, rest, finite, self._unit, half)
         else:
             natural = {n: g / self._unit for n, g in natural.items()}
             with self._curvature.costs.timed("products"):
@@ -288,6 +310,7 @@ class KFAC(Reported, Optimizer):
             factor = self._quadratic.finish(steps, trial, float(self.param_groups[0]["lr"]), noise)
             self._curvature.note_trial(trial, factor)
         self._curvature.note_products()
+        return taken
 
     def _change(self, batch: BatchLoss) -> float:
         """Return the change of the loss on a batch since the last step. Passes for it give no factors."""
@@ -299,42 +322,6 @@ class KFAC(Reported, Optimizer):
         finally:
             self._paused = False
             self._watch.collect()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything that a continued training needs to equal one that was never stopped."""
-        state = super().state_dict()
-        state["kfac"] = {
-            "curvature": self._curvature.state(),
-            "steps": self.steps,
-            "first_datum": self._watch.first_datum,
-            "unit": self._unit,
-            "uncovered": dict(self.uncovered),
-            "tracked": sorted(self._tracked),
-            "previous": {} if self._quadratic is None else dict(self._quadratic.previous),
-        }
-        return state
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Undo `state_dict`.
-
-        Raises:
-            StorageError: If the state is that of another optimizer, or of another model.
-        """
-        self._params.check_open()
-        self._params.check_state(state_dict)
-        mine = state_dict["kfac"]
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
-        read_state(self.state, self.param_groups, state_dict)
-        self._curvature.restore(mine["curvature"], self._device)
-        self.steps = mine["steps"]
-        self.uncovered = dict(mine["uncovered"])
-        self._watch.first_datum = mine["first_datum"]
-        self._unit = mine["unit"]
-        self._tracked = frozenset(mine["tracked"])
-        if self._quadratic is not None:
-            self._quadratic.previous = copied_to(self._device, mine["previous"])
-        self._params.read(self.param_groups)
 
     def _wanted(self) -> tuple[dict[str, Tensor], Bases] | None:
         """Return parameters to track in the forward pass that begins, and bases; `None` if factors are not needed."""
@@ -370,18 +357,33 @@ class KFAC(Reported, Optimizer):
             self._announcement.check(sums, value)
             self._watch.compare = self._announcement.steps_left > 0
 
-    def _add_sums(self, sums: StepSums) -> None:
-        """Add the statistics of a step to the averages, and warn about parameters and factors that are left out."""
+    def _lost(self, sums: StepSums | None) -> dict[str, str]:
+        """Return parameters that turn out not to be covered, and why."""
+        if sums is None:
+            return {}
+        trained = self._params.trainable()
+        lost = {n: why for n, why in sums.uncovered.items() if n in trained and trained[n].grad is not None}
+        return lost | shared_with(lost, sums.blocks.values())
+
+    def _is_steady(self, sums: StepSums | None, lost: Mapping[str, str]) -> bool:
+        """Whether a step changes nothing but numbers: nobody has to decide anything before it is taken."""
+        if self._quadratic is not None or lost:
+            return False
+        return sums is None or (sums.finite and (not sums.has_factors or self._curvature.knows(sums)))
+
+    def _add_sums(self, sums: StepSums, lost: dict[str, str], finite: Tensor | None) -> None:
+        """Add the statistics of a step to the averages, and warn about parameters and factors that are left out.
+
+        If nobody has looked whether gradients are `finite`, averages change only if they are.
+        """
         if sums.examples and sums.finite:
             mean = self._loss.reduction == "mean"
             self._unit = self._loss.scale * sums.examples / (sums.count if mean else 1.0)
-        if not sums.blocks and not sums.uncovered and sums.finite:
+        if not sums.has_factors:
             return  # Examples were only counted, or no target counts.
-        trained = self._params.trainable()
-        lost = {n: why for n, why in sums.uncovered.items() if n in trained and trained[n].grad is not None}
-        lost |= shared_with(lost, sums.blocks.values())
-        if not self._curvature.add(sums, lost):
+        if not self._curvature.add(sums, lost, finite):
             return
+        # Labels are never drawn with the same numbers twice, so this stays even if a device does not add the sums.
         self._watch.first_datum += sums.num_data
         self.uncovered |= lost
         self._tracked = frozenset(self._tracked_now())

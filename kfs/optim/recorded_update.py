@@ -17,7 +17,8 @@ from kfs.kfac.capture import CudaRecorder, Graph, Reads, Recorder
 from kfs.optim.rule import Scalar
 
 log = logging.getLogger("kfs.optim")
-# What is recorded: it takes gradients, whether they are finite, and numbers, and changes parameters and state in place.
+# What is recorded: it takes gradients, a flag, and numbers, and changes parameters and state in place. The flag says
+# whether gradients are finite. On an accelerator it becomes false, in place, if the step is not.
 Update = Callable[[list[Tensor], Tensor, list[Scalar]], None]
 _SAME = 3  # An update is recorded when it comes for this many times in a row.
 
@@ -53,7 +54,7 @@ class RecordedUpdate:
 
     def run(
         self, key: Hashable, update: Update, grads: Sequence[Tensor], finite: Tensor, numbers: Sequence[float]
-    ) -> None:
+    ) -> Tensor:
         """Run an update.
 
         Args:
@@ -62,10 +63,12 @@ class RecordedUpdate:
             grads: Gradients.
             finite: Whether they are.
             numbers: All numbers that may differ between updates.
+
+        Returns:
+            The flag after the update; the next update may overwrite it.
         """
         if self._new_recorder is None:
-            update(list(grads), finite, list(numbers))
-            return
+            return self._run(update, grads, finite, numbers)
         if key != self._key:
             self.forget()
             self._key = key
@@ -74,13 +77,20 @@ class RecordedUpdate:
             self._recorded = self._record(self._new_recorder(), update, grads, finite, numbers)
         recorded = self._recorded
         if recorded is None:
-            update(list(grads), finite, list(numbers))
-            return
+            return self._run(update, grads, finite, numbers)
         torch._foreach_copy_(recorded.grads, list(grads))
         recorded.finite.copy_(finite)
         # A copy of numbers from the host need not be waited for.
         recorded.numbers.copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
         recorded.graph.replay()
+        return recorded.finite
+
+    @staticmethod
+    def _run(update: Update, grads: Sequence[Tensor], finite: Tensor, numbers: Sequence[float]) -> Tensor:
+        """Run an update as it is."""
+        flag = finite.clone()
+        update(list(grads), flag, list(numbers))
+        return flag
 
     def forget(self) -> None:
         """Free the graph."""

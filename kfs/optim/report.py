@@ -12,6 +12,7 @@ from kfs.losses import Loss
 from kfs.optim.averages import Average
 from kfs.optim.costs import PARTS, Cost, Part
 from kfs.optim.curvature import Curvature, Events
+from kfs.optim.outstanding import Outstanding
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic import QuadraticModel
 
@@ -130,6 +131,8 @@ class Reported(Described):
     _params: Parameters
     _curvature: Curvature
     _quadratic: QuadraticModel | None
+    _outstanding: Outstanding
+    state: Any
 
     def report(self) -> Report:
         """Return what is covered by what, what the last steps cost, and what went wrong; `print` shows it as a table.
@@ -145,6 +148,7 @@ class Reported(Described):
               fisher='mc', eigen=False, quadratic_model=False
               steps=0, blocks=0, not covered=0, damping_scale=1, events: none
         """
+        self._outstanding.settle(self.state)
         curvature = self._curvature
         blocks = tuple(map(_row, curvature.averages.values()))
         covered = {name for row in blocks for name in row.params}

@@ -53,6 +53,8 @@ class Share(NamedTuple):
         lr: The learning rate.
         kept: What decoupled weight decay leaves of the parameters, `1 - lr * weight_decay`.
         correction: Multiplies averages, against their bias: see `correction`.
+        taken: If an accelerator decides whether the step is taken: a flag, which `natural_step` reads after
+            `precondition` was called. If it is false, steps have to be zero, and nothing changes.
     """
 
     params: Tensors
@@ -62,6 +64,7 @@ class Share(NamedTuple):
     lr: Scalar
     kept: Scalar
     correction: Scalar
+    taken: Tensor | None = None
 
 
 def correction(decay: float, age: int) -> float:
@@ -91,8 +94,23 @@ def natural_step(shares: Sequence[Share], precondition: Callable[[Tensors], Tens
         ahead += multiplied(torch._foreach_lerp(share.grads, m, share.momentum), share.correction)
         averages.append(m)
     steps = iter(precondition(ahead))
-    params = [moved(share.params, [next(steps) for _ in share.params], share.lr, share.kept) for share in shares]
-    return list(zip(params, averages, strict=True))
+    result: list[tuple[Tensors, Tensors]] = []
+    for share, new_averages in zip(shares, averages, strict=True):
+        mine = [next(steps) for _ in share.params]
+        if share.taken is None:
+            result.append((moved(share.params, mine, share.lr, share.kept), new_averages))
+            continue
+        kept = kept_if(share.taken, share.kept)
+        pairs = zip(new_averages, share.averages, strict=True)
+        masked = [torch.where(share.taken, new, old) for new, old in pairs]
+        result.append((moved(share.params, mine, share.lr, kept), masked))
+    return result
+
+
+def kept_if(taken: Tensor, kept: Scalar) -> Tensor:
+    """Return what weight decay leaves of parameters: all of them if a step is not taken."""
+    result: Tensor = 1 - (1 - kept) * taken.double()
+    return result
 
 
 def moved(params: Tensors, steps: Tensors, lr: Scalar, kept: Scalar) -> Tensors:

@@ -57,6 +57,11 @@ class StepSums:
         self.inputs += other.inputs
 
     @property
+    def has_factors(self) -> bool:
+        """Whether there is something to add to averages, or to refuse. Otherwise, examples were counted at most."""
+        return bool(self.blocks or self.uncovered) or not self.finite
+
+    @property
     def covered(self) -> set[str]:
         """The parameters that have blocks."""
         return {name for block in self.blocks.values() for name in block.layout.params}

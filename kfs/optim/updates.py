@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from kfs.optim.averages import copied_to
 from kfs.optim.curvature import Curvature
 from kfs.optim.parameters import Parameters
 from kfs.optim.recorded_update import RecordedUpdate, recorder_for
-from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, natural_step
+from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, kept_if, natural_step
 from kfs.optim.trials import Trial, try_step
 from kfs.tf32 import tf32, uses_tf32
 
@@ -22,6 +22,13 @@ _BETAS = (0.9, 0.95)
 
 class StepNotFiniteError(Exception):
     """Gradients are finite, but products with inverses are not."""
+
+
+class Taken(NamedTuple):
+    """What an accelerator decides about a step."""
+
+    names: tuple[str, ...]  # parameters that were updated. They have grown older in any case.
+    flag: Tensor  # whether the step was taken; the next step may overwrite it
 
 
 @dataclass(frozen=True)
@@ -74,30 +81,37 @@ def natural_updates(
     grads: dict[str, Tensor],
     precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     kl_clip: float | None,
-    finite: Tensor,
+    taken: Tensor,
 ) -> None:
     """Update parameters that have curvature, given gradients of the average over examples.
 
-    With `kl_clip`, the change of predictions, as measured by the curvature, is limited.
+    With `kl_clip`, the change of predictions, as measured by the curvature, is limited. On an accelerator, nobody has
+    looked whether gradients are finite. They are multiplied with inverses whatever they are, and `precondition`
+    decides whether the step is `taken`. If it is not, nothing changes.
 
     Raises:
         StepNotFiniteError: If steps are not finite; nothing has changed then. An accelerator is not asked.
     """
     if not parts:
         return
-    shares = [_share(params, state, part, "average", numbers, grads, finite) for part in parts]
+    behind = waiting.runs_behind(taken.device)
+    shares = [_share(params, state, part, "average", numbers, grads) for part in parts]
+    if behind:
+        shares = [share._replace(taken=taken) for share in shares]
     names = [name for part in parts for name in part.names]
 
     def clipped(u: Tensors) -> Tensors:
         steps = precondition(dict(zip(names, u, strict=True)))
         D = [steps[n] for n in names]
-        if not waiting.runs_behind(finite.device) and not torch.nn.utils.get_total_norm(D, 1.0).isfinite():
+        if not behind and not torch.nn.utils.get_total_norm(D, 1.0).isfinite():
             raise StepNotFiniteError
         if kl_clip is None:
             return D
         lrs = [share.lr for share in shares for _ in share.params]
         change = torch.stack([lr**2 * (v * d).sum() for lr, v, d in zip(lrs, u, D, strict=True)]).sum()
         shorter = (kl_clip / change.clamp(min=1e-30)).sqrt().clamp(max=1.0)
+        if behind:
+            shorter = torch.where(taken, shorter, 1.0)  # Gradients that are not finite have no length.
         return [shorter * d for d in D]
 
     for share, (new, averages) in zip(shares, natural_step(shares, clipped), strict=True):
@@ -110,23 +124,26 @@ def adamw_updates(
     parts: Sequence[Together],
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
-    finite: Tensor,
+    taken: Tensor,
 ) -> None:
-    """Update other parameters by AdamW."""
+    """Update other parameters by AdamW; on an accelerator, nothing changes if the step is not `taken`."""
+    behind = waiting.runs_behind(taken.device)
     for part in parts:
-        share = _share(params, state, part, "exp_avg", numbers, grads, finite)
+        share = _share(params, state, part, "exp_avg", numbers, grads)
+        if behind:
+            own = [torch.where(taken, g, m) for g, m in zip(share.grads, share.averages, strict=True)]
+            share = share._replace(grads=own, lr=share.lr * taken.double(), kept=kept_if(taken, share.kept))
         squares = [state[p]["exp_avg_sq"] for p in share.params]
         new, averages, new_squares = adamw_step(share, squares, _BETAS[1], next(numbers))
-        if waiting.runs_behind(finite.device):
-            new_squares = [torch.where(finite, new, old) for new, old in zip(new_squares, squares, strict=True)]
+        if behind:
+            new_squares = [torch.where(taken, new, old) for new, old in zip(new_squares, squares, strict=True)]
         torch._foreach_copy_([*share.params, *share.averages, *squares], [*new, *averages, *new_squares])
 
 
-def grow_older(params: Parameters, state: State, parts: Iterable[Together]) -> None:
+def grow_older(params: Parameters, state: State, names: Iterable[str], by: int = 1) -> None:
     """Count gradients that have entered averages."""
-    for part in parts:
-        for name in part.names:
-            state[params.tensors[name]]["age"] += 1
+    for name in names:
+        state[params.tensors[name]]["age"] += by
 
 
 def _share(
@@ -136,22 +153,12 @@ def _share(
     average: str,
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
-    finite: Tensor,
 ) -> Share:
-    """Return parameters with their gradients, averages and numbers.
-
-    On a GPU, nobody has looked yet whether gradients are finite. If they are not, nothing will change: they are
-    replaced by their averages, and the learning rate is zero.
-    """
+    """Return parameters with their gradients, averages and numbers."""
     tensors = [params.tensors[n] for n in part.names]
     averages = [state[p][average] for p in tensors]
     own = [grads[n].to(m.dtype) for n, m in zip(part.names, averages, strict=True)]
     lr, kept, corrected = (next(numbers) for _ in range(3))
-    if waiting.runs_behind(finite.device):
-        own = [torch.where(finite, g, m) for g, m in zip(own, averages, strict=True)]
-        one_or_zero = finite.double()
-        lr = lr * one_or_zero
-        kept = 1 - (1 - kept) * one_or_zero
     return Share(tensors, own, averages, part.momentum, lr, kept, corrected)
 
 
@@ -175,7 +182,7 @@ class Updates:
 
     def take(
         self, state: State, natural: dict[str, Tensor], rest: dict[str, Tensor], finite: Tensor, unit: float, half: bool
-    ) -> None:
+    ) -> Taken | None:
         """Take a step.
 
         Args:
@@ -185,38 +192,44 @@ class Updates:
             finite: Whether all of them are. It is read on a GPU only; nobody has looked there.
             unit: The loss is this many times the average over examples.
             half: Whether gradients were computed in half precision. Then a GPU multiplies in TF32.
+
+        Returns:
+            What an accelerator decides about it; `None` where everything is known.
         """
         params, curvature = self._params, self._curvature
         parts = together(params, state, natural, adamw=False)
         others = together(params, state, rest, adamw=True)
         grads = {**natural, **rest}
 
-        def precondition(u: dict[str, Tensor]) -> dict[str, Tensor]:
-            return curvature.precondition(u, params.tensors, params.groups, limit=True)
+        behind = waiting.runs_behind(finite.device)
 
-        def update(given: list[Tensor], finite: Tensor, numbers: list[Scalar]) -> None:
+        def update(given: list[Tensor], taken: Tensor, numbers: list[Scalar]) -> None:
+            def precondition(u: dict[str, Tensor]) -> dict[str, Tensor]:
+                flag = taken if behind else None
+                return curvature.precondition(u, params.tensors, params.groups, limit=True, taken=flag)
+
             values = iter(numbers)
             mine = dict(zip(grads, given, strict=True))
             share = next(values)
             if unit != 1:
                 mine |= {n: mine[n] * share for n in natural}
             with tf32(True if half else None):
-                natural_updates(params, state, parts, values, mine, precondition, self._kl_clip, finite)
-            adamw_updates(params, state, others, values, mine, finite)
+                natural_updates(params, state, parts, values, mine, precondition, self._kl_clip, taken)
+            adamw_updates(params, state, others, values, mine, taken)
 
         if self._recorded is None:
             self._recorded = RecordedUpdate(recorder_for(finite.device) if self._replay else None)
         key = self._key(state, parts, others, grads, unit, half) if self._recorded.is_used else None
         numbers = [1 / unit, *all_numbers(parts), *all_numbers(others)]
         try:
-            self._recorded.run(key, update, list(grads.values()), finite, numbers)
+            flag = self._recorded.run(key, update, list(grads.values()), finite, numbers)
         except StepNotFiniteError:
-            # After several of them, damping rises.
-            curvature.note_trouble("skipped_steps", "products with inverses are not finite, and the step was skipped")
-            return
+            curvature.note_overflow()
+            return None
         # A graph does not tell autograd that it changes parameters.
         torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
-        grow_older(params, state, [*parts, *others])
+        grow_older(params, state, grads)
+        return Taken(tuple(grads), flag) if behind else None
 
     def _key(
         self,
@@ -274,7 +287,7 @@ def tried_updates(
         params.tensors[n].add_(s, alpha=lrs[n])
     parts = together(params, state, rest, adamw=True)
     adamw_updates(params, state, parts, iter(all_numbers(parts)), rest, torch.tensor(True))
-    grow_older(params, state, parts)
+    grow_older(params, state, rest)
     trial = try_step([params.tensors[n] for n in old], list(old.values()), change, slope, noise)
     for n in steps if trial.share else ():
         params.tensors[n].sub_(old[n], alpha=lrs[n] * params.groups[n]["weight_decay"])
