@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,8 @@ log = logging.getLogger("kfs.optim")
 _TIMES = 2  # An input's shape must come so often before a pass for it is recorded.
 _MOST_GRAPHS = 2
 _MOST_KEYS = 64  # So many shapes are counted.
-_MOST_CHANGES = 3  # A model that was another one so often is not recorded any more.
+_MOST_CHANGES = 3  # Passes for which a model was another one so often are not recorded any more.
+_MOST_REFUSALS = 3  # If so many shapes could not be recorded in one mode of the model, others are not tried.
 # A recorded pass holds memory of its own. It may take this share of what is free.
 _SHARE = 0.25
 # Two ways to compute the same sums, in half precision, may differ by this much.
@@ -67,6 +68,13 @@ _TOLERANCE = 1e-2
 Autocast = tuple[bool, torch.dtype]
 # Of a pass: arguments of the model, number of data, targets, index of the first datum.
 Data = tuple[Any, int, Tensor, int]
+
+
+class PassKey(NamedTuple):
+    """What passes have in common that one recording serves."""
+
+    shape: Hashable  # of the model's arguments
+    mode: Hashable  # precision, and which modules are in training mode
 
 
 @dataclass(eq=False)
@@ -203,11 +211,14 @@ class FactorGraphs:
         # With these, the user's passes are enough: no vectors are sent back.
         self._enabled = replay and settings.fisher not in {"empirical", "forward-only"}
         self._times: dict[Hashable, int] = {}
-        self._graphs: dict[Hashable, FactorGraph] = {}
+        self._graphs: dict[PassKey, FactorGraph] = {}
         self._place: Hashable = None  # session and memory of the model in the last pass
-        self._changes = 0  # how often the model was another one than when it was recorded
+        self._changes: dict[Hashable, int] = {}  # how often the model was another one than when it was recorded
+        self._refused: set[Hashable] = set()  # passes that cannot be recorded, by key
+        self._refusals: dict[Hashable, int] = {}  # by mode of the model, which is the key without the shape
+        self._reasons: set[str] = set()  # Each is logged once.
 
-    def key(self, model: nn.Module, session: Session, arguments: Any, autocast: Autocast) -> Hashable:
+    def key(self, model: nn.Module, session: Session, arguments: Any, autocast: Autocast) -> PassKey | None:
         """Return what passes have in common that one recording serves; `None` if this one cannot be recorded."""
         tensors = list(tensors_in(arguments))
         if not self._enabled or not tensors or recorder_for(tensors[0].device) is None:
@@ -221,24 +232,25 @@ class FactorGraphs:
             # Nobody will come back there: recordings would only take memory, and the place of others.
             self.forget()
             self._place = place
-        return shape, autocast, uses_tf32(), tuple(module.training for module in model.modules())
+        mode = autocast, uses_tf32(), tuple(module.training for module in model.modules())
+        return PassKey(shape, mode)
 
-    def find(self, key: Hashable, model: nn.Module) -> FactorGraph | None:
+    def find(self, key: PassKey, model: nn.Module) -> FactorGraph | None:
         """Return the recording for a pass, if there is one."""
         found = self._graphs.get(key)
         why = "" if found is None else found.state.difference(model)
         if not why:
             return found
         # A recording knows the numbers that Python had at that time, such as a temperature.
-        self.forget()
-        self._changes += 1
-        if self._changes == _MOST_CHANGES:
-            self._give_up(why)
+        self._free(key)
+        self._changes[key] = self._changes.get(key, 0) + 1
+        if self._changes[key] == _MOST_CHANGES:
+            self._refuse(key, why)
         return None
 
-    def wants(self, key: Hashable) -> bool:
+    def wants(self, key: PassKey) -> bool:
         """Whether a watched pass is to be recorded. It is counted."""
-        if key is None or not self._enabled:
+        if key in self._refused or self._refusals.get(key.mode, 0) >= _MOST_REFUSALS:
             return False
         times = self._times.pop(key, 0) + 1
         self._times[key] = times
@@ -253,15 +265,22 @@ class FactorGraphs:
         self._graphs.clear()
         self._times.clear()
 
-    def _give_up(self, why: str) -> None:
-        """Watch all further passes."""
-        log.info("kfs.optim: passes for factors are not recorded as CUDA graphs: %s.", why)
-        self._enabled = False
-        self.forget()
+    def _free(self, key: PassKey) -> None:
+        """Free a recording."""
+        self._graphs.pop(key).graph.reset()
+        self._times.pop(key, None)
+
+    def _refuse(self, key: PassKey, why: str) -> None:
+        """Watch all further passes like one of them. Others, as those of the evaluation mode, may be recorded."""
+        if why not in self._reasons:
+            log.info("kfs.optim: passes for factors are not recorded as CUDA graphs: %s.", why)
+            self._reasons.add(why)
+        self._refused.add(key)
+        self._refusals[key.mode] = self._refusals.get(key.mode, 0) + 1
 
     def record(
         self,
-        key: Hashable,
+        key: PassKey,
         one: FactorPass,
         data: Data,
         watched: dict[Key, BlockSums],
@@ -281,7 +300,7 @@ class FactorGraphs:
             try:
                 self._graphs[key] = self._recorded(make(), one, data, watched)
             except Exception as error:  # noqa: BLE001 (whatever it is, passes can be watched)
-                self._give_up(str(error).partition("\n")[0].rstrip("."))
+                self._refuse(key, str(error).partition("\n")[0].rstrip("."))
 
     def _recorded(self, recorder: Recorder, one: FactorPass, data: Data, watched: dict[Key, BlockSums]) -> FactorGraph:
         """Rehearse a pass, compare it with what was watched, and record it."""

@@ -166,7 +166,8 @@ class KFAC(Reported, Saved):
         self._updates = Updates(self._params, self._curvature, kl_clip, replay)
         self._outstanding = Outstanding(self._curvature, self._last_fine, self._params)
         module = loss if isinstance(loss, nn.Module) else None
-        self._watch = Watch(model, module, self._wanted, self._loss, self._settings, quadratic_model, replay)
+        costs = self._curvature.costs
+        self._watch = Watch(model, module, self._wanted, self._loss, self._settings, quadratic_model, costs, replay)
 
     @property
     def events(self) -> Events:

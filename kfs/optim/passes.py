@@ -1,9 +1,8 @@
 """One forward pass of a model in training, and what happens when the gradient of a loss comes back."""
 
 import weakref
-from collections.abc import Hashable
 from contextlib import ExitStack
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ from kfs.kfac.structures import computable
 from kfs.kfac.sums import FactorSums
 from kfs.losses import Loss
 from kfs.losses.counter import Draws, Stream
-from kfs.optim.factor_graphs import Data, FactorGraph, FactorPass, FactorResult
+from kfs.optim.costs import Costs
+from kfs.optim.factor_graphs import Data, FactorGraph, FactorPass, FactorResult, PassKey
 from kfs.optim.outputs import KeepsPass, with_parts
 from kfs.optim.step_sums import Bases, FactorAndSquareSums, StepSums
 from kfs.optim.targets import Targets
@@ -57,15 +57,16 @@ class Pass:
     place: int = 0  # which tensor among the arguments has as many rows as there are data
     compare: bool = False  # whether to compare the loss with others, and its scale with the announced one
     graph: FactorGraph | None = None  # computes the sums, if the pass is not watched
+    costs: Costs = field(default_factory=Costs)  # counts the time that factors take in the user's backward pass
     has_gradient: bool = False  # whether the gradient of a loss has arrived
     # If passes like this one are to be recorded: what they have in common, how they run, and the data of this one.
-    to_record: tuple[Hashable, FactorPass, Data | None] | None = None
+    to_record: tuple[PassKey, FactorPass, Data | None] | None = None
 
     def __post_init__(self, session: Session | None, known: Known | None, arguments: tuple[Any, Any]) -> None:
         """Find the number of data."""
         axis = self.settings.batch_axis or 0
         num_data = number_of_data(arguments, axis, self.place)
-        self.num_data = num_data or 1
+        self.num_data = 1 if num_data is None else num_data
         self._problem: KfsError | None = None  # It is raised if somebody trains with this pass, and only then.
         if num_data is None:
             self._problem = DataError(
@@ -144,6 +145,9 @@ class Pass:
         if self._problem is not None:
             raise self._problem
         self.has_gradient = True
+        if not self.num_data:  # There is nothing to look at, and no target that counts.
+            del self._f, self._edge, self._arguments
+            return
         f, g, result = computable(self._f), g.detach(), self._result
         # A prediction of minus infinity is a class that was masked.
         result.finite = bool(g.isfinite().all() & ~(f.isnan() | (f == torch.inf)).any())
@@ -158,10 +162,11 @@ class Pass:
                 result.inputs = [(args, {key: value for key, value in kwargs.items() if key != "labels"}, y)]
         if self.compare and result.finite:
             result.square = float(g.square().sum())
-        if y is not None and result.examples and self.graph is not None:
-            self._replayed = self.graph.replay(self._arguments, y, first_datum)
-        if self._capture is not None:
-            self._capture_gradients(self._capture, f, y, first_datum)
+        with self.costs.timed("factors"):
+            if y is not None and result.examples and self.graph is not None:
+                self._replayed = self.graph.replay(self._arguments, y, first_datum)
+            if self._capture is not None:
+                self._capture_gradients(self._capture, f, y, first_datum)
         del self._f, self._edge, self._arguments  # The graph and the inputs are large.
 
     def _capture_gradients(self, capture: Capture, f: Tensor, y: Tensor | None, first_datum: int) -> None:
@@ -188,7 +193,7 @@ class Pass:
     def collect(self) -> StepSums:
         """Return what the pass has given, after its backward pass."""
         result, capture = self._result, self._capture
-        if self.compare:
+        if self.compare and self.num_data:
             result.other = self.targets.other_loss()
             result.scales = [(self.targets.known_scale(), result.count)]
         if self._replayed is not None:

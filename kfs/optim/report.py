@@ -56,8 +56,10 @@ class Report(DescribedByTables):
         uncovered: Parameters that KFAC does not cover, and why. AdamW trains them.
         adamw: Parameters in groups that AdamW trains.
         waiting: Other parameters without factors: they had no gradient yet.
-        costs: What a step cost, on average over the last ones, by part: new `"factors"` (without the passes, which are
-            part of yours), `"inverses"`, `"products"` with them, and `"trials"` of steps with a quadratic model.
+        costs: What a step cost, on average over the last ones, by part: new `"factors"`, `"inverses"`, `"products"`
+            with them, and `"trials"` of steps with a quadratic model. Factors are timed with the vectors that are sent
+            back for them. What happens while your own passes run is left out: adding up inputs, and gradients with
+            `fisher="empirical"`.
         num_steps: How many steps these averages are over.
         on_host: Whether seconds are those of the host alone, which does not wait for an accelerator.
         events: What went wrong and was handled.
@@ -105,7 +107,7 @@ class Report(DescribedByTables):
             if cost.count
         ]
         where = " of the host, which does not wait for the accelerator" if self.on_host else ""
-        title = f"mean of the last {self.num_steps} steps; time{where} without passes of the model, trials excepted"
+        title = f"mean of the last {self.num_steps} steps; time{where} without what is added up during your passes"
         of_blocks = Table(f"{len(self.blocks)} blocks, {nbytes}", _OF_BLOCK, blocks, _NUMBERS)
         return of_blocks, Table(title, _OF_COST, costs, _NUMBERS)
 

@@ -29,6 +29,7 @@ from kfs.kfac.capture import Audit, Audits, Capture, Known, NotRepeatableError, 
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
+from kfs.optim.costs import Costs
 from kfs.optim.factor_graphs import FactorGraphs, FactorPass
 from kfs.optim.hooks import Hook
 from kfs.optim.passes import Pass, number_of_data
@@ -58,6 +59,7 @@ class Watch:
     loss: Loss
     settings: Settings
     keep_inputs: bool  # whether the result has the inputs of all passes
+    costs: Costs  # counts the time that factors take in passes
     replay: InitVar[bool] = False  # whether passes for factors may be recorded
     compare: bool = True  # whether passes compare the loss with others, and its scale with the announced one
     first_datum: int = 0  # number of data in earlier steps, on which the labels that are drawn depend
@@ -97,12 +99,13 @@ class Watch:
         self._forget_interrupted()
         passes = self._complete
         self._complete = []
-        results = [one.collect() for one in passes]
-        for one, result in zip(passes, results, strict=True):
-            if one.to_record is not None and one.to_record[2] is not None:
-                self._graphs.record(*one.to_record[:2], one.to_record[2], result.blocks)
-        for other in results[1:]:
-            results[0].merge(other)
+        with self.costs.timed("factors"):
+            results = [one.collect() for one in passes]
+            for one, result in zip(passes, results, strict=True):
+                if one.to_record is not None and one.to_record[2] is not None:
+                    self._graphs.record(*one.to_record[:2], one.to_record[2], result.blocks)
+            for other in results[1:]:
+                results[0].merge(other)
         return results[0] if results else None
 
     def forget(self) -> None:
@@ -143,6 +146,9 @@ class Watch:
             # Examples have to be counted in every step if the loss is a sum over them, and only then.
             return None
         arguments = (args, kwargs)
+        if number_of_data(arguments, self.settings.batch_axis or 0, self._place) == 0:
+            session = None  # An empty batch has no curvature, and is no step of other optimizers either.
+            bases = {}
         kind = "cuda" if session is None else session.device_type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         key = None if session is None or bases else self._graphs.key(module, session, arguments, autocast)
@@ -167,8 +173,9 @@ class Watch:
             self._place,
             self.compare,
             graph,
+            self.costs,
         )
-        if session is not None and graph is None and self._graphs.wants(key):
+        if session is not None and graph is None and key is not None and self._graphs.wants(key):
             one.to_record = key, FactorPass(module, self.loss, self.settings, session, known, autocast), None
         self._call.watched = one
         return one.start()

@@ -9,9 +9,11 @@ from torch import nn
 
 from kfs.kfac.structures.decompositions import inverse
 from kfs.optim import KFAC
+from kfs.optim.curvature import Events
 from kfs.tf32 import tf32
+from kfs.waiting import Message
 from tests.optim.training import data, mlp, train, weights
-from tests.optim.unseen import check_bad_gradients, check_failures
+from tests.optim.unseen import check_bad_gradients, check_failures, check_overflow, check_skipped_steps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 LOSS = nn.CrossEntropyLoss()
@@ -160,6 +162,63 @@ def test_steps_do_not_wait() -> None:
             optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("options", [{}, {"kl_clip": 1e-4}])
+def test_products_that_overflow(options: dict[str, Any], replay: bool) -> None:
+    """Nothing changes if steps are not finite, although gradients are."""
+    check_overflow("cuda", replay, **options)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_skipped_steps_are_counted_later(replay: bool) -> None:
+    """Nobody waits for flags, but they are read in the end."""
+    check_skipped_steps("cuda", replay)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_steps_with_new_factors_do_not_wait(replay: bool) -> None:
+    """Once all blocks have inverses, `step` itself never waits: flags are read when they are long there."""
+    X, y = (t.cuda() for t in data())
+    model = mlp().cuda()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=2, inverses_every=3, replay=replay)
+    train(model, optimizer, [(X, y)] * 12, LOSS)
+    first = optimizer._watch.first_datum
+    for _ in range(6):
+        optimizer.zero_grad()
+        LOSS(model(X), y).backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert optimizer._watch.first_datum == first + 3 * len(X)
+
+
+@pytest.mark.parametrize("options", [{}, {"kl_clip": 1e-4}, {"eigen": True}, {"fisher": "mc"}])
+def test_flags_that_are_read_later_change_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are those of an optimizer that waits."""
+    X, y = (t.cuda() for t in data(48))
+    results = []
+    for _ in range(2):
+        model = mlp().cuda()
+        settings: dict[str, Any] = {"fisher": "type-2", "factors_every": 2, "inverses_every": 3} | options
+        optimizer = KFAC(model, LOSS, **settings)
+        train(model, optimizer, [(X[i : i + 12], y[i : i + 12]) for i in range(24)], LOSS)
+        assert optimizer.events == Events()
+        results.append(weights(model))
+        monkeypatch.setattr(KFAC, "_is_steady", lambda *_: False)
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_messages() -> None:
+    """Flags are those of the moment in which they were sent, whatever the device does afterwards."""
+    flags = torch.tensor([True, False]).cuda()
+    message = Message(flags)
+    flags.logical_not_()
+    assert message.read() == [True, False]
+    assert Message(flags).read() == [False, True]
 
 
 def test_inverses_that_fail_unseen_are_reported_later() -> None:

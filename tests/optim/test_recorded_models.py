@@ -199,3 +199,30 @@ def test_recordings_that_nobody_will_use_are_freed(tapes: list[Tapes]) -> None:
     assert sum(not tape.freed for one in tapes for tape in one.made) == 2
     steps(list(range(1, factor_graphs._MOST_KEYS + 4)))
     assert len(graphs._times) <= factor_graphs._MOST_KEYS
+
+
+def test_modes_of_a_model_are_recorded_or_not_on_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    """Dropout keeps passes in training mode from being recorded, for some shapes; those in evaluation mode are."""
+    X, y = data(12)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1, audit=False)
+    graphs = optimizer._watch._graphs
+
+    def steps(sizes: list[int]) -> None:
+        for size in sizes:
+            optimizer.zero_grad()
+            LOSS(model(X[:size]), y[:size]).backward()
+            optimizer.step()
+
+    with caplog.at_level("INFO", "kfs.optim"):
+        steps([6, 6, 6])
+        assert not graphs._graphs
+        model.eval()
+        steps([6, 6, 6])
+        assert len(graphs._graphs) == 1
+        model.train()
+        steps([size for size in range(7, 12) for _ in range(2)])
+    assert len(graphs._graphs) == 1
+    assert caplog.text.count("passes for factors are not recorded") == 1
+    assert len(graphs._refused) == factor_graphs._MOST_REFUSALS  # Other shapes were not tried.

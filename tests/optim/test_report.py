@@ -2,14 +2,17 @@
 
 from collections import OrderedDict
 from html.parser import HTMLParser
+from time import sleep
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import kfs.kfac.capture
 from kfs.errors import SolverError
 from kfs.losses import HalfSquaredError
-from kfs.optim import KFAC
+from kfs.optim import KFAC, passes
 from kfs.optim.costs import Costs
 from tests.optim.training import data, mlp, train
 
@@ -87,6 +90,22 @@ def test_costs() -> None:
     assert costs["trials"].count == 0
     assert all(costs[part].seconds > 0 for part in ("factors", "inverses", "products"))
     assert optimizer.report().num_steps == 4
+
+
+def test_factors_are_timed_with_the_vectors_that_are_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This happens inside of the user's backward pass."""
+    send_back = kfs.kfac.capture.send_back
+
+    def slowly(*args: Any) -> None:
+        sleep(0.01)
+        send_back(*args)
+
+    monkeypatch.setattr(passes, "send_back", slowly)
+    model = mlp()
+    optimizer = KFAC(model, LOSS, factors_every=1)
+    train(model, optimizer, [(X, Y)] * 2, LOSS)
+    assert optimizer.report().costs["factors"].seconds > 0.01
+    assert "without what is added up during your passes" in str(optimizer.report())
 
 
 def test_costs_of_long_runs() -> None:

@@ -1,6 +1,7 @@
 """Checks of what an accelerator does without anybody looking; `test_unseen` and `test_devices` run them."""
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,9 +49,52 @@ def check_failures(device: str) -> None:
     train(model, optimizer, [(X, y)], LOSS)
     assert torch.equal(average.inverse.to_dense(), kept)
     average.factors.A.values.copy_(good)
-    assert optimizer.events.failed_inverses == 0
+    assert optimizer._curvature.events.failed_inverses == 0  # `optimizer.events` would look
     train(model, optimizer, [(X, y)] * 9, LOSS)
     assert optimizer.events.failed_inverses == 1
     assert not average.failed
     assert not torch.equal(average.inverse.to_dense(), kept)
     assert weights(model).isfinite().all()
+
+
+def check_overflow(device: str, replay: bool, **options: Any) -> None:
+    """Products with inverses that are not finite change nothing, are counted, and make damping rise."""
+    X, y = (t.to(device) for t in data())
+    model = mlp().to(device)
+    params = [{"params": [p], "method": "adamw" if p.ndim == 1 else "kfac"} for p in model.parameters()]
+    optimizer = KFAC(model, LOSS, params, factors_every=100, weight_decay=0.1, replay=replay, **options)
+    train(model, optimizer, [(X, y)] * 6, LOSS)
+    average = optimizer._curvature.averages["2.weight", (0, 5)]
+    assert average.inverse is not None
+    good = average.inverse.like.clone()
+    average.inverse.like.fill_(torch.inf)
+    average.changed = False
+    before = weights(model)
+    state = copy.deepcopy(averages_of(optimizer))
+    train(model, optimizer, [(X, y)] * 2, LOSS)
+    assert torch.equal(weights(model), before)
+    assert all(map(torch.equal, averages_of(optimizer), state))
+    average.inverse.like.copy_(good)
+    train(model, optimizer, [(X, y)], LOSS)
+    assert not torch.equal(weights(model), before)
+    assert weights(model).isfinite().all()
+    assert optimizer.events.skipped_steps == 2
+    assert {one["age"] for one in optimizer.state.values()} == {7}
+
+
+def check_skipped_steps(device: str, replay: bool) -> None:
+    """Skipped steps are counted, and parameters do not grow older in them, as on a CPU."""
+    X, y = (t.to(device) for t in data())
+    model = mlp().to(device)
+    params = [{"params": [p], "method": "adamw" if p.ndim == 1 else "kfac"} for p in model.parameters()]
+    optimizer = KFAC(model, LOSS, params, fisher="type-2", factors_every=4, replay=replay)
+    for i in range(14):
+        optimizer.zero_grad()
+        LOSS(model(X), y).backward()
+        if i in {3, 6, 8}:  # The last one has new factors.
+            assert model[2].weight.grad is not None
+            model[2].weight.grad[0, 0] = torch.inf
+        optimizer.step()
+    assert optimizer.events.skipped_steps == 3
+    assert {one["age"] for one in optimizer.state.values()} == {11}
+    assert optimizer.steps == 14

@@ -1,0 +1,360 @@
+"""Flags that an accelerator has not told yet, on the CPU: nothing changes if all is well, and trouble is found later.
+
+Tapes stand in for CUDA graphs (see `tests.kfac.tape`). `test_devices` runs the checks of `tests.optim.unseen` on a GPU.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs.errors import SolverError
+from kfs.optim import KFAC, outstanding
+from kfs.optim.curvature import Curvature, Events
+from tests.kfac.test_no_waiting import NoWaiting
+from tests.optim.test_recorded import CASES, trained
+from tests.optim.training import data, mlp, train, weights
+from tests.optim.unseen import averages_of, check_overflow, check_skipped_steps
+
+LOSS = nn.CrossEntropyLoss()
+GOOD = data()
+pytestmark = pytest.mark.usefixtures("tapes")
+
+
+def wait_always(patch: pytest.MonkeyPatch) -> None:
+    """Let every step wait for the device, as the first ones do."""
+    patch.setattr(KFAC, "_is_steady", lambda *_: False)
+
+
+def everything(optimizer: KFAC) -> list[Any]:
+    """Return all numbers that a state has, apart from how long ago labels were drawn."""
+    state = optimizer.state_dict()
+    del state["kfac"]["first_datum"]
+    leaves: list[Any] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, dict):
+            for key in sorted(value, key=str):
+                collect(value[key])
+        elif isinstance(value, (list, tuple)):
+            for one in value:
+                collect(one)
+        else:
+            leaves.append(value)
+
+    collect(state)
+    return leaves
+
+
+def are_same(first: list[Any], second: list[Any]) -> bool:
+    """Whether two states are the same, to the bit."""
+    if len(first) != len(second):
+        return False
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "forward-only": {"name": "cnn", "fisher": "forward-only"},
+    "forward-only, reduce": {"name": "cnn", "fisher": "forward-only", "sharing": "reduce"},
+    "every step": {"name": "mlp", "factors_every": 1, "inverses_every": 1},
+}
+
+
+@pytest.mark.parametrize("case", [*CASES, *MORE])
+def test_nothing_changes_if_all_is_well(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many steps are those of an optimizer that waits, to the bit, with all averages, ages and counts."""
+    options: dict[str, Any] = {"fisher": "type-2", "replay": case == "mlp"} | (CASES | MORE)[case]
+    there, optimizer = trained(**options)
+    assert len(optimizer._outstanding._steps) > 0
+    mine = everything(optimizer)
+    wait_always(monkeypatch)
+    here, waiting = trained(**options)
+    assert torch.equal(there, here)
+    assert are_same(mine, everything(waiting))
+    assert optimizer._watch.first_datum == waiting._watch.first_datum
+
+
+def test_batches_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of inputs per example differ from step to step, and the device chooses between two of them."""
+
+    def run() -> tuple[Tensor, list[Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.Linear(6, 3))
+        model = model.double()
+        optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1, inverses_every=1, replay=False)
+        batches = [(torch.randn(5, 2, 4 + i % 3, dtype=torch.float64), torch.arange(5) % 3) for i in range(10)]
+        train(model, optimizer, batches, LOSS)
+        return weights(model), everything(optimizer)
+
+    there, mine = run()
+    wait_always(monkeypatch)
+    here, other = run()
+    assert torch.equal(there, here)
+    assert are_same(mine, other)
+
+
+def test_steps_with_new_factors_do_not_wait() -> None:
+    """Nobody asks the device, in the step itself, once all blocks have inverses."""
+    X, y = GOOD
+    model = mlp()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=2, inverses_every=3, replay=False)
+    train(model, optimizer, [(X, y)] * 12, LOSS)
+    first = optimizer._watch.first_datum
+    for _ in range(6):
+        optimizer.zero_grad()
+        LOSS(model(X), y).backward()
+        with NoWaiting():
+            optimizer.step()
+    assert optimizer._watch.first_datum == first + 3 * len(X)
+
+
+def step(model: nn.Module, optimizer: KFAC, bad: str = "") -> None:
+    """Take a step, with a gradient, factors, or a batch that is not finite."""
+    X, y = GOOD
+    if bad == "batch":
+        X = X * torch.nan
+    if bad == "factors":  # Activations are one or minus one, and no gradient comes back through them.
+        X = 1e200 * X.sign()
+    optimizer.zero_grad()
+    LOSS(model(X), y).backward()
+    if bad == "gradient":
+        grad = next(model.parameters()).grad
+        assert grad is not None
+        grad.view(-1)[0] = torch.inf
+    optimizer.step()
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("at", range(8))
+def test_bad_gradients_at_every_place(at: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with a bad gradient is as if it was left out, whether it has new factors (the first, every third) or not.
+
+    Without momentum, the age of averages, which is known later, has no influence.
+    """
+    options: dict[str, Any] = {"fisher": "type-2", "momentum": 0.0, "weight_decay": 0.1, "replay": replay}
+    options |= {"factors_every": 3, "inverses_every": 1}
+
+    def run(left_out: bool) -> tuple[Tensor, KFAC]:
+        model = mlp()
+        optimizer = KFAC(model, LOSS, **options)
+        for i in range(12):
+            if i == at and left_out:
+                optimizer.steps += bool(i)  # In the first step, the host waits, and does not count it.
+            else:
+                step(model, optimizer, "gradient" if i == at else "")
+        return weights(model), optimizer
+
+    there, optimizer = run(left_out=False)
+    mine = optimizer.state_dict()["kfac"]["curvature"]["averages"]
+    assert optimizer.events == Events(skipped_steps=1)
+    assert {state["age"] for state in optimizer.state.values()} == {11}
+    wait_always(monkeypatch)
+    here, other = run(left_out=True)
+    assert torch.equal(there, here)
+    for a, b in zip(mine, other.state_dict()["kfac"]["curvature"]["averages"], strict=True):
+        assert a["weight"] == b["weight"]
+        assert a["uses"] == b["uses"]
+
+
+@pytest.mark.parametrize(("fisher", "eigen"), [("type-2", False), ("type-2", True), ("forward-only", False)])
+def test_bad_factors(fisher: Any, eigen: bool) -> None:
+    """Averages stay as they are, the step is taken with the last curvature, and the event is counted."""
+    model = mlp()
+    optimizer = KFAC(model, LOSS, fisher=fisher, eigen=eigen, factors_every=2, inverses_every=1, replay=False)
+    for _ in range(4):
+        step(model, optimizer)
+    optimizer.state_dict()  # settles everything
+    averages = list(optimizer._curvature.averages.values())
+    before = copy.deepcopy([(a.factors, a.eigen, a.weight, a.uses) for a in averages])
+    inverses = [a.inverse.to_dense() for a in averages if a.inverse is not None]
+    moved = weights(model)
+    step(model, optimizer, "factors")
+    assert not torch.equal(weights(model), moved)
+    assert averages[0].weight != before[0][2]  # The host does not know yet.
+    step(model, optimizer)
+    assert optimizer._curvature.events.refused_statistics == 0
+    assert optimizer.events == Events(refused_statistics=1)
+    for average, (factors, corrected, weight, uses) in zip(averages, before, strict=True):
+        assert torch.equal(average.factors.A.values, factors.A.values)
+        assert torch.equal(average.factors.B.scale, factors.B.scale)
+        if average.eigen is not None and corrected is not None:
+            torch.testing.assert_close(average.eigen.values, corrected.values)
+        assert (average.weight, average.uses) == (weight, uses)
+    # New inverses were computed in between, from the same averages, with the same weight.
+    for a, b in zip([a.inverse.to_dense() for a in averages if a.inverse is not None], inverses, strict=True):
+        torch.testing.assert_close(a, b)
+    for _ in range(3):
+        step(model, optimizer)
+    assert optimizer.events == Events(refused_statistics=1)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 4])
+def test_bad_batches_at_every_place(at: int) -> None:
+    """If predictions are not finite, nothing changes; all is counted as on a CPU."""
+    model = mlp()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=3, inverses_every=1, replay=False)
+    for i in range(6):
+        before = weights(model)
+        step(model, optimizer, "batch" if i == at else "")
+        assert torch.equal(weights(model), before) == (i == at)
+    assert optimizer.events == Events(skipped_steps=1)
+    assert {state["age"] for state in optimizer.state.values()} == {5}
+
+
+def test_damping_rises_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events in a row are counted in their order, between two steps with factors."""
+    scales = []
+    for _ in range(2):
+        model = mlp()
+        optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=100, patience=2, replay=False)
+        for i in range(9):
+            step(model, optimizer, "gradient" if i in {2, 3, 5, 7, 8} else "")
+        assert optimizer.events.skipped_steps == 5
+        scales.append((optimizer.damping_scale, optimizer.events.raised_damping))
+        monkeypatch.undo()
+    assert scales[0] == scales[1]
+    assert scales[0][1] == 2
+
+
+@pytest.mark.parametrize("bad", ["gradient", "factors"])
+@pytest.mark.parametrize("wait", [1, 2])
+def test_saving_between_flag_and_reading(bad: str, wait: int) -> None:
+    """What is saved is right, and a training that is resumed goes on as the other one does, to the bit."""
+    options: dict[str, Any] = {"fisher": "type-2", "factors_every": 4, "inverses_every": 2, "patience": 1}
+    model = mlp()
+    optimizer = KFAC(model, LOSS, **options)
+    for _ in range(8):
+        step(model, optimizer)
+    step(model, optimizer, bad)
+    for _ in range(wait):
+        step(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    name = {"gradient": "skipped_steps", "factors": "refused_statistics"}[bad]
+    assert saved["kfac"]["curvature"]["events"][name] == 1
+    assert saved["kfac"]["curvature"]["damping_scale"] == 10
+    assert {state["age"] for state in saved["state"].values()} == {8 + wait + (bad == "factors")}
+    other = copy.deepcopy(model)
+    for hooks in (other._forward_hooks, other._forward_pre_hooks):
+        hooks.clear()
+    resumed = KFAC(other, LOSS, **options)
+    step(other, resumed, "gradient")
+    resumed.load_state_dict(saved)
+    other.load_state_dict(model.state_dict())
+    for _ in range(8):
+        step(model, optimizer)
+        step(other, resumed)
+    assert torch.equal(weights(model), weights(other))
+    assert are_same(everything(optimizer), everything(resumed))
+
+
+def test_unseen_failures_are_saved() -> None:
+    """A block whose inverse has failed unseen is tried again in better precision, by whoever loads the state."""
+    X, y = GOOD
+    model = mlp()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=10, inverses_every=1)
+    train(model, optimizer, [(X, y)] * 11, LOSS)
+    average = optimizer._curvature.averages["2.weight", (0, 5)]
+    average.factors.A.values.neg_()
+    average.changed = True
+    train(model, optimizer, [(X, y)], LOSS)
+    average.factors.A.values.neg_()
+    (saved,) = [
+        a for a in optimizer.state_dict()["kfac"]["curvature"]["averages"] if a["layout"]["weight"] == "2.weight"
+    ]
+    assert saved["failed"]
+    assert saved["changed"]
+    state = optimizer.state_dict()
+    resumed = KFAC(mlp(), LOSS, fisher="type-2", factors_every=10, inverses_every=1)
+    resumed.load_state_dict(state)
+    assert resumed.events.failed_inverses == 1
+    assert resumed._curvature.averages["2.weight", (0, 5)].failed
+
+
+def test_reports_and_closing_look() -> None:
+    """Both know what nobody has looked at before; a representation does not wait."""
+    model = mlp()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=100, replay=False)
+    for bad in ("", "", "gradient"):
+        step(model, optimizer, bad)
+    assert "events: none" in repr(optimizer)
+    assert optimizer.report().events.skipped_steps == 1
+    step(model, optimizer, "gradient")
+    optimizer.close()
+    assert not optimizer._outstanding._steps
+    assert optimizer._curvature.events.skipped_steps == 2
+
+
+def test_runs_that_diverge() -> None:
+    """Many bad gradients in a row end a run with the next factors; looking at events does not."""
+    model = mlp()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=4, patience=1, replay=False)
+    for _ in range(4):
+        step(model, optimizer)
+    for _ in range(12):
+        step(model, optimizer, "gradient")
+    assert optimizer.events.skipped_steps >= 10
+    with pytest.raises(SolverError, match=r"12 steps in a row.*Step 3 was fine"):
+        step(model, optimizer)
+    step(model, optimizer)  # It was said once.
+    # Parameters that are not finite are found in the step with the next factors itself.
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.nan
+    for _ in range(3):
+        step(model, optimizer)
+    with pytest.raises(SolverError, match=r"'0\.weight' is not finite"):
+        step(model, optimizer)
+
+
+def test_long_runs_without_new_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags do not pile up, and the latest ones are not waited for."""
+    monkeypatch.setattr(outstanding, "_MOST", 8)
+    monkeypatch.setattr(outstanding, "_LEFT", 3)
+    model = mlp()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1000, replay=False)
+    counts = []
+    for i in range(20):
+        step(model, optimizer, "gradient" if i == 2 else "")
+        counts.append(len(optimizer._outstanding._steps))
+    assert max(counts) == 7
+    assert min(counts[8:]) == 3
+    assert optimizer._curvature.events.skipped_steps == 1
+
+
+@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("options", [{}, {"kl_clip": 1e-4}])
+def test_products_that_overflow(options: dict[str, Any], replay: bool) -> None:
+    """Nothing changes if steps are not finite, although gradients are; AdamW waits, too."""
+    check_overflow("cpu", replay, **options)
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_ages_of_skipped_steps(replay: bool) -> None:
+    """They are those of a CPU as soon as somebody looks."""
+    check_skipped_steps("cpu", replay)
+
+
+def test_what_is_known() -> None:
+    """Blocks that are new, have no inverse, or are laid out in another way, are waited for."""
+    model = mlp()
+    optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1, replay=False)
+    seen: list[bool] = []
+    knows = Curvature.knows
+
+    def noted(self: Curvature, sums: Any) -> bool:
+        seen.append(knows(self, sums))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Curvature, "knows", noted)
+        step(model, optimizer)
+        step(model, optimizer)
+        average = optimizer._curvature.averages["2.weight", (0, 5)]
+        average.inverse = None
+        optimizer._curvature.inverses.forget()
+        step(model, optimizer)
+        step(model, optimizer)
+    assert seen == [False, True, False, True]
+    assert averages_of(optimizer)[0].isfinite().all()
