@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kfs.errors import SolverError
 from kfs.optim import KFAC, outstanding
 from kfs.optim.curvature import Curvature, Events
+from kfs.waiting import Message
 from tests.kfac.test_no_waiting import NoWaiting
 from tests.optim.test_recorded import CASES, trained
 from tests.optim.training import data, mlp, train, weights
@@ -159,6 +160,62 @@ def test_bad_gradients_at_every_place(at: int, replay: bool, monkeypatch: pytest
         assert a["uses"] == b["uses"]
 
 
+@pytest.mark.parametrize("at", [4, 5])
+def test_bad_gradients_of_batches_of_several_sizes(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The average number of inputs per example, which limits of steps depend on, stays as it is."""
+
+    def run(left_out: bool) -> tuple[Tensor, list[float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.Linear(6, 3))
+        model = model.double()
+        options: dict[str, Any] = {"momentum": 0.0, "factors_every": 2, "inverses_every": 1, "replay": False}
+        optimizer = KFAC(model, LOSS, fisher="type-2", **options)
+        batches = [(torch.randn(5, 2, 4 + i, dtype=torch.float64), torch.arange(5) % 3) for i in range(10)]
+        for i, batch in enumerate(batches):
+            if i == at and left_out:
+                optimizer.steps += 1
+                continue
+            optimizer.zero_grad()
+            LOSS(model(batch[0]), batch[1]).backward()
+            if i == at:
+                grad = next(model.parameters()).grad
+                assert grad is not None
+                grad.fill_(torch.nan)
+            optimizer.step()
+        optimizer.state_dict()  # settles everything
+        return weights(model), [average.uses for average in optimizer._curvature.averages.values()]
+
+    there, uses = run(left_out=False)
+    wait_always(monkeypatch)
+    here, others = run(left_out=True)
+    assert torch.equal(there, here)
+    assert uses == others
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_bad_gradients_have_no_length(value: float) -> None:
+    """The limit of the whole step does not make something out of them."""
+    X, y = GOOD
+    model = mlp()
+    optimizer = KFAC(model, LOSS, kl_clip=1e-4, factors_every=2, replay=False)
+    train(model, optimizer, [(X, y)] * 4, LOSS)
+    for _ in range(2):  # with new factors and without
+        before = weights(model)
+        optimizer.zero_grad()
+        LOSS(model(X), y).backward()
+        model[0].weight.grad.fill_(value)
+        optimizer.step()
+        assert torch.equal(weights(model), before)
+
+
+def test_messages() -> None:
+    """Flags are those of the moment in which they were sent."""
+    flags = torch.tensor([True, False])
+    message = Message(flags)
+    flags.logical_not_()
+    assert message.read() == [True, False]
+
+
 @pytest.mark.parametrize(("fisher", "eigen"), [("type-2", False), ("type-2", True), ("forward-only", False)])
 def test_bad_factors(fisher: Any, eigen: bool) -> None:
     """Averages stay as they are, the step is taken with the last curvature, and the event is counted."""
@@ -240,7 +297,8 @@ def test_saving_between_flag_and_reading(bad: str, wait: int) -> None:
     for hooks in (other._forward_hooks, other._forward_pre_hooks):
         hooks.clear()
     resumed = KFAC(other, LOSS, **options)
-    step(other, resumed, "gradient")
+    for earlier in ("", "", "gradient"):  # What it did before does not count.
+        step(other, resumed, earlier)
     resumed.load_state_dict(saved)
     other.load_state_dict(model.state_dict())
     for _ in range(8):
