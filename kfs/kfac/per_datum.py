@@ -67,6 +67,12 @@ class GradientBatch(Described):
         table = Table("blocks", ("block", "groups x d_B x d_A", "rows per datum"), rows)
         return Description(title + kind(first.dtype, first.device), (), (table,))
 
+    def some(self, data: slice) -> "GradientBatch":
+        """Return the gradients of some of these data, by their places."""
+        places = range(*data.indices(len(self)))
+        blocks = ByName({name: block.some(data) for name, block in self.blocks.items()}, "block")
+        return GradientBatch(self.start + places.start, self.start + places.stop, blocks, self.shapes)
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the gradients by the names of parameters, `[n, *shape]`. This forms all of them."""
         some = next(iter(self.blocks.values()))

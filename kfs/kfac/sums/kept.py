@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfs.data import mapped
 from kfs.kfac.layout import Key, Layout
-from kfs.kfac.sums.inputs import Use
+from kfs.kfac.sums.inputs import Rows, Use
 from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.owners import Owners, Regular
 from kfs.kfac.sums.row_products import RowProducts
@@ -93,6 +94,13 @@ class Captured:
         """Whether rows of a datum are in the order of the activation, and all data have as many."""
         return isinstance(self.use.owners, Regular)
 
+    @property
+    def places(self) -> int:
+        """At how many places of each datum a parameter was broadcast; zero if that did not happen."""
+        if not isinstance(self.plan.inputs, Rows):
+            return 0
+        return self.plan.inputs.places // self.use.owners.num_data
+
     def matrices(self) -> Iterator[Tensor]:
         """Form matrices, `[some data, groups, d_B, d_A]`, of a few data at a time."""
         for part in self.use.gradients(self.gradient):
@@ -120,10 +128,11 @@ class _Keep(Adder):
 
     def add(self, x: Any, owners: Owners | None = None) -> Receiver:
         assert owners is not None  # noqa: S101 (it says that it needs them)
-        use = Use(self.plan.inputs, x, owners, self.plan.ones)
+        # What is kept must not hold the graph of the pass.
+        use = Use(self.plan.inputs, mapped(x, Tensor.detach), owners, self.plan.ones)
 
         def receive(g: Tensor) -> None:
-            # There is a single column, and the graph behind it is not needed.
+            # There is a single column.
             self.parts.setdefault(self.plan.layout.key, []).append(Captured(self.plan, use, g[0].detach()))
 
         return receive
