@@ -36,7 +36,7 @@ def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:
     """
     if not isinstance(risk, EmpiricalRisk):
         raise ModelError(
-            f"{what} is a {type(risk).__name__}.", "Pass kfs.EmpiricalRisk(model, loss, data) with the data in question."
+            f"{what} is a {type(risk).__name__}.", "Pass kfs.EmpiricalRisk(model, loss, data) with these data."
         )
     mine = {name: tuple(p.shape) for name, p in risk.params.items()}
     theirs = {name: tuple(shape) for name, shape in K.domain.shapes.items()}
@@ -51,7 +51,11 @@ def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:
             f"{few(extra) or 'none'} too many.",
             "Use the same model, and the same params= for both.",
         )
-    differing = [f"{name!r} ({list(mine[name])} instead of {list(theirs[name])})" for name in theirs if mine[name] != theirs[name]]
+    differing = [
+        f"{name!r} ({list(mine[name])} instead of {list(theirs[name])})"
+        for name in theirs
+        if mine[name] != theirs[name]
+    ]
     if differing:
         raise ModelError(
             f"Parameters of {what} have other shapes than in the curvature: {', '.join(differing[:3])}.",

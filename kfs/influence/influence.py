@@ -19,7 +19,7 @@ from kfs.influence.ranking import Best, Ranked, Top
 from kfs.influence.stream import Queries, Request, Stream, check_finite
 from kfs.influence.tokens import by_token, positions_of
 from kfs.kfac.block_gradients import BlockGradients
-from kfs.kfac.per_datum import GradientBatch
+from kfs.kfac.datum_gradients import GradientBatch
 from kfs.kfac.structures import BlockDiagonal, Method, Relative
 from kfs.losses.quantities import Quantity, gradient_of, sign_of
 from kfs.risk import EmpiricalRisk
@@ -78,8 +78,8 @@ class Influence(Described):
         if not isinstance(K, BlockDiagonal):
             raise ModelError(
                 f"Influence takes an operator with blocks, and this is a {type(K).__name__}.",
-                "Use kfs.KFAC or kfs.EKFAC; for exact blocks of small layers, kfs.kfac.alternatives.exact_blocks(risk). "
-                "For products with an exact inverse, see kfs.operators.solve.",
+                "Use kfs.KFAC or kfs.EKFAC, or exact_blocks of kfs.kfac.alternatives for small layers. For products "
+                "with an exact inverse, see kfs.operators.solve.",
             )
         if not K.symmetric:
             raise ModelError("The operator is not symmetric.", "Use the curvature itself, and not a product with it.")
@@ -173,7 +173,9 @@ class Influence(Described):
         return result if by in {"block", "layer"} else result[""]
 
     def self_scores(self, train: EmpiricalRisk, *, of: Quantity = "loss") -> Tensor:
-        """Compute the score of every datum with itself, `[train]`: large for data that are hard to learn, or mislabelled.
+        """Compute the score of every datum with itself, `[train]`.
+
+        It is large for data that are hard to learn, and for many that are mislabelled.
 
         Args:
             train: The data.

@@ -35,9 +35,9 @@ class Top(Described):
         >>> values, indices = torch.tensor([[2.0, -1.0]]), torch.tensor([[7, 3]])
         >>> print(Top(Ranked(values, indices), Ranked(values.flip(1), indices.flip(1))))
         The 2 most helpful and 2 most harmful data of each of 1 queries
-        query  helpful         harmful
-        -----  --------------  --------------
-        0      7 (2), 3 (-1)   3 (-1), 7 (2)
+        query  helpful        harmful
+        -----  -------------  -------------
+        0      7 (2), 3 (-1)  3 (-1), 7 (2)
     """
 
     helpful: Ranked

@@ -9,7 +9,7 @@ from torch import Tensor
 from kfs.errors import DataError
 from kfs.influence.ways import Chosen, choose, self_products
 from kfs.kfac.block_gradients import BlockGradients, joined_gradients
-from kfs.kfac.per_datum import GradientBatch, per_datum
+from kfs.kfac.datum_gradients import GradientBatch, per_datum
 from kfs.kfac.structures import BlockDiagonal, Structure
 from kfs.losses.quantities import Quantity
 from kfs.progress import show_progress
@@ -166,7 +166,7 @@ def _joined(parts: list[Queries]) -> Queries:
 
 
 def _inverse_root(own: Tensor) -> Tensor:
-    """Return one over the root of numbers that are not negative, up to round-off; zero for those that are not positive."""
+    """Return one over the root of numbers; zero for those that are not positive."""
     return torch.where(own > 0, own.clamp(min=torch.finfo(own.dtype).tiny).rsqrt(), 0.0)
 
 

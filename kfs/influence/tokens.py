@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kfs.errors import DataError
 from kfs.kfac.block_gradients import BlockGradients
-from kfs.kfac.per_datum import GradientBatch
+from kfs.kfac.datum_gradients import GradientBatch
 from kfs.kfac.sums import Captured
 
 
@@ -41,8 +41,9 @@ def by_token(queries: BlockGradients, train: BlockGradients, original: BlockGrad
     total = torch.zeros(queries.num_data, train.num_data, positions, dtype=queries.dtype, device=queries.device)
     for use, share in zip(original.uses, queries.inner_by_row(train), strict=True):
         rows = share.shape[2]
-        in_order = isinstance(use, Captured) and use.in_order
-        if not in_order or rows % positions or (rows > positions and use.places != positions):
+        places = use.places if isinstance(use, Captured) and use.in_order else 0
+        known = isinstance(use, Captured) and use.in_order and rows == positions
+        if not known and places != positions:
             raise _error(original, f"{rows} rows for each datum")
         total += share.unflatten(2, (positions, -1)).sum(3)
     if train.whole is not None:

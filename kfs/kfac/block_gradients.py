@@ -24,6 +24,7 @@ from kfs.kfac.sums import (
     cheaper,
     cheaper_within,
     joined_products,
+    matrix_inner,
     matrix_inner_by_row,
 )
 
@@ -57,7 +58,9 @@ class BlockGradients(Described):
         """Describe block, data and parts."""
         groups, rows, columns = self.layout.matrix_shape
         size = times((groups, rows, columns) if groups > 1 else (rows, columns))
-        title = f"Gradients of {self.num_data:,} data, block {self.layout.name!r}: {size}, {kind(self.dtype, self.device)}"
+        title = (
+            f"Gradients of {self.num_data:,} data, block {self.layout.name!r}: {size}, {kind(self.dtype, self.device)}"
+        )
         parts = [f"{counted(part.shared, 'row')} per datum" for part in self.parts]
         parts += [] if self.whole is None else ["as matrices"]
         return Description(title, (" + ".join(parts) or "zero: the parameter was not used",))
@@ -135,7 +138,11 @@ class BlockGradients(Described):
                 for theirs in other.parts:
                     total += mine.inner(theirs)
             return total
-        flat, place = self.dense().flatten(1), 0
+        matrices = self.dense()
+        if other._has_plain_rows:
+            return matrix_inner(matrices, other.parts)
+        flat = matrices.flatten(1)
+        place = 0
         for some in other._matrices():
             total[:, place : place + len(some)] = flat @ some.flatten(1).T
             place += len(some)
@@ -196,6 +203,14 @@ class BlockGradients(Described):
         whole = self.whole if Q_A is None else self.whole @ Q_A
         whole = whole if Q_B is None else Q_B.transpose(1, 2) @ whole
         return replace(self, uses=parts, whole=whole)
+
+    @property
+    def _has_plain_rows(self) -> bool:
+        """Whether gradients consist of rows of plain vectors, which are there or take little memory."""
+        written = [use for use in self.uses if isinstance(use, RowProducts) or use.plan.inputs.overlap == 1]
+        if self.whole is not None or len(written) < len(self.uses):
+            return False
+        return all(isinstance(side, PlainVectors) for part in self.parts for side in (part.x, part.g))
 
     @property
     def _has_parts(self) -> bool:

@@ -219,10 +219,7 @@ class CrossEntropy(Loss):
 
     def _target(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the weighted mass that the targets put on the classes, shaped like `f`."""
-        if y.is_floating_point():
-            p = y.to(f.dtype)
-        else:
-            p = self._at_label(f, y)
+        p = y.to(f.dtype) if y.is_floating_point() else self._at_label(f, y)
         if self.label_smoothing:
             p = (1 - self.label_smoothing) * p + self.label_smoothing / f.shape[1]
         if self.weight is not None:

@@ -13,6 +13,7 @@ from kfs.kfac.sums.row_products import (
     cheaper,
     cheaper_within,
     joined_products,
+    matrix_inner,
     matrix_inner_by_row,
 )
 from kfs.kfac.sums.row_vectors import PlainVectors, RowVectors, UnitVectors, at_a_time
@@ -40,6 +41,7 @@ __all__ = [
     "cheaper",
     "cheaper_within",
     "joined_products",
+    "matrix_inner",
     "matrix_inner_by_row",
     "settle_counts",
 ]

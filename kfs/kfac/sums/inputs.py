@@ -28,7 +28,7 @@ class Inputs(ABC):
     size: int  # number of features (of one group)
     groups: int = 1  # number of groups of features
     sparse: bool = False  # whether outer products are diagonal, so that only the diagonal is kept
-    overlap: int = 1  # in how many vectors a number of the activation is
+    overlap: int = 1  # in how many vectors a number of the activation is; if in several, vectors take memory
 
     @abstractmethod
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float | Tensor:
@@ -141,7 +141,7 @@ class Vectors(Inputs):
         sums = owners.by_datum(x).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
         return sums.unsqueeze(1), owners.counts(prod(x.shape[:-1]), sums)
 
-    def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:  # noqa: ARG002 (vectors differ)
+    def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
         """Return them as they are."""
         return _as_rows(*self.both(use, g), use.ones)
 
@@ -225,7 +225,7 @@ class OneHot(Inputs):
         sums = torch.zeros(len(index), self.size, dtype=self.dtype, device=index.device)
         return sums.scatter_add(1, index, counts).unsqueeze(1), counts.sum(1)
 
-    def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:  # noqa: ARG002 (there are no others)
+    def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
         """Return tokens as unit vectors."""
         index, g = self._both(use, g)
         return RowProducts(UnitVectors(index, self.size, g.dtype), PlainVectors(g.unsqueeze(0)))

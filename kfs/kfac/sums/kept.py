@@ -11,7 +11,7 @@ from torch import Tensor
 from kfs.data import mapped
 from kfs.kfac.layout import Key, Layout
 from kfs.kfac.sums.inputs import Rows, Use
-from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums
+from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.owners import Owners, Regular
 from kfs.kfac.sums.row_products import RowProducts
 from kfs.kfac.sums.row_vectors import PlainVectors
@@ -44,6 +44,7 @@ class KeptGradients(Sums):
         key = plan.layout.key
         if self._fixed and self.layouts.get(key) != plan.layout:
             self.note_conflict(plan)
+            return Ignore()
         self.layouts.setdefault(key, plan.layout)
         return _Keep(plan, self._parts)
 

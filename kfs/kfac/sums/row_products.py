@@ -153,7 +153,8 @@ class RowProducts:
             return _scattered(self.g, self.x.dense()[0]).unsqueeze(1)
         assert isinstance(self.x, PlainVectors)  # noqa: S101 (there is no third kind)
         g = self.g.dense()
-        product = g.transpose(2, 3) @ self.x.values
+        # A product entry by entry is faster than one of matrices with a single column.
+        product = g.transpose(2, 3) * self.x.values if self.shared == 1 else g.transpose(2, 3) @ self.x.values
         if self.x.last is not None:
             product = torch.cat([product, self.x.last * g.sum(2).unsqueeze(3)], 3)
         return product.transpose(0, 1)
@@ -164,12 +165,51 @@ def joined_products(parts: Sequence[RowProducts]) -> RowProducts:
     return RowProducts(joined([part.x for part in parts]), joined([part.g for part in parts]))
 
 
+def matrix_inner(matrices: Tensor, parts: Sequence[RowProducts]) -> Tensor:
+    """Return the inner products of matrices `[n, groups, d_B, d_A]` with sums of plain rows, `[n, m]`.
+
+    A few rows of the other matrices are formed at a time, for all data. These fit into a cache, and large products of
+    matrices use them at once.
+    """
+    first = parts[0]
+    num_data = first.num_data
+    result = matrices.new_zeros(len(matrices), num_data)
+    gradients = [part.g.dense() for part in parts]
+    for group in range(first.x.groups):
+        step = at_a_time(matrices, 2 * num_data * first.x.size)
+        for start in range(0, first.g.size, step):
+            rows = matrices[:, group, start : start + step]
+            some = None
+            for part, g in zip(parts, gradients, strict=True):
+                one = _plain_matrices(part.x, g[group, :, :, start : start + step], group)
+                some = one if some is None else some.add_(one)
+            assert some is not None  # noqa: S101 (there are parts)
+            result.addmm_(rows.flatten(1), some.flatten(1).T)
+    return result
+
+
+def _plain_matrices(x: RowVectors, g: Tensor, group: int) -> Tensor:
+    """Form `[n, d_B, d_A]` from gradients `[n, shared, d_B]` and plain vectors of a group."""
+    assert isinstance(x, PlainVectors)  # noqa: S101 (whoever calls this has asked)
+    values = x.values[group]
+    extra = 0 if x.last is None else 1
+    matrices = g.new_empty(g.shape[0], g.shape[2], values.shape[2] + extra)
+    inner = matrices[:, :, : values.shape[2]]
+    if g.shape[1] == 1:  # a product entry by entry is faster than one of matrices with a single column
+        torch.mul(g.transpose(1, 2), values, out=inner)
+    else:
+        inner.copy_(g.transpose(1, 2) @ values)
+    if x.last is not None:
+        matrices[:, :, -1] = x.last * g.sum(1)
+    return matrices
+
+
 def matrix_inner_by_row(matrices: Tensor, other: RowProducts) -> Tensor:
     """Return the part of each row in the inner products of matrices `[n, groups, d_B, d_A]` with rows: `[n, m, S]`."""
-    # [n, groups, d_B, rows]
     products = matrices @ other.x.dense().flatten(1, 2).transpose(1, 2)
     summed = (products * other.g.dense().flatten(1, 2).transpose(1, 2)).sum((1, 2))
-    return summed.unflatten(1, (other.num_data, other.shared))
+    shares: Tensor = summed.unflatten(1, (other.num_data, other.shared))
+    return shares
 
 
 def _summed(mine: RowProducts, theirs: RowProducts, by_row: bool) -> Tensor:

@@ -5,7 +5,7 @@ and over all uses of the parameter. `kfs.Influence` is built on what `per_datum`
 same rows (`kfs.kfac.sums.row_products`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Literal
@@ -143,19 +143,15 @@ def per_datum(
         the squared norm of their mean.
 
         >>> def noise_scale(risk):
-        ...     squares, total, num_data = 0.0, None, 0
-        ...     for batch in per_datum(risk):
-        ...         squares += float(batch.squared_norms().sum())  # no gradient is formed
-        ...         sums = {name: block.dense().sum(0) for name, block in batch.blocks.items()}
-        ...         total = sums if total is None else {name: total[name] + sums[name] for name in sums}
-        ...         num_data += len(batch)
-        ...     mean = sum(float((t / num_data).square().sum()) for t in total.values())
-        ...     return (squares / num_data - mean) / mean
+        ...     norms = torch.cat([batch.squared_norms() for batch in per_datum(risk)])  # no gradient is formed
+        ...     total = {name: g / risk.reduction_factor for name, g in risk.gradient().items()}
+        ...     mean = sum(g.square().sum() for g in total.values()) / risk.num_data**2
+        ...     return float((norms.mean() - mean) / mean)
         >>> _ = torch.manual_seed(0)
         >>> X, y = torch.rand(10, 4), torch.rand(10, 2)
         >>> risk = EmpiricalRisk(torch.nn.Linear(4, 2), torch.nn.MSELoss(), [(X[:6], y[:6]), (X[6:], y[6:])])
         >>> round(noise_scale(risk), 2)
-        1.09
+        4.08
     """
     if uncovered not in _UNCOVERED:
         raise ModelError(f"uncovered is {uncovered!r}.", near([uncovered], _UNCOVERED))
@@ -192,9 +188,7 @@ class _Stream:
     def batches(self, settings: Settings) -> Iterator[GradientBatch]:
         """Yield gradients batch by batch."""
         used: set[str] = set()
-        runs = passes(
-            self.risk, self.sums, settings, "gradients", self.progress, gradient=self.gradient, pausing=True
-        )
+        runs = passes(self.risk, self.sums, settings, "gradients", self.progress, gradient=self.gradient, pausing=True)
         for batch in _explaining_indices(self.risk, runs):
             captured = self.sums.take()
             used |= {name for key in captured for name in self.sums.layouts[key].params}
@@ -218,7 +212,8 @@ class _Stream:
         wanted = self.order if self.operator is None else self.operator.domain.shapes
         for layout in self.sums.layouts.values():  # parameters in the same block are not covered either
             shared = [name for name in layout.params if name in why]
-            why |= {name: f"it shares a block with {shared[0]!r}" for name in layout.params if shared and name not in why}
+            if shared:
+                why = dict.fromkeys(layout.params, f"it shares a block with {shared[0]!r}") | why
         why = {name: reason for name, reason in why.items() if name in wanted}
         if self.operator is None:
             if why and self.uncovered == "error":
@@ -233,21 +228,18 @@ class _Stream:
             )
         return why
 
-    def _collected(
-        self, batch: Batch, captured: Mapping[Key, list[Captured]], bad: Mapping[str, str]
-    ) -> GradientBatch:
+    def _collected(self, batch: Batch, captured: Mapping[Key, list[Captured]], bad: Mapping[str, str]) -> GradientBatch:
         """Return the gradients of a batch, by block."""
         risk, num_data = self.risk, len(batch.y)
-        make = lambda layout, **parts: BlockGradients(layout, num_data, risk.sum_dtype, risk.device, **parts)  # noqa: E731
-        # Blocks of an operator are those of its parameters, and not of others that the risk may have.
-        blocks = [
-            make(layout, uses=tuple(captured.get(key, ())))
-            for key, layout in self.sums.layouts.items()
-            if not set(layout.params) & set(bad)
-        ]
+
+        def of_block(layout: Layout, uses: Sequence[Captured] = (), whole: Tensor | None = None) -> BlockGradients:
+            return BlockGradients(layout, num_data, risk.sum_dtype, risk.device, tuple(uses), whole)
+
+        good = {key: layout for key, layout in self.sums.layouts.items() if not set(layout.params) & set(bad)}
+        blocks = [of_block(layout, captured.get(key, ())) for key, layout in good.items()]
         if bad and (self.operator is not None or self.uncovered == "autograd"):
             for name, g in self._by_autograd(batch, list(bad)).items():
-                blocks.append(make(_flat_layout(risk, name), whole=g.reshape(num_data, 1, -1, 1)))
+                blocks.append(of_block(_flat_layout(risk, name), whole=g.reshape(num_data, 1, -1, 1)))
         blocks.sort(key=lambda block: (self.order[block.layout.weight], block.layout.rows))
         shapes = {name: p.shape for name, p in risk.params.items()}
         by_name = ByName({block.layout.name: block for block in blocks}, "block")
