@@ -10,9 +10,8 @@ from torch import Tensor
 import kfs
 from kfs.kfac import BlockDiagonal, exact_blocks, exact_diagonal
 from tests.kfac.arrangements import ARRANGEMENTS, Instance, Problem
-from tests.kfac.one_by_one import flat, gradients
+from tests.kfac.one_by_one import close, flat, gradients
 from tests.kfac.problems import KNOWN
-from tests.operators.contract import close
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # PyTorch's own
 N = 4
@@ -73,7 +72,7 @@ BATCHES = ([[0], [1], [2], [3]], [[0, 1, 2], [3]], [[0, 1, 2, 3]])
 
 @pytest.mark.parametrize("of_train", BATCHES, ids=str)
 @pytest.mark.parametrize("of_queries", BATCHES, ids=str)
-@pytest.mark.parametrize("name", ["linear", "operators: convolution", "experts, masks", "siamese"])
+@pytest.mark.parametrize("name", ["linear", "operators: cnn", "experts, masks", "siamese"])
 def test_batches_do_not_matter(name: str, of_queries: list[list[int]], of_train: list[list[int]]) -> None:
     one = instance(next(problem for problem in PROBLEMS if problem.name == name))
     influence = kfs.Influence(kfs.EKFAC(one.risk()), DAMPING)

@@ -29,3 +29,10 @@ def gradients(one: Instance, quantity: Callable[[Tensor, Tensor], Tensor] | None
 def flat(gradients: dict[str, Tensor]) -> Tensor:
     """Return gradients as rows of a matrix, in the order of parameters."""
     return torch.cat([g.reshape(len(g), -1) for g in gradients.values()], 1)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    """Both are equal, up to round-off of float64 in sums of some hundred terms, relative to the largest number."""
+    assert actual.shape == expected.shape
+    largest = max(1.0, float(expected.abs().max()))
+    assert float((actual - expected).abs().max()) <= 1e-12 * largest

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from kfs.kfac.datum_gradients import GradientBatch, per_datum
 from tests.kfac.arrangements import ARRANGEMENTS, SUMS, Instance, N, Problem, Sets, join_sets, set_of
-from tests.kfac.one_by_one import flat, gradients
+from tests.kfac.one_by_one import close, flat, gradients
 from tests.kfac.problems import KNOWN
-from tests.operators.contract import close
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # PyTorch's own
 PROBLEMS = (

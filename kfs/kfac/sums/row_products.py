@@ -218,7 +218,7 @@ def _summed(mine: RowProducts, theirs: RowProducts, by_row: bool) -> Tensor:
     if not by_row and mine.shared == theirs.shared == 1:
         return products.sum(0)
     shape = (mine.num_data, mine.shared, theirs.num_data, theirs.shared)
-    return products.reshape(-1, *shape).sum((0, 2) if by_row else (0, 2, 4))
+    return products.reshape(mine.x.groups, *shape).sum((0, 2) if by_row else (0, 2, 4))
 
 
 def _scattered(unit: UnitVectors, values: Tensor) -> Tensor:
