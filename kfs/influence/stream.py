@@ -114,8 +114,11 @@ class Stream:
         scale = None if normalize is None else self._scale(queries, batch)
         for name, gradients in queries.gradients.items():
             block = batch.blocks[name]
-            train = self._ways[name].of_train(block)
-            scores = gradients.inner(train) if product is None else product(gradients, train, block)
+            way = self._ways[name]
+            if product is None:
+                scores = gradients.inner(way.of_train(block))
+            else:
+                scores = product(gradients, way.of_train(block.by_place(), keep_rows=True), block)
             if scale is not None:
                 scores = scores * scale.reshape(*scale.shape, *[1] * (scores.ndim - 2))
             yield name, scores

@@ -17,7 +17,8 @@ def positions_of(batch: GradientBatch) -> int:
     Raises:
         DataError: If there is only one.
     """
-    counts = Counter(part.shared for block in batch.blocks.values() for part in block.parts_by_place)
+    uses = [use for block in batch.blocks.values() for use in block.uses if isinstance(use, Captured)]
+    counts = Counter(use.places or use.rows.shared for use in uses)
     most = max(counts, key=lambda count: (counts[count], count), default=1)
     if most < 2:
         raise DataError(
@@ -26,28 +27,27 @@ def positions_of(batch: GradientBatch) -> int:
     return most
 
 
-def by_token(queries: BlockGradients, train: BlockGradients, original: BlockGradients, positions: int) -> Tensor:
+def by_token(queries: BlockGradients, train: BlockGradients, captured: BlockGradients, positions: int) -> Tensor:
     """Return the share of every position in inner products, `[n, m, positions]`.
 
     Args:
         queries: Gradients of queries, multiplied with the inverse.
-        train: Gradients of training data.
-        original: The same, as they were captured.
+        train: Gradients of training data, by place.
+        captured: The same, as they were captured.
         positions: How many positions each datum has.
 
     Raises:
         DataError: If rows of the block are not those of positions.
     """
     total = torch.zeros(queries.num_data, train.num_data, positions, dtype=queries.dtype, device=queries.device)
-    for use, share in zip(original.uses, queries.inner_by_row(train), strict=True):
-        rows = share.shape[2]
-        places = use.places if isinstance(use, Captured) and use.in_order else 0
-        known = isinstance(use, Captured) and use.in_order and rows == positions
-        if not known and places != positions:
-            raise _error(original, f"{rows} rows for each datum")
+    if captured.whole is not None:
+        raise _error(captured, "no rows, since no rule covers it")
+    for use, part, share in zip(captured.uses, train.parts, queries.inner_by_row(train), strict=True):
+        assert isinstance(use, Captured)  # noqa: S101 (they were not multiplied yet)
+        # Rows are those of positions; or all places of a broadcast parameter are, with several rows each.
+        if not use.in_order or positions not in {part.shared, use.places}:
+            raise _error(captured, f"{part.shared} rows for each datum")
         total += share.unflatten(2, (positions, -1)).sum(3)
-    if train.whole is not None:
-        raise _error(original, "no rows, since no rule covers it")
     return total
 
 

@@ -102,12 +102,17 @@ class Chosen:
         inside = rotated(gradients, self.structure).dense()
         return replace(gradients, uses=(), whole=inside * self.structure.values)
 
-    def of_train(self, gradients: BlockGradients) -> BlockGradients:
-        """Return gradients of training data such that inner products with those of queries are scores."""
+    def of_train(self, gradients: BlockGradients, keep_rows: bool = False) -> BlockGradients:
+        """Return gradients of training data such that inner products with those of queries are scores.
+
+        Args:
+            gradients: The gradients.
+            keep_rows: Whether rows have to stay rows, even if matrices take fewer operations.
+        """
         if self.way != "rotated":
             return gradients
         assert isinstance(self.structure, Basis)  # noqa: S101 (as above)
-        return rotated(gradients, self.structure)
+        return gradients.rotated(self.structure) if keep_rows else rotated(gradients, self.structure)
 
     def bytes_of(self, gradients: BlockGradients) -> int:
         """Return how many bytes are kept for each query."""

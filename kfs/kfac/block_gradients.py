@@ -55,14 +55,14 @@ class BlockGradients(Described):
     whole: Tensor | None = None
 
     def describe(self) -> Description:
-        """Describe block, data and parts."""
+        """Describe block, data and parts; rows are not counted, since that may take memory."""
         groups, rows, columns = self.layout.matrix_shape
         size = times((groups, rows, columns) if groups > 1 else (rows, columns))
         title = (
             f"Gradients of {self.num_data:,} data, block {self.layout.name!r}: {size}, {kind(self.dtype, self.device)}"
         )
-        parts = [f"{counted(part.shared, 'row')} per datum" for part in self.parts]
-        parts += [] if self.whole is None else ["as matrices"]
+        parts = [f"rows of {counted(len(self.uses), 'use')}"] if self.uses else []
+        parts += [] if self.whole is None else ["matrices"]
         return Description(title, (" + ".join(parts) or "zero: the parameter was not used",))
 
     @cached_property
@@ -74,11 +74,9 @@ class BlockGradients(Described):
         """
         return tuple((use.rows if isinstance(use, Captured) else use).to(self.dtype) for use in self.uses)
 
-    @cached_property
-    def parts_by_place(self) -> tuple[RowProducts, ...]:
-        """The same, where places at which a parameter was broadcast have rows of their own."""
-        uses = (use.rows_by_place if isinstance(use, Captured) else use for use in self.uses)
-        return tuple(part.to(self.dtype) for part in uses)
+    def by_place(self) -> "BlockGradients":
+        """Return the same gradients, where places at which a parameter was broadcast have rows of their own."""
+        return replace(self, uses=tuple(use.by_place() if isinstance(use, Captured) else use for use in self.uses))
 
     @property
     def shared(self) -> int:
@@ -151,11 +149,11 @@ class BlockGradients(Described):
     def inner_by_row(self, other: "BlockGradients") -> list[Tensor]:
         """Return the share of each row of the other gradients in inner products, `[n, m, rows]`, part by part.
 
-        The other gradients consist of rows. Where a parameter was broadcast, each place has its own.
+        The other gradients have nothing but rows.
         """
         self._check_block(other)
         shares = []
-        for theirs in other.parts_by_place:
+        for theirs in other.parts:
             share = torch.zeros(self.num_data, other.num_data, theirs.shared, dtype=self.dtype, device=self.device)
             for mine in self.parts:
                 share += mine.inner_by_row(theirs)

@@ -61,10 +61,10 @@ class GradientBatch(Described):
         first = next(iter(self.blocks.values()))
         title = f"Gradients of data {self.start:,} to {self.stop - 1:,}: {counted(len(self.blocks), 'block')}, "
         rows = [
-            (name, times(block.layout.matrix_shape), " + ".join(str(part.shared) for part in block.parts) or "matrices")
+            (name, times(block.layout.matrix_shape), str(len(block.uses)), "" if block.whole is None else "yes")
             for name, block in self.blocks.items()
         ]
-        table = Table("blocks", ("block", "groups x d_B x d_A", "rows per datum"), rows)
+        table = Table("blocks", ("block", "groups x d_B x d_A", "uses", "by autograd"), rows)
         return Description(title + kind(first.dtype, first.device), (), (table,))
 
     def some(self, data: slice) -> "GradientBatch":

@@ -85,9 +85,8 @@ class Captured:
         """Vectors of all rows, as the block has them."""
         return self._as_in_block(self.plan.inputs.rows(self.use, self.gradient))
 
-    @cached_property
-    def rows_by_place(self) -> RowProducts:
-        """The same, where places at which inputs are the same have rows of their own."""
+    def by_place(self) -> RowProducts:
+        """Return the rows where places at which inputs are the same have rows of their own."""
         return self._as_in_block(self.plan.inputs.rows(self.use, self.gradient, by_place=True))
 
     @property
