@@ -6,6 +6,7 @@ same rows (`kfs.kfac.sums.row_products`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Literal
@@ -275,8 +276,12 @@ def _check_finite(batch: GradientBatch) -> None:
         for t in sides:
             wrong = (~t.isfinite()).any(3).any(2).any(0).nonzero().flatten().tolist()
             if wrong:
+                first, last = batch.start + wrong[0], batch.start + wrong[-1]
+                # Gradients by autograd are sent back for all data together, and one may spoil all.
+                unclear = block.whole is not None and last > first
+                datum = f"a datum from {first} to {last}" if unclear else f"datum {first}"
                 raise DataError(
-                    f"The gradient of datum {batch.start + wrong[0]} with respect to block {name!r} is not finite.",
+                    f"The gradient of {datum} with respect to block {name!r} is not finite.",
                     "Look for NaN or infinity in its input, its target, the parameters or the loss.",
                 )
 
@@ -286,7 +291,7 @@ def _explaining_indices(risk: EmpiricalRisk, batches: Iterator[Batch]) -> Iterat
     try:
         yield from batches
     except IndexError as error:
-        with torch.no_grad():
+        with suppress(IndexError):
             for batch in risk.batches():
                 with _CheckedEmbeddings(risk, batch):
                     risk.evaluate(batch)

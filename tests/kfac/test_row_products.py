@@ -77,7 +77,11 @@ def test_inner_products(mine: str, theirs: str, shared: tuple[int, int]) -> None
     same = made(theirs, 3, shared[1])
     close(one.inner_within(same), (G * matrices(same)).flatten(1).sum(1))
     shares = torch.stack(
-        [torch.einsum("ngij,gmi,gmj->nm", G, other.g.dense()[:, :, t], other.x.dense()[:, :, t]) for t in range(shared[1])], 2
+        [
+            torch.einsum("ngij,gmi,gmj->nm", G, other.g.dense()[:, :, t], other.x.dense()[:, :, t])
+            for t in range(shared[1])
+        ],
+        2,
     )
     close(one.inner_by_row(other), shares)
     close(matrix_inner_by_row(G, other), shares)
@@ -98,7 +102,9 @@ def test_other_bases(kind: str) -> None:
     close(matrices(rows.some(slice(1, 3))), matrices(rows)[1:])
 
 
-@pytest.mark.parametrize(("first", "second"), [("tokens", "tokens"), ("bias", "bias"), ("bias", "unused bias"), ("plain", "tokens")])
+@pytest.mark.parametrize(
+    ("first", "second"), [("tokens", "tokens"), ("bias", "bias"), ("bias", "unused bias"), ("plain", "tokens")]
+)
 def test_joined(first: str, second: str) -> None:
     """Data with fewer rows get rows of zeros; unit vectors stay unit vectors."""
     parts = [made(first, 2, 1), made(second, 3, 4)]
