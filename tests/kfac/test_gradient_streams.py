@@ -11,7 +11,9 @@ import kfs
 from kfs.errors import DataError, KfsError, LossError, ModelError, ShapeError
 from kfs.kfac import BlockGradients, GradientBatch, exact_blocks
 from kfs.kfac.block_gradients import joined_gradients
-from kfs.kfac.sums import KeptGradients
+from kfs.kfac.layout import Layout
+from kfs.kfac.structures import Eigenbasis
+from kfs.kfac.sums import KeptGradients, PlainVectors, RowProducts, UnitVectors
 from tests.kfac.models import Function
 from tests.kfac.one_by_one import close
 
@@ -282,6 +284,18 @@ def test_products_with_structures(model: str, kind: str) -> None:
             both = joined_gradients([once.some(slice(0, 2)), once.some(slice(2, 6))])
             close(both.dense(), once.dense())
             assert both.nbytes >= 0
+
+
+def test_unit_vectors_on_the_side_of_gradients() -> None:
+    """If all of them are there, and the block is diagonal on that side, rows stay rows."""
+    torch.manual_seed(0)
+    x = PlainVectors(torch.randn(1, 2, 3, 4, dtype=torch.float64))
+    rows = RowProducts(x, UnitVectors(torch.randint(5, (2, 3)), 5, torch.float64))
+    G = BlockGradients(Layout("W", (5, 4), (0, 5), (0, 1), 1), 2, torch.float64, torch.device("cpu"), (rows,))
+    block = Eigenbasis.of_diagonal(torch.rand(1, 5, 4, dtype=torch.float64))
+    product = G.multiplied(block)
+    assert product.whole is None
+    close(product.dense(), block.values * G.dense())
 
 
 def test_nothing_is_resumed() -> None:
