@@ -43,8 +43,9 @@ class Curvature(LinearOperator):
         risk: Model, loss, data and parameters.
         block_diagonal: Keep only the diagonal blocks: `"parameter"` (or `True`) for one block per parameter, `"layer"`
             for one block per module with parameters.
-        chunk_size: How many columns are multiplied at once; more take more memory. By default 16, and 1 for models with
-            convolutions on a CPU, where PyTorch runs them slower together than one after the other.
+        chunk_size: How many columns are multiplied at once; more take more memory. By default 16. For models with
+            convolutions on a CPU it is 6, since more do not fit into the cache, and 1 if they have groups of channels,
+            which PyTorch runs slower together than one after the other.
         memory: About how many bytes the columns may take; fewer columns are multiplied at once where it does not
             suffice. A column takes at most as much as all that a forward pass makes for the largest batch, and the
             parameters twice.
@@ -344,7 +345,8 @@ def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None, memory: int |
             raise ModelError(f"{name} is {value!r}.", "Multiply at least one column at once.")
     if chunk_size is None:
         modules = risk.model.modules() if isinstance(risk.model, Module) and risk.device.type == "cpu" else ()
-        chunk_size = 1 if any(isinstance(module, _ConvNd) for module in modules) else 16
+        groups = [module.groups for module in modules if isinstance(module, _ConvNd)]
+        chunk_size = 16 if not groups else 6 if max(groups) == 1 else 1
     return chunk_size if memory is None else max(1, min(chunk_size, memory // bytes_per_column(risk)))
 
 

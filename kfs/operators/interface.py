@@ -13,6 +13,7 @@ answer has the same form.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from math import ceil
 from numbers import Real
 from typing import TYPE_CHECKING, overload
 
@@ -89,9 +90,11 @@ class LinearOperator(DescribedOperator, ABC):
         if num_columns <= self.chunk_size:
             return self.codomain.write(self.multiply(columns), form)
         parts = []
-        with show_progress(f"product with {self.formula}", -(-num_columns // self.chunk_size), unit="chunk") as line:
-            for start in range(0, num_columns, self.chunk_size):
-                parts.append(self.multiply({n: t[start : start + self.chunk_size] for n, t in columns.items()}))
+        num_chunks = ceil(num_columns / self.chunk_size)
+        size = ceil(num_columns / num_chunks)  # about equal: a small rest would cost as much as a pass
+        with show_progress(f"product with {self.formula}", num_chunks, unit="chunk") as line:
+            for start in range(0, num_columns, size):
+                parts.append(self.multiply({n: t[start : start + size] for n, t in columns.items()}))
                 line.advance()
         result = {name: torch.cat([part[name] for part in parts]) for name in self.codomain.shapes}
         return self.codomain.write(result, form)
