@@ -232,11 +232,7 @@ def gradients_of_columns(
     num_columns = len(columns[0])
     if num_columns > 1:
         try:
-            return list(
-                torch.autograd.grad(
-                    outputs, inputs, columns, allow_unused=True, is_grads_batched=True, retain_graph=True
-                )
-            )
+            return _gradients_together(outputs, inputs, columns)
         except RuntimeError:
             pass  # some operations cannot be batched; if something else is wrong, it shows again below
     singles = [
@@ -246,3 +242,20 @@ def gradients_of_columns(
         for k in range(num_columns)
     ]
     return [None if parts[0] is None else torch.stack(parts) for parts in zip(*singles, strict=True)]
+
+
+def _gradients_together(outputs: list[Tensor], inputs: list[Tensor], columns: list[Tensor]) -> list[Tensor | None]:
+    """Send all columns back at once, and keep the graph.
+
+    `is_grads_batched=True` would do so, too, but runs operations such as the backward passes of GELU and LayerNorm once
+    for every column.
+    """
+    used: list[bool] = []
+
+    def send_back(sent: list[Tensor]) -> list[Tensor]:
+        gradients = torch.autograd.grad(outputs, inputs, sent, allow_unused=True, retain_graph=True)
+        used[:] = [g is not None for g in gradients]
+        return [g for g in gradients if g is not None]
+
+    arrived = iter(vmap(send_back, randomness="same")(columns))
+    return [next(arrived) if is_used else None for is_used in used]
