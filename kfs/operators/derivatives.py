@@ -239,10 +239,9 @@ def _pull_back_together(
         return risk.predict(values | moving, batch)
 
     with torch.no_grad():
-        _, send_back = vjp(predict, {name: values[name] for name in rows})
-        (gradients,) = vmap(send_back, randomness="same")(u)
-    result: Columns = gradients
-    return result
+        send_back = vjp(predict, {name: values[name] for name in rows})[1]
+        gradients: tuple[Columns] = vmap(send_back, randomness="same")(u)
+    return gradients[0]
 
 
 def enabled_kernels() -> list[SDPBackend]:

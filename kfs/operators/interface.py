@@ -126,6 +126,10 @@ class LinearOperator(DescribedOperator, ABC):
         """Add two operators."""
         return Sum(self, other)
 
+    def __radd__(self, other: object) -> "LinearOperator":
+        """Add to zero, where `sum([A, B, C])` starts."""
+        return self if isinstance(other, Real) and other == 0 else Sum(self, other)  # type: ignore[arg-type]
+
     def __sub__(self, other: "LinearOperator") -> "LinearOperator":
         """Subtract an operator."""
         return self + (-1.0 * other)
@@ -193,17 +197,20 @@ class LinearOperator(DescribedOperator, ABC):
         """
         from scipy.sparse.linalg import LinearOperator as ScipyOperator  # noqa: PLC0415 (slow to import)
 
+        # NumPy has no bfloat16, and SciPy's algorithms no half precision.
+        at_least_float32 = torch.promote_types(self.dtype, torch.float32)
+
         def product(operator: LinearOperator):  # type: ignore[no-untyped-def]
             def call(v):  # type: ignore[no-untyped-def]
                 t = torch.as_tensor(v, dtype=self.dtype, device=self.device)
-                result = (operator @ t).cpu().numpy()
+                result = (operator @ t).cpu().to(at_least_float32).numpy()
                 after_product()
                 return result
 
             return call
 
         forward, backward = product(self), product(self.T)
-        dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+        dtype = torch.empty(0, dtype=at_least_float32).numpy().dtype
         return ScipyOperator(
             self.shape, matvec=forward, matmat=forward, rmatvec=backward, rmatmat=backward, dtype=dtype
         )

@@ -33,7 +33,7 @@ from kfs.kfac.structures.structure import InBasis, Structure
 _LARGEST_DENSE = 4096
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Congruence(InBasis):
     """Blocks that are `T diag(values) T^T`, where `T` is a Kronecker product of matrices that need not be orthogonal.
 
