@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Literal, SupportsIndex, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from numpy import ndarray
@@ -221,8 +221,7 @@ def is_index(chosen: object) -> bool:
     """Whether somebody chooses entries of flat vectors, and not tensors by their names."""
     if isinstance(chosen, Tensor | slice | range):
         return True
-    # Integers of NumPy have an index, too, and names do not.
-    return isinstance(chosen, Sequence | ndarray) and len(chosen) > 0 and isinstance(chosen[0], SupportsIndex)
+    return isinstance(chosen, list | tuple | ndarray) and len(chosen) > 0 and not isinstance(chosen[0], str)
 
 
 def check_same(one: Space, other: Space, verb: str) -> None:
