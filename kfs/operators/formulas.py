@@ -47,7 +47,6 @@ from torch import Tensor
 from kfs.describing import Described, Description, kind, number, times, vector
 from kfs.errors import UnknownAttributeError
 
-
 # What operators that only multiply do not have, and what has it.
 _ELSEWHERE = {
     "diagonal": "kfs.operators.diagonal(A)",
