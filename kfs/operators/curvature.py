@@ -44,8 +44,8 @@ class Curvature(LinearOperator):
         block_diagonal: Keep only the diagonal blocks: `"parameter"` (or `True`) for one block per parameter, `"layer"`
             for one block per module with parameters.
         chunk_size: How many columns are multiplied at once; more take more memory. By default 16. For models with
-            convolutions on a CPU it is 6, since more do not fit into the cache, and 1 if they have groups of channels,
-            which PyTorch runs slower together than one after the other.
+            convolutions on a CPU it is 4, since more do not fit into the cache, and 1 if graphs are reused, or if there
+            are groups of channels, which PyTorch runs slower together than one after the other.
         memory: About how many bytes the columns may take; fewer columns are multiplied at once where it does not
             suffice. A column takes at most as much as all that a forward pass makes for the largest batch, and the
             parameters twice.
@@ -162,7 +162,8 @@ class Sandwich(Curvature):
         memory: int | None = None,
     ) -> None:
         """Start without any graph."""
-        super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size, memory=memory)
+        chunk_size = choose_chunk_size(risk, chunk_size, memory, reuse)
+        super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size)
         self.reuse = reuse
         self._kept: dict[int, tuple[Linearization, list[Tensor]]] = {}
         self._kernels = enabled_kernels()
@@ -338,7 +339,7 @@ class Fisher(Sandwich):
         return gradients.div(self.mc_samples**0.5)
 
 
-def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None, memory: int | None) -> int:
+def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None, memory: int | None, reuse: bool = False) -> int:
     """Return how many columns to multiply at once: what the user says, or what is fast for the model and fits."""
     for name, value in {"chunk_size": chunk_size, "memory": memory}.items():
         if value is not None and (not isinstance(value, int) or value < 1):
@@ -346,7 +347,8 @@ def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None, memory: int |
     if chunk_size is None:
         modules = risk.model.modules() if isinstance(risk.model, Module) and risk.device.type == "cpu" else ()
         groups = [module.groups for module in modules if isinstance(module, _ConvNd)]
-        chunk_size = 16 if not groups else 6 if max(groups) == 1 else 1
+        one_by_one = reuse or any(number > 1 for number in groups)
+        chunk_size = 16 if not groups else 1 if one_by_one else 4
     return chunk_size if memory is None else max(1, min(chunk_size, memory // bytes_per_column(risk)))
 
 

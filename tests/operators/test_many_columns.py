@@ -121,8 +121,8 @@ def test_convolutions_on_a_cpu_have_smaller_chunks() -> None:
     for convolutions in ([], [nn.Conv2d(4, 2, 3)], [nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 2, 1)]):
         last = nn.Linear(2 if convolutions else 36, 2)
         risk = EmpiricalRisk(nn.Sequential(*convolutions, nn.Flatten(), last), nn.CrossEntropyLoss(), data)
-        sizes.append(GGN(risk).chunk_size)
-    assert sizes == [16, 6, 1]
+        sizes.append((GGN(risk).chunk_size, Hessian(risk).chunk_size, GGN(risk, reuse=True).chunk_size))
+    assert sizes == [(16, 16, 16), (4, 4, 1), (1, 1, 1)]
 
 
 @pytest.mark.parametrize("at_once", ["one", "all"])
