@@ -81,7 +81,7 @@ class DescribedOperator(Described):
             if name not in _ELSEWHERE:
                 return super().__getattribute__(name)  # the usual error
             raise UnknownAttributeError(
-                f"{self.formula} has no {name!r}: it is not known to be block-diagonal.",
+                f"{self.formula} has no {name!r}: it is not made of blocks with a known structure.",
                 f"Use {_ELSEWHERE[name]}.",
             )
 

@@ -331,7 +331,7 @@ def test_what_only_multiplies_says_who_can_do_more() -> None:
     with pytest.raises(AttributeError, match=r"GGN has no 'inverse'.*kfs\.operators\.Inverse\(A\.shift\(damping\)\)"):
         GGN(risk).inverse(0.1)  # type: ignore[attr-defined]
     other_blocks = KFAC(risk) + KFAC(risk, joint_bias=False)
-    with pytest.raises(AttributeError, match=r"KFAC \+ KFAC has no 'solve': it is not known to be block-diagonal"):
+    with pytest.raises(AttributeError, match=r"KFAC \+ KFAC has no 'solve': it is not made of blocks"):
         other_blocks.solve(torch.ones(17))  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="object has no attribute 'inverze'"):
         other_blocks.inverze  # type: ignore[attr-defined] # noqa: B018
