@@ -42,7 +42,7 @@ from kfs.operators.probes import normal
 from kfs.operators.solve import Vec
 from kfs.operators.space import Columns, Space
 
-_LARGE = 2**16  # numbers in a matrix
+_LARGE = 256  # rows and columns; with fewer, a product with one column takes longer to read factors than to multiply
 
 
 class BlockDiagonal(VisibleBlocks):
@@ -380,7 +380,7 @@ class BlockDiagonal(VisibleBlocks):
 
 def _columns_at_once(structure: Structure, num_columns: int) -> int:
     """Return how many columns to multiply together: on a CPU, one of a large block, which then stays in the cache."""
-    is_large = structure.rows * structure.columns >= _LARGE
+    is_large = min(structure.rows, structure.columns) >= _LARGE
     return 1 if is_large and structure.like.device.type == "cpu" else num_columns
 
 
