@@ -14,7 +14,8 @@ from kfs.version import __version__
 
 if TYPE_CHECKING:
     from kfs import basics, losses, operators, optim  # noqa: F401
-    from kfs.kfac import EKFAC, KFAC, Checkpoint, Relative, compare, inspect, load
+    from kfs.influence import Influence
+    from kfs.kfac import EKFAC, KFAC, Checkpoint, Relative, compare, inspect, load, per_datum
     from kfs.operators import GGN, Fisher, Hessian, Jacobian
     from kfs.risk import EmpiricalRisk
 
@@ -26,17 +27,20 @@ __all__ = [
     "EmpiricalRisk",
     "Fisher",
     "Hessian",
+    "Influence",
     "Jacobian",
     "Relative",
     "__version__",
     "compare",
     "inspect",
     "load",
+    "per_datum",
 ]
 _PACKAGES = ("basics", "losses", "operators", "optim")
 # Where names come from. They are imported when they are used first, so that `import kfs` takes no time.
 _FROM = {
-    "kfs.kfac": ("EKFAC", "KFAC", "Checkpoint", "Relative", "compare", "inspect", "load"),
+    "kfs.influence": ("Influence",),
+    "kfs.kfac": ("EKFAC", "KFAC", "Checkpoint", "Relative", "compare", "inspect", "load", "per_datum"),
     "kfs.operators": ("GGN", "Fisher", "Hessian", "Jacobian"),
     "kfs.risk": ("EmpiricalRisk",),
 }

@@ -61,7 +61,7 @@ class UnknownNameError(ModelError, KeyError):
 
 
 class UnknownAttributeError(KfsError, AttributeError):
-    """The package has no such name."""
+    """The package, or an object, has no such name."""
 
 
 class SolverError(KfsError, ArithmeticError):

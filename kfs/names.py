@@ -18,15 +18,25 @@ class ByName(dict[str, Value]):
         noun: What the names are of.
 
     Example:
-        >>> ByName({"conv": 1, "head": 2}, "block")["heat"]
+        >>> blocks = ByName({"conv": 1, "head": 2}, "block")
+        >>> blocks["heat"]
         Traceback (most recent call last):
         kfs.errors.UnknownNameError: There is no block 'heat'. Did you mean 'head'?
+        >>> blocks
+        2 blocks by name
+          'conv': 1
+          'head': 2
     """
 
     def __init__(self, values: Mapping[str, Value], noun: str) -> None:
         """Take the items over."""
         super().__init__(values)
         self.noun = noun
+
+    def __repr__(self) -> str:
+        """Return a line for each item: the first line of what it says about itself."""
+        lines = [f"  {name!r}: {repr(value).splitlines()[0]}" for name, value in self.items()]
+        return "\n".join([f"{len(self)} {self.noun}{'' if len(self) == 1 else 's'} by name", *lines])
 
     def __missing__(self, name: object) -> Value:
         """Say what there is."""

@@ -97,6 +97,14 @@ def switched_on(params: Iterable[Tensor]) -> Iterator[None]:
             p.requires_grad_(False)
 
 
+def has_memory_of(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same numbers in the same memory."""
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata or one.dtype != other.dtype:
+        return False
+    where = [(t.storage_offset(), t.shape, t.stride()) for t in (one, other)]
+    return where[0] == where[1]
+
+
 def with_gradients(params: Params) -> Params:
     """Return parameters that require gradients; leaves with the same values in place of those that do not."""
     return {name: p if p.requires_grad else p.detach().requires_grad_() for name, p in params.items()}

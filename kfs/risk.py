@@ -40,7 +40,15 @@ from kfs.flags import Flags, not_finite, refuse_not_finite
 from kfs.losses import Loss, describe
 from kfs.moving import copies_end, moved
 from kfs.outputs import prediction_in
-from kfs.parameters import Params, function_params, module_params, places, switched_on, with_gradients
+from kfs.parameters import (
+    Params,
+    function_params,
+    has_memory_of,
+    module_params,
+    places,
+    switched_on,
+    with_gradients,
+)
 from kfs.progress import tracked
 from kfs.same_data import SameData
 from kfs.state import UnusedDraws, check_module, evaluating, random_state, restored, unchanged
@@ -108,6 +116,7 @@ class EmpiricalRisk(Described):
         self.flags: Flags | None = None  # takes note of bad data, in passes that do not wait for an accelerator
         self._draws = UnusedDraws(self.device)
         self._without_graph = WithoutGraph()
+        self._leaves: Params = {}  # stand for parameters that are not the model's own
         self._places: list[tuple[dict[str, Any], str, Any]] = []  # where parameters were when they were the model's
         self.check_model()
 
@@ -359,11 +368,19 @@ class EmpiricalRisk(Described):
         given = self.params
         own = isinstance(self.model, nn.Module) and self._at_own_params(frozen=True)
         try:
-            self.params = given if own else with_gradients(given)
+            self.params = given if own else self._kept_leaves(given)
             with switched_on(given.values()) if own else nullcontext():
                 yield
         finally:
             self.params = given
+
+    def _kept_leaves(self, given: Params) -> Params:
+        """Return leaves with the memory of some parameters: the same ones as before, as long as they have it."""
+        kept = self._leaves
+        same = kept.keys() == given.keys() and all(has_memory_of(kept[name], p) for name, p in given.items())
+        if not same or not all(p.requires_grad for p in kept.values()):  # some may be the parameters themselves
+            self._leaves = with_gradients(given)
+        return self._leaves
 
     def _output(self, params: Params, batch: Batch) -> Any:
         """Evaluate the model, and return what it returns."""

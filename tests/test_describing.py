@@ -168,6 +168,22 @@ OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
         lambda risk: kfs.inspect(risk.model, torch.randn(4, 3, dtype=torch.float64)),
     ),
     "comparison": ("Errors against exact blocks, relative to them\nlayer", kfs.compare),
+    "influence": (
+        f"Influence {OF}: 2 blocks, float64 on cpu\n  KFAC.inverse(0.1)",
+        lambda risk: kfs.Influence(kfs.KFAC(risk), 0.1),
+    ),
+    "gradients": (
+        "Gradients of data 0 to 5: 2 blocks, float64 on cpu",
+        lambda risk: next(kfs.per_datum(risk)),
+    ),
+    "gradients of a block": (
+        "Gradients of 6 data, block '0': 4 x 4, float64 on cpu\n  rows of 1 use",
+        lambda risk: next(kfs.per_datum(risk)).blocks["0"],
+    ),
+    "top": (
+        "The 2 most helpful and 2 most harmful data of each of 6 queries",
+        lambda risk: kfs.Influence(kfs.KFAC(risk), 0.1).top(risk, risk, 2),
+    ),
     "audit": ("audit of 4 parameters on ", lambda risk: kfs.KFAC(risk).audit),
     "optimizer": (
         "KFAC for Sequential (4 parameters, 26 numbers), CrossEntropyLoss\n  lr=",
@@ -326,3 +342,21 @@ def test_words() -> None:
     assert [readable_count(10.0**n) for n in (0, 3, 6, 9, 12)] == ["1", "1 k", "1 M", "1 G", "1 T"]
     assert vector({"a": torch.ones(2, 3)}) == "1 tensor, 6 numbers, float32 on cpu"
     assert [number(x) for x in (torch.tensor(0.5), True, None, 12345.6)] == ["0.5", "True", "None", "1.235e+04"]
+
+
+def test_what_objects_consist_of_shows_itself_too() -> None:
+    """Dictionaries of blocks have a line for each, and structures do not print their numbers."""
+    torch.manual_seed(0)
+    data = torch.randn(6, 3), torch.randint(2, (6,))
+    K = kfs.KFAC(kfs.EmpiricalRisk(nn.Sequential(nn.Linear(3, 2)), nn.CrossEntropyLoss(), data))
+    assert repr(K.blocks) == "1 block by name\n  '0': Block '0' of 0.weight and 0.bias: 2 x 4, 80 B"
+    assert repr(K.domain) == "Space of '0.weight', '0.bias': 8 numbers, float32 on cpu"
+    for A in (
+        K,
+        K.inverse(0.1),
+        K + kfs.KFAC(kfs.EmpiricalRisk(nn.Sequential(nn.Linear(3, 2)), nn.CrossEntropyLoss(), data), "empirical"),
+    ):
+        text = repr(A.structures)  # type: ignore[attr-defined]
+        assert len(text.splitlines()) == 2
+        assert "(1 x 4 x 4, float32 on cpu)" in text
+        assert "tensor(" not in text

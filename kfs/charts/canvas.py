@@ -50,12 +50,24 @@ def open_frame(axes: "Axes") -> None:
 
 
 def short(name: str, length: int = _LABEL) -> str:
-    """Leave out the middle of a long name.
+    """Shorten the first modules of a long name to their initials, and leave out its middle if it is still too long.
+
+    Numbers stay: they tell layers apart.
 
     Example:
+        >>> short("transformer.h.10.attn.c_attn.weight", 25)
+        't.h.10.attn.c_attn.weight'
         >>> short("transformer.h.10.attn.c_attn.weight", 20)
-        'transfor...tn.weight'
+        't.h.10.a.c.weight'
+        >>> short("a_rather_long_name_of_one_layer", 20)
+        'a_rather...one_layer'
     """
+    parts = name.split(".")
+    for place, part in enumerate(parts[:-1]):
+        if len(".".join(parts)) <= length:
+            break
+        parts[place] = part if part.isdigit() else part[:1]
+    name = ".".join(parts)
     if len(name) <= length:
         return name
     first = (length - 3) // 2

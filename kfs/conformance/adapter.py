@@ -126,7 +126,7 @@ def read(answer: Any, model: nn.Module, tied: Mapping[str, str] | None = None, f
     """
     shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
     if isinstance(answer, Tensor):
-        return _read_matrix(answer.detach().double(), shapes, flattening)
+        return _read_matrix(_numbers(answer), shapes, flattening)
     if not isinstance(answer, Mapping) or not answer:
         raise UnreadableError(f"compute returned a {type(answer).__name__} instead of factors by layer, or a matrix.")
     blocks: dict[tuple[str, ...], Tensor] = {}
@@ -154,10 +154,11 @@ def read(answer: Any, model: nn.Module, tied: Mapping[str, str] | None = None, f
 
 def _stacks(key: str, factors: Any) -> tuple[Tensor, Tensor]:
     """Return the factors of all groups of a layer, `[G, d, d]` each."""
-    is_pair = isinstance(factors, tuple | list) and len(factors) == 2 and isinstance(factors[0], Tensor)
-    pairs = [factors] if is_pair else factors
     expected = "expected a pair (A, B) of square matrices, a pair of stacks [G, d, d], or a list of pairs"
     try:
+        is_pair = len(factors) == 2 and not isinstance(factors[0], tuple | list)
+        # Unpacking makes sure that there are two. Rows of a matrix would be taken for diagonals otherwise.
+        pairs = [(A, B) for A, B in ([factors] if is_pair else factors)]
         sides = [[_square(pair[side]) for pair in pairs] for side in (0, 1)]
         A, B = (torch.cat(side) for side in sides)
     except (TypeError, ValueError, LookupError, AttributeError, RuntimeError, UnreadableError) as error:
@@ -169,12 +170,22 @@ def _stacks(key: str, factors: Any) -> tuple[Tensor, Tensor]:
 
 def _square(factor: Tensor) -> Tensor:
     """Return matrices `[G, d, d]`, from one, several, or the diagonal of one."""
-    factor = factor.detach().double()
+    factor = _numbers(factor)
     factor = torch.diag(factor) if factor.ndim == 1 else factor
     factor = factor.unsqueeze(0) if factor.ndim == 2 else factor
     if factor.ndim != 3 or factor.shape[1] != factor.shape[2]:
         raise UnreadableError(f"one has shape {list(factor.shape)}")
     return factor
+
+
+def _numbers(t: Tensor) -> Tensor:
+    """Return a tensor in float64 on the CPU, whatever it is stored as."""
+    if not isinstance(t, Tensor):
+        raise UnreadableError(f"a {type(t).__name__} is no tensor")
+    if t.is_complex() or t.is_meta:
+        kind = "complex" if t.is_complex() else "meta"
+        raise UnreadableError(f"a {kind} tensor has no real numbers")
+    return t.detach().to_dense().to("cpu", torch.float64)
 
 
 def _read_matrix(matrix: Tensor, shapes: Mapping[str, torch.Size], flattening: str) -> Answer:

@@ -5,7 +5,9 @@
 
 from kfs.kfac.alternatives import exact_blocks, exact_diagonal, optimal_kronecker, trace_scaled
 from kfs.kfac.block import Block
+from kfs.kfac.block_gradients import BlockGradients
 from kfs.kfac.comparison import Comparison, compare
+from kfs.kfac.datum_gradients import GradientBatch, per_datum
 from kfs.kfac.ekfac import EKFAC
 from kfs.kfac.inspection import Inspection, inspect
 from kfs.kfac.kfac import KFAC
@@ -19,8 +21,10 @@ __all__ = [
     "KFAC",
     "Block",
     "BlockDiagonal",
+    "BlockGradients",
     "Checkpoint",
     "Comparison",
+    "GradientBatch",
     "Inspection",
     "Relative",
     "compare",
@@ -29,5 +33,6 @@ __all__ = [
     "inspect",
     "load",
     "optimal_kronecker",
+    "per_datum",
     "trace_scaled",
 ]

@@ -13,9 +13,11 @@ operation, `expand_Linear` for the rule in its simplest form, `capture` for how 
 their inputs and gradients are added up.
 """
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.data import Batch
@@ -28,6 +30,9 @@ from kfs.kfac.storage.checkpoint import Journal, Progress
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.interface import Sums
 from kfs.risk import EmpiricalRisk
+
+# From predictions and targets to a vector per datum, shaped like predictions.
+Gradient = Callable[[Tensor, Tensor], Tensor]
 
 
 def kfac(risk: EmpiricalRisk, settings: Settings, journal: Journal | None = None) -> tuple[FactorSums, Progress]:
@@ -82,8 +87,92 @@ def sweep(
         What was counted on the way.
     """
     progress = Progress() if journal is None else journal.resume(sums)
-    at_once = columns_at_once(settings, risk.device)
+    for _ in passes(risk, sums, settings, task, progress, journal):
+        pass
+    if journal is not None:
+        journal.close(progress, sums)
+    return progress
+
+
+def passes(
+    risk: EmpiricalRisk,
+    sums: Sums,
+    settings: Settings,
+    task: str,
+    progress: Progress,
+    journal: Journal | None = None,
+    gradient: Gradient | None = None,
+    pausing: bool = False,
+) -> Iterator[Batch]:
+    """Run the passes over all batches, and yield each batch after its pass.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        sums: What to add to.
+        settings: Which curvature matrix, and how.
+        task: What to call it in a progress bar.
+        progress: Is told what was counted.
+        journal: Keeps intermediate results in a file, and may have some already.
+        gradient: From predictions and targets to the one vector per datum that is sent back, shaped like predictions.
+            By default, the vectors of the curvature matrix are sent back.
+        pausing: Whether code of somebody else runs between two passes. Then modes of PyTorch, parameters and random
+            state are as they were before whenever a batch is yielded, and values are checked after every pass.
+
+    Yields:
+        The batches whose passes are complete.
+    """
+    at_once = 1 if gradient is not None else columns_at_once(settings, risk.device)
     instances = has_instance_norms(risk.model)  # PyTorch takes them for channels of a single datum
+
+    def vectors(f: Tensor, batch: Batch) -> Iterable[Tensor]:
+        """Return what is sent back for a batch."""
+        if gradient is not None:
+            return [gradient(f, batch.y).to(f.dtype).unsqueeze(0)]
+        first = settings.first_datum + batch.start
+        return backpropagated_vectors(risk.loss, f, batch.y, settings, first, at_once)
+
+    def run(batch: Batch) -> None:
+        """Run the pass over a batch."""
+        # For a single datum, PyTorch misreads some gradients.
+        with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
+            known = audits.of_batch(risk, batch) if settings.audit else None
+            # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
+            f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
+            risk.finite(f.detach(), batch)
+            audits.compare(f.detach())
+            missed = audits.follow_up(risk, batch, capture.operations)
+            # Step 3: generate vectors and send them back; gradients are added to the gradient-based factors.
+            send_back(f, capture, vectors(f.detach(), batch))
+        progress.unexplained |= capture.unexplained | missed
+
+    around_all, around_each = (_nothing, _surroundings) if pausing else (_surroundings, _nothing)
+    with around_all(risk, at_once) as check_values:
+        with around_each(risk, at_once):  # all parameters require gradients in there
+            session = new_session(risk.params, settings.joint_bias)
+            audits = Audits(risk.model, session, settings.batch_axis)
+        with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model) as replays:
+            for place, batch in enumerate(risk.batches(task)):
+                if journal is not None and journal.knows(place, batch):
+                    continue
+                with around_each(risk, at_once) as check_this:
+                    replays.run(batch)
+                    check_this()
+                # Step 4: what the loss's reduction divides by.
+                progress.batches += 1
+                progress.num_data += len(batch.y)
+                progress.counted = progress.counted + batch.counted
+                if journal is not None and journal.is_due(progress):
+                    check_values()
+                    journal.write(progress, sums)
+                yield batch
+        check_values()
+    progress.settle()
+    progress.audit = audits.report
+
+
+@contextmanager
+def _surroundings(risk: EmpiricalRisk, at_once: int) -> Iterator[Callable[[], None]]:
+    """Enter everything that passes need, and leave it again. What is yielded checks values that were not looked at."""
     # vmap does not know the faster attention kernels.
     attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
     with (
@@ -93,43 +182,13 @@ def sweep(
         explained(),
         risk.checking_later() as check_values,
     ):
-        session = new_session(risk.params, settings.joint_bias)
-        audits = Audits(risk.model, session, settings.batch_axis)
+        yield check_values
 
-        def run(batch: Batch) -> None:
-            """Run the pass over a batch."""
-            # For a single datum, PyTorch misreads some gradients.
-            with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
-                known = audits.of_batch(risk, batch) if settings.audit else None
-                # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
-                f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
-                risk.finite(f.detach(), batch)
-                audits.compare(f.detach())
-                missed = audits.follow_up(risk, batch, capture.operations)
-                # Step 3: generate vectors and send them back; gradients are added to the gradient-based factors.
-                first = settings.first_datum + batch.start
-                vectors = backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, at_once)
-                send_back(f, capture, vectors)
-            progress.unexplained |= capture.unexplained | missed
 
-        with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model) as replays:
-            for place, batch in enumerate(risk.batches(task)):
-                if journal is not None and journal.knows(place, batch):
-                    continue
-                replays.run(batch)
-                # Step 4: what the loss's reduction divides by.
-                progress.batches += 1
-                progress.num_data += len(batch.y)
-                progress.counted = progress.counted + batch.counted
-                if journal is not None and journal.is_due(progress):
-                    check_values()
-                    journal.write(progress, sums)
-        check_values()
-    progress.settle()
-    progress.audit = audits.report
-    if journal is not None:
-        journal.close(progress, sums)
-    return progress
+@contextmanager
+def _nothing(risk: EmpiricalRisk, at_once: int) -> Iterator[Callable[[], None]]:  # noqa: ARG001
+    """Enter nothing, where `_surroundings` are entered elsewhere."""
+    yield lambda: None
 
 
 if __name__ == "__main__":

@@ -32,6 +32,14 @@ class BinaryCrossEntropy(Elementwise):
         """Return the mass times the probability, minus the mass that says yes."""
         return self._mass(f, y) * f.sigmoid() - self._yes(f, y)
 
+    def log_probability_gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the label minus the probability."""
+        return y.to(f.dtype) - f.sigmoid()
+
+    def margin_gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return one for yes and minus one for no: the logit is `log p / (1 - p)`."""
+        return (2 * y.to(f.dtype) - 1).expand_as(f)
+
     def second_derivative(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the mass times the variance of the label."""
         return self._mass(f, y) * f.sigmoid() * (-f).sigmoid()

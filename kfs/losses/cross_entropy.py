@@ -97,6 +97,21 @@ class CrossEntropy(Loss):
         target = self._target(f, y)
         return target.sum(1, keepdim=True) * softmax(f) - target
 
+    def log_probability_gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return one at the label minus the softmax, at positions that count."""
+        return self._labels_only(f, y) * (self._at_label(f, y) - softmax(f))
+
+    def margin_gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return one at the label minus the softmax over all other classes, at positions that count."""
+        counts = self._labels_only(f, y)
+        if f.shape[1] < 2:
+            raise LossError(
+                f"{self.name}: there is one class, and no other one for a margin.", "Use at least two classes."
+            )
+        at_label = self._at_label(f, y)
+        others = softmax(f.masked_fill(at_label > 0, -torch.inf))
+        return counts * (at_label - others)
+
     def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """Multiply with a diagonal minus rank one matrix per position."""
         return covariance_product(softmax(f), v, 1 - f.ndim).mul_(self.mass(f, y))
@@ -189,12 +204,22 @@ class CrossEntropy(Loss):
                 f"Use labels from 0 to {classes - 1}, or ignore_index ({self.ignore_index}) for missing ones.",
             )
 
+    def _labels_only(self, f: Tensor, y: Tensor) -> Tensor:
+        """Refuse targets that are not labels, and return which positions count, `[N, 1, ...]`."""
+        if y.is_floating_point():
+            raise LossError(
+                f"{self.name}: targets are probabilities, and none of the classes is the label.",
+                "Pass labels, or use another quantity: the loss, or a function of a prediction and a target.",
+            )
+        return self._counts(y).unsqueeze(1).to(f.dtype)
+
+    def _at_label(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return one at the label of each position, zero elsewhere, shaped like `f`."""
+        return torch.zeros_like(f).scatter(1, self._classes(y, f.shape[1]).unsqueeze(1), 1.0)
+
     def _target(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the weighted mass that the targets put on the classes, shaped like `f`."""
-        if y.is_floating_point():
-            p = y.to(f.dtype)
-        else:
-            p = torch.zeros_like(f).scatter(1, self._classes(y, f.shape[1]).unsqueeze(1), 1.0)
+        p = y.to(f.dtype) if y.is_floating_point() else self._at_label(f, y)
         if self.label_smoothing:
             p = (1 - self.label_smoothing) * p + self.label_smoothing / f.shape[1]
         if self.weight is not None:
@@ -264,6 +289,14 @@ class TokenCrossEntropy(Loss):
         g = f.softmax(-1)
         self.base.gradient_(self._logits(g), self._labels(y))
         return self._without_last(g)
+
+    def log_probability_gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return that of `CrossEntropyLoss`, zero where a position predicts nothing."""
+        return self._back(self.base.log_probability_gradient(self._logits(f), self._labels(y)))
+
+    def margin_gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return that of `CrossEntropyLoss`, zero where a position predicts nothing."""
+        return self._back(self.base.margin_gradient(self._logits(f), self._labels(y)))
 
     def hessian_product(self, f: Tensor, y: Tensor, v: Tensor) -> Tensor:
         """Multiply position by position."""

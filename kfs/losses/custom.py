@@ -148,6 +148,10 @@ class Custom(Loss):
                 labels.append(likelihood(f_n).sample())
         return self._log_gradient(f, torch.stack(labels).to(f.device))
 
+    def log_probability_gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Differentiate the log-density of the likelihood."""
+        return -self._log_gradient(f, y)
+
     def _log_gradient(self, f: Tensor, labels: Tensor) -> Tensor:
         """Return the gradient of the negative log-density of every datum's label."""
         likelihood = self._distribution()

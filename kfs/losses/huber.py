@@ -53,5 +53,9 @@ class Huber(Elementwise):
         """Refuse: nobody means the density that would belong to this loss."""
         raise self._refusal()
 
+    def log_probability_gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Refuse: see `sampled_gradient`."""
+        raise self._refusal()
+
     def _refusal(self) -> LossError:
         return self.no_likelihood("it is chosen for its robustness, not as the logarithm of a density")

@@ -137,6 +137,25 @@ class Loss(ABC):
         missing: the weight belongs to the datum, not to the label that was drawn.
         """
 
+    def log_probability_gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the gradient of the targets' log-probability with respect to `f`, without weights and smoothing.
+
+        Raises:
+            LossError: If the loss has no likelihood, or if targets are not labels where these are asked for.
+        """
+        return -self.gradient(f, y)
+
+    def margin_gradient(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the gradient of `log p / (1 - p)`, where `p` is the probability of the label (Park et al., 2023).
+
+        Raises:
+            LossError: If targets are not labels.
+        """
+        raise LossError(
+            f"{self.name} has no labels, so that there is no margin between them.",
+            "Use another quantity: the loss, the log-probability, or a function of a prediction and a target.",
+        )
+
     def examples(self, y: Tensor) -> float | Tensor:
         """Return how many examples these targets are: what an average over examples divides by; see `count`."""
         return self.count(y)

@@ -43,8 +43,9 @@ class Curvature(LinearOperator):
         risk: Model, loss, data and parameters.
         block_diagonal: Keep only the diagonal blocks: `"parameter"` (or `True`) for one block per parameter, `"layer"`
             for one block per module with parameters.
-        chunk_size: How many columns are multiplied at once; more take more memory. By default 16, and 1 for models with
-            convolutions on a CPU, where PyTorch runs them slower together than one after the other.
+        chunk_size: How many columns are multiplied at once; more take more memory. By default 16. For models with
+            convolutions on a CPU it is 4, since more do not fit into the cache, and 1 if graphs are reused, or if there
+            are groups of channels, which PyTorch runs slower together than one after the other.
         memory: About how many bytes the columns may take; fewer columns are multiplied at once where it does not
             suffice. A column takes at most as much as all that a forward pass makes for the largest batch, and the
             parameters twice.
@@ -161,7 +162,8 @@ class Sandwich(Curvature):
         memory: int | None = None,
     ) -> None:
         """Start without any graph."""
-        super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size, memory=memory)
+        chunk_size = choose_chunk_size(risk, chunk_size, memory, reuse)
+        super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size)
         self.reuse = reuse
         self._kept: dict[int, tuple[Linearization, list[Tensor]]] = {}
         self._kernels = enabled_kernels()
@@ -337,14 +339,16 @@ class Fisher(Sandwich):
         return gradients.div(self.mc_samples**0.5)
 
 
-def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None, memory: int | None) -> int:
+def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None, memory: int | None, reuse: bool = False) -> int:
     """Return how many columns to multiply at once: what the user says, or what is fast for the model and fits."""
     for name, value in {"chunk_size": chunk_size, "memory": memory}.items():
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ModelError(f"{name} is {value!r}.", "Multiply at least one column at once.")
     if chunk_size is None:
         modules = risk.model.modules() if isinstance(risk.model, Module) and risk.device.type == "cpu" else ()
-        chunk_size = 1 if any(isinstance(module, _ConvNd) for module in modules) else 16
+        groups = [module.groups for module in modules if isinstance(module, _ConvNd)]
+        one_by_one = reuse or any(number > 1 for number in groups)
+        chunk_size = 16 if not groups else 1 if one_by_one else 4
     return chunk_size if memory is None else max(1, min(chunk_size, memory // bytes_per_column(risk)))
 
 

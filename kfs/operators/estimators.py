@@ -20,6 +20,7 @@ from kfs.describing import Described, Description, counted, number, shaped
 from kfs.errors import ShapeError
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import Probes, random_columns
+from kfs.operators.solve import product
 from kfs.progress import Line, show_progress
 
 # How often each method multiplies columns: what is multiplied later depends on what came out before.
@@ -94,7 +95,7 @@ def trace(
     num = {"hutchinson": products, "hutch++": 2 * (products // 3), "xtrace": products // 2}[method]
     with show_progress("trace", _ROUNDS[method], progress, "round") as line:
         if products >= A.shape[0]:  # enough to look at every column
-            exact = A.to_dense().trace()
+            exact = _wide_dense(A).trace()
             return Estimate(exact, torch.zeros_like(exact), A.shape[0])
         return methods[method](A, _probes(A, num, probes, seed), line)
 
@@ -143,7 +144,7 @@ def diagonal(
             samples = omega * _product(A, omega, line)
             return Estimate(samples.mean(1), _standard_error(samples), products)
         if products >= A.shape[0]:  # enough to look at every column
-            exact = A.to_dense().diagonal().clone()
+            exact = _wide_dense(A).diagonal().clone()
             return Estimate(exact, torch.zeros_like(exact), A.shape[0])
         return _xdiag(A, _probes(A, products // 2, probes, seed), line)
 
@@ -234,13 +235,18 @@ def _left_out(R: Tensor) -> Tensor:
 
 def _product(A: LinearOperator, V: Tensor, line: Line) -> Tensor:
     """Multiply, and count it as a round."""
-    result = A @ V
+    result = product(A, V)
     line.advance()
     return result
 
 
+def _wide_dense(A: LinearOperator) -> Tensor:
+    return A.to_dense().to(torch.promote_types(A.dtype, torch.float32))
+
+
 def _probes(A: LinearOperator, num: int, probes: Probes, seed: int) -> Tensor:
-    return random_columns(probes, A.shape[1], num, A.dtype, A.device, seed)
+    """Return test vectors, in float32 at least: there are no decompositions in half precision."""
+    return random_columns(probes, A.shape[1], num, torch.promote_types(A.dtype, torch.float32), A.device, seed)
 
 
 def _standard_error(samples: Tensor) -> Tensor:

@@ -40,11 +40,23 @@ Example:
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from kfs.describing import Described, Description, kind, number, times, vector
+from kfs.errors import UnknownAttributeError
+
+# What operators that only multiply do not have, and what has it.
+_ELSEWHERE = {
+    "diagonal": "kfs.operators.diagonal(A)",
+    "eigenvalues": "kfs.operators.eigenvalues(A, k)",
+    "frobenius_norm": "kfs.operators.squared_frobenius_norm(A)",
+    "inverse": "kfs.operators.Inverse(A.shift(damping))",
+    "logdet": "A.to_dense().logdet()",
+    "solve": "kfs.operators.solve(A.shift(damping), b)",
+    "trace": "kfs.operators.trace(A)",
+}
 
 
 class DescribedOperator(Described):
@@ -61,6 +73,17 @@ class DescribedOperator(Described):
     shape: Any
     dtype: Any
     device: Any
+
+    if not TYPE_CHECKING:  # a type checker would believe that there is any attribute
+
+        def __getattr__(self, name: str) -> object:
+            """Say where to find what block-diagonal operators have, and this one does not."""
+            if name not in _ELSEWHERE:
+                return super().__getattribute__(name)  # the usual error
+            raise UnknownAttributeError(
+                f"{self.formula} has no {name!r}: it is not made of blocks with a known structure.",
+                f"Use {_ELSEWHERE[name]}.",
+            )
 
     @property
     def formula(self) -> str:

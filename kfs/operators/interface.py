@@ -13,6 +13,7 @@ answer has the same form.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from math import ceil
 from numbers import Real
 from typing import TYPE_CHECKING, overload
 
@@ -89,9 +90,11 @@ class LinearOperator(DescribedOperator, ABC):
         if num_columns <= self.chunk_size:
             return self.codomain.write(self.multiply(columns), form)
         parts = []
-        with show_progress(f"product with {self.formula}", -(-num_columns // self.chunk_size), unit="chunk") as line:
-            for start in range(0, num_columns, self.chunk_size):
-                parts.append(self.multiply({n: t[start : start + self.chunk_size] for n, t in columns.items()}))
+        num_chunks = ceil(num_columns / self.chunk_size)
+        size = ceil(num_columns / num_chunks)  # about equal: a small rest would cost as much as a pass
+        with show_progress(f"product with {self.formula}", num_chunks, unit="chunk") as line:
+            for start in range(0, num_columns, size):
+                parts.append(self.multiply({n: t[start : start + size] for n, t in columns.items()}))
                 line.advance()
         result = {name: torch.cat([part[name] for part in parts]) for name in self.codomain.shapes}
         return self.codomain.write(result, form)
@@ -122,6 +125,10 @@ class LinearOperator(DescribedOperator, ABC):
     def __add__(self, other: "LinearOperator") -> "LinearOperator":
         """Add two operators."""
         return Sum(self, other)
+
+    def __radd__(self, other: object) -> "LinearOperator":
+        """Add to zero, where `sum([A, B, C])` starts."""
+        return self if isinstance(other, Real) and other == 0 else Sum(self, other)  # type: ignore[arg-type]
 
     def __sub__(self, other: "LinearOperator") -> "LinearOperator":
         """Subtract an operator."""
@@ -190,17 +197,20 @@ class LinearOperator(DescribedOperator, ABC):
         """
         from scipy.sparse.linalg import LinearOperator as ScipyOperator  # noqa: PLC0415 (slow to import)
 
+        # NumPy has no bfloat16, and SciPy's algorithms no half precision.
+        at_least_float32 = torch.promote_types(self.dtype, torch.float32)
+
         def product(operator: LinearOperator):  # type: ignore[no-untyped-def]
             def call(v):  # type: ignore[no-untyped-def]
                 t = torch.as_tensor(v, dtype=self.dtype, device=self.device)
-                result = (operator @ t).cpu().numpy()
+                result = (operator @ t).cpu().to(at_least_float32).numpy()
                 after_product()
                 return result
 
             return call
 
         forward, backward = product(self), product(self.T)
-        dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+        dtype = torch.empty(0, dtype=at_least_float32).numpy().dtype
         return ScipyOperator(
             self.shape, matvec=forward, matmat=forward, rmatvec=backward, rmatmat=backward, dtype=dtype
         )

@@ -5,9 +5,11 @@ from math import prod
 from typing import Literal, TypeAlias
 
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from kfs.basics.flattening import cvec, rvec
+from kfs.describing import counted, kind
 from kfs.errors import DtypeError, FlatteningError, ModelError, ShapeError
 from kfs.names import few, guess, near
 
@@ -31,8 +33,8 @@ class Space:
 
     Example:
         >>> space = Space({"W": (2, 3), "b": (2,)}, torch.float32, torch.device("cpu"))
-        >>> space.size
-        8
+        >>> space
+        Space of 'W', 'b': 8 numbers, float32 on cpu
     """
 
     def __init__(self, shapes: Mapping[str, Iterable[int]], dtype: torch.dtype, device: torch.device) -> None:
@@ -41,6 +43,10 @@ class Space:
         self.sizes = {name: prod(shape) for name, shape in self.shapes.items()}
         self.size = sum(self.sizes.values())
         self.dtype, self.device = dtype, device
+
+    def __repr__(self) -> str:
+        """Return names, size, dtype and device."""
+        return f"Space of {self.listed}: {counted(self.size, 'number')}, {kind(self.dtype, self.device)}"
 
     @property
     def listed(self) -> str:
@@ -151,6 +157,9 @@ class Space:
                 f"The dictionary lacks {few(missing) or 'nothing'}, and has {few(extra) or 'nothing'} too many.",
                 f"Give it the keys of the risk's params. {hint}".rstrip(),
             )
+        other = next((t for t in v.values() if not isinstance(t, Tensor)), None)
+        if other is not None:
+            raise DtypeError(f"The dictionary has a {type(other).__name__}.", "Give it tensors like the risk's params.")
         several = all(v[name].ndim == 1 + len(shape) for name, shape in self.shapes.items())
         lengths = {len(v[name]) for name in self.shapes} if several else {1}
         for name, shape in self.shapes.items():
@@ -187,7 +196,7 @@ class Space:
         if not is_index(chosen):
             by_name = self.unflatten(places.unsqueeze(0))
             return torch.cat([by_name[name].flatten() for name in self.subspace(chosen).shapes])  # type: ignore[arg-type]
-        index = torch.as_tensor(chosen if isinstance(chosen, Tensor) else list(chosen), device=self.device)
+        index = torch.as_tensor(chosen if isinstance(chosen, Tensor | ndarray) else list(chosen), device=self.device)
         if index.dtype == torch.bool:
             fits = index.shape == (self.size,)
         else:
@@ -212,7 +221,7 @@ def is_index(chosen: object) -> bool:
     """Whether somebody chooses entries of flat vectors, and not tensors by their names."""
     if isinstance(chosen, Tensor | slice | range):
         return True
-    return isinstance(chosen, list | tuple) and len(chosen) > 0 and isinstance(chosen[0], int)
+    return isinstance(chosen, list | tuple | ndarray) and len(chosen) > 0 and not isinstance(chosen[0], str)
 
 
 def check_same(one: Space, other: Space, verb: str) -> None:

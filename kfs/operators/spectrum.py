@@ -17,6 +17,7 @@ from kfs.describing import Described, Description, counted, kind, number
 from kfs.errors import ShapeError, SolverError
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import Probes, normal, random_columns
+from kfs.operators.solve import product
 from kfs.progress import Line, show_progress
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ def eigenvalues(
     if by not in {"value", "magnitude"}:
         raise ShapeError(f"by is {by!r}.", "Choose 'value' or 'magnitude'.")
     which = ("L" if largest else "S") + ("A" if by == "value" else "M")  # as ARPACK calls them
-    start = normal(A.shape[0], A.dtype, seed).numpy()  # signs may be orthogonal to an eigenvector of signs
+    start = normal(
+        A.shape[0], torch.promote_types(A.dtype, torch.float32), seed
+    ).numpy()  # signs may be orthogonal to an eigenvector of signs
     try:
         with show_progress("eigenvalues", None, progress, "product") as line:
             values, vectors = eigsh(A.to_scipy(line.advance), k=k, which=which, v0=start, tol=tolerance)
@@ -192,7 +195,9 @@ def spectral_density(
           eigenvalues from ... to ...
     """
     _check_symmetric(A)
-    V = random_columns(probes, A.shape[0], num_vectors, A.dtype, A.device, seed)
+    # Half precision would not keep directions orthogonal, and has no decompositions.
+    wide = torch.promote_types(A.dtype, torch.float32)
+    V = random_columns(probes, A.shape[0], num_vectors, wide, A.device, seed)
     steps = min(num_steps, A.shape[0])
     with show_progress("spectral density", num_vectors * steps, progress, "product") as line:
         nodes, weights = zip(*(_quadrature(A, v / v.norm(), steps, line) for v in V.T), strict=True)
@@ -203,7 +208,7 @@ def _quadrature(A: LinearOperator, v: Tensor, num_steps: int, line: Line) -> tup
     """Run Lanczos from a unit vector, with full reorthogonalization, and return nodes and weights."""
     basis, alphas, betas = [v], [], []
     while True:
-        w = A @ basis[-1]
+        w = product(A, basis[-1])
         line.advance()
         alphas.append(basis[-1] @ w)
         Q = torch.stack(basis, 1)

@@ -157,8 +157,9 @@ def limited(
     S = D * (smaller / radius)
     # The smaller of both Gram matrices is enough. TF32 is as precise as a limit has to be.
     with tf32(True):
-        short = (smaller * saturation(S @ S.mT)) @ D if rows < columns else D @ (smaller * saturation(S.mT @ S))
-    return short
+        P = smaller * saturation(S @ S.mT if rows < columns else S.mT @ S)
+        limited_step: Tensor = P @ D if rows < columns else D @ P
+    return limited_step
 
 
 def saturation(G: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import kfs
 from kfs.charts import Panel, draw_bars, draw_factors
+from kfs.charts.canvas import short
 from kfs.errors import ModelError, UnknownNameError
 from kfs.kfac import Inspection
 from kfs.kfac.comparison import Comparison, Row
@@ -271,3 +272,15 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModelError, match=r"matplotlib is not installed"):
         kfs.KFAC(small_risk()).plot_spectrum()
+
+
+def test_layers_of_one_kind_have_different_labels() -> None:
+    """Numbers of layers are in the middle of names, and are kept."""
+    names = [
+        f"bert.encoder.layer.{layer}.attention.{place}"
+        for layer in range(12)
+        for place in ("self.query", "self.key", "output.LayerNorm.weight", "output.LayerNorm.bias")
+    ]
+    labels = [short(name) for name in names]
+    assert len(set(labels)) == len(names)
+    assert max(map(len, labels)) <= 32

@@ -148,6 +148,19 @@ def test_answers_that_cannot_be_read() -> None:
     ):
         with pytest.raises(UnreadableError, match=words):
             read(answer, model)
+    others: list[tuple[Any, str]] = [
+        ({"0": (A, B, A)}, "too many values to unpack"),  # rows of matrices are no diagonals
+        ({"0": (A.numpy(), B.numpy())}, "a ndarray is no tensor"),
+        ({"0": (None, B)}, "a NoneType is no tensor"),
+        ({"0": (A + 1j, B)}, "a complex tensor has no real numbers"),  # not just its real part
+        ({"0": (A.to("meta"), B)}, "a meta tensor has no real numbers"),
+        (torch.eye(15) + 1j, "a complex tensor has no real numbers"),
+    ]
+    for wrong, words in others:
+        with pytest.raises(UnreadableError, match=words):
+            read(wrong, model)
+    for stored in (A.to_sparse(), A.float(), A.requires_grad_()):
+        assert torch.equal(read({"0": (stored, B)}, model).blocks["0.weight", "0.bias"], torch.eye(15).double())
     unreadable = run_one(Adapter("swapped", zoo.swapped), ONE)
     assert (unreadable.status, unreadable.bad) == ("unreadable", True)
     expected = run_one(Adapter("swapped", zoo.swapped, expected_failures={ONE.name: "known."}), ONE)

@@ -23,6 +23,7 @@ def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     run(PAGES[page])
 
 
+@pytest.mark.filterwarnings("default")  # what other libraries warn about is their business
 @pytest.mark.parametrize(("page", "library"), PEERS)
 def test_code_of_other_libraries_runs(page: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if library not in installed(PAGES[page]):

@@ -282,3 +282,16 @@ def test_large_blocks_in_float32_are_not_taken_for_singular() -> None:
         residual = operator.multiply(operator.inverse().multiply(G)) - G
         # Float32's eps, 1.2e-7, times a condition number of some thousand.
         assert residual.norm() < 1e-3 * G.norm()
+
+
+def test_logits_have_a_direction_without_curvature() -> None:
+    """Adding a number to all logits changes nothing, so that both terms are singular there: not negative by chance."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5).double()
+    X, y = torch.randn(2, 30, 6, dtype=torch.float64), torch.randint(5, (2, 30))
+    K1, K2 = (KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)) for data in zip(X, y, strict=True))
+    total: Any = K1 + K2
+    with pytest.raises(SolverError, match="block 'weight' is singular, up to round-off"):
+        total.inverse()
+    assert total.logdet() == -torch.inf
+    close(total.inverse(0.1).to_dense(), torch.linalg.inv(total.to_dense() + 0.1 * torch.eye(35).double()))

@@ -1,11 +1,12 @@
 """Solvers and eigenvalues on operators whose dense value is known."""
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import Linear, MSELoss, Sequential, Tanh
 
-from kfs import GGN, EmpiricalRisk, Hessian, Jacobian
+from kfs import GGN, KFAC, EmpiricalRisk, Hessian, Jacobian
 from kfs.errors import DtypeError, ShapeError, SolverError
 from kfs.operators import Identity, LinearOperator, eigenvalues, neumann, solve, spectral_density, trace
 from tests.operators.contract import check_contract, close
@@ -298,3 +299,40 @@ def test_everything_on_a_network() -> None:
     close(eigenvalues(H, 2)[0], torch.linalg.eigvalsh(H.to_dense()).flip(0)[:2])
     estimate = trace(H, products=24)
     assert abs(estimate.value - H.to_dense().trace()) < 5 * estimate.error + 1e-6
+
+
+def test_sums_of_a_list() -> None:
+    """`sum` starts at zero; other numbers are not operators."""
+    A, B = with_spectrum(POSITIVE), with_spectrum(POSITIVE - 1)
+    close(sum([A, B, A]).to_dense(), 2 * A.matrix + B.matrix)  # type: ignore[union-attr]
+    with pytest.raises(DtypeError, match=r"A int cannot be added.*A\.shift"):
+        1 + A
+
+
+def test_indices_of_numpy() -> None:
+    A = with_spectrum(POSITIVE)
+    places = numpy.array([5, 1, -1])
+    expected = A.matrix[places][:, places]
+    for index in (places, list(places), places.tolist(), torch.from_numpy(places)):
+        close(A.submatrix(index).to_dense(), expected)
+    mask = numpy.arange(12) < 3
+    close(A.submatrix(mask).to_dense(), A.matrix[:3, :3])
+
+
+def test_dictionaries_of_something_else() -> None:
+    with pytest.raises(DtypeError, match="The dictionary has a float"):
+        with_spectrum(POSITIVE) @ {"a": 1.0, "b": torch.zeros(8, dtype=torch.float64)}  # type: ignore[dict-item]
+
+
+def test_what_only_multiplies_says_who_can_do_more() -> None:
+    model = Sequential(Linear(2, 3), Tanh(), Linear(3, 2)).double()
+    data = torch.randn(5, 2, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(model, MSELoss(), data)
+    with pytest.raises(AttributeError, match=r"GGN has no 'inverse'.*kfs\.operators\.Inverse\(A\.shift\(damping\)\)"):
+        GGN(risk).inverse(0.1)  # type: ignore[attr-defined]
+    other_blocks = KFAC(risk) + KFAC(risk, joint_bias=False)
+    with pytest.raises(AttributeError, match=r"KFAC \+ KFAC has no 'solve': it is not made of blocks"):
+        other_blocks.solve(torch.ones(17))  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="object has no attribute 'inverze'"):
+        other_blocks.inverze  # type: ignore[attr-defined] # noqa: B018
+    assert not hasattr(GGN(risk), "logdet")

@@ -42,6 +42,8 @@ from kfs.operators.probes import normal
 from kfs.operators.solve import Vec
 from kfs.operators.space import Columns, Space
 
+_LARGE = 256  # rows and columns; with fewer, a product with one column takes longer to read factors than to multiply
+
 
 class BlockDiagonal(VisibleBlocks):
     """An operator with structured blocks on its diagonal, and zeros elsewhere.
@@ -76,10 +78,14 @@ class BlockDiagonal(VisibleBlocks):
         """Multiply block by block."""
         columns = {name: t.contiguous() for name, t in columns.items()}
         result = {name: torch.empty_like(t) for name, t in columns.items()}
+        num_columns = len(next(iter(columns.values())))
         for stack in self.stacks:
-            M = stack.read(columns)
-            product = stack.structure.multiply(M.to(stack.structure.like))
-            stack.write(product.to(M), result)
+            at_once = _columns_at_once(stack.structure, num_columns)
+            for start in range(0, num_columns, at_once):
+                some = slice(start, start + at_once)
+                M = stack.read({name: columns[name][some] for name in stack.params})
+                product = stack.structure.multiply(M.to(stack.structure.like))
+                stack.write(product.to(M), {name: result[name][some] for name in stack.params})
         return result
 
     def multiply_transposed(self, columns: Columns) -> Columns:
@@ -370,6 +376,12 @@ class BlockDiagonal(VisibleBlocks):
             raise ModelError(
                 f"The operator is not symmetric, so it cannot be {verb}.", "Apply this before multiplying operators."
             )
+
+
+def _columns_at_once(structure: Structure, num_columns: int) -> int:
+    """Return how many columns to multiply together: on a CPU, one of a large block, which then stays in the cache."""
+    is_large = min(structure.rows, structure.columns) >= _LARGE
+    return 1 if is_large and structure.like.device.type == "cpu" else num_columns
 
 
 def _eigh(structure: Structure) -> tuple[Tensor, Structure]:

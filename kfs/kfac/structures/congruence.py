@@ -33,7 +33,7 @@ from kfs.kfac.structures.structure import InBasis, Structure
 _LARGEST_DENSE = 4096
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Congruence(InBasis):
     """Blocks that are `T diag(values) T^T`, where `T` is a Kronecker product of matrices that need not be orthogonal.
 
@@ -132,12 +132,15 @@ def inverse_in_common_basis(terms: Sequence[Kronecker]) -> Congruence:
     # As for the eigenvalues of a Kronecker product, each side contributes its round-off.
     eps = _eps(terms) or torch.finfo(values.dtype).eps
     noise = (diagonal.rows + diagonal.columns) * eps * values.abs().amax(1)
-    decompositions.check_definite(values, noise)
-    if len(terms) > 2:
+    if len(terms) == 2:
+        # First of all: in directions that no factor has, values are quotients of rounding errors, of any sign.
+        decompositions.check_each(~singular, "is singular, up to round-off")
+    else:
         # A small term, such as damping, may be all that a direction has, and is no noise. Iterations will tell.
-        singular, noise = torch.zeros_like(singular), torch.zeros_like(noise)
+        noise = torch.zeros_like(noise)
+    decompositions.check_definite(values, noise)
     above_noise = (values > noise.unsqueeze(1)).all(1)
-    decompositions.check_each(above_noise & ~singular, "is singular, up to round-off")
+    decompositions.check_each(above_noise, "is singular, up to round-off")
     return replace(diagonal, values=1 / diagonal.values)
 
 

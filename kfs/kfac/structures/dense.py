@@ -13,7 +13,7 @@ from kfs.kfac.structures.stackable import NOT_STORED
 from kfs.kfac.structures.structure import Structure
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dense(Structure):
     """Blocks as plain matrices.
 

@@ -18,7 +18,7 @@ from kfs.kfac.structures.stackable import check_shape
 from kfs.kfac.structures.structure import InBasis, Structure
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Eigenbasis(InBasis):
     """Blocks by eigenvalues of any sign, and eigenvectors that are Kronecker products.
 

@@ -33,7 +33,7 @@ from kfs.kfac.structures.factor import Factor, kronecker_product
 from kfs.kfac.structures.structure import Structure
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Kronecker(Structure):
     """Blocks that are Kronecker products of two dense, diagonal or identity factors.
 

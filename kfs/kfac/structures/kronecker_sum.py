@@ -27,7 +27,7 @@ from kfs.operators.solve import solve
 from kfs.operators.space import Columns, Space
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KroneckerSum(Structure):
     """Blocks that are sums of Kronecker products.
 
@@ -169,7 +169,7 @@ class KroneckerSum(Structure):
         return _simplified((*self.terms, identity)) if bool((scale != 0).any()) else self
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class IterativeInverse(Structure):
     """Inverses of sums, applied by conjugate gradients.
 

@@ -48,6 +48,11 @@ class Stack:
         """The name of each block, as long as the stack. Groups of channels have the name of their layout."""
         return [layout.name for layout in self.layouts for _ in range(layout.groups)]
 
+    @property
+    def params(self) -> list[str]:
+        """Names of all parameters that blocks act on."""
+        return [name for layout in self.layouts for name in layout.params]
+
     def slices(self) -> Iterator[tuple[Layout, slice]]:
         """Yield all layouts, each with the part of the stack that has its blocks."""
         start = 0

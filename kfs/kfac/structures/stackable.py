@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
+from kfs.describing import shaped
 from kfs.storage import UnfitError
 
 # Metadata of a field that files do not have, because something else in the file determines it.
@@ -36,6 +37,10 @@ class Stackable:
     def __len__(self) -> int:
         """Return the number of blocks."""
         return len(getattr(self, fields(self)[0].name))
+
+    def __repr__(self) -> str:
+        """Return all fields; of tensors, only shape, dtype and device."""
+        return f"{type(self).__name__}({', '.join(f'{f.name}={_shown(getattr(self, f.name))}' for f in fields(self))})"
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Return the same blocks on a device, or in another precision."""
@@ -114,3 +119,7 @@ def _key(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape[1:], value.device
     return None if isinstance(value, bool) else value
+
+
+def _shown(value: Any) -> str:
+    return f"({shaped(value)})" if isinstance(value, Tensor) else repr(value)

@@ -18,9 +18,8 @@ from torch import Tensor
 from kfs import waiting
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.kfac.sums.owners import Owners
-
-# Per-datum gradients of a parameter are formed for so many data at a time that they fill about this many bytes.
-_GRADIENT_BYTES = {False: 2**24, True: 2**28}  # on a CPU, on an accelerator
+from kfs.kfac.sums.row_products import RowProducts
+from kfs.kfac.sums.row_vectors import PlainVectors, UnitVectors, at_a_time
 
 
 class Inputs(ABC):
@@ -29,7 +28,8 @@ class Inputs(ABC):
     size: int  # number of features (of one group)
     groups: int = 1  # number of groups of features
     sparse: bool = False  # whether outer products are diagonal, so that only the diagonal is kept
-    overlap: int = 1  # in how many vectors a number of the activation is
+    unit: bool = False  # whether rows are unit vectors
+    overlap: int = 1  # in how many vectors a number of the activation is; if in several, vectors take memory
 
     @abstractmethod
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float | Tensor:
@@ -48,6 +48,19 @@ class Inputs(ABC):
         """Return each datum's sum of vectors, `[batch, groups, features]`, and its number of positions, `[batch]`."""
 
     @abstractmethod
+    def rows(self, use: "Use", g: Tensor, by_place: bool = False) -> RowProducts:
+        """Return each datum's rows: vectors and gradients, whose outer products sum up to the parameter's gradient.
+
+        Args:
+            use: The vectors.
+            g: Gradients of one column, `[*leading, groups * d_B]`.
+            by_place: Whether places at which vectors are the same have rows of their own.
+        """
+
+    def shared(self, use: "Use") -> int:
+        """Return how many rows each datum has, without writing any down."""
+        return use.owners.most(prod(self.leading(use.x)))
+
     def gradients(self, use: "Use", g: Tensor) -> Iterator[Tensor]:
         """Yield each datum's sum of outer products of gradients and vectors, a few data at a time.
 
@@ -58,6 +71,7 @@ class Inputs(ABC):
         Yields:
             The parameter's gradients as matrices, `[some data, groups, d_B, d_A]`.
         """
+        return self.rows(use, g).matrices()
 
     def add_squares(self, total: Tensor, use: "Use", g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Add squared per-datum gradients, seen in other bases, to a total `[groups, d_B, d_A]`, in place.
@@ -112,11 +126,6 @@ def _aligned(Q: Tensor) -> Tensor:
     return Q
 
 
-def at_a_time(like: Tensor, numbers: int) -> int:
-    """Return for how many data to form per-datum gradients together, given how many numbers each has."""
-    return max(1, _GRADIENT_BYTES[like.device.type != "cpu"] // (4 * max(numbers, 1)))
-
-
 class Vectors(Inputs):
     """Vectors that are there: `x` of shape `[*leading, features]`."""
 
@@ -137,9 +146,9 @@ class Vectors(Inputs):
         sums = owners.by_datum(x).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
         return sums.unsqueeze(1), owners.counts(prod(x.shape[:-1]), sums)
 
-    def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
-        """Multiply datum by datum."""
-        return self._products(*self.both(use, g), use.ones)
+    def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
+        """Return them as they are."""
+        return _as_rows(*self.both(use, g), use.ones)
 
     def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Rotate vectors before they are multiplied, on each side where that is cheaper than rotating the product."""
@@ -149,10 +158,8 @@ class Vectors(Inputs):
             g, Q_B = g @ Q_B[0], None
         if Q_A is not None and x.shape[1] <= g.shape[2]:
             if "rotated" not in use.cache:
-                basis = _aligned(Q_A[0])
-                main = x.flatten(0, 1) @ basis[: x.shape[2]]
-                main = main + basis[-1] if ones else main  # the last row of the basis belongs to the bias
-                use.cache["rotated"] = main.unflatten(0, x.shape[:2])
+                vectors = PlainVectors(x.unsqueeze(0), 1.0 if ones else None)
+                use.cache["rotated"] = vectors.times(_aligned(Q_A[0]).unsqueeze(0)).values.squeeze(0)
             x, Q_A, ones = use.cache["rotated"], None, False
         if x.shape[1] == 1 and Q_A is None and Q_B is None:  # squares of an outer product are an outer product
             squares, weights = x.squeeze(1).square()[:, : total.shape[2]], g.squeeze(1).square()
@@ -160,7 +167,7 @@ class Vectors(Inputs):
             if ones:
                 total[0, :, -1] += weights.sum(0)
             return
-        for gradients in self._products(x, g, ones):
+        for gradients in _as_rows(x, g, ones).matrices():
             add_rotated_squares(total, gradients, Q_A, Q_B)
 
     def both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,15 +176,10 @@ class Vectors(Inputs):
         dtype = torch.promote_types(x.dtype, g.dtype)
         return x.to(dtype), g.to(dtype)
 
-    @staticmethod
-    def _products(x: Tensor, g: Tensor, ones: bool) -> Iterator[Tensor]:
-        """Multiply `[batch, shared, features]`, a few data at a time."""
-        step = at_a_time(x, x.shape[2] * g.shape[2])
-        for some_x, some_g in zip(x.split(step), g.split(step), strict=True):
-            gradients = some_g.transpose(1, 2) @ some_x
-            if ones:
-                gradients = torch.cat([gradients, some_g.sum(1).unsqueeze(2)], 2)
-            yield gradients.unsqueeze(1)
+
+def _as_rows(x: Tensor, g: Tensor, ones: bool) -> RowProducts:
+    """Return vectors and gradients `[batch, shared, features]` as rows of a single group."""
+    return RowProducts(PlainVectors(x.unsqueeze(0), 1.0 if ones else None), PlainVectors(g.unsqueeze(0)))
 
 
 class OneHot(Inputs):
@@ -190,6 +192,7 @@ class OneHot(Inputs):
     """
 
     sparse = True
+    unit = True
 
     def __init__(self, size: int, dtype: torch.dtype, padding: int | None = None) -> None:
         """Remember all of them."""
@@ -228,14 +231,10 @@ class OneHot(Inputs):
         sums = torch.zeros(len(index), self.size, dtype=self.dtype, device=index.device)
         return sums.scatter_add(1, index, counts).unsqueeze(1), counts.sum(1)
 
-    def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
-        """Add gradients to the columns of their tokens."""
+    def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
+        """Return tokens as unit vectors."""
         index, g = self._both(use, g)
-        step = at_a_time(g, self.size * g.shape[2])
-        for some_index, some_g in zip(index.split(step), g.split(step), strict=True):
-            full = some_g.new_zeros(len(some_g), self.size, g.shape[2])
-            full.scatter_add_(1, some_index.unsqueeze(2).expand_as(some_g), some_g)
-            yield full.transpose(1, 2).unsqueeze(1)
+        return RowProducts(UnitVectors(index, self.size, g.dtype), PlainVectors(g.unsqueeze(0)))
 
     def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
         """Sum over equal tokens of a datum, and look only at tokens that occur; their factor is diagonal."""
@@ -321,20 +320,21 @@ class Rows(Inputs):
         device: torch.device,
     ) -> None:
         """Count the places."""
-        self.rows = rows
+        self.rows_used = rows
         self.size = size
         self._leading = leading
         self.sparse = size > 1
+        self.unit = rows is not None
         self.zero = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.places = prod(leading)
 
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
         """Count the places."""
-        if self.rows is None:
+        if self.rows_used is None:
             total.total.add_(self.places)
             return self.places
-        total.entries[0, self.rows] += self.places
-        return self.places * len(self.rows)
+        total.entries[0, self.rows_used] += self.places
+        return self.places * len(self.rows_used)
 
     def leading(self, x: Any) -> tuple[int, ...]:
         """The axes over which the parameter was broadcast."""
@@ -343,15 +343,33 @@ class Rows(Inputs):
     def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Count the places of each datum."""
         places = owners.counts(self.places, self.zero)
-        if self.rows is None:
+        if self.rows_used is None:
             return places.reshape(-1, 1, 1), places
-        touched = self.zero.new_zeros(self.size).index_fill(0, self.rows, 1)
-        return (places.unsqueeze(1) * touched).unsqueeze(1), places * len(self.rows)
+        touched = self.zero.new_zeros(self.size).index_fill(0, self.rows_used, 1)
+        return (places.unsqueeze(1) * touched).unsqueeze(1), places * len(self.rows_used)
+
+    def shared(self, use: Use) -> int:
+        """Return the number of unit vectors."""
+        return 1 if self.rows_used is None else len(self.rows_used)
+
+    def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
+        """Return unit vectors, or ones. Places have the same ones, so that they are summed unless asked for."""
+        places = self._by_datum(use, g)
+        places = places if by_place else places.sum(1, keepdim=True, dtype=self.zero.dtype)
+        gradients = places.flatten(1, 2)
+        if self.rows_used is None:
+            return _as_rows(gradients.new_ones(*gradients.shape[:2], 1), gradients, ones=False)
+        index = self.rows_used.to(gradients.device).repeat(len(gradients), places.shape[1])
+        return RowProducts(UnitVectors(index, self.size, gradients.dtype), PlainVectors(gradients.unsqueeze(0)))
+
+    def _by_datum(self, use: Use, g: Tensor) -> Tensor:
+        """Return gradients as `[batch, places, rows, features]`."""
+        g = g if g.ndim == len(self._leading) + 2 else g.unsqueeze(-2)
+        return use.owners.by_datum(g, trailing=2)
 
     def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
         """Sum over the places of each datum."""
-        g = g if g.ndim == len(self._leading) + 2 else g.unsqueeze(-2)
-        sums = use.owners.by_datum(g, trailing=2).sum(1, dtype=self.zero.dtype)
-        if self.rows is not None:
-            sums = sums.new_zeros(len(sums), self.size, sums.shape[2]).index_add_(1, self.rows, sums)
+        sums = self._by_datum(use, g).sum(1, dtype=self.zero.dtype)
+        if self.rows_used is not None:
+            sums = sums.new_zeros(len(sums), self.size, sums.shape[2]).index_add_(1, self.rows_used, sums)
         yield sums.transpose(1, 2).unsqueeze(1)

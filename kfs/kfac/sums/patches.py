@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs import waiting
-from kfs.kfac.sums.inputs import Inputs, Use, Vectors, at_a_time
+from kfs.kfac.sums.inputs import Inputs, Use, Vectors
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.kfac.sums.owners import Owners, Regular
 from kfs.kfac.sums.precision import multiplying
 from kfs.kfac.sums.row_patches import Windows, add_by_rows, rows_pay
+from kfs.kfac.sums.row_products import RowProducts
+from kfs.kfac.sums.row_vectors import PlainVectors, at_a_time
 
 # Patches are written down for so many data at a time that they fill about this many bytes.
 _PATCH_BYTES = {False: 2**26, True: 2**28}  # on a CPU, on an accelerator
@@ -107,6 +109,18 @@ class Patches(Inputs):
         """Sum every datum's patches."""
         sums = owners.by_datum(self._sums(self._cropped(x))).sum(1)  # a datum may have several images
         return sums.unflatten(1, (self.groups, -1)), owners.counts(len(x), sums) * prod(self.out)
+
+    def shared(self, use: Use) -> int:
+        """Return the number of positions."""
+        return super().shared(use) * prod(self.out)
+
+    def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
+        """Write all patches down."""
+        ((patches, g),) = self._with_gradients(use.x, g, all_at_once=True)
+        # A datum may have several images, whose positions are all its rows.
+        x, g = (use.owners.by_datum(t, trailing=2).flatten(1, 2) for t in (patches, g))
+        x, g = (t.unflatten(2, (self.groups, -1)).permute(2, 0, 1, 3) for t in (x, g))
+        return RowProducts(PlainVectors(x, 1.0 if use.ones else None), PlainVectors(g))
 
     def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
         """Multiply image by image; patches are written down for a few images at a time."""

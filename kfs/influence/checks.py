@@ -1,0 +1,115 @@
+"""What is refused before anything is computed: other models, other parameters, names that do not exist."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kfs.errors import KfsWarning, ModelError, SolverError
+from kfs.kfac.structures import BlockDiagonal, Damping, Eigenbasis, Method, Relative, Stack
+from kfs.names import few, near
+from kfs.risk import EmpiricalRisk
+
+
+def inverse_of(K: BlockDiagonal, damping: Damping, method: Method) -> BlockDiagonal:
+    """Invert, and refuse singular blocks: what is added to them to be inverted would decide all scores.
+
+    Raises:
+        SolverError: If a block is singular.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KfsWarning)
+        try:
+            inverse = K.inverse(damping, method)
+        except KfsWarning as warning:
+            K.power(-1.0)  # its error has the name of the block
+            raise SolverError(f"A block is singular: {warning}", "Pass damping.") from warning
+    given = damping.values() if isinstance(damping, Mapping) else [damping]
+    if not all(one.fraction if isinstance(one, Relative) else one for one in given):
+        for stack in inverse.stacks:
+            _check_definite(stack)
+    return inverse
+
+
+def _check_definite(stack: Stack) -> None:
+    """Refuse inverses without damping whose eigenvalues are those of round-off."""
+    if not isinstance(stack.structure, Eigenbasis):
+        return  # others know their round-off
+    values = stack.structure.values.flatten(1)
+    singular = values.amax(1) * torch.finfo(values.dtype).eps > values.amin(1)
+    for name, is_singular in zip(stack.names, singular.tolist(), strict=True):
+        if is_singular:
+            raise SolverError(
+                f"A factor of block {name!r} is singular, up to round-off.",
+                "Pass damping, such as kfs.Relative(0.1).",
+            )
+
+
+def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse what is neither `None` nor one of some names."""
+    if value is not None and value not in choices:
+        raise ModelError(f"{what} is {value!r}.", f"{near([value], choices)} Or leave it out.")
+
+
+def check_memory(memory: object) -> None:
+    """Refuse what is not a number of bytes."""
+    if isinstance(memory, bool) or not isinstance(memory, int) or memory < 0:
+        raise ModelError(f"memory is {memory!r}.", "Use a number of bytes, such as 2**30.")
+
+
+def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:
+    """Refuse a risk with other parameters than an operator, or without data.
+
+    Args:
+        K: The operator.
+        risk: What should have its parameters.
+        what: What to call the risk.
+
+    Raises:
+        ModelError: If parameters or their shapes differ.
+        DataError: If there are no data.
+    """
+    if not isinstance(risk, EmpiricalRisk):
+        raise ModelError(
+            f"{what} is a {type(risk).__name__}.", "Pass kfs.EmpiricalRisk(model, loss, data) with these data."
+        )
+    mine = {name: tuple(p.shape) for name, p in risk.params.items()}
+    theirs = {name: tuple(shape) for name, shape in K.domain.shapes.items()}
+    missing = [name for name in theirs if name not in mine]
+    settings = getattr(K, "settings", None)
+    # Operators may leave parameters out that no rule covers.
+    exhaustive = settings is not None and settings.uncovered != "skip"
+    extra = [name for name in mine if name not in theirs] if exhaustive else []
+    if missing or extra:
+        raise ModelError(
+            f"The parameters of {what} are not those of the curvature: it lacks {few(missing) or 'none'}, and has "
+            f"{few(extra) or 'none'} too many.",
+            "Use the same model, and the same params= for both.",
+        )
+    differing = [
+        f"{name!r} ({list(mine[name])} instead of {list(theirs[name])})"
+        for name in theirs
+        if mine[name] != theirs[name]
+    ]
+    if differing:
+        raise ModelError(
+            f"Parameters of {what} have other shapes than in the curvature: {', '.join(differing[:3])}.",
+            "Use the model that the curvature was computed for: the same layers, and the same vocabulary.",
+        )
+    risk.count()  # raises an error if there are no data
+
+
+def check_same_parameters(K: BlockDiagonal, queries: EmpiricalRisk, train: EmpiricalRisk) -> None:
+    """Refuse queries for a model with other values of its parameters than that of the training data.
+
+    Raises:
+        ModelError: If a value differs.
+    """
+    for name in K.domain.shapes:
+        mine, theirs = queries.params[name], train.params[name]
+        same = mine is theirs or (mine.device == theirs.device and torch.equal(mine, theirs))
+        if not same:
+            raise ModelError(
+                f"Parameter {name!r} has another value (or device) in queries than in train.",
+                "Use one model for both: influence functions compare gradients at the same parameters.",
+            )

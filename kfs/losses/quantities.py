@@ -1,0 +1,100 @@
+"""Quantities of a datum that one may ask about: its loss, the log-probability of its label, its margin, or a function.
+
+All are functions of a prediction and a target. What is needed of them is their gradient with respect to the prediction.
+"""
+
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from kfs.errors import LossError
+from kfs.losses.interface import Loss
+from kfs.names import near
+
+Name = Literal["loss", "log-probability", "margin"]
+# The name of a quantity, or a function of one datum's prediction and target that returns a number.
+Quantity = Name | Callable[[Tensor, Tensor], Tensor]
+NAMES: tuple[str, ...] = get_args(Name)
+
+
+def gradient_of(quantity: Quantity, loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what computes the gradient of a quantity with respect to predictions.
+
+    Args:
+        quantity: `"loss"` is the datum's own term of the loss, `c(f, y)`, without the reduction factor.
+            `"log-probability"` is that of the target, without class weights and label smoothing. `"margin"` is
+            `log p / (1 - p)`, where `p` is the probability of the label: its logit minus the logarithm of the summed
+            exponentials of all others. Where a datum has several labels, both are summed over them. A function takes
+            one datum's prediction and target.
+        loss: Says what predictions mean.
+
+    Returns:
+        A function of predictions and targets `[N, ...]`, whose result is shaped like predictions.
+
+    Raises:
+        LossError: If there is no such quantity.
+
+    Example:
+        >>> from kfs.losses import describe
+        >>> gradient = gradient_of("margin", describe(torch.nn.CrossEntropyLoss()))
+        >>> gradient(torch.tensor([[1.0, 0.0, 0.0]]), torch.tensor([0]))
+        tensor([[ 1.0000, -0.5000, -0.5000]])
+    """
+    if callable(quantity):
+        return _Function(quantity)
+    if quantity == "loss":
+        return loss.gradient
+    if quantity == "log-probability":
+        return loss.log_probability_gradient
+    if quantity == "margin":
+        return loss.margin_gradient
+    way_out = f"{near([quantity], NAMES)} A function of one datum's prediction and target is possible, too."
+    raise LossError(f"There is no quantity {quantity!r}.", way_out)
+
+
+def sign_of(quantity: Quantity) -> int:
+    """Return 1 if less of a quantity is better, as of the loss and by convention of a function; otherwise -1."""
+    return -1 if quantity in {"log-probability", "margin"} else 1
+
+
+class _Function:
+    """Differentiates a function of one datum: for all data together if `vmap` can do that, otherwise one by one."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.function = function
+        self.together = True
+
+    def __call__(self, f: Tensor, y: Tensor) -> Tensor:
+        with torch.enable_grad():
+            if self.together:
+                try:
+                    gradients: Tensor = vmap(grad(self._value))(f, y)
+                except (RuntimeError, NotImplementedError):
+                    self.together = False  # if it is the function's own error, it comes again below
+                else:
+                    return gradients
+            return torch.stack([self._one(f_n, y_n) for f_n, y_n in zip(f.detach(), y, strict=True)])
+
+    def _value(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the function's value, and refuse what is not one number."""
+        value = self.function(f, y)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            raise LossError(
+                f"The function {name} returned {found} for one datum, expected a number in a tensor.",
+                "Let it take the prediction and the target of a single datum, and sum over their entries.",
+            )
+        return value.reshape(())
+
+    def _one(self, f: Tensor, y: Tensor) -> Tensor:
+        """Differentiate for one datum. A function that does not depend on the prediction has no gradient."""
+        leaf = f.requires_grad_()
+        value = self._value(leaf, y)
+        if not value.requires_grad:
+            return torch.zeros_like(f)
+        (gradient,) = torch.autograd.grad(value, leaf, allow_unused=True, materialize_grads=True)
+        return gradient
