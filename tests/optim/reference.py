@@ -122,7 +122,7 @@ class Block:
         radius = self.options.trust * math.sqrt(max(1.0, rows / columns)) / self.inputs
         U, sizes, V = torch.linalg.svd(D, full_matrices=False)
         longest = float(sizes.pow(4).sum()) ** 0.25
-        sizes = sizes * min(1.0, 100 * radius / longest)
+        sizes = sizes * min(1.0, 30 * radius / longest)
         for i, size in enumerate(sizes.tolist()):
             sizes[i] = size / math.sqrt(1 + (size / radius) ** 2)
         result: Tensor = U @ sizes.diag() @ V
