@@ -1,0 +1,176 @@
+"""Kronfluence as its documentation has it: a task with a summed loss, and an analyzer that keeps its results in files."""
+
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import kronfluence
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from benchmarks.influence_digits import Data, margins
+from kfs import Relative
+
+BATCH = 512
+Measured = Callable[[Tensor, Tensor], Tensor]
+
+
+class Task(kronfluence.Task):  # type: ignore[misc]
+    """Cross-entropy for training, and some quantity for queries.
+
+    Args:
+        measured: A function of logits `[..., classes]` and labels that is summed over queries.
+        layers: Names of layers that are considered; all that Kronfluence knows if it is `None`.
+    """
+
+    def __init__(self, measured: Measured, layers: list[str] | None = None) -> None:
+        """Keep both."""
+        self.measured = measured
+        self.layers = layers
+
+    def compute_train_loss(self, batch: Data, model: nn.Module, sample: bool = False) -> Tensor:
+        """Return the sum of losses, for labels at hand or drawn from the model's distribution."""
+        X, y = batch
+        f = model(X)
+        if sample:
+            with torch.no_grad():
+                y = torch.multinomial(f.flatten(0, -2).float().softmax(-1), 1).reshape(y.shape)
+        return cross_entropy(f.flatten(0, -2), y.flatten(), reduction="sum")
+
+    def compute_measurement(self, batch: Data, model: nn.Module) -> Tensor:
+        """Return the sum of what is measured."""
+        X, y = batch
+        return self.measured(model(X), y).sum()
+
+    def get_influence_tracked_modules(self) -> list[str] | None:
+        """Return the layers to consider."""
+        return self.layers
+
+
+class Analysis:
+    """A model with its training data, and what Kronfluence computes for them.
+
+    Args:
+        model: The model, which Kronfluence changes.
+        data: What it was trained with.
+        task: Says what is differentiated.
+        batch: How many data it takes at a time.
+        cpu: Whether to ignore a GPU.
+    """
+
+    def __init__(self, model: nn.Module, data: Data, task: Task, batch: int = BATCH, cpu: bool = True) -> None:
+        """Prepare the model."""
+        self.files = tempfile.TemporaryDirectory()
+        self.data = TensorDataset(*data)
+        self.batch = batch
+        self.analyzer = kronfluence.Analyzer(
+            "influence",
+            kronfluence.prepare_model(model, task),
+            task,
+            cpu=cpu,
+            disable_tqdm=True,
+            output_dir=self.files.name,
+        )
+
+    def covariances(self, arguments: Any) -> None:
+        """Compute both factors of all layers."""
+        with silent():
+            self.analyzer.fit_covariance_matrices(
+                "factors", self.data, per_device_batch_size=self.batch, factor_args=arguments
+            )
+
+    def decompositions(self, arguments: Any) -> None:
+        """Compute eigenvectors."""
+        with silent():
+            self.analyzer.perform_eigendecomposition("factors", arguments)
+
+    def eigenvalues(self, arguments: Any) -> None:
+        """Compute eigenvalues in the basis of these eigenvectors."""
+        with silent():
+            self.analyzer.fit_lambda_matrices(
+                "factors", self.data, per_device_batch_size=self.batch, factor_args=arguments
+            )
+
+    def factors(self, arguments: Any) -> None:
+        """Compute whatever a strategy needs."""
+        with silent():
+            self.analyzer.fit_all_factors(
+                "factors", self.data, per_device_batch_size=self.batch, factor_args=arguments
+            )
+
+    def pairwise(self, queries: Data, arguments: Any) -> Tensor:
+        """Return the scores of all pairs."""
+        with silent():
+            self.analyzer.compute_pairwise_scores(
+                "pairwise",
+                "factors",
+                query_dataset=TensorDataset(*queries),
+                train_dataset=self.data,
+                per_device_query_batch_size=min(self.batch, len(queries[1])),
+                per_device_train_batch_size=self.batch,
+                score_args=arguments,
+                overwrite_output_dir=True,
+            )
+            scores: Tensor = self.analyzer.load_pairwise_scores("pairwise")["all_modules"]
+        return scores
+
+    def own(self, arguments: Any) -> Tensor:
+        """Return the scores of training data with themselves."""
+        with silent():
+            self.analyzer.compute_self_scores(
+                "own",
+                "factors",
+                train_dataset=self.data,
+                per_device_train_batch_size=self.batch,
+                score_args=arguments,
+                overwrite_output_dir=True,
+            )
+            scores: Tensor = self.analyzer.load_self_scores("own")["all_modules"]
+        return scores
+
+
+class Fitted:
+    """EKFAC with one drawn label for each datum, which is Kronfluence's default.
+
+    Args:
+        damping: What is added to eigenvalues; the only multiple of the mean eigenvalue that it knows is 0.1.
+        model: The model, which Kronfluence changes.
+        data: What it was trained with.
+    """
+
+    def __init__(self, damping: float | Relative, model: nn.Module, data: Data) -> None:
+        """Compute factors."""
+        if isinstance(damping, Relative) and damping.fraction != 0.1:
+            raise NotImplementedError("Kronfluence knows 0.1 times the mean eigenvalue alone.")
+        self.arguments = kronfluence.ScoreArguments(
+            damping_factor=None if isinstance(damping, Relative) else damping
+        )
+        self.analysis = Analysis(model, data, Task(negative_margins))
+        self.analysis.factors(kronfluence.FactorArguments(strategy="ekfac"))
+
+    def pairwise(self, queries: Data) -> Tensor:
+        """Return the score of each pair."""
+        return self.analysis.pairwise(queries, self.arguments)
+
+    def own(self) -> Tensor:
+        """Return the score of each training datum with itself."""
+        return self.analysis.own(self.arguments)
+
+
+def negative_margins(f: Tensor, y: Tensor) -> Tensor:
+    """Return a quantity of which less is better, as of a loss."""
+    return -margins(f, y)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Suppress what Kronfluence logs."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
