@@ -1,5 +1,6 @@
 """Kronfluence as its documentation has it: a task with a summed loss, and an analyzer that keeps its results in files."""
 
+import copy
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from benchmarks.influence_digits import Data, margins
+from benchmarks.influence_errors import DAMPING, Checked, gradients, matrices, multiplied_out
+from benchmarks.influence_methods import losses
 from kfs import Relative
 
 BATCH = 512
@@ -140,15 +143,17 @@ class Fitted:
         damping: What is added to eigenvalues; the only multiple of the mean eigenvalue that it knows is 0.1.
         model: The model, which Kronfluence changes.
         data: What it was trained with.
+        seed: For draws.
     """
 
-    def __init__(self, damping: float | Relative, model: nn.Module, data: Data) -> None:
+    def __init__(self, damping: float | Relative, model: nn.Module, data: Data, seed: int) -> None:
         """Compute factors."""
         if isinstance(damping, Relative) and damping.fraction != 0.1:
             raise NotImplementedError("Kronfluence knows 0.1 times the mean eigenvalue alone.")
         self.arguments = kronfluence.ScoreArguments(
             damping_factor=None if isinstance(damping, Relative) else damping
         )
+        torch.manual_seed(seed)
         self.analysis = Analysis(model, data, Task(negative_margins))
         self.analysis.factors(kronfluence.FactorArguments(strategy="ekfac"))
 
@@ -174,3 +179,35 @@ def silent() -> Iterator[None]:
         yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+def checked(model: nn.Module, data: Data, queries: Data) -> Checked:
+    """Return inner products and scores of Kronfluence in float64, and by brute force."""
+    by_layer, asked = (matrices(gradients(model, one)) for one in (data, queries))
+    precise = dict.fromkeys(("per_sample_gradient_dtype", "precondition_dtype", "score_dtype"), torch.float64)
+    in_factors = ("activation_covariance_dtype", "gradient_covariance_dtype", "per_sample_gradient_dtype")
+    factors = dict.fromkeys((*in_factors, "lambda_dtype"), torch.float64)
+
+    def found(strategy: str) -> tuple[Tensor, Analysis]:
+        analysis = Analysis(copy.deepcopy(model), data, Task(losses))
+        analysis.factors(kronfluence.FactorArguments(strategy=strategy, use_empirical_fisher=True, **factors))
+        return analysis.pairwise(queries, kronfluence.ScoreArguments(damping_factor=DAMPING, **precise)), analysis
+
+    plain, _ = found("identity")
+    scores, analysis = found("ekfac")
+    parts = analysis.analyzer.load_all_factors("factors")
+    right = [
+        multiplied_out(
+            asked[layer],
+            G,
+            parts["activation_eigenvectors"][layer].double(),
+            parts["gradient_eigenvectors"][layer].double(),
+            parts["lambda_matrix"][layer].double() / float(parts["num_lambda_processed"][layer]),
+        )
+        for layer, G in by_layer.items()
+    ]
+    inner = [asked[layer].flatten(1) @ G.flatten(1).T for layer, G in by_layer.items()]
+    return {
+        "inner products": (plain, torch.stack(inner).sum(0)),
+        "EKFAC": (scores, torch.stack(right).sum(0)),
+    }

@@ -22,7 +22,8 @@ from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, Influence, Relative
 
 BATCH = 512
 PROJECTIONS = 256  # dimensions that TRAK keeps
-PEERS = ("kronfluence", "dattri")
+RELATIVE = Relative(0.1)
+ABSOLUTE = 1e-3
 
 
 class Fitted(Protocol):
@@ -45,14 +46,16 @@ class Method:
         name: What is computed.
         library: Whose implementation.
         damping: How it is damped, in words.
-        fit: Takes a model and training data; `None` if the library is not installed.
+        fit: Takes a model, training data, and a seed for draws; `None` if the library is not installed.
+        draws: Whether labels are drawn.
         has_own: Whether it has scores of data with themselves.
     """
 
     name: str
     library: str
     damping: str
-    fit: Callable[[nn.Module, Data], Fitted] | None
+    fit: Callable[[nn.Module, Data, int], Fitted] | None
+    draws: bool = False
     has_own: bool = True
 
 
@@ -65,15 +68,22 @@ class Ours:
         settings: Those of the operator.
         model: The model.
         data: What it was trained with.
+        seed: For draws.
     """
 
     def __init__(
-        self, kind: type[KFAC | EKFAC], damping: float | Relative, settings: dict[str, Any], model: nn.Module, data: Data
+        self,
+        kind: type[KFAC | EKFAC],
+        damping: float | Relative,
+        settings: dict[str, Any],
+        model: nn.Module,
+        data: Data,
+        seed: int,
     ) -> None:
         """Compute factors and the inverse."""
         self.model = model
         self.train = self._risk(data)
-        self.influence = Influence(kind(self.train, **settings), damping)
+        self.influence = Influence(kind(self.train, seed=seed, **settings), damping)
 
     def pairwise(self, queries: Data) -> Tensor:
         """Return the score of each pair."""
@@ -95,9 +105,10 @@ class DenseGGN:
         damping: What is added to the diagonal, or a multiple of the mean eigenvalue.
         model: The model.
         data: What it was trained with.
+        seed: For draws.
     """
 
-    def __init__(self, damping: float | Relative, model: nn.Module, data: Data) -> None:
+    def __init__(self, damping: float | Relative, model: nn.Module, data: Data, seed: int) -> None:
         """Compute the matrix and factorize it."""
         self.model = copy.deepcopy(model).double()
         self.data = data[0].double(), data[1]
@@ -125,13 +136,14 @@ class Projected:
     Args:
         model: The model.
         data: What it was trained with.
+        seed: For draws.
     """
 
-    def __init__(self, model: nn.Module, data: Data) -> None:
+    def __init__(self, model: nn.Module, data: Data, seed: int) -> None:
         """Project the gradients of training data."""
         self.model = model
         size = sum(p.numel() for p in model.parameters())
-        self.P = torch.randn(size, PROJECTIONS, generator=torch.Generator().manual_seed(0)) / PROJECTIONS**0.5
+        self.P = torch.randn(size, PROJECTIONS, generator=torch.Generator().manual_seed(seed)) / PROJECTIONS**0.5
         self.features = gradients(model, margins, data) @ self.P
         with torch.no_grad():
             self.doubt = 1 - torch.exp(-losses(model(data[0]), data[1]))
@@ -153,9 +165,10 @@ class LossAlone:
     Args:
         model: The model.
         data: What it was trained with.
+        seed: For draws.
     """
 
-    def __init__(self, model: nn.Module, data: Data) -> None:
+    def __init__(self, model: nn.Module, data: Data, seed: int) -> None:
         """Keep them."""
         self.model = model
         self.data = data
@@ -186,11 +199,22 @@ def gradients(model: nn.Module, quantity: Callable[[Tensor, Tensor], Tensor], da
     return torch.cat([g.flatten(1) for g in found.values()], 1)
 
 
-def ours(kind: type[KFAC | EKFAC], damping: float | Relative = Relative(0.1), **settings: Any) -> Method:  # noqa: B008
+def ours(kind: type[KFAC | EKFAC], damping: float | Relative = RELATIVE, **settings: Any) -> Method:
     """Return one of our methods."""
     samples = f", {settings['mc_samples']} samples" if "mc_samples" in settings else ""
     name = f"{kind.__name__} {settings['fisher']}{samples}"
-    return Method(name, "kfs", in_words(damping), partial(Ours, kind, damping, settings))
+    fit = partial(Ours, kind, damping, settings)
+    return Method(name, "kfs", in_words(damping), fit, draws=settings["fisher"] == "mc")
+
+
+def peer(library: str, damping: float | Relative, has_own: bool = True) -> Method:
+    """Return EKFAC of another library: its module's `Fitted`, if that library is installed."""
+    fit = None
+    if find_spec(library) is not None:
+        fit = partial(import_module(f"benchmarks.influence_{library}").Fitted, damping)
+    draws = library == "kronfluence"
+    fisher = "mc" if draws else "empirical"
+    return Method(f"EKFAC {fisher}", library, in_words(damping), fit, draws, has_own)
 
 
 def in_words(damping: float | Relative) -> str:
@@ -198,26 +222,44 @@ def in_words(damping: float | Relative) -> str:
     return f"{damping.fraction:g} x mean eigenvalue" if isinstance(damping, Relative) else f"{damping:g}"
 
 
-def dense(damping: float | Relative) -> Method:
-    """Return the reference."""
-    return Method("dense GGN", "dense", in_words(damping), partial(DenseGGN, damping))
-
-
-def peer(library: str, name: str, damping: float | Relative, has_own: bool = True) -> Method:
-    """Return a method of another library: its module's `Fitted`, if that library is installed."""
-    fit = None
-    if find_spec(library) is not None:
-        fit = partial(import_module(f"benchmarks.influence_{library}").Fitted, damping)
-    return Method(name, library, in_words(damping), fit, has_own)
-
-
-def compared(damping: float | Relative) -> list[Method]:
-    """Return approximations of ours and of others with the same damping."""
+def predictors() -> list[Method]:
+    """Return what predicts margins of networks that are trained with a part of the data."""
+    found: list[Method] = []
+    for damping in (RELATIVE, ABSOLUTE):
+        found += [
+            Method("dense GGN", "torch", in_words(damping), partial(DenseGGN, damping)),
+            ours(KFAC, damping, fisher="type-2"),
+            ours(EKFAC, damping, fisher="type-2"),
+            ours(EKFAC, damping, fisher="mc"),
+            ours(EKFAC, damping, fisher="mc", mc_samples=8),
+            peer("kronfluence", damping),
+        ]
     return [
-        dense(damping),
-        ours(KFAC, damping, fisher="type-2"),
-        ours(EKFAC, damping, fisher="type-2"),
-        ours(EKFAC, damping, fisher="mc"),
-        ours(EKFAC, damping, fisher="mc", mc_samples=8),
-        peer("kronfluence", "EKFAC", damping),
+        *found,
+        peer("kronfluence", 1e-8),  # its default
+        peer("dattri", ABSOLUTE, has_own=False),
+        Method(f"TRAK, {PROJECTIONS} dimensions", "torch", "", Projected, draws=True, has_own=False),
+    ]
+
+
+def detectors() -> list[Method]:
+    """Return what finds wrong labels."""
+    return [
+        ours(KFAC, fisher="type-2"),
+        ours(EKFAC, fisher="type-2"),
+        ours(EKFAC, fisher="mc"),
+        peer("kronfluence", RELATIVE),
+        peer("kronfluence", 1e-8),
+        Method("loss", "torch", "", LossAlone),
+    ]
+
+
+def timed() -> list[Method]:
+    """Return what is timed."""
+    return [
+        ours(KFAC, fisher="type-2"),
+        ours(EKFAC, fisher="type-2"),
+        ours(EKFAC, fisher="mc"),
+        peer("kronfluence", RELATIVE),
+        peer("dattri", ABSOLUTE, has_own=False),
     ]
