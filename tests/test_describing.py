@@ -168,6 +168,22 @@ OBJECTS: dict[str, tuple[str, Callable[[kfs.EmpiricalRisk], Any]]] = {
         lambda risk: kfs.inspect(risk.model, torch.randn(4, 3, dtype=torch.float64)),
     ),
     "comparison": ("Errors against exact blocks, relative to them\nlayer", kfs.compare),
+    "influence": (
+        f"Influence {OF}: 2 blocks, float64 on cpu\n  KFAC.inverse(0.1)",
+        lambda risk: kfs.Influence(kfs.KFAC(risk), 0.1),
+    ),
+    "gradients": (
+        "Gradients of data 0 to 5: 2 blocks, float64 on cpu",
+        lambda risk: next(kfs.per_datum(risk)),
+    ),
+    "gradients of a block": (
+        "Gradients of 6 data, block '0': 4 x 4, float64 on cpu\n  rows of 1 use",
+        lambda risk: next(kfs.per_datum(risk)).blocks["0"],
+    ),
+    "top": (
+        "The 2 most helpful and 2 most harmful data of each of 6 queries",
+        lambda risk: kfs.Influence(kfs.KFAC(risk), 0.1).top(risk, risk, 2),
+    ),
     "audit": ("audit of 4 parameters on ", lambda risk: kfs.KFAC(risk).audit),
     "optimizer": (
         "KFAC for Sequential (4 parameters, 26 numbers), CrossEntropyLoss\n  lr=",

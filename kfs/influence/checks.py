@@ -1,13 +1,48 @@
 """What is refused before anything is computed: other models, other parameters, names that do not exist."""
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from kfs.errors import DataError, ModelError
-from kfs.kfac.structures import BlockDiagonal
+from kfs.errors import KfsWarning, ModelError, SolverError
+from kfs.kfac.structures import BlockDiagonal, Damping, Eigenbasis, Method, Relative, Stack
 from kfs.names import few, near
 from kfs.risk import EmpiricalRisk
+
+
+def inverse_of(K: BlockDiagonal, damping: Damping, method: Method) -> BlockDiagonal:
+    """Invert, and refuse singular blocks: what is added to them to be inverted would decide all scores.
+
+    Raises:
+        SolverError: If a block is singular.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KfsWarning)
+        try:
+            inverse = K.inverse(damping, method)
+        except KfsWarning as warning:
+            K.power(-1.0)  # its error has the name of the block
+            raise SolverError(f"A block is singular: {warning}", "Pass damping.") from warning
+    given = damping.values() if isinstance(damping, Mapping) else [damping]
+    if not all(one.fraction if isinstance(one, Relative) else one for one in given):
+        for stack in inverse.stacks:
+            _check_definite(stack)
+    return inverse
+
+
+def _check_definite(stack: Stack) -> None:
+    """Refuse inverses without damping whose eigenvalues are those of round-off."""
+    if not isinstance(stack.structure, Eigenbasis):
+        return  # others know their round-off
+    values = stack.structure.values.flatten(1)
+    singular = values.amax(1) * torch.finfo(values.dtype).eps > values.amin(1)
+    for name, is_singular in zip(stack.names, singular.tolist(), strict=True):
+        if is_singular:
+            raise SolverError(
+                f"A factor of block {name!r} is singular, up to round-off.",
+                "Pass damping, such as kfs.Relative(0.1).",
+            )
 
 
 def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
@@ -61,8 +96,7 @@ def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:
             f"Parameters of {what} have other shapes than in the curvature: {', '.join(differing[:3])}.",
             "Use the model that the curvature was computed for: the same layers, and the same vocabulary.",
         )
-    if risk.num_data == 0:
-        raise DataError(f"{what} has no data.", "Pass at least one batch.")
+    risk.count()  # raises an error if there are no data
 
 
 def check_same_parameters(K: BlockDiagonal, queries: EmpiricalRisk, train: EmpiricalRisk) -> None:

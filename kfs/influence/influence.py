@@ -5,7 +5,7 @@ factor of the training loss, $g_n$ the gradient of the datum's own term, and $H$
 with gradient $g_q$ changes by $-\epsilon R\, g_q^\top H^{-1} g_n$. The score is $g_q^\top H^{-1} g_n$.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, overload
 
 import torch
@@ -14,13 +14,13 @@ from torch.nn.functional import pad
 
 from kfs.describing import Described, Description, counted, kind
 from kfs.errors import DataError, ModelError
-from kfs.influence.checks import check_choice, check_memory, check_risk, check_same_parameters
+from kfs.influence.checks import check_choice, check_memory, check_risk, check_same_parameters, inverse_of
 from kfs.influence.ranking import Best, Ranked, Top
 from kfs.influence.stream import Queries, Request, Stream, check_finite
 from kfs.influence.tokens import by_token, positions_of
 from kfs.kfac.block_gradients import BlockGradients
 from kfs.kfac.datum_gradients import GradientBatch
-from kfs.kfac.structures import BlockDiagonal, Method, Relative
+from kfs.kfac.structures import BlockDiagonal, Damping, Method, Relative
 from kfs.losses.quantities import Quantity, gradient_of, sign_of
 from kfs.risk import EmpiricalRisk
 
@@ -71,7 +71,7 @@ class Influence(Described):
     def __init__(
         self,
         K: BlockDiagonal,
-        damping: float | Relative | Mapping[str, float | Relative] = Relative(0.1),  # noqa: B008 (nobody changes it)
+        damping: Damping = Relative(0.1),  # noqa: B008 (nobody changes it)
         method: Method = "exact",
     ) -> None:
         """Invert."""
@@ -84,7 +84,7 @@ class Influence(Described):
         if not K.symmetric:
             raise ModelError("The operator is not symmetric.", "Use the curvature itself, and not a product with it.")
         self.K = K
-        self.inverse = K.inverse(damping, method)
+        self.inverse = inverse_of(K, damping, method)
 
     def describe(self) -> Description:
         """Describe model, blocks and inverse."""
@@ -241,10 +241,10 @@ class Influence(Described):
         """Check what was asked for."""
         check_choice("normalize", request.normalize, _NORMALIZE)
         check_memory(request.memory)
+        check_risk(self.K, request.train, "train")
+        check_risk(self.K, request.queries, "queries")
         gradient_of(request.of, request.queries.loss)
         gradient_of(request.of_train, request.train.loss)
-        check_risk(self.K, request.queries, "queries")
-        check_risk(self.K, request.train, "train")
         check_same_parameters(self.K, request.queries, request.train)
         return Stream(self.K, self.inverse, request)
 

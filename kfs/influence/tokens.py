@@ -18,7 +18,7 @@ def positions_of(batch: GradientBatch) -> int:
         DataError: If there is only one.
     """
     uses = [use for block in batch.blocks.values() for use in block.uses if isinstance(use, Captured)]
-    counts = Counter(use.places or use.rows.shared for use in uses)
+    counts = Counter(use.places or use.shared for use in uses)
     most = max(counts, key=lambda count: (counts[count], count), default=1)
     if most < 2:
         raise DataError(

@@ -8,18 +8,15 @@ multiplied once, and kept:
 - `"rotated"`: as matrices in the basis of the inverse, where gradients of training data are rotated, too.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
 
-from kfs.kfac.block_gradients import BlockGradients, sides_of
-from kfs.kfac.structures import Congruence, Eigenbasis, Kronecker, Structure
-from kfs.kfac.sums import RowProducts, UnitVectors
+from kfs.kfac.block_gradients import Basis, BlockGradients
+from kfs.kfac.structures import Structure
 
 Way = Literal["rows", "matrices", "rotated"]
-Basis = Eigenbasis | Congruence
 
 
 @dataclass(frozen=True)
@@ -116,8 +113,8 @@ class Chosen:
 
     def bytes_of(self, gradients: BlockGradients) -> int:
         """Return how many bytes are kept for each query."""
-        rows = sum(part.stored for part in gradients.parts)
-        return (rows if self.way == "rows" else gradients.numbers) * gradients.dtype.itemsize
+        numbers = gradients.numbers if self.way != "rows" else sum(part.stored for part in gradients.parts)
+        return numbers * gradients.dtype.itemsize
 
 
 def choose(structure: Structure, gradients: BlockGradients, queries: int, train: int) -> Chosen:
@@ -134,7 +131,7 @@ def choose(structure: Structure, gradients: BlockGradients, queries: int, train:
     costs: dict[Way, int] = {"matrices": multiplications("matrices", sizes)}
     if isinstance(structure, Basis):
         costs["rotated"] = multiplications("rotated", sizes)
-    if gradients.whole is None and _keeps_rows(gradients, structure):
+    if gradients.keeps_rows(structure):
         costs["rows"] = multiplications("rows", sizes)
     return Chosen(min(costs, key=lambda way: costs[way]), structure)
 
@@ -149,24 +146,11 @@ def rotated(gradients: BlockGradients, basis: Basis) -> BlockGradients:
 
 def self_products(gradients: BlockGradients, structure: Structure) -> Tensor:
     """Return `<G, H^-1 G>` for every datum, `[n]`."""
-    if not isinstance(structure, Basis) or _keeps_rows(gradients, structure):
+    if not isinstance(structure, Basis) or gradients.keeps_rows(structure):
         return gradients.multiplied(structure).inner_within(gradients)
     inside = rotated(gradients, structure)
-    if len(inside.parts) == 1 and inside.whole is None and inside.shared == 1:
+    if len(inside.uses) == 1 and inside.whole is None and inside.shared == 1:
         # The square of an outer product is the outer product of squares.
         x, g = (side.dense().squeeze(2).square() for side in (inside.parts[0].x, inside.parts[0].g))
         return ((g @ structure.values) * x).sum((0, 2))
     return (inside.dense().square() * structure.values).flatten(1).sum(1)
-
-
-def _keeps_rows(gradients: BlockGradients, structure: Structure) -> bool:
-    """Whether rows that are multiplied with the inverse stay rows."""
-    if isinstance(structure, Kronecker):
-        return True
-    if not isinstance(structure, Basis):
-        return False
-    Q_A, Q_B = sides_of(structure)
-    on_units: Callable[[RowProducts], bool] = lambda part: (  # noqa: E731
-        (isinstance(part.x, UnitVectors) and Q_A is None) or (isinstance(part.g, UnitVectors) and Q_B is None)
-    )
-    return bool(gradients.parts) and all(map(on_units, gradients.parts))

@@ -80,8 +80,8 @@ class BlockGradients(Described):
 
     @property
     def shared(self) -> int:
-        """Number of rows of each datum, of all parts together."""
-        return sum(part.shared for part in self.parts)
+        """Number of rows of each datum, of all parts together; none is written down to count them."""
+        return sum(use.shared for use in self.uses)
 
     @property
     def numbers(self) -> int:
@@ -184,13 +184,25 @@ class BlockGradients(Described):
         Rows stay rows where they can: under Kronecker products, and on the side of unit vectors under diagonal bases.
         """
         structure = structure.to(self.device, self.dtype)
-        if self.whole is None:
-            parts = [_multiplied_rows(part, structure) for part in self.parts]
-            known = [part for part in parts if part is not None]
-            if len(known) == len(parts):
-                return replace(self, uses=tuple(known))
+        if self.keeps_rows(structure):
+            return replace(self, uses=tuple(_multiplied_rows(part, structure) for part in self.parts))
         product = structure.multiply(self.dense().transpose(0, 1)).transpose(0, 1)
         return replace(self, uses=(), whole=product)
+
+    def keeps_rows(self, structure: Structure) -> bool:
+        """Whether rows that are multiplied with a block stay rows: if they can, and if that takes fewer operations."""
+        if self.whole is not None:
+            return False
+        if isinstance(structure, Kronecker):
+            groups, rows, columns = self.layout.matrix_shape
+            of_rows = self.shared * groups * (rows**2 + columns**2)
+            return of_rows <= self.numbers * (self.shared + rows + columns)
+        if not isinstance(structure, Basis):
+            return False
+        # A unit vector is an eigenvector of a diagonal side, and picks the eigenvalues on the other side.
+        Q_A, Q_B = sides_of(structure)
+        picks = [(x and Q_A is None) or (g and Q_B is None) for x, g in (use.units for use in self.uses)]
+        return bool(picks) and all(picks)
 
     def rotated(self, basis: Basis) -> "BlockGradients":
         """Return the gradients as they are in a basis, `Q_B^T G Q_A`."""
@@ -216,7 +228,7 @@ class BlockGradients(Described):
 
     def _work(self, other: "BlockGradients") -> tuple[int, int]:
         """Return how many multiplications inner products of vectors take, on each side."""
-        pairs = [(mine.work, theirs.work) for mine in self.parts for theirs in other.parts]
+        pairs = [(mine.work, theirs.work) for mine in self.uses for theirs in other.uses]
         return max(min(a[0], b[0]) for a, b in pairs), max(min(a[1], b[1]) for a, b in pairs)
 
     def _way(self, other: "BlockGradients") -> str:
@@ -263,24 +275,20 @@ def sides_of(basis: Basis) -> tuple[Tensor | None, Tensor | None]:
     return Q_A, Q_B
 
 
-def _multiplied_rows(part: RowProducts, structure: Structure) -> RowProducts | None:
-    """Multiply rows with a block; `None` if the result has no rows."""
+def _multiplied_rows(part: RowProducts, structure: Structure) -> RowProducts:
+    """Multiply rows with a block that leaves them rows; see `BlockGradients.keeps_rows`."""
     if isinstance(structure, Kronecker):
         rows = _times_factors(part, structure.A, structure.B)
         return _scaled(rows, (structure.A.scale * structure.B.scale).reshape(-1, 1, 1, 1))
-    if isinstance(structure, (Eigenbasis, Congruence)):
-        Q_A, Q_B = sides_of(structure)
-        # A unit vector is an eigenvector of a diagonal side, and picks the eigenvalues on the other side.
-        if isinstance(part.x, UnitVectors) and Q_A is None and isinstance(part.g, PlainVectors):
-            values = structure.values[0].T[part.x.index]
-            return RowProducts(part.x, _filtered(part.g, Q_B, values))
-        if isinstance(part.g, UnitVectors) and Q_B is None and isinstance(part.x, PlainVectors):
-            values = structure.values[0][part.g.index]
-            return RowProducts(_filtered(part.x, Q_A, values), part.g)
-    return None
+    assert isinstance(structure, Basis)  # noqa: S101 (there is no third kind)
+    Q_A, Q_B = sides_of(structure)
+    if isinstance(part.x, UnitVectors) and Q_A is None:
+        return RowProducts(part.x, _filtered(part.g, Q_B, structure.values[0].T[part.x.index]))
+    assert isinstance(part.g, UnitVectors)  # noqa: S101 (one side has unit vectors)
+    return RowProducts(_filtered(part.x, Q_A, structure.values[0][part.g.index]), part.g)
 
 
-def _filtered(vectors: PlainVectors, Q: Tensor | None, values: Tensor) -> PlainVectors:
+def _filtered(vectors: RowVectors, Q: Tensor | None, values: Tensor) -> PlainVectors:
     """Go to a basis, multiply coordinates with values `[n, shared, size]`, and go back."""
     inside = (vectors if Q is None else vectors.times(Q)).dense() * values
     return PlainVectors(inside) if Q is None else PlainVectors(inside).times(Q.transpose(1, 2))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kfs.kfac.sums import inputs, patches
+from kfs.kfac.sums import patches, row_vectors
 
 
 @pytest.fixture
@@ -13,4 +13,4 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     nothing = {False: 1, True: 1}  # bytes, on a CPU and on an accelerator
     monkeypatch.setattr(patches, "_PATCH_BYTES", nothing)
-    monkeypatch.setattr(inputs, "_GRADIENT_BYTES", nothing)
+    monkeypatch.setattr(row_vectors, "_BYTES", nothing)

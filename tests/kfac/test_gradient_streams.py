@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import kfs
-from kfs.errors import DataError, KfsError, LossError, ModelError, ShapeError
+from kfs.errors import KfsError, LossError, ModelError, ShapeError
 from kfs.kfac import BlockGradients, GradientBatch, exact_blocks
 from kfs.kfac.block_gradients import joined_gradients
+from kfs.kfac.layout import Layout
+from kfs.kfac.structures import Eigenbasis
+from kfs.kfac.sums import KeptGradients, PlainVectors, RowProducts, UnitVectors
 from tests.kfac.models import Function
 from tests.kfac.one_by_one import close
 
@@ -57,7 +60,8 @@ def test_quantities() -> None:
 
     def margin(params: Any, x: Tensor, label: Tensor) -> Tensor:
         p = torch.func.functional_call(model, params, (x,)).softmax(-1).gather(-1, label[None])
-        return (p / (1 - p)).log().sum()
+        value: Tensor = (p / (1 - p)).log().sum()
+        return value
 
     expected = torch.func.vmap(torch.func.grad(margin), (None, 0, 0))(params, X, y)
     found = all_of(kfs.per_datum(risk_of(model), "margin"))
@@ -65,7 +69,7 @@ def test_quantities() -> None:
     for name in expected:
         close(found[name], expected[name])
         close(square[name], expected[name])
-    with pytest.raises(LossError, match="There is no quantity 'lost'. Did you mean 'loss'"):
+    with pytest.raises(LossError, match=r"There is no quantity 'lost'. Did you mean 'loss'"):
         kfs.per_datum(risk_of(), "lost")  # type: ignore[arg-type]
 
 
@@ -108,7 +112,8 @@ def test_a_function_with_parameters() -> None:
 
 def with_cosine(m: Any, x: Tensor) -> Tensor:
     """One parameter goes through an operation that no rule knows, another one shares its block."""
-    return nn.functional.linear(x, m.W, m.b).tanh() @ torch.linalg.inv(m.V + 3 * torch.eye(3, dtype=x.dtype))
+    inverse: Tensor = torch.linalg.inv(m.V + 3 * torch.eye(3, dtype=x.dtype))
+    return nn.functional.linear(x, m.W, m.b).tanh() @ inverse
 
 
 def uncovered_model() -> nn.Module:
@@ -118,7 +123,7 @@ def uncovered_model() -> nn.Module:
 
 def test_uncovered_parameters() -> None:
     risk = risk_of(uncovered_model())
-    with pytest.raises(ModelError, match="KFAC does not cover all parameters .'V'"):
+    with pytest.raises(ModelError, match=r"KFAC does not cover all parameters .'V'"):
         list(kfs.per_datum(risk))
     (first, *_) = kfs.per_datum(risk, uncovered="skip")
     assert "V" not in first.blocks
@@ -126,7 +131,7 @@ def test_uncovered_parameters() -> None:
     found = all_of(kfs.per_datum(risk, uncovered="autograd"))
     for name, g in risk.gradient().items():
         close(risk.reduction_factor * found[name].sum(0), g)
-    with pytest.raises(ModelError, match="uncovered is 'autogrd'. Did you mean 'autograd'"):
+    with pytest.raises(ModelError, match=r"uncovered is 'autogrd'. Did you mean 'autograd'"):
         kfs.per_datum(risk, uncovered="autogrd")  # type: ignore[arg-type]
 
 
@@ -138,6 +143,9 @@ def test_uncovered_parameters_of_an_operator() -> None:
         close(risk.reduction_factor * found[name].sum(0), g)
     (first, *_) = kfs.per_datum(risk, blocks=kfs.KFAC(risk, uncovered="skip"))
     assert list(first.blocks) == ["W"]
+    some = kfs.KFAC(risk_of(params=["0.weight", "0.bias"]))
+    (first, *_) = kfs.per_datum(risk_of(), blocks=some)
+    assert list(first.blocks) == ["0"]
     other = Function(lambda m, x: torch.cat([x @ m.W[:2].T, x[:, :1]], 1), W=torch.randn(3, 3)).double()
     K = kfs.KFAC(risk_of(Function(lambda m, x: x @ m.W.T, W=torch.randn(3, 3)).double()))
     with pytest.raises(ModelError, match=r"The parameters \['W'\] are used in another way"):
@@ -148,7 +156,8 @@ def test_uncovered_with_its_bias() -> None:
     """If a weight is used in two ways, its bias is not covered either."""
 
     def twice(m: Any, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, m.W, m.b) + (x @ torch.linalg.inv(m.W)).tanh()
+        inverse: Tensor = torch.linalg.inv(m.W)
+        return nn.functional.linear(x, m.W, m.b) + (x @ inverse).tanh()
 
     torch.manual_seed(0)
     risk = risk_of(Function(twice, W=torch.randn(3, 3), b=torch.randn(3)).double())
@@ -198,17 +207,21 @@ def test_blocks_that_a_batch_does_not_use() -> None:
     assert first.inner(second).shape == (2, 2)
 
 
-OPERATORS = {
-    "KFAC": lambda risk: kfs.KFAC(risk),
-    "EKFAC": lambda risk: kfs.EKFAC(risk),
+def sum_of_two(risk: kfs.EmpiricalRisk) -> Any:
+    return kfs.KFAC(risk) + kfs.KFAC(risk, "empirical")
+
+
+OPERATORS: dict[str, Any] = {
+    "KFAC": kfs.KFAC,
+    "EKFAC": kfs.EKFAC,
     "inverse": lambda risk: kfs.KFAC(risk).inverse(kfs.Relative(0.1)),
     "factored": lambda risk: kfs.KFAC(risk).inverse(0.1, "factored"),
     "diagonal factors": lambda risk: kfs.KFAC(risk, max_dim=1),
     "forward-only": lambda risk: kfs.KFAC(risk, fisher="forward-only"),
-    "dense": lambda risk: exact_blocks(risk),
-    "sum": lambda risk: kfs.KFAC(risk) + kfs.KFAC(risk, "empirical"),
-    "inverse of a sum": lambda risk: (kfs.KFAC(risk) + kfs.KFAC(risk, "empirical")).inverse(0.1, "factored"),
-    "diagonal": lambda risk: kfs.kfac.exact_diagonal(risk),
+    "dense": exact_blocks,
+    "sum": sum_of_two,
+    "inverse of a sum": lambda risk: sum_of_two(risk).inverse(0.1, "factored"),
+    "diagonal": kfs.kfac.exact_diagonal,
 }
 
 
@@ -273,6 +286,25 @@ def test_products_with_structures(model: str, kind: str) -> None:
             assert both.nbytes >= 0
 
 
+def test_unit_vectors_on_the_side_of_gradients() -> None:
+    """If all of them are there, and the block is diagonal on that side, rows stay rows."""
+    torch.manual_seed(0)
+    x = PlainVectors(torch.randn(1, 2, 3, 4, dtype=torch.float64))
+    rows = RowProducts(x, UnitVectors(torch.randint(5, (2, 3)), 5, torch.float64))
+    G = BlockGradients(Layout("W", (5, 4), (0, 5), (0, 1), 1), 2, torch.float64, torch.device("cpu"), (rows,))
+    block = Eigenbasis.of_diagonal(torch.rand(1, 5, 4, dtype=torch.float64))
+    product = G.multiplied(block)
+    assert product.whole is None
+    close(product.dense(), block.values * G.dense())
+
+
+def test_nothing_is_resumed() -> None:
+    """Gradients are no sums over data, which a file could keep."""
+    sums = KeptGradients()
+    assert sums.state() == {}
+    sums.restore({})
+
+
 def test_rotation() -> None:
     risk = risk_of(size=6)
     E = kfs.EKFAC(risk)
@@ -302,54 +334,3 @@ def test_other_blocks() -> None:
         "  rows of 1 use",
     ]
     assert "matrices" in repr(batch.blocks["0"].formed())
-
-
-class Root(nn.Module):
-    """Has an infinite slope at zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3, bias=False).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).abs().sqrt()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(("uncovered", "datum"), [("error", "datum 5"), ("autograd", "a datum from 4 to 5")])
-def test_gradients_that_are_not_finite(uncovered: Any, datum: str) -> None:
-    X, y = data()
-    X[5] = 0
-    model = (
-        Root()
-        if uncovered == "error"
-        else Function(lambda m, x: (x @ torch.linalg.inv(m.W)).abs().sqrt(), W=torch.eye(3)).double()
-    )
-    risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), batches(X, y, 4))
-    with pytest.raises(DataError, match=f"The gradient of {datum} with respect to block '.*' is not finite"):
-        list(kfs.per_datum(risk, uncovered=uncovered, audit=False))
-
-
-def test_large_gradients_are_finite() -> None:
-    """Their norm overflows, and none of them does."""
-    model = nn.Linear(3, 3).float()
-    X, y = data()
-    risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (X.float(), y))
-    (batch,) = kfs.per_datum(risk, lambda f, y: 1e30 * f.sum())
-    assert batch.blocks["weight"].dense().isfinite().all()
-
-
-def test_indices_that_do_not_exist() -> None:
-    tokens = torch.tensor([[0, 1], [2, 4], [3, 7]])
-    y = torch.tensor([0, 1, 2])
-    risk = kfs.EmpiricalRisk(Tied(tied=False), nn.CrossEntropyLoss(), batches(tokens, y, 2))
-    with pytest.raises(DataError, match="The index 7 of datum 2 does not exist in 'table.weight', which has 5 rows"):
-        list(kfs.per_datum(risk))
-    model = Function(
-        lambda m, x: nn.functional.embedding(input=x.flatten(), weight=m.W).view(3, -1), W=torch.randn(5, 3)
-    ).double()
-    risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (tokens, y), params=["W"])
-    with pytest.raises(DataError, match="The index 7 does not exist in 'W'"):
-        list(kfs.per_datum(risk))
-    model = Function(lambda m, x: m.W[x].sum(1), W=torch.randn(5, 3)).double()
-    with pytest.raises(DataError, match="An index is out of range: index 7"):
-        list(kfs.per_datum(kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (tokens, y))))

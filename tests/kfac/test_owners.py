@@ -30,6 +30,8 @@ def test_owners_that_are_not_known() -> None:
         owners.counts(2, torch.ones(()))
     with pytest.raises(DataError, match="Whose"):
         owners.index(2)
+    with pytest.raises(DataError, match="Whose"):
+        owners.most(2)
 
 
 def test_number_of_owners() -> None:

@@ -1,7 +1,7 @@
 """Per-datum gradients by rows, against autograd, one datum after the other."""
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 PROBLEMS = (
     *(problem for problem in ARRANGEMENTS if problem.name != "spatial axis"),  # a datum has no rows of its own there
     *KNOWN,
-    *(Problem(f"sets, {how}", lambda how=how: Sets(how), set_of([2, 1, 3, 2]), join_sets) for how in SUMS[:2]),
+    *(Problem(f"sets, {how}", partial(Sets, how), set_of([2, 1, 3, 2]), join_sets) for how in SUMS[:2]),
 )
 
 

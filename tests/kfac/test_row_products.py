@@ -16,7 +16,6 @@ from kfs.kfac.sums import (
     joined_products,
     matrix_inner,
     matrix_inner_by_row,
-    row_vectors,
 )
 from tests.kfac.one_by_one import close
 
@@ -60,10 +59,10 @@ PAIRS = [*product(KINDS, KINDS), ("groups", "groups")]
 
 
 @pytest.fixture(params=[False, True], ids=["together", "a few at a time"])
-def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def few(request: pytest.FixtureRequest) -> None:
     """Let hardly anything be computed together."""
     if request.param:
-        monkeypatch.setattr(row_vectors, "_BYTES", {False: 128, True: 128})
+        request.getfixturevalue("small_chunks")
 
 
 @pytest.mark.usefixtures("few")

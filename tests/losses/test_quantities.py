@@ -98,7 +98,7 @@ def test_functions(together: bool) -> None:
     for _ in range(2):
         expected = differentiated(lambda f: sum(gap(f[n], LABELS[n]) for n in range(N)), LOGITS)  # type: ignore[arg-type, return-value]
         torch.testing.assert_close(gradient(LOGITS, LABELS), expected)
-    constant = gradient_of(lambda f, y: torch.ones(()) * int(y), describe(nn.MSELoss()))
+    constant = gradient_of(lambda _, y: torch.ones(()) * int(y), describe(nn.MSELoss()))
     assert not constant(LOGITS, LABELS).any()
 
 
@@ -108,7 +108,7 @@ def test_signs() -> None:
 
 def test_refusals() -> None:
     labels, square = describe(nn.CrossEntropyLoss()), describe(nn.MSELoss())
-    with pytest.raises(LossError, match="no quantity 'margn'. Did you mean 'margin'"):
+    with pytest.raises(LossError, match=r"no quantity 'margn'. Did you mean 'margin'"):
         gradient_of("margn", labels)  # type: ignore[arg-type]
     with pytest.raises(LossError, match="no labels, so that there is no margin"):
         gradient_of("margin", square)(LOGITS, LOGITS)
@@ -120,6 +120,6 @@ def test_refusals() -> None:
         gradient_of("log-probability", describe(nn.HuberLoss()))(LOGITS, LOGITS)
     with pytest.raises(LossError, match="a function alone does not say"):
         gradient_of("log-probability", describe(lambda f, y: (f - y).sum()))(LOGITS, LOGITS)
-    for wrong in (lambda f, y: f, lambda f, y: 1.0):
+    for wrong in (lambda f, _: f, lambda *_: 1.0):
         with pytest.raises(LossError, match="for one datum, expected a number"):
             gradient_of(wrong, labels)(LOGITS, LABELS)  # type: ignore[arg-type]

@@ -166,6 +166,10 @@ class Unknown(Owners):
         """Refuse."""
         raise self.error
 
+    def most(self, rows: int) -> int:
+        """Refuse."""
+        raise self.error
+
     def index(self, rows: int) -> Tensor:
         """Refuse."""
         raise self.error

@@ -2,7 +2,7 @@
 
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.congruence import Congruence
-from kfs.kfac.structures.damping import METHODS, Method, Relative, damped_inverse
+from kfs.kfac.structures.damping import METHODS, Damping, Method, Relative, damped_inverse
 from kfs.kfac.structures.decompositions import BlockError, checking_later, computable
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
@@ -18,6 +18,7 @@ __all__ = [
     "BlockDiagonal",
     "BlockError",
     "Congruence",
+    "Damping",
     "Dense",
     "Eigenbasis",
     "Factor",

@@ -28,6 +28,7 @@ class Inputs(ABC):
     size: int  # number of features (of one group)
     groups: int = 1  # number of groups of features
     sparse: bool = False  # whether outer products are diagonal, so that only the diagonal is kept
+    unit: bool = False  # whether rows are unit vectors
     overlap: int = 1  # in how many vectors a number of the activation is; if in several, vectors take memory
 
     @abstractmethod
@@ -55,6 +56,10 @@ class Inputs(ABC):
             g: Gradients of one column, `[*leading, groups * d_B]`.
             by_place: Whether places at which vectors are the same have rows of their own.
         """
+
+    def shared(self, use: "Use") -> int:
+        """Return how many rows each datum has, without writing any down."""
+        return use.owners.most(prod(self.leading(use.x)))
 
     def gradients(self, use: "Use", g: Tensor) -> Iterator[Tensor]:
         """Yield each datum's sum of outer products of gradients and vectors, a few data at a time.
@@ -187,6 +192,7 @@ class OneHot(Inputs):
     """
 
     sparse = True
+    unit = True
 
     def __init__(self, size: int, dtype: torch.dtype, padding: int | None = None) -> None:
         """Remember all of them."""
@@ -318,6 +324,7 @@ class Rows(Inputs):
         self.size = size
         self._leading = leading
         self.sparse = size > 1
+        self.unit = rows is not None
         self.zero = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.places = prod(leading)
 
@@ -340,6 +347,10 @@ class Rows(Inputs):
             return places.reshape(-1, 1, 1), places
         touched = self.zero.new_zeros(self.size).index_fill(0, self.rows_used, 1)
         return (places.unsqueeze(1) * touched).unsqueeze(1), places * len(self.rows_used)
+
+    def shared(self, use: Use) -> int:
+        """Return the number of unit vectors."""
+        return 1 if self.rows_used is None else len(self.rows_used)
 
     def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
         """Return unit vectors, or ones. Places have the same ones, so that they are summed unless asked for."""

@@ -80,6 +80,24 @@ class Captured:
     use: Use
     gradient: Tensor
 
+    @property
+    def shared(self) -> int:
+        """Number of rows of each datum."""
+        return self.plan.inputs.shared(self.use)
+
+    @property
+    def units(self) -> tuple[bool, bool]:
+        """Whether vectors are unit vectors, on the input side and on the gradient side of the block."""
+        unit = self.plan.inputs.unit
+        return (False, unit) if self.plan.side == "B" else (unit, False)
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """How many multiplications an inner product takes on each side; on both together with groups."""
+        groups, rows, columns = self.plan.layout.matrix_shape
+        on_inputs, on_gradients = self.units
+        return 1 if on_inputs else groups * columns, 1 if on_gradients else groups * rows
+
     @cached_property
     def rows(self) -> RowProducts:
         """Vectors of all rows, as the block has them."""

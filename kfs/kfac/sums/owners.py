@@ -47,6 +47,10 @@ class Owners(ABC):
         """Return how many of some rows each datum has, `[batch]`, with dtype and device of a tensor."""
 
     @abstractmethod
+    def most(self, rows: int) -> int:
+        """Return how many of some rows a datum has at most."""
+
+    @abstractmethod
     def index(self, rows: int) -> Tensor:
         """Return the datum of each row, `[rows]`; negative for a row that belongs to none."""
 
@@ -94,6 +98,10 @@ class Regular(Owners):
         """Return the same number for all data."""
         return like.new_full((self.num_data,), rows // self.num_data)
 
+    def most(self, rows: int) -> int:
+        """All data have as many."""
+        return rows // self.num_data
+
     def index(self, rows: int) -> Tensor:
         """Count."""
         return torch.arange(rows) // self.inner % self.num_data
@@ -134,6 +142,10 @@ class Listed(Owners):
     def counts(self, rows: int, like: Tensor) -> Tensor:
         """Count the rows of each datum."""
         return self._counts.to(like)
+
+    def most(self, rows: int) -> int:
+        """Return the length of the table of rows."""
+        return self._places.shape[1]
 
     def index(self, rows: int) -> Tensor:
         """Return them."""

@@ -110,6 +110,10 @@ class Patches(Inputs):
         sums = owners.by_datum(self._sums(self._cropped(x))).sum(1)  # a datum may have several images
         return sums.unflatten(1, (self.groups, -1)), owners.counts(len(x), sums) * prod(self.out)
 
+    def shared(self, use: Use) -> int:
+        """Return the number of positions."""
+        return super().shared(use) * prod(self.out)
+
     def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
         """Write all patches down."""
         ((patches, g),) = self._with_gradients(use.x, g, all_at_once=True)

@@ -75,6 +75,11 @@ class RowProducts:
         return self.x.shared
 
     @property
+    def units(self) -> tuple[bool, bool]:
+        """Whether vectors are unit vectors, on the input side and on the gradient side."""
+        return isinstance(self.x, UnitVectors), isinstance(self.g, UnitVectors)
+
+    @property
     def work(self) -> tuple[int, int]:
         """How many multiplications an inner product takes on each side; on both together with groups."""
         return self.x.work * self.x.groups, self.g.work * self.x.groups
