@@ -3,19 +3,24 @@
 import copy
 import logging
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import kronfluence
 import torch
+from kronfluence.utils.common.factor_arguments import smart_low_precision_factor_arguments
+from kronfluence.utils.common.score_arguments import smart_low_precision_score_arguments
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from benchmarks.influence_digits import Data, margins
 from benchmarks.influence_errors import DAMPING, Checked, gradients, matrices, multiplied_out
+from benchmarks.influence_gpt import Benchmark
 from benchmarks.influence_methods import losses
+from benchmarks.report import synchronize
 from kfs import Relative
 
 BATCH = 512
@@ -79,11 +84,12 @@ class Analysis:
             output_dir=self.files.name,
         )
 
-    def covariances(self, arguments: Any) -> None:
-        """Compute both factors of all layers."""
+    def covariances(self, arguments: Any, most: int | None = None, name: str = "factors") -> None:
+        """Compute both factors of all layers, from all data or from so many."""
+        data = self.data if most is None else Subset(self.data, range(most))
         with silent():
             self.analyzer.fit_covariance_matrices(
-                "factors", self.data, per_device_batch_size=self.batch, factor_args=arguments
+                name, data, per_device_batch_size=self.batch, factor_args=arguments
             )
 
     def decompositions(self, arguments: Any) -> None:
@@ -211,3 +217,59 @@ def checked(model: nn.Module, data: Data, queries: Data) -> Checked:
         "inner products": (plain, torch.stack(inner).sum(0)),
         "EKFAC": (scores, torch.stack(right).sum(0)),
     }
+
+
+class Language:
+    """What is measured of Kronfluence for a language model; see `benchmarks/influence_gpt.py`.
+
+    Args:
+        benchmark: Model and data.
+        layers: The layers to consider.
+        low: Whether gradients, factors and scores are in bf16, too.
+    """
+
+    def __init__(self, benchmark: Benchmark, layers: list[str], low: bool) -> None:
+        """Prepare a copy of the model."""
+        cuda = torch.device(benchmark.size.device).type == "cuda"
+        task = Task(lambda f, y: cross_entropy(f.flatten(0, -2), y.flatten(), reduction="sum"), layers)
+        self.analysis = Analysis(
+            copy.deepcopy(benchmark.model), benchmark.train, task, benchmark.size.batch, cpu=not cuda
+        )
+        self.queries = benchmark.queries
+        if low:
+            self.of_factors = smart_low_precision_factor_arguments()
+            self.of_scores = smart_low_precision_score_arguments(damping_factor=None)
+        else:
+            precision = torch.bfloat16 if cuda else None
+            self.of_factors = kronfluence.FactorArguments(amp_dtype=precision)
+            self.of_scores = kronfluence.ScoreArguments(damping_factor=None, amp_dtype=precision)
+        self.passes = 0.0
+
+    def first_batch(self) -> None:
+        """Compute covariances of one batch."""
+        self.analysis.covariances(self.of_factors, self.analysis.batch, "first batch")
+
+    def factors(self) -> None:
+        """Compute covariances, eigenvectors and eigenvalues."""
+        start = time.perf_counter()
+        self.analysis.covariances(self.of_factors)
+        synchronize()
+        self.passes = time.perf_counter() - start
+        self.analysis.decompositions(self.of_factors)
+        synchronize()
+        start = time.perf_counter()
+        self.analysis.eigenvalues(self.of_factors)
+        synchronize()
+        self.passes += time.perf_counter() - start
+
+    def without_decompositions(self, seconds: float) -> float:
+        """Return what the passes take."""
+        return self.passes
+
+    def pairwise(self) -> Tensor:
+        """Compute scores of all pairs."""
+        return self.analysis.pairwise(self.queries, self.of_scores)
+
+    def own(self) -> Tensor:
+        """Compute self-scores."""
+        return self.analysis.own(self.of_scores)
