@@ -6,6 +6,7 @@ all at once, with one stack of weights for each layer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from sklearn.datasets import load_digits
@@ -32,6 +33,56 @@ class Recipe:
     steps: int = 300
     learning_rate: float = 1e-2
     penalty: float = 1e-3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is computed.
+
+    Attributes:
+        seeds: Seeds of data, halves and networks.
+        train: Training data for `lds`.
+        queries: Queries for `lds`.
+        width: Of the hidden layer for `lds`.
+        halves: Number of subsets.
+        initializations: Networks for each subset.
+        draws: How often methods run that draw labels.
+        steps: Steps of training.
+        mislabelled: Data for `mislabelled`.
+        memorizing: Steps of training for it.
+        timed: Training data and queries for `time`.
+        repeats: How often everything is timed.
+    """
+
+    seeds: int = 3
+    train: int = 500
+    queries: int = 100
+    width: int = 32
+    halves: int = 100
+    initializations: int = 3
+    draws: int = 5
+    steps: int = 300
+    mislabelled: int = 1000
+    memorizing: int = 600
+    timed: tuple[int, int] = (1500, 297)
+    repeats: int = 3
+
+
+# Tiny sizes, to see that everything runs.
+QUICK = Sizes(
+    seeds=1,
+    train=60,
+    queries=7,
+    width=4,
+    halves=6,
+    initializations=1,
+    draws=2,
+    steps=20,
+    mislabelled=60,
+    memorizing=40,
+    timed=(40, 9),
+    repeats=1,
+)
 
 
 def digits(seed: int, train: int, queries: int) -> tuple[Data, Data]:
@@ -69,7 +120,7 @@ def network(sizes: Sequence[int], seed: int) -> nn.Sequential:
     """Return an MLP in evaluation mode, as it is before training."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in pairwise(sizes):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1]).eval()
 

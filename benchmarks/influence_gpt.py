@@ -176,7 +176,7 @@ class Benchmark:
     def _measured(self, library: str, programs: Any) -> Iterator[RateRow]:
         """Run all programs of a library."""
         failed = False
-        for name in PROGRAMS:
+        for name, method in PROGRAMS.items():
             if failed or time.perf_counter() > self.deadline:
                 yield RateRow(name, library, None, why="no factors" if failed else "no time left")
                 continue
@@ -185,7 +185,7 @@ class Benchmark:
             synchronize()
             start = time.perf_counter()
             try:
-                result = getattr(programs, PROGRAMS[name])()
+                result = getattr(programs, method)()
             except Exception as error:  # noqa: BLE001 (one program that fails must not take the others with it)
                 failed = name == "factors"
                 yield RateRow(name, library, None, why=f"{type(error).__name__}: {error!s:.300}".replace("\n", " "))

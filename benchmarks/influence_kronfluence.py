@@ -1,4 +1,4 @@
-"""Kronfluence as its documentation has it: a task with a summed loss, and an analyzer that keeps its results in files."""
+"""Kronfluence as its documentation has it: a task with a summed loss, and an analyzer that keeps results in files."""
 
 import copy
 import logging
@@ -88,9 +88,7 @@ class Analysis:
         """Compute both factors of all layers, from all data or from so many."""
         data = self.data if most is None else Subset(self.data, range(most))
         with silent():
-            self.analyzer.fit_covariance_matrices(
-                name, data, per_device_batch_size=self.batch, factor_args=arguments
-            )
+            self.analyzer.fit_covariance_matrices(name, data, per_device_batch_size=self.batch, factor_args=arguments)
 
     def decompositions(self, arguments: Any) -> None:
         """Compute eigenvectors."""
@@ -107,9 +105,7 @@ class Analysis:
     def factors(self, arguments: Any) -> None:
         """Compute whatever a strategy needs."""
         with silent():
-            self.analyzer.fit_all_factors(
-                "factors", self.data, per_device_batch_size=self.batch, factor_args=arguments
-            )
+            self.analyzer.fit_all_factors("factors", self.data, per_device_batch_size=self.batch, factor_args=arguments)
 
     def pairwise(self, queries: Data, arguments: Any) -> Tensor:
         """Return the scores of all pairs."""
@@ -156,9 +152,7 @@ class Fitted:
         """Compute factors."""
         if isinstance(damping, Relative) and damping.fraction != 0.1:
             raise NotImplementedError("Kronfluence knows 0.1 times the mean eigenvalue alone.")
-        self.arguments = kronfluence.ScoreArguments(
-            damping_factor=None if isinstance(damping, Relative) else damping
-        )
+        self.arguments = kronfluence.ScoreArguments(damping_factor=None if isinstance(damping, Relative) else damping)
         torch.manual_seed(seed)
         self.analysis = Analysis(model, data, Task(negative_margins))
         self.analysis.factors(kronfluence.FactorArguments(strategy="ekfac"))

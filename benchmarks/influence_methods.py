@@ -152,7 +152,8 @@ class Projected:
         """Return the score of each pair."""
         asked = gradients(self.model, margins, queries) @ self.P
         gram = self.features.T @ self.features
-        return asked @ torch.linalg.solve(gram, self.features.T) * self.doubt
+        scores: Tensor = asked @ torch.linalg.solve(gram, self.features.T) * self.doubt
+        return scores
 
     def own(self) -> Tensor:
         """Return the score of each training datum with itself."""
