@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -87,6 +86,8 @@ QUICK = Sizes(
 
 def digits(seed: int, train: int, queries: int) -> tuple[Data, Data]:
     """Return so many digits to train with, and others to ask about, in an order that depends on the seed."""
+    from sklearn.datasets import load_digits  # noqa: PLC0415 (machines with a GPU may lack it, and do not need it)
+
     X, y = load_digits(return_X_y=True)
     order = torch.randperm(len(X), generator=torch.Generator().manual_seed(seed))
     inputs = torch.tensor(X / 16.0, dtype=torch.float32)[order]

@@ -2,7 +2,7 @@
 
 `python -m benchmarks.influence gpu` takes Hugging Face's GPT-2 with random weights (a GPT of the same shape where
 transformers is not installed), sequences of 512 random tokens, and bf16 autocast on a GPU. Options scale it down, and
-`--device cpu` runs it without a GPU, in float32. Kronfluence runs beside it, if it is installed. It knows
+`--device cpu --quick` runs it without a GPU, in float32. Kronfluence runs beside it, if it is installed. It knows
 linear layers alone, so both libraries get the 48 linear layers of the transformer blocks. (Hugging Face's `Conv1D` is
 replaced by `Linear`, as in Kronfluence's own examples.)
 
@@ -39,6 +39,7 @@ from kfs.losses import TokenCrossEntropy
 
 COLUMNS = ("program", "library", "seconds", "tokens / second", "/ Kronfluence", "peak, GiB", "agreement")
 Data = tuple[Tensor, Tensor]
+QUICK = {"layers": 1, "width": 8, "heads": 2, "vocabulary": 20, "length": 6, "train": 4, "queries": 3, "batch": 2}
 # Programs, and the methods that run them.
 PROGRAMS = {"first batch": "first_batch", "factors": "factors", "pairwise": "pairwise", "self": "own"}
 
@@ -292,7 +293,11 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     }
     for name, (kind, default, meaning) in numbers.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{meaning} (default: {default})")
-    return parser.parse_args(words)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    given = parser.parse_args(words)
+    if given.quick:
+        vars(given).update(QUICK)
+    return given
 
 
 def main(words: Sequence[str] | None = None, results: Path = RESULTS) -> None:

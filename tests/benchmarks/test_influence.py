@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.metrics import roc_auc_score
 
 from benchmarks import influence, influence_gpt
 from benchmarks.influence_digits import Recipe, digits, margins, predictions, train_together, trained
 from benchmarks.influence_methods import RELATIVE, peer
-from benchmarks.influence_quality import spearman, verdict
+from benchmarks.influence_quality import auroc, spearman, verdict
 from kfs.errors import KfsError
 
-SIZES = {"layers": 1, "width": 8, "heads": 2, "vocabulary": 20, "length": 6, "train": 4, "queries": 3, "batch": 2}
-SMALL = ["gpu", "--device=cpu", *(f"--{name}={value}" for name, value in SIZES.items())]
+SMALL = ["gpu", "--device=cpu", "--quick"]
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -72,6 +72,12 @@ def test_spearman() -> None:
     a = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 30.0]])
     b = torch.tensor([[10.0, 3.0], [20.0, 2.0], [90.0, 1.0]])
     torch.testing.assert_close(spearman(a, b), torch.tensor([1.0, -1.0], dtype=torch.float64))
+
+
+def test_area_under_the_curve() -> None:
+    wrong = torch.rand(50) < 0.3
+    scores = torch.randint(6, (50,)) + wrong  # with ties
+    assert auroc(wrong, scores) == pytest.approx(roc_auc_score(wrong, scores))
 
 
 def test_verdict() -> None:
