@@ -14,7 +14,8 @@ replaced by `Linear`, as in Kronfluence's own examples.)
 - self: scores of training sequences with themselves.
 
 "Kronfluence, low precision" has more of its numbers in bf16, as its `smart_low_precision_*` arguments choose them.
-*Agreement* is the cosine of a library's scores with those of ours. Labels are drawn, so it is not quite 1.
+*Agreement* is the cosine of a library's scores with those of ours. Labels are drawn, so it is not quite 1. With
+`--fisher empirical` nothing is drawn.
 
 No program begins after `--seconds` have passed. An error is printed as a row, and others go on.
 """
@@ -224,7 +225,7 @@ class Ours:
         """Compute factors of one batch, with the audit, and without decompositions."""
         x, y = self.train
         with self._autocast():
-            KFAC(self._risk((x[: self.size.batch], y[: self.size.batch])), "mc")
+            KFAC(self._risk((x[: self.size.batch], y[: self.size.batch])), self.size.fisher)
 
     def factors(self) -> None:
         """Compute factors and the inverse."""
@@ -253,7 +254,7 @@ class Ours:
     def _influence(self, sequences: int) -> Influence:
         x, y = self.train
         with self._autocast():
-            return Influence(EKFAC(self._risk((x[:sequences], y[:sequences])), "mc"), Relative(0.1))
+            return Influence(EKFAC(self._risk((x[:sequences], y[:sequences])), self.size.fisher), Relative(0.1))
 
     def _risk(self, data: Data) -> EmpiricalRisk:
         batches = list(zip(*(part.split(self.size.batch) for part in data), strict=True))
@@ -293,6 +294,7 @@ def options(words: Sequence[str] | None) -> argparse.Namespace:
     }
     for name, (kind, default, meaning) in numbers.items():
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{meaning} (default: {default})")
+    parser.add_argument("--fisher", default="mc", choices=["mc", "empirical"], help="which labels (default: mc)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     given = parser.parse_args(words)
     if given.quick:

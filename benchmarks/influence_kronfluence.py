@@ -73,7 +73,7 @@ class Analysis:
     def __init__(self, model: nn.Module, data: Data, task: Task, batch: int = BATCH, cpu: bool = True) -> None:
         """Prepare the model."""
         self.files = tempfile.TemporaryDirectory()
-        self.data = TensorDataset(*data)
+        self.data = dataset(data)
         self.batch = batch
         self.analyzer = kronfluence.Analyzer(
             "influence",
@@ -113,7 +113,7 @@ class Analysis:
             self.analyzer.compute_pairwise_scores(
                 "pairwise",
                 "factors",
-                query_dataset=TensorDataset(*queries),
+                query_dataset=dataset(queries),
                 train_dataset=self.data,
                 per_device_query_batch_size=min(self.batch, len(queries[1])),
                 per_device_train_batch_size=self.batch,
@@ -164,6 +164,11 @@ class Fitted:
     def own(self) -> Tensor:
         """Return the score of each training datum with itself."""
         return self.analysis.own(self.arguments)
+
+
+def dataset(data: Data) -> TensorDataset:
+    """Return data as Kronfluence wants them: on the CPU. It moves every batch to the model."""
+    return TensorDataset(*(part.cpu() for part in data))
 
 
 def negative_margins(f: Tensor, y: Tensor) -> Tensor:
@@ -237,6 +242,7 @@ class Language:
             precision = torch.bfloat16 if cuda else None
             self.of_factors = kronfluence.FactorArguments(amp_dtype=precision)
             self.of_scores = kronfluence.ScoreArguments(damping_factor=None, amp_dtype=precision)
+        self.of_factors.use_empirical_fisher = benchmark.size.fisher == "empirical"
         self.passes = 0.0
 
     def first_batch(self) -> None:
