@@ -377,7 +377,8 @@ class EmpiricalRisk(Described):
     def _kept_leaves(self, given: Params) -> Params:
         """Return leaves with the memory of some parameters: the same ones as before, as long as they have it."""
         kept = self._leaves
-        if kept.keys() != given.keys() or not all(has_memory_of(kept[name], p) for name, p in given.items()):
+        same = kept.keys() == given.keys() and all(has_memory_of(kept[name], p) for name, p in given.items())
+        if not same or not all(p.requires_grad for p in kept.values()):  # some may be the parameters themselves
             self._leaves = with_gradients(given)
         return self._leaves
 

@@ -105,9 +105,13 @@ def test_a_function_with_parameters() -> None:
     risk = kfs.EmpiricalRisk(
         lambda p, x: x @ p["W"].T + p["b"], nn.CrossEntropyLoss(), batches(*data(), 2), params=params
     )
-    found = all_of(kfs.per_datum(risk))
-    for name, g in risk.gradient().items():
-        close(risk.reduction_factor * found[name].sum(0), g)
+    for step in range(3):
+        params["b"].requires_grad_(step == 1)
+        found = all_of(kfs.per_datum(risk))
+        for name, g in risk.gradient().items():
+            close(risk.reduction_factor * found[name].sum(0), g)
+        if step == 0:
+            params["W"].data = 2 * params["W"].data  # other memory
 
 
 def with_cosine(m: Any, x: Tensor) -> Tensor:
