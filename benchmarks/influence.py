@@ -15,6 +15,7 @@ Without a study, all but `gpu` run. Libraries that are not installed have rows t
 - `gpu`: a language model of GPT-2 small's size on a GPU (`benchmarks/influence_gpt.py`, which has options of its own).
 
 Numbers are means over three seeds, which choose the data, the halves and the network, with their standard errors.
+Targets are those of the default damping, 0.1 times the mean eigenvalue (Grosse et al., 2023).
 """
 
 import argparse

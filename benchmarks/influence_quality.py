@@ -23,7 +23,7 @@ from benchmarks.influence_digits import (
     subsets,
     trained,
 )
-from benchmarks.influence_methods import Method, detectors, predictors
+from benchmarks.influence_methods import RELATIVE, Method, detectors, in_words, predictors
 
 LEAST_LDS = {"KFAC type-2": 0.67, "EKFAC type-2": 0.67, "EKFAC mc": 0.62}
 LEAST_AUROC = 0.96
@@ -76,12 +76,12 @@ def lds(sizes: Sizes, results: Path) -> Iterator[ScoreRow]:
     problems = [_halves(seed, sizes, results) for seed in range(sizes.seeds)]
     for method in predictors():
         row = ScoreRow("LDS", method.name, method.library, method.damping)
-        values = []
         if method.fit is not None:
-            row = replace(row, target=LEAST_LDS.get(method.name) if method.library == "kfs" else None)
-            values = [_lds(method, problem, sizes, seed) for seed, problem in enumerate(problems)]
-        # Absolute damping has no target: how much of it is right depends on the data.
-        yield replace(row, values=tuple(values), target=row.target if "mean" in method.damping else None)
+            values = tuple(_lds(method, problem, sizes, seed) for seed, problem in enumerate(problems))
+            row = replace(row, values=values)
+        if method.library == "kfs" and method.damping == in_words(RELATIVE):
+            row = replace(row, target=LEAST_LDS.get(method.name))
+        yield row
 
 
 @dataclass(frozen=True)
