@@ -1,4 +1,8 @@
-"""What factors, scores of all pairs and self-scores take. See `benchmarks/influence.py` for what is measured."""
+"""What factors, scores of all pairs and self-scores take. See `benchmarks/influence.py` for what is measured.
+
+Kronfluence collects garbage after every stage, whatever the size of the model: in our runs that was a quarter of its
+time for factors, a fifth for pairs and a tenth for self-scores. It is what a user waits for, so it is included.
+"""
 
 import copy
 import time
