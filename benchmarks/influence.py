@@ -41,7 +41,7 @@ STUDIES: dict[str, tuple[str, Callable[[Sizes, Path], Iterable[Any]]]] = {
 }
 
 
-def run(study: str, sizes: Sizes, results: Path) -> None:
+def run(study: str, sizes: Sizes, results: Path, suffix: str) -> None:
     """Print a table as rows come, and write JSON."""
     header, measure = STUDIES[study]
     print(f"\n{header}")
@@ -49,7 +49,7 @@ def run(study: str, sizes: Sizes, results: Path) -> None:
     for row in measure(sizes, results):
         print(row.line(), flush=True)
         rows.append(row)
-    print(f"Written: {save(rows, f'influence_{study}', vars(sizes) | peer_versions(), results)}")
+    print(f"Written: {save(rows, f'influence_{study}{suffix}', vars(sizes) | peer_versions(), results)}")
 
 
 def peer_versions() -> dict[str, object]:
@@ -79,7 +79,7 @@ def main(words: Sequence[str] | None = None, results: Path = RESULTS) -> None:
     sizes = QUICK if given.quick else Sizes()
     sizes = replace(sizes, train=given.train or sizes.train, queries=given.queries or sizes.queries)
     for study in STUDIES if given.study is None else [given.study]:
-        run(study, sizes, results)
+        run(study, sizes, results, "_quick" if given.quick else "")
 
 
 if __name__ == "__main__":

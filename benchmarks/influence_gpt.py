@@ -306,14 +306,14 @@ def main(words: Sequence[str] | None = None, results: Path = RESULTS) -> None:
     """Measure, print a table, and write JSON."""
     size = options(words)
     deadline = time.perf_counter() + size.seconds
-    model, name = language_model(size)
+    model, title = language_model(size)
     data = []
     for count in (size.train, size.queries):
         tokens = torch.randint(size.vocabulary, (count, size.length + 1), device=size.device)
         data.append((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
     benchmark = Benchmark(size, model, data[0], data[1], deadline)
     where = device_name(torch.device(size.device))
-    print(f"{name}, {size.train} sequences of {size.length} tokens, {size.queries} queries, on {where}\n")
+    print(f"{title}, {size.train} sequences of {size.length} tokens, {size.queries} queries, on {where}\n")
     header = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
     print(header)
     rows = []
@@ -324,5 +324,6 @@ def main(words: Sequence[str] | None = None, results: Path = RESULTS) -> None:
     print(f"\nWith ratios:\n\n{header}")
     for row in rows:
         print(row.line())
-    settings = vars(size) | {"device": where, "model": name}
-    print(f"Written: {save(rows, 'influence_gpu', settings, results)}")
+    settings = vars(size) | {"device": where, "model": title}
+    name = "influence_gpu_quick" if size.quick else "influence_gpu"
+    print(f"Written: {save(rows, name, settings, results)}")

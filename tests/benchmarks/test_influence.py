@@ -13,6 +13,7 @@ from benchmarks import influence, influence_gpt
 from benchmarks.influence_digits import Recipe, digits, margins, predictions, train_together, trained
 from benchmarks.influence_methods import RELATIVE, peer
 from benchmarks.influence_quality import auroc, spearman, verdict
+from docs.results import benchmarks_body
 from kfs.errors import KfsError
 
 SMALL = ["gpu", "--device=cpu", "--quick"]
@@ -25,29 +26,41 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 def test_all_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     influence.main(["--quick"], tmp_path)
+    influence.main(SMALL, tmp_path)
     out = capsys.readouterr().out
-    quality = rows(tmp_path / "influence_lds.json")
+    quality = rows(tmp_path / "influence_lds_quick.json")
     dense = [row for row in quality if row["method"] == "dense GGN"]
     assert all(-1 <= row["values"][0] <= 1 for row in dense)
     assert {row["library"] for row in quality} == {"torch", "kfs", "kronfluence", "dattri"}
-    found = rows(tmp_path / "influence_mislabelled.json")
+    found = rows(tmp_path / "influence_mislabelled_quick.json")
     assert all(0 <= value <= 1 for row in found for value in row["values"])
-    timed = [row for row in rows(tmp_path / "influence_time.json") if row["library"] == "kfs"]
+    timed = [row for row in rows(tmp_path / "influence_time_quick.json") if row["library"] == "kfs"]
     assert [row["program"] for row in timed] == 3 * ["factors"] + 3 * ["pairwise"] + 3 * ["self"]
-    errors = [row for row in rows(tmp_path / "influence_errors.json") if row["library"] == "kfs"]
+    errors = [row for row in rows(tmp_path / "influence_errors_quick.json") if row["library"] == "kfs"]
     assert len(errors) == 10
     assert all(row["error"] < 1e-12 for row in errors)
     if find_spec("kronfluence") is None:
         assert "| EKFAC mc | kronfluence | 0.1 x mean eigenvalue | not installed |" in out
+    _check_book(tmp_path)
+
+
+def _check_book(results: Path) -> None:
+    """The book shows results, but not those of a quick run."""
+    assert "There are no numbers yet" in benchmarks_body(results)
+    for file in results.glob("*.json"):
+        file.rename(results / file.name.replace("_quick", ""))
+    body = benchmarks_body(results)
+    for expected in ("dense GGN", "pairwise", "convolution, circular", "tokens / second"):
+        assert expected in body
 
 
 def test_margins_are_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     influence.main(["lds", "--quick"], tmp_path)
     (file,) = tmp_path.glob("*.safetensors")
-    first = rows(tmp_path / "influence_lds.json")
+    first = rows(tmp_path / "influence_lds_quick.json")
     monkeypatch.setattr("benchmarks.influence_quality.retrained_margins", None)
     influence.main(["lds", "--quick"], tmp_path)
-    assert rows(tmp_path / "influence_lds.json") == first
+    assert rows(tmp_path / "influence_lds_quick.json") == first
     assert file.exists()
 
 
@@ -98,7 +111,7 @@ def test_language_model(
         influence_gpt, "find_spec", lambda name: find_spec(name) if transformers or name != "transformers" else None
     )
     influence.main(SMALL, tmp_path)
-    ours = [row for row in rows(tmp_path / "influence_gpu.json") if row["library"] == "kfs"]
+    ours = [row for row in rows(tmp_path / "influence_gpu_quick.json") if row["library"] == "kfs"]
     programs = ["first batch", "factors", "factors, without decompositions", "pairwise", "self"]
     assert [row["program"] for row in ours] == programs
     assert [row["agreement"] for row in ours[3:]] == pytest.approx([1, 1])
@@ -107,7 +120,7 @@ def test_language_model(
 
 def test_no_time_left(tmp_path: Path) -> None:
     influence.main([*SMALL, "--seconds=0"], tmp_path)
-    found = rows(tmp_path / "influence_gpu.json")
+    found = rows(tmp_path / "influence_gpu_quick.json")
     assert all(row["seconds"] is None for row in found)
     assert found[0]["why"] == "no time left"
 
@@ -118,7 +131,7 @@ def test_error_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(influence_gpt.Ours, "factors", broken)
     influence.main(SMALL, tmp_path)
-    ours = [row for row in rows(tmp_path / "influence_gpu.json") if row["library"] == "kfs"]
+    ours = [row for row in rows(tmp_path / "influence_gpu_quick.json") if row["library"] == "kfs"]
     assert "It is broken." in ours[1]["why"]
     assert [row["why"] for row in ours[2:]] == ["no factors", "no factors"]
 
