@@ -36,6 +36,7 @@ bench: .venv-bench/.peers  ## measure our products, factors, overhead, inverses 
 	@.venv-bench/bin/python -m benchmarks.overhead
 	@.venv-bench/bin/python -m benchmarks.recurrent
 	@.venv-bench/bin/python -m benchmarks.algebra
+	@.venv-bench/bin/python -m benchmarks.influence
 	@.venv-bench/bin/python -m benchmarks.conformance
 	@.venv-bench/bin/python -m benchmarks.other_libraries
 	@.venv-bench/bin/python -m benchmarks.train

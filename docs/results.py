@@ -35,7 +35,16 @@ def benchmarks_body(results: Path = RESULTS) -> str:
 def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
     """Return one benchmark: its environment, and a table."""
     said = ", ".join(f"{key} {value}" for key, value in environment.items())
-    kinds = {"runs": _trainings, "program": _programs, "products": _errors}
+    # By a field that only they have; the benchmark of influence functions has units of its own.
+    kinds = {
+        "runs": _trainings,
+        "values": _scores,
+        "quantity": _brute_force,
+        "rate": _rates,
+        "method": _times,
+        "program": _programs,
+        "products": _errors,
+    }
     kind = next((kind for key, kind in kinds.items() if key in rows[0]), _steps)
     return (
         f'<h2 id="{name}">{name.capitalize().replace("_", ": ")}</h2>\n<p class="about">{html.escape(said)}</p>\n'
@@ -91,6 +100,46 @@ def _errors(rows: list[dict[str, Any]]) -> str:
         steps = [_error(row["steps"][d]) or "refused" for d in dampings]
         lines.append([shown, str(row["products"]), *(_error(row[key]) for key in factors), *steps])
     return _table(["problem", "products"], [*factors.values(), *(f"step, damping {d}" for d in dampings)], lines)
+
+
+def _scores(rows: list[dict[str, Any]]) -> str:
+    """Return a row per method of influence functions: how good its scores are, on average over seeds."""
+    lines: list[Cells] = []
+    for row in rows:
+        mean = f"{statistics.mean(row['values']):.3f}" if row["values"] else "not installed"
+        lines.append([row["study"], row["method"], row["library"], row["damping"], mean])
+    return _table(["measure", "method", "library", "damping"], ["mean"], lines)
+
+
+def _times(rows: list[dict[str, Any]]) -> str:
+    """Return a row per program and method of influence functions: what it takes."""
+    lines: list[Cells] = [
+        [row["program"], row["method"], row["library"], row["seconds"], _small(row["ratio"])] for row in rows
+    ]
+    return _table(["program", "method", "library"], ["CPU seconds", "time / Kronfluence"], lines)
+
+
+def _brute_force(rows: list[dict[str, Any]]) -> str:
+    """Return a row per model and library: how far its scores are from brute force."""
+    lines: list[Cells] = [
+        [row["model"], row["quantity"], row["library"], row["why"] if row["error"] is None else f"{row['error']:.1e}"]
+        for row in rows
+    ]
+    return _table(["model", "quantity", "library"], ["error"], lines)
+
+
+def _rates(rows: list[dict[str, Any]]) -> str:
+    """Return a row per program and library: how many tokens of training data it takes in a second."""
+    lines: list[Cells] = []
+    for row in rows:
+        rate = row["why"] if row["rate"] is None else f"{row['rate']:,.0f}"
+        lines.append([row["program"], row["library"], rate, row["speedup"]])
+    return _table(["program", "library"], ["tokens / second", "rate / Kronfluence"], lines)
+
+
+def _small(ratio: float | None) -> str | None:
+    """Return a ratio with three digits: some are so small that two decimals would be zero."""
+    return None if ratio is None else f"{ratio:.3g}"
 
 
 def _error(errors: dict[str, float] | None) -> str:

@@ -1,0 +1,266 @@
+"""Methods that score training data, with one interface: ours, and the simple ones that all others are compared with.
+
+A pair's score is larger if the training datum raises the query's margin. A self-score is larger for data that are
+harder to learn. Other libraries have modules of their own, `influence_kronfluence` and `influence_dattri`.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import cross_entropy
+
+from benchmarks.influence_digits import Data, margins
+from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, Influence, Relative
+
+BATCH = 512
+PROJECTIONS = 256  # dimensions that TRAK keeps
+RELATIVE = Relative(0.1)
+ABSOLUTE = 1e-3
+
+
+class Fitted(Protocol):
+    """A method that has seen model and training data."""
+
+    def pairwise(self, queries: Data) -> Tensor:
+        """Return the score of each pair, `[queries, train]`."""
+        ...
+
+    def own(self) -> Tensor:
+        """Return the score of each training datum with itself, `[train]`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """Something to be measured.
+
+    Attributes:
+        name: What is computed.
+        library: Whose implementation.
+        damping: How it is damped, in words.
+        fit: Takes a model, training data, and a seed for draws; `None` if the library is not installed.
+        draws: Whether labels are drawn.
+        has_own: Whether it has scores of data with themselves.
+    """
+
+    name: str
+    library: str
+    damping: str
+    fit: Callable[[nn.Module, Data, int], Fitted] | None
+    draws: bool = False
+    has_own: bool = True
+
+
+class Ours:
+    """`kfs.Influence`.
+
+    Args:
+        kind: `KFAC` or `EKFAC`.
+        damping: As in `Influence`.
+        settings: Those of the operator.
+        model: The model.
+        data: What it was trained with.
+        seed: For draws.
+    """
+
+    def __init__(
+        self,
+        kind: type[KFAC | EKFAC],
+        damping: float | Relative,
+        settings: dict[str, Any],
+        model: nn.Module,
+        data: Data,
+        seed: int,
+    ) -> None:
+        """Compute factors and the inverse."""
+        self.model = model
+        self.train = self._risk(data)
+        self.influence = Influence(kind(self.train, seed=seed, **settings), damping)
+
+    def pairwise(self, queries: Data) -> Tensor:
+        """Return the score of each pair."""
+        return -self.influence.scores(self._risk(queries), self.train, of="margin")
+
+    def own(self) -> Tensor:
+        """Return the score of each training datum with itself."""
+        return self.influence.self_scores(self.train)
+
+    def _risk(self, data: Data) -> EmpiricalRisk:
+        batches = list(zip(*(part.split(BATCH) for part in data), strict=True))
+        return EmpiricalRisk(self.model, nn.CrossEntropyLoss(), batches)
+
+
+class DenseGGN:
+    """The whole generalized Gauss-Newton matrix, inverted in float64: what approximations approximate.
+
+    Args:
+        damping: What is added to the diagonal, or a multiple of the mean eigenvalue.
+        model: The model.
+        data: What it was trained with.
+        seed: For draws.
+    """
+
+    def __init__(self, damping: float | Relative, model: nn.Module, data: Data, seed: int) -> None:
+        """Compute the matrix and factorize it."""
+        self.model = copy.deepcopy(model).double()
+        self.data = data[0].double(), data[1]
+        G = GGN(EmpiricalRisk(self.model, nn.CrossEntropyLoss(), self.data)).to_dense()
+        added = damping.fraction * float(G.diagonal().mean()) if isinstance(damping, Relative) else damping
+        self.root = torch.linalg.cholesky(G + added * torch.eye(len(G), dtype=G.dtype))
+
+    def pairwise(self, queries: Data) -> Tensor:
+        """Return the score of each pair."""
+        asked = -gradients(self.model, margins, (queries[0].double(), queries[1]))
+        return asked @ torch.cholesky_solve(self._own_gradients().T, self.root)
+
+    def own(self) -> Tensor:
+        """Return the score of each training datum with itself."""
+        G = self._own_gradients()
+        return (G * torch.cholesky_solve(G.T, self.root).T).sum(1)
+
+    def _own_gradients(self) -> Tensor:
+        return gradients(self.model, losses, self.data)
+
+
+class Projected:
+    """TRAK (Park et al., 2023) with a single network: gradients of margins, randomly projected.
+
+    Args:
+        model: The model.
+        data: What it was trained with.
+        seed: For draws.
+    """
+
+    def __init__(self, model: nn.Module, data: Data, seed: int) -> None:
+        """Project the gradients of training data."""
+        self.model = model
+        size = sum(p.numel() for p in model.parameters())
+        self.P = torch.randn(size, PROJECTIONS, generator=torch.Generator().manual_seed(seed)) / PROJECTIONS**0.5
+        self.features = gradients(model, margins, data) @ self.P
+        with torch.no_grad():
+            self.doubt = 1 - torch.exp(-losses(model(data[0]), data[1]))
+
+    def pairwise(self, queries: Data) -> Tensor:
+        """Return the score of each pair."""
+        asked = gradients(self.model, margins, queries) @ self.P
+        gram = self.features.T @ self.features
+        scores: Tensor = asked @ torch.linalg.solve(gram, self.features.T) * self.doubt
+        return scores
+
+    def own(self) -> Tensor:
+        """Return the score of each training datum with itself."""
+        raise NotImplementedError
+
+
+class LossAlone:
+    """Large losses instead of large self-scores: what is hard to learn without any influence function.
+
+    Args:
+        model: The model.
+        data: What it was trained with.
+        seed: For draws.
+    """
+
+    def __init__(self, model: nn.Module, data: Data, seed: int) -> None:
+        """Keep them."""
+        self.model = model
+        self.data = data
+
+    def pairwise(self, queries: Data) -> Tensor:
+        """Return the score of each pair."""
+        raise NotImplementedError
+
+    def own(self) -> Tensor:
+        """Return the loss of each training datum."""
+        with torch.no_grad():
+            return losses(self.model(self.data[0]), self.data[1])
+
+
+def losses(f: Tensor, y: Tensor) -> Tensor:
+    """Return the cross-entropy of every datum, for logits `[N, C]` or `[C]`."""
+    return cross_entropy(f, y, reduction="none")
+
+
+def gradients(model: nn.Module, quantity: Callable[[Tensor, Tensor], Tensor], data: Data) -> Tensor:
+    """Differentiate a quantity of every datum with respect to all parameters, `[data, parameters]`."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def value(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return quantity(functional_call(model, params, (x[None],))[0], y)
+
+    found = vmap(grad(value), in_dims=(None, 0, 0))(params, *data)
+    return torch.cat([g.flatten(1) for g in found.values()], 1)
+
+
+def ours(kind: type[KFAC | EKFAC], damping: float | Relative = RELATIVE, **settings: Any) -> Method:
+    """Return one of our methods."""
+    samples = f", {settings['mc_samples']} samples" if "mc_samples" in settings else ""
+    name = f"{kind.__name__} {settings['fisher']}{samples}"
+    fit = partial(Ours, kind, damping, settings)
+    return Method(name, "kfs", in_words(damping), fit, draws=settings["fisher"] == "mc")
+
+
+def peer(library: str, damping: float | Relative, has_own: bool = True) -> Method:
+    """Return EKFAC of another library: its module's `Fitted`, if that library is installed."""
+    fit = None
+    if find_spec(library) is not None:
+        fit = partial(import_module(f"benchmarks.influence_{library}").Fitted, damping)
+    draws = library == "kronfluence"
+    fisher = "mc" if draws else "empirical"
+    return Method(f"EKFAC {fisher}", library, in_words(damping), fit, draws, has_own)
+
+
+def in_words(damping: float | Relative) -> str:
+    """Say how a method is damped."""
+    return f"{damping.fraction:g} x mean eigenvalue" if isinstance(damping, Relative) else f"{damping:g}"
+
+
+def predictors() -> list[Method]:
+    """Return what predicts margins of networks that are trained with a part of the data."""
+    found: list[Method] = []
+    for damping in (RELATIVE, ABSOLUTE):
+        found += [
+            Method("dense GGN", "torch", in_words(damping), partial(DenseGGN, damping)),
+            ours(KFAC, damping, fisher="type-2"),
+            ours(EKFAC, damping, fisher="type-2"),
+            ours(EKFAC, damping, fisher="mc"),
+            ours(EKFAC, damping, fisher="mc", mc_samples=8),
+            peer("kronfluence", damping),
+        ]
+    return [
+        *found,
+        peer("kronfluence", 1e-8),  # its default
+        peer("dattri", ABSOLUTE, has_own=False),
+        Method(f"TRAK, {PROJECTIONS} dimensions", "torch", "", Projected, draws=True, has_own=False),
+    ]
+
+
+def detectors() -> list[Method]:
+    """Return what finds wrong labels."""
+    return [
+        ours(KFAC, fisher="type-2"),
+        ours(EKFAC, fisher="type-2"),
+        ours(EKFAC, fisher="mc"),
+        peer("kronfluence", RELATIVE),
+        peer("kronfluence", 1e-8),
+        Method("loss", "torch", "", LossAlone),
+    ]
+
+
+def timed() -> list[Method]:
+    """Return what is timed."""
+    return [
+        ours(KFAC, fisher="type-2"),
+        ours(EKFAC, fisher="type-2"),
+        ours(EKFAC, fisher="mc"),
+        peer("kronfluence", RELATIVE),
+        peer("dattri", ABSOLUTE, has_own=False),
+    ]
