@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kfs.kfac.block_gradients import Basis, BlockGradients
 from kfs.kfac.structures import Structure
+from kfs.kfac.sums import full_precision
 
 Way = Literal["rows", "matrices", "rotated"]
 
@@ -152,5 +153,6 @@ def self_products(gradients: BlockGradients, structure: Structure) -> Tensor:
     if len(inside.uses) == 1 and inside.whole is None and inside.shared == 1:
         # The square of an outer product is the outer product of squares.
         x, g = (side.dense().squeeze(2).square() for side in (inside.parts[0].x, inside.parts[0].g))
-        return ((g @ structure.values) * x).sum((0, 2))
+        with full_precision(gradients.device.type):
+            return ((g @ structure.values) * x).sum((0, 2))
     return (inside.dense().square() * structure.values).flatten(1).sum(1)

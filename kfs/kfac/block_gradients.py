@@ -3,9 +3,10 @@ r"""The gradients of every datum with respect to one block, as sums over rows of
 Matrices `[n, groups, d_B, d_A]` are formed only where that takes fewer operations; see `kfs.kfac.sums.row_products`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,12 +24,27 @@ from kfs.kfac.sums import (
     at_a_time,
     cheaper,
     cheaper_within,
+    full_precision,
     joined_products,
     matrix_inner,
     matrix_inner_by_row,
 )
 
 Basis = Eigenbasis | Congruence
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Method = Callable[Concatenate["BlockGradients", Arguments], Result]
+
+
+def precisely(method: Method[Arguments, Result]) -> Method[Arguments, Result]:
+    """Let a method compute in the precision of the gradients, also where the caller's `autocast` is on."""
+
+    @wraps(method)
+    def run(gradients: "BlockGradients", /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with full_precision(gradients.device.type):
+            return method(gradients, *args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,12 +111,14 @@ class BlockGradients(Described):
         stored = sum(part.stored for part in self.parts) + (0 if self.whole is None else self.numbers)
         return self.num_data * stored * self.dtype.itemsize
 
+    @precisely
     def some(self, data: slice) -> "BlockGradients":
         """Return the gradients of some data."""
         num_data = len(range(*data.indices(self.num_data)))
         whole = None if self.whole is None else self.whole[data]
         return replace(self, num_data=num_data, uses=tuple(part.some(data) for part in self.parts), whole=whole)
 
+    @precisely
     def dense(self) -> Tensor:
         """Form matrices, `[n, groups, d_B, d_A]`."""
         total = self.whole
@@ -125,6 +143,7 @@ class BlockGradients(Described):
         self.layout.write(self.dense(), result)
         return result
 
+    @precisely
     def inner(self, other: "BlockGradients") -> Tensor:
         """Return inner products with the gradients of other data, `[n, m]`, in the way that takes fewer operations."""
         self._check_block(other)
@@ -146,6 +165,7 @@ class BlockGradients(Described):
             place += len(some)
         return total
 
+    @precisely
     def inner_by_row(self, other: "BlockGradients") -> list[Tensor]:
         """Return the share of each row of the other gradients in inner products, `[n, m, rows]`, part by part.
 
@@ -164,6 +184,7 @@ class BlockGradients(Described):
             shares.append(share)
         return shares
 
+    @precisely
     def inner_within(self, other: "BlockGradients") -> Tensor:
         """Return the inner products of two gradients of every datum, `[n]`."""
         self._check_block(other)
@@ -178,6 +199,7 @@ class BlockGradients(Described):
         """Return the squared norm of every datum's gradient, `[n]`."""
         return self.inner_within(self)
 
+    @precisely
     def multiplied(self, structure: Structure) -> "BlockGradients":
         """Multiply with a block of a curvature matrix, or of an inverse: the structure of this block alone.
 
@@ -204,6 +226,7 @@ class BlockGradients(Described):
         picks = [(x and Q_A is None) or (g and Q_B is None) for x, g in (use.units for use in self.uses)]
         return bool(picks) and all(picks)
 
+    @precisely
     def rotated(self, basis: Basis) -> "BlockGradients":
         """Return the gradients as they are in a basis, `Q_B^T G Q_A`."""
         Q_A, Q_B = sides_of(basis.to(self.device, self.dtype))

@@ -371,3 +371,22 @@ def test_ways() -> None:
         ("EKFAC", 6, 10**6): "matrices",
         ("EKFAC", 10**6, 6): "rotated",
     }
+
+
+@pytest.mark.parametrize(("make", "method"), [(kfs.EKFAC, "exact"), (kfs.KFAC, "factored")])
+def test_autocast(make: Any, method: Any) -> None:
+    """Passes run in half precision if the caller wants that, but products of gradients do not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(21, 3))
+    X, y = torch.randn(7, 2, 5), torch.randint(3, (7,))
+    risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X[:3], y[:3]), (X[3:], y[3:])])
+    with torch.autocast("cpu", torch.bfloat16):
+        influence = kfs.Influence(make(risk), 0.1, method)
+        batches = list(kfs.per_datum(risk, blocks=influence.K))
+        scores = influence.scores(risk, risk)
+        own = influence.self_scores(risk)
+    G = torch.cat([torch.cat([g.flatten(1) for g in batch.tensors().values()], 1) for batch in batches]).double()
+    expected = G @ influence.inverse.to_dense().double() @ G.T
+    assert scores.dtype == torch.float32
+    assert (scores - expected).norm() < 1e-4 * expected.norm()
+    assert (own - expected.diagonal()).norm() < 1e-4 * expected.norm()

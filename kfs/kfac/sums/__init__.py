@@ -5,6 +5,7 @@ from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.inputs import Use
 from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.kept import Captured, KeptGradients
+from kfs.kfac.sums.outer_products import full_precision
 from kfs.kfac.sums.owners import Owners
 from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic
 from kfs.kfac.sums.placement import Placement
@@ -40,6 +41,7 @@ __all__ = [
     "at_a_time",
     "cheaper",
     "cheaper_within",
+    "full_precision",
     "joined_products",
     "matrix_inner",
     "matrix_inner_by_row",

@@ -121,7 +121,10 @@ class Captured:
 
     def matrices(self) -> Iterator[Tensor]:
         """Form matrices, `[some data, groups, d_B, d_A]`, of a few data at a time."""
-        for part in self.use.gradients(self.gradient):
+        # Products of numbers in half precision would be rounded to half precision.
+        wide = torch.promote_types(self.gradient.dtype, torch.float32)
+        x = mapped(self.use.x, lambda t: t.to(wide) if t.is_floating_point() else t)
+        for part in replace(self.use, x=x, cache={}).gradients(self.gradient.to(wide)):
             part = part.transpose(2, 3) if self.plan.side == "B" else part  # noqa: PLW2901
             unused = self.plan.layout.matrix_shape[2] - part.shape[3]
             yield torch.nn.functional.pad(part, (0, unused)) if unused else part
