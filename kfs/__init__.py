@@ -15,6 +15,7 @@ from kfs.version import __version__
 if TYPE_CHECKING:
     from kfs import basics, losses, operators, optim  # noqa: F401
     from kfs.kfac import EKFAC, KFAC, Checkpoint, Relative, compare, inspect, load
+    from kfs.merging import merge
     from kfs.operators import GGN, Fisher, Hessian, Jacobian
     from kfs.risk import EmpiricalRisk
 
@@ -32,11 +33,13 @@ __all__ = [
     "compare",
     "inspect",
     "load",
+    "merge",
 ]
 _PACKAGES = ("basics", "losses", "operators", "optim")
 # Where names come from. They are imported when they are used first, so that `import kfs` takes no time.
 _FROM = {
     "kfs.kfac": ("EKFAC", "KFAC", "Checkpoint", "Relative", "compare", "inspect", "load"),
+    "kfs.merging": ("merge",),
     "kfs.operators": ("GGN", "Fisher", "Hessian", "Jacobian"),
     "kfs.risk": ("EmpiricalRisk",),
 }
