@@ -44,7 +44,8 @@ class Options:
     """How systems are solved.
 
     Attributes:
-        tolerance: Largest residual, relative to the right-hand side; `None` for the root of the precision.
+        tolerance: Largest residual, relative to the right-hand side; `None` for 1e-6 or the root of the precision,
+            whichever is larger.
         max_iterations: Of conjugate gradients, for each system.
         progress: Whether to show them.
     """
@@ -118,7 +119,10 @@ class DampedOperator:
         """Find out how much is added."""
         delta = damping_by_name(damping, {ALL})[ALL]
         if isinstance(delta, Relative):
-            total = float(trace(C, products=_PRODUCTS, progress=progress).value)
+            if isinstance(C, BlockDiagonal):
+                total = float(C.trace())
+            else:
+                total = float(trace(C, products=_PRODUCTS, progress=progress).value)
             if not total > 0:
                 raise SolverError(
                     f"The curvature has a trace of {total:.1e}, so that relative damping is not positive.",
@@ -218,7 +222,8 @@ def solve_system(
     products = [C @ {key: models[i][key] - start[key] for key in start} for i, C in operators.items()]
     b = {key: reduce(add, [product[key] for product in products]) for key in start}
     added = {i: _largest(C.damping, C.params(), space) for i, C in curvatures.items()}
-    tolerance = options.tolerance or torch.finfo(space.dtype).eps ** 0.5
+    # Residuals below the root of the precision are often out of reach, and smaller ones change no prediction.
+    tolerance = options.tolerance or max(1e-6, torch.finfo(space.dtype).eps ** 0.5)
 
     inverse = _closed_form(total)
     first = None

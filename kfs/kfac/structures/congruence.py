@@ -31,6 +31,7 @@ from kfs.kfac.structures.structure import InBasis, Structure
 
 # Blocks of at most so many rows become dense matrices where there is no closed form.
 _LARGEST_DENSE = 4096
+_SINGULAR = "is singular, up to round-off"
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,15 +130,17 @@ def inverse_in_common_basis(terms: Sequence[Kronecker]) -> Congruence:
     diagonal, singular = diagonalized(terms)
     values = diagonal.values.flatten(1)
     decompositions.check_finite(values)
+    if len(terms) == 2:
+        # First of all: in directions that no factor has, other numbers are round-off, and may be negative.
+        decompositions.check_each(~singular, _SINGULAR)
     # As for the eigenvalues of a Kronecker product, each side contributes its round-off.
     eps = _eps(terms) or torch.finfo(values.dtype).eps
     noise = (diagonal.rows + diagonal.columns) * eps * values.abs().amax(1)
     decompositions.check_definite(values, noise)
     if len(terms) > 2:
         # A small term, such as damping, may be all that a direction has, and is no noise. Iterations will tell.
-        singular, noise = torch.zeros_like(singular), torch.zeros_like(noise)
-    above_noise = (values > noise.unsqueeze(1)).all(1)
-    decompositions.check_each(above_noise & ~singular, "is singular, up to round-off")
+        noise = torch.zeros_like(noise)
+    decompositions.check_each((values > noise.unsqueeze(1)).all(1), _SINGULAR)
     return replace(diagonal, values=1 / diagonal.values)
 
 

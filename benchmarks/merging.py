@@ -1,0 +1,257 @@
+"""Merging two models of digits: averages, Fisher merging, RegMean, KFAC, EKFAC and the GGN.
+
+`python -m benchmarks.applications merging [--quick]` trains a common start on a few data of both tasks, trains a copy
+of it on each task, and merges the two. The *strong* start has 200 data of each task and 60 epochs, then 8 epochs on
+each task; the *weak* start has 60 data and 12 epochs, then 25. The tasks are `rotate` (digits, and digits turned by a
+quarter) and `halves` (digits below five, and the others). All of it three times, with different seeds.
+
+Accuracies are those on held-out data, the mean over both tasks. Seconds are those of curvatures and of `kfs.merge`
+together; iterations are those of conjugate gradients. For comparison: the start, each model on its own task, and one
+model that was trained on both. JSON and a picture are written to benchmarks/results.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import kfs
+from benchmarks.report import save
+from kfs.charts.canvas import INK, open_frame
+from kfs.merging import MergeReport
+from kfs.operators import LinearOperator
+from kfs.report.digits import load
+
+Data = tuple[Tensor, Tensor]
+DAMPING = kfs.Relative(0.01)
+OWN = "own model (each on its task)"
+JOINT = "trained on both"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Some images with labels: those to train with, and those to test with."""
+
+    training: Data
+    test: Data
+
+
+@dataclass(frozen=True)
+class Start:
+    """How the models come about: data of each task for the start, epochs for it, and epochs on each task."""
+
+    num_data: int
+    epochs: int
+    epochs_on_task: int
+
+
+@dataclass(frozen=True)
+class Merge:
+    """One way to merge: which curvature of a risk, how it is damped, and how systems are solved."""
+
+    curvature: Callable[[kfs.EmpiricalRisk], LinearOperator]
+    method: kfs.kfac.structures.Method | None = None
+    preconditioned: bool = False
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True)
+class MergeRow:
+    """What a way to merge reached.
+
+    Attributes:
+        start: `"strong"` or `"weak"`.
+        tasks: `"rotate"` or `"halves"`.
+        way: How the models were merged.
+        accuracies: Percent of right predictions, the mean of both tasks, for each seed.
+        iterations: Iterations of conjugate gradients, in the median; `None` without any.
+        seconds: Curvatures and merge, in the median; `None` for models that were not merged.
+        merge_seconds: The merge alone.
+    """
+
+    start: str
+    tasks: str
+    way: str
+    accuracies: list[float]
+    iterations: float | None = None
+    seconds: float | None = None
+    merge_seconds: float | None = None
+
+
+STARTS = {"strong": Start(200, 60, 8), "weak": Start(60, 12, 25)}
+WAYS: dict[str, Merge] = {
+    "diagonal (Fisher merging)": Merge(kfs.kfac.exact_diagonal),
+    "RegMean (forward-only)": Merge(lambda risk: kfs.KFAC(risk, "forward-only")),
+    "KFAC": Merge(kfs.KFAC),
+    "KFAC, exact damping": Merge(kfs.KFAC, "exact"),
+    "EKFAC": Merge(kfs.EKFAC),
+    "GGN": Merge(lambda risk: kfs.GGN(risk, reuse=True), preconditioned=True, tolerance=1e-3),
+}
+
+
+def tasks(name: str) -> list[Task]:
+    """Return two tasks; 60 percent of each are for training."""
+    X, y = load()
+    order = torch.randperm(len(X), generator=torch.Generator().manual_seed(0))
+    images = X[order].reshape(-1, 8, 8)
+    labels = y[order]
+    low = labels < 5
+    turned = torch.rot90(images, 1, (1, 2))
+    parts = {
+        "rotate": [(images, labels), (turned, labels)],
+        "halves": [(images[low], labels[low]), (images[~low], labels[~low])],
+    }[name]
+    cuts = [int(0.6 * len(part)) for part, _ in parts]
+    flat = [(part.flatten(1), target) for part, target in parts]
+    return [Task((x[:n], t[:n]), (x[n:], t[n:])) for (x, t), n in zip(flat, cuts, strict=True)]
+
+
+def network() -> nn.Module:
+    """Return a network with two hidden layers."""
+    layers = (nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    return nn.Sequential(*layers).double()
+
+
+def trained(model: nn.Module, data: Data, epochs: int) -> nn.Module:
+    """Train a copy with AdamW, and return it."""
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-3)
+    for _ in range(epochs):
+        for batch in torch.randperm(len(data[0])).split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(data[0][batch]), data[1][batch]).backward()
+            optimizer.step()
+    return model.eval()
+
+
+def together(parts: list[Data]) -> Data:
+    """Return all data of some sets."""
+    return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: Data) -> float:
+    """Return the percentage of right predictions."""
+    return 100 * float((model(data[0]).argmax(1) == data[1]).double().mean())
+
+
+def merged(way: Merge, models: list[nn.Module], both: list[Task]) -> tuple[nn.Module, MergeReport, float]:
+    """Merge two models. Return the model, what `kfs.merge` reports, and seconds for all of it."""
+    began = time.perf_counter()
+    risks = [
+        kfs.EmpiricalRisk(m, nn.CrossEntropyLoss(), task.training, progress=False)
+        for m, task in zip(models, both, strict=True)
+    ]
+    near = [kfs.KFAC(risk) for risk in risks] if way.preconditioned else None
+    curvatures = [way.curvature(risk) for risk in risks]
+    state, report = kfs.merge(
+        models,
+        curvatures,
+        DAMPING,
+        method=way.method,
+        preconditioner=near,
+        tolerance=way.tolerance,
+        progress=False,
+        report=True,
+    )
+    result = copy.deepcopy(models[0])
+    result.load_state_dict(state)
+    return result, report, time.perf_counter() - began
+
+
+def averaged(models: list[nn.Module]) -> nn.Module:
+    """Return a model with the averages of all parameters."""
+    result = copy.deepcopy(models[0])
+    with torch.no_grad():
+        for p, *others in zip(result.parameters(), *(m.parameters() for m in models[1:]), strict=True):
+            p.copy_((p + sum(others)) / len(models))
+    return result
+
+
+def measure(start: str, tasks_name: str, seeds: range, plan: Start, ways: dict[str, Merge]) -> list[MergeRow]:
+    """Train and merge for each seed."""
+    both = tasks(tasks_name)
+    accuracies: dict[str, list[float]] = {}
+    reports: dict[str, list[tuple[MergeReport, float]]] = {}
+    for seed in seeds:
+        torch.manual_seed(seed)
+        few = [(task.training[0][: plan.num_data], task.training[1][: plan.num_data]) for task in both]
+        common = trained(network(), together(few), plan.epochs)
+        models = [trained(common, task.training, plan.epochs_on_task) for task in both]
+        joint = trained(common, together([task.training for task in both]), 25 if plan.epochs > 1 else 1)
+        found = {"start": common, JOINT: joint, "average": averaged(models)}
+        for name, way in ways.items():
+            found[name], report, seconds = merged(way, models, both)
+            reports.setdefault(name, []).append((report, seconds))
+        own = [accuracy(model, task.test) for model, task in zip(models, both, strict=True)]
+        accuracies.setdefault(OWN, []).append(statistics.mean(own))
+        for name, model in found.items():
+            accuracies.setdefault(name, []).append(statistics.mean(accuracy(model, task.test) for task in both))
+    rows = []
+    for name, values in accuracies.items():
+        if name in reports:
+            iterations = statistics.median(report.iterations for report, _ in reports[name])
+            seconds = statistics.median(seconds for _, seconds in reports[name])
+            alone = statistics.median(report.seconds for report, _ in reports[name])
+            rows.append(MergeRow(start, tasks_name, name, values, iterations, seconds, alone))
+        else:
+            rows.append(MergeRow(start, tasks_name, name, values))
+    return rows
+
+
+def show(rows: list[MergeRow]) -> None:
+    """Print a Markdown table."""
+    print("| start | tasks | way | accuracy | of each seed | iterations | seconds | of them merging |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        each = ", ".join(f"{value:.1f}" for value in row.accuracies)
+        costs = [row.iterations, row.seconds, row.merge_seconds]
+        shown = " | ".join("" if cost is None else f"{cost:.3g}" for cost in costs)
+        print(f"| {row.start} | {row.tasks} | {row.way} | {statistics.mean(row.accuracies):.2f} | {each} | {shown} |")
+
+
+def draw(rows: list[MergeRow], file: Path) -> None:
+    """Draw accuracies as bars, a panel for each start and pair of tasks, with a dot for each seed."""
+    panels = list(dict.fromkeys((row.start, row.tasks) for row in rows))
+    figure = Figure(figsize=(3.1 * len(panels) + 1.6, 3.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, panel in zip(all_axes, panels, strict=True):
+        inside = [row for row in rows if (row.start, row.tasks) == panel and row.way not in {"start", OWN, JOINT}]
+        means = [statistics.mean(row.accuracies) for row in inside]
+        best = max(means)
+        colors = ["C0" if mean == best else "#b9c4d0" for mean in means]
+        axes.barh(range(len(inside)), means, color=colors, height=0.7)
+        for place, row in enumerate(inside):
+            axes.plot(row.accuracies, [place] * len(row.accuracies), ".", color=INK, markersize=3)
+            axes.text(means[place], place - 0.42, f"{means[place]:.1f}", fontsize=6.5, color=INK, ha="right")
+        lowest = min(min(row.accuracies) for row in inside)
+        axes.set_xlim(left=max(lowest - 4, 0), right=min(max(max(row.accuracies) for row in inside) + 2, 100))
+        axes.set_title(f"{panel[0]} start, {panel[1]}", fontsize=8, color=INK)
+        axes.set_xlabel("accuracy, percent")
+        axes.set_yticks(range(len(inside)), [row.way for row in inside])
+        open_frame(axes)
+    all_axes[0].invert_yaxis()
+    figure.savefig(file, dpi=150)
+
+
+def main(quick: bool, results: Path) -> None:
+    """Measure, print a table, and write JSON and a picture."""
+    seeds = range(1 if quick else 3)
+    rows = []
+    for start, plan in STARTS.items():
+        for name in ("rotate", "halves"):
+            rows += measure(start, name, seeds, Start(20, 1, 1) if quick else plan, WAYS)
+    show(rows)
+    end = "_quick" if quick else ""  # real results stay
+    file = save(rows, f"applications_merging{end}", {"seeds": len(seeds), "damping": DAMPING.fraction}, results)
+    picture = results / f"applications_merging{end}.png"
+    draw(rows, picture)
+    print(f"Written: {file}, {picture}")
