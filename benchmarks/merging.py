@@ -5,8 +5,8 @@ of it on each task, and merges the two. The *strong* start has 200 data of each 
 each task; the *weak* start has 60 data and 12 epochs, then 25. The tasks are `rotate` (digits, and digits turned by a
 quarter) and `halves` (digits below five, and the others). All of it three times, with different seeds.
 
-Accuracies are those on held-out data, the mean over both tasks. Seconds are those of curvatures and of `kfs.merge`
-together; iterations are those of conjugate gradients. For comparison: the start, each model on its own task, and one
+Accuracies are those on held-out data, the mean over both tasks. Seconds are those of the CPU for curvatures and
+`kfs.merge` together; iterations are those of conjugate gradients. For comparison: the start, each model on its own task, and one
 model that was trained on both. JSON and a picture are written to benchmarks/results.
 """
 
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -25,8 +26,7 @@ from torch import Tensor, nn
 import kfs
 from benchmarks.report import save
 from kfs.charts.canvas import INK, open_frame
-from kfs.merging import MergeReport
-from kfs.operators import LinearOperator
+from kfs.operators import LinearOperator, solve
 from kfs.report.digits import load
 
 Data = tuple[Tensor, Tensor]
@@ -45,11 +45,21 @@ class Task:
 
 @dataclass(frozen=True)
 class Start:
-    """How the models come about: data of each task for the start, epochs for it, and epochs on each task."""
+    """How models come about.
+
+    Attributes:
+        num_data: Number of data of each task that the start sees.
+        epochs: Epochs on them.
+        epochs_on_task: Epochs on each task, afterwards.
+        epochs_on_both: Epochs of the model that is trained on both tasks.
+        num_digits: Number of digits that tasks are made of; all if `None`.
+    """
 
     num_data: int
     epochs: int
     epochs_on_task: int
+    epochs_on_both: int = 25
+    num_digits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,14 @@ class Merge:
     tolerance: float | None = None
 
 
+class Cost(NamedTuple):
+    """What one merge took: iterations, CPU time with curvatures, and CPU time without them."""
+
+    iterations: int
+    seconds: float
+    merge_seconds: float
+
+
 @dataclass(frozen=True)
 class MergeRow:
     """What a way to merge reached.
@@ -72,8 +90,8 @@ class MergeRow:
         way: How the models were merged.
         accuracies: Percent of right predictions, the mean of both tasks, for each seed.
         iterations: Iterations of conjugate gradients, in the median; `None` without any.
-        seconds: Curvatures and merge, in the median; `None` for models that were not merged.
-        merge_seconds: The merge alone.
+        seconds: CPU time of curvatures and merge, in the median; `None` for models that were not merged.
+        merge_seconds: That of the merge alone.
     """
 
     start: str
@@ -85,6 +103,7 @@ class MergeRow:
     merge_seconds: float | None = None
 
 
+QUICK = Start(20, 1, 1, 1, 200)
 STARTS = {"strong": Start(200, 60, 8), "weak": Start(60, 12, 25)}
 WAYS: dict[str, Merge] = {
     "diagonal (Fisher merging)": Merge(kfs.kfac.exact_diagonal),
@@ -96,10 +115,10 @@ WAYS: dict[str, Merge] = {
 }
 
 
-def tasks(name: str) -> list[Task]:
-    """Return two tasks; 60 percent of each are for training."""
+def tasks(name: str, num_data: int | None = None) -> list[Task]:
+    """Return two tasks, made of all digits or of some of them; 60 percent of each are for training."""
     X, y = load()
-    order = torch.randperm(len(X), generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(X), generator=torch.Generator().manual_seed(0))[:num_data]
     images = X[order].reshape(-1, 8, 8)
     labels = y[order]
     low = labels < 5
@@ -142,15 +161,16 @@ def accuracy(model: nn.Module, data: Data) -> float:
     return 100 * float((model(data[0]).argmax(1) == data[1]).double().mean())
 
 
-def merged(way: Merge, models: list[nn.Module], both: list[Task]) -> tuple[nn.Module, MergeReport, float]:
-    """Merge two models. Return the model, what `kfs.merge` reports, and seconds for all of it."""
-    began = time.perf_counter()
+def merged(way: Merge, models: list[nn.Module], both: list[Task]) -> tuple[nn.Module, Cost]:
+    """Merge two models. Return the model, and what it took."""
+    began = time.process_time()
     risks = [
         kfs.EmpiricalRisk(m, nn.CrossEntropyLoss(), task.training, progress=False)
         for m, task in zip(models, both, strict=True)
     ]
     near = [kfs.KFAC(risk) for risk in risks] if way.preconditioned else None
     curvatures = [way.curvature(risk) for risk in risks]
+    computed = time.process_time()
     state, report = kfs.merge(
         models,
         curvatures,
@@ -161,9 +181,29 @@ def merged(way: Merge, models: list[nn.Module], both: list[Task]) -> tuple[nn.Mo
         progress=False,
         report=True,
     )
+    ended = time.process_time()
     result = copy.deepcopy(models[0])
     result.load_state_dict(state)
-    return result, report, time.perf_counter() - began
+    return result, Cost(report.iterations, ended - began, ended - computed)
+
+
+def iterations_alone(models: list[nn.Module], both: list[Task], preconditioned: bool) -> int:
+    """Count iterations for the blocks of KFAC with exact damping, with a preconditioner or without."""
+    pairs = zip(models, both, strict=True)
+    risks = [kfs.EmpiricalRisk(m, nn.CrossEntropyLoss(), task.training, progress=False) for m, task in pairs]
+    curvatures = [kfs.KFAC(risk) for risk in risks]
+    if preconditioned:
+        return kfs.merge(models, curvatures, DAMPING, method="exact", report=True)[1].iterations
+    total = 0
+    for block in curvatures[0].blocks.values():
+        params = list(block.layout.params)
+        damped = [K.shift(DAMPING).submatrix(params) for K in curvatures]
+        values = [{name: model.get_parameter(name).detach() for name in params} for model in models]
+        difference = {name: (values[1][name] - values[0][name]) / 2 for name in params}
+        # As in `kfs.merge`, the iteration starts from the average, which is half of the difference away from both.
+        b = {name: (damped[1] @ difference)[name] - (damped[0] @ difference)[name] for name in params}
+        total += solve(damped[0] + damped[1], b, progress=False).iterations
+    return total
 
 
 def averaged(models: list[nn.Module]) -> nn.Module:
@@ -175,34 +215,34 @@ def averaged(models: list[nn.Module]) -> nn.Module:
     return result
 
 
+def start_and_models(both: list[Task], plan: Start) -> tuple[nn.Module, list[nn.Module]]:
+    """Train a common start, and a model for each task."""
+    few = [(task.training[0][: plan.num_data], task.training[1][: plan.num_data]) for task in both]
+    common = trained(network(), together(few), plan.epochs)
+    return common, [trained(common, task.training, plan.epochs_on_task) for task in both]
+
+
 def measure(start: str, tasks_name: str, seeds: range, plan: Start, ways: dict[str, Merge]) -> list[MergeRow]:
     """Train and merge for each seed."""
-    both = tasks(tasks_name)
+    both = tasks(tasks_name, plan.num_digits)
     accuracies: dict[str, list[float]] = {}
-    reports: dict[str, list[tuple[MergeReport, float]]] = {}
+    costs: dict[str, list[Cost]] = {}
     for seed in seeds:
         torch.manual_seed(seed)
-        few = [(task.training[0][: plan.num_data], task.training[1][: plan.num_data]) for task in both]
-        common = trained(network(), together(few), plan.epochs)
-        models = [trained(common, task.training, plan.epochs_on_task) for task in both]
-        joint = trained(common, together([task.training for task in both]), 25 if plan.epochs > 1 else 1)
+        common, models = start_and_models(both, plan)
+        joint = trained(common, together([task.training for task in both]), plan.epochs_on_both)
         found = {"start": common, JOINT: joint, "average": averaged(models)}
         for name, way in ways.items():
-            found[name], report, seconds = merged(way, models, both)
-            reports.setdefault(name, []).append((report, seconds))
+            found[name], cost = merged(way, models, both)
+            costs.setdefault(name, []).append(cost)
         own = [accuracy(model, task.test) for model, task in zip(models, both, strict=True)]
         accuracies.setdefault(OWN, []).append(statistics.mean(own))
         for name, model in found.items():
             accuracies.setdefault(name, []).append(statistics.mean(accuracy(model, task.test) for task in both))
     rows = []
     for name, values in accuracies.items():
-        if name in reports:
-            iterations = statistics.median(report.iterations for report, _ in reports[name])
-            seconds = statistics.median(seconds for _, seconds in reports[name])
-            alone = statistics.median(report.seconds for report, _ in reports[name])
-            rows.append(MergeRow(start, tasks_name, name, values, iterations, seconds, alone))
-        else:
-            rows.append(MergeRow(start, tasks_name, name, values))
+        medians = [statistics.median(numbers) for numbers in zip(*costs.get(name, []), strict=True)]
+        rows.append(MergeRow(start, tasks_name, name, values, *medians))
     return rows
 
 
@@ -248,10 +288,17 @@ def main(quick: bool, results: Path) -> None:
     rows = []
     for start, plan in STARTS.items():
         for name in ("rotate", "halves"):
-            rows += measure(start, name, seeds, Start(20, 1, 1) if quick else plan, WAYS)
+            rows += measure(start, name, seeds, QUICK if quick else plan, WAYS)
     show(rows)
+    torch.manual_seed(0)
+    plan = QUICK if quick else STARTS["strong"]
+    both = tasks("rotate", plan.num_digits)
+    _, models = start_and_models(both, plan)
+    counts = [iterations_alone(models, both, preconditioned) for preconditioned in (True, False)]
+    print(f"Iterations for KFAC with exact damping (strong, rotate): {counts[0]}, without preconditioner {counts[1]}")
     end = "_quick" if quick else ""  # real results stay
-    file = save(rows, f"applications_merging{end}", {"seeds": len(seeds), "damping": DAMPING.fraction}, results)
+    settings = {"seeds": len(seeds), "damping": DAMPING.fraction, "iterations with and without preconditioner": counts}
+    file = save(rows, f"applications_merging{end}", settings, results)
     picture = results / f"applications_merging{end}.png"
     draw(rows, picture)
     print(f"Written: {file}, {picture}")

@@ -31,6 +31,7 @@ PAGES = {
     "cheatsheet_kfac": "Cheatsheet: which KFAC",
     "howto_natural_gradient": "How to take a natural gradient step",
     "howto_train": "How to train with natural gradients",
+    "howto_merge": "How to merge models",
     "howto_looking": "Looking at results",
     "howto_compare": "How to compare structures",
     "howto_checkpoints": "How to save, load and resume",

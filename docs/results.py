@@ -35,7 +35,7 @@ def benchmarks_body(results: Path = RESULTS) -> str:
 def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
     """Return one benchmark: its environment, and a table."""
     said = ", ".join(f"{key} {value}" for key, value in environment.items())
-    kinds = {"runs": _trainings, "program": _programs, "products": _errors}
+    kinds = {"runs": _trainings, "program": _programs, "products": _errors, "accuracies": _merges}
     kind = next((kind for key, kind in kinds.items() if key in rows[0]), _steps)
     return (
         f'<h2 id="{name}">{name.capitalize().replace("_", ": ")}</h2>\n<p class="about">{html.escape(said)}</p>\n'
@@ -91,6 +91,20 @@ def _errors(rows: list[dict[str, Any]]) -> str:
         steps = [_error(row["steps"][d]) or "refused" for d in dampings]
         lines.append([shown, str(row["products"]), *(_error(row[key]) for key in factors), *steps])
     return _table(["problem", "products"], [*factors.values(), *(f"step, damping {d}" for d in dampings)], lines)
+
+
+def _merges(rows: list[dict[str, Any]]) -> str:
+    """Return a row per way to merge: mean accuracy over seeds, and what it cost."""
+    lines: list[Cells] = []
+    before = ""
+    for row in rows:
+        problem = f"{row['start']} start, {row['tasks']}"
+        shown = "" if problem == before else problem
+        before = problem
+        lines.append(
+            [shown, str(row["way"]), statistics.mean(row["accuracies"]), row["iterations"], row["seconds"]],
+        )
+    return _table(["problem", "way"], ["accuracy", "iterations", "seconds"], lines)
 
 
 def _error(errors: dict[str, float] | None) -> str:

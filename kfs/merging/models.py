@@ -186,31 +186,42 @@ def _merged_parameters(
     options: Options,
 ) -> tuple[dict[str, Tensor], list[MergedBlock]]:
     """Solve all systems. Everything is given by the numbers of models."""
-    curvatures: dict[int, Damped] = {}
-    approximations = []
-    have_blocks = all(isinstance(C, BlockDiagonal) for C in operators.values())
-    for i, C in operators.items():
-        with naming(f"curvatures[{i}]"):
-            if have_blocks and isinstance(C, BlockDiagonal):
-                curvatures[i] = DampedBlocks(C, *damping, weights[i])
-            else:
-                curvatures[i] = DampedOperator(C, damping[0], weights[i], options.progress)
-            approximations.append(approximation(C, near[i], curvatures[i], weights[i]))
-    domain = next(iter(operators.values())).domain
-    space = Space(domain.shapes, next(iter(curvatures.values())).dtype, domain.device)
-    values = {i: _values(model, space) for i, model in models.items()}
-    share = {i: weight / sum(weights.values()) for i, weight in weights.items()}
-    mean = {name: reduce(add, [share[i] * values[i][name] for i in values]) for name in space.shapes}
-    found: dict[str, Tensor] = {}
-    blocks = []
-    parts = systems(list(curvatures.values()), space)
-    with show_progress("merging", len(parts), options.progress, "block") as line:
+    with show_progress("merging", None, options.progress, "block") as line:
+        curvatures = _damped(operators, weights, damping, options)
+        close = [approximation(C, near[i], curvatures[i], weights[i]) for i, C in operators.items()]
+        domain = next(iter(operators.values())).domain
+        space = Space(domain.shapes, next(iter(curvatures.values())).dtype, domain.device)
+        values = {i: _values(model, space) for i, model in models.items()}
+        share = {i: weight / sum(weights.values()) for i, weight in weights.items()}
+        mean = {name: reduce(add, [share[i] * values[i][name] for i in values]) for name in space.shapes}
+        found: dict[str, Tensor] = {}
+        blocks = []
+        parts = systems(list(curvatures.values()), space)
+        line.total = len(parts)
         for name, part in parts:
-            solution, block = solve_system(name, part, curvatures, approximations, values, mean, options)
+            solution, block = solve_system(name, part, curvatures, close, values, mean, options)
             found |= solution
             blocks.append(block)
             line.advance(note=name)
     return found, blocks
+
+
+def _damped(
+    operators: dict[int, LinearOperator],
+    weights: dict[int, float],
+    damping: tuple[Damping, Method | None],
+    options: Options,
+) -> dict[int, Damped]:
+    """Damp and weight curvatures: block by block, if all of them have blocks."""
+    have_blocks = all(isinstance(C, BlockDiagonal) for C in operators.values())
+    result: dict[int, Damped] = {}
+    for i, C in operators.items():
+        with naming(f"curvatures[{i}]"):
+            if have_blocks and isinstance(C, BlockDiagonal):
+                result[i] = DampedBlocks(C, *damping, weights[i])
+            else:
+                result[i] = DampedOperator(C, damping[0], weights[i], options.progress)
+    return result
 
 
 def _values(model: nn.Module, space: Space) -> dict[str, Tensor]:

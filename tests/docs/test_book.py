@@ -207,6 +207,17 @@ def test_benchmarks_with_and_without_results(tmp_path: Path) -> None:
     assert "no numbers yet" not in body
 
 
+def test_benchmarks_of_merging(tmp_path: Path) -> None:
+    row = {"start": "strong", "tasks": "halves", "way": "average", "accuracies": [90.0, 91.0]}
+    rows = [row | {"iterations": None, "seconds": None}, row | {"way": "KFAC", "iterations": 3, "seconds": 0.5}]
+    file = tmp_path / "applications_merging.json"
+    file.write_text(json.dumps({"environment": {}, "rows": rows}), encoding="utf-8")
+    body = results.benchmarks_body(tmp_path)
+    number = "<td class=number>"
+    assert f"<td>strong start, halves</td><td>average</td>{number}90.50</td>{number}</td>" in body
+    assert f"<td></td><td>KFAC</td>{number}90.50</td>{number}3.00</td>{number}0.50</td>" in body
+
+
 def test_benchmarks_of_training(tmp_path: Path) -> None:
     runs = [{"steps": 10, "seconds": 0.5, "reached": True}, {"steps": 99, "seconds": 9.0, "reached": False}]
     row = {"task": "cnn", "optimizer": "kfs", "lr": 0.1, "runs": [runs[0], runs[1], runs[0]], "note": "at the edge"}
