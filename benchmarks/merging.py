@@ -6,8 +6,8 @@ each task; the *weak* start has 60 data and 12 epochs, then 25. The tasks are `r
 quarter) and `halves` (digits below five, and the others). All of it three times, with different seeds.
 
 Accuracies are those on held-out data, the mean over both tasks. Seconds are those of the CPU for curvatures and
-`kfs.merge` together; iterations are those of conjugate gradients. For comparison: the start, each model on its own task, and one
-model that was trained on both. JSON and a picture are written to benchmarks/results.
+`kfs.merge` together; iterations are those of conjugate gradients. For comparison: the start, each model on its own
+task, and one model that was trained on both. JSON and a picture are written to benchmarks/results.
 """
 
 import copy
@@ -260,25 +260,30 @@ def show(rows: list[MergeRow]) -> None:
 def draw(rows: list[MergeRow], file: Path) -> None:
     """Draw accuracies as bars, a panel for each start and pair of tasks, with a dot for each seed."""
     panels = list(dict.fromkeys((row.start, row.tasks) for row in rows))
-    figure = Figure(figsize=(3.1 * len(panels) + 1.6, 3.0), layout="constrained")
+    figure = Figure(figsize=(8.5, 2.4 * (len(panels) // 2)), layout="constrained")
     FigureCanvasAgg(figure)
-    all_axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    for axes, panel in zip(all_axes, panels, strict=True):
+    all_axes = figure.subplots(len(panels) // 2, 2, squeeze=False)
+    for axes, panel in zip(all_axes.flat, panels, strict=True):
         inside = [row for row in rows if (row.start, row.tasks) == panel and row.way not in {"start", OWN, JOINT}]
         means = [statistics.mean(row.accuracies) for row in inside]
-        best = max(means)
-        colors = ["C0" if mean == best else "#b9c4d0" for mean in means]
+        colors = ["C0" if mean == max(means) else "#b9c4d0" for mean in means]
         axes.barh(range(len(inside)), means, color=colors, height=0.7)
+        lowest = min(min(row.accuracies) for row in inside)
+        highest = max(max(row.accuracies) for row in inside)
+        width = max(highest - lowest, 1.0)
         for place, row in enumerate(inside):
             axes.plot(row.accuracies, [place] * len(row.accuracies), ".", color=INK, markersize=3)
-            axes.text(means[place], place - 0.42, f"{means[place]:.1f}", fontsize=6.5, color=INK, ha="right")
-        lowest = min(min(row.accuracies) for row in inside)
-        axes.set_xlim(left=max(lowest - 4, 0), right=min(max(max(row.accuracies) for row in inside) + 2, 100))
+            end = max(row.accuracies) + 0.03 * width
+            axes.text(end, place, f"{means[place]:.1f}", fontsize=6.5, color=INK, va="center")
+        left = max(lowest - 0.5 * width, 0.0)
+        axes.set_xlim(left, highest + 0.15 * width)
         axes.set_title(f"{panel[0]} start, {panel[1]}", fontsize=8, color=INK)
-        axes.set_xlabel("accuracy, percent")
-        axes.set_yticks(range(len(inside)), [row.way for row in inside])
+        note = f"; the axis starts at {left:.0f}" if left else ""
+        axes.set_xlabel(f"accuracy in percent{note}", fontsize=7)
+        axes.set_yticks(range(len(inside)), [row.way for row in inside], fontsize=7)
+        axes.tick_params(axis="x", labelsize=7)
+        axes.invert_yaxis()
         open_frame(axes)
-    all_axes[0].invert_yaxis()
     figure.savefig(file, dpi=150)
 
 
