@@ -260,21 +260,25 @@ def test_a_weight_of_zero_leaves_a_model_out() -> None:
         torch.testing.assert_close(alone[key], p.detach(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision(dtype: torch.dtype) -> None:
-    """Half precision is computed in float32. Results have the models' dtype."""
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 0.05)])
+def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
+    """Half precision is computed in float32. Results have the models' dtype, and are close to those of float64.
+
+    Float32 stops at a residual of 3.5e-4. In bfloat16, models and data are rounded by up to 2^-9.
+    """
     models = family(mlp, 3)
-    exact = kfs.merge(models, [kfs.KFAC(risk) for risk in risks_of(models)], kfs.Relative(0.1))
-    torch.manual_seed(0)
-    low = [deepcopy(model).to(dtype) for model in family(mlp, 3)]
-    data = [next(iter(risk.batches())) for risk in risks_of(models)]
-    risks = [
+    risks = risks_of(models)
+    exact = kfs.merge(models, [kfs.KFAC(risk) for risk in risks], kfs.Relative(0.1))
+    low = [deepcopy(model).to(dtype) for model in models]
+    batches = [next(iter(risk.batches())) for risk in risks]
+    rounded = [
         kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (batch.x.to(dtype), batch.y), progress=False)
-        for model, batch in zip(low, data, strict=True)
+        for model, batch in zip(low, batches, strict=True)
     ]
-    state = kfs.merge(low, [kfs.KFAC(risk) for risk in risks], kfs.Relative(0.1))
+    state = kfs.merge(low, [kfs.KFAC(risk) for risk in rounded], kfs.Relative(0.1))
     assert all(t.dtype == dtype for t in state.values())
-    assert exact.keys() == state.keys()
+    for name, value in exact.items():
+        assert (state[name].double() - value).norm() <= tolerance * value.norm()
 
 
 def test_wrong_merges_are_told_apart() -> None:
