@@ -41,6 +41,7 @@ bench: .venv-bench/.peers  ## measure our products, factors, overhead, inverses 
 	@.venv-bench/bin/python -m benchmarks.other_libraries
 	@.venv-bench/bin/python -m benchmarks.train
 	@.venv-bench/bin/python -m benchmarks.long_runs
+	@.venv-bench/bin/python -m benchmarks.applications
 
 clean:  ## remove .venv and everything that is built
 	rm -rf $(VENV) .venv-bench docs/site report benchmarks/results .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

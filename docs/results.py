@@ -38,6 +38,7 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
     # By a field that only they have; the benchmark of influence functions has units of its own.
     kinds = {
         "runs": _trainings,
+        "accuracies": _merges,
         "values": _scores,
         "quantity": _brute_force,
         "rate": _rates,
@@ -140,6 +141,20 @@ def _rates(rows: list[dict[str, Any]]) -> str:
 def _small(ratio: float | None) -> str | None:
     """Return a ratio with three digits: some are so small that two decimals would be zero."""
     return None if ratio is None else f"{ratio:.3g}"
+
+
+def _merges(rows: list[dict[str, Any]]) -> str:
+    """Return a row per way to merge: mean accuracy over seeds, and what it cost."""
+    lines: list[Cells] = []
+    before = ""
+    for row in rows:
+        problem = f"{row['start']} start, {row['tasks']}"
+        shown = "" if problem == before else problem
+        before = problem
+        lines.append(
+            [shown, str(row["way"]), statistics.mean(row["accuracies"]), row["iterations"], row["seconds"]],
+        )
+    return _table(["problem", "way"], ["accuracy", "iterations", "seconds"], lines)
 
 
 def _error(errors: dict[str, float] | None) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kfs import basics, losses, operators, optim  # noqa: F401
     from kfs.influence import Influence
     from kfs.kfac import EKFAC, KFAC, Checkpoint, Relative, compare, inspect, load, per_datum
+    from kfs.merging import merge
     from kfs.operators import GGN, Fisher, Hessian, Jacobian
     from kfs.risk import EmpiricalRisk
 
@@ -34,6 +35,7 @@ __all__ = [
     "compare",
     "inspect",
     "load",
+    "merge",
     "per_datum",
 ]
 _PACKAGES = ("basics", "losses", "operators", "optim")
@@ -41,6 +43,7 @@ _PACKAGES = ("basics", "losses", "operators", "optim")
 _FROM = {
     "kfs.influence": ("Influence",),
     "kfs.kfac": ("EKFAC", "KFAC", "Checkpoint", "Relative", "compare", "inspect", "load", "per_datum"),
+    "kfs.merging": ("merge",),
     "kfs.operators": ("GGN", "Fisher", "Hessian", "Jacobian"),
     "kfs.risk": ("EmpiricalRisk",),
 }

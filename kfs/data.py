@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from kfs import waiting
 from kfs.errors import DataError
@@ -270,10 +270,22 @@ def fingerprint(x: Any, y: Tensor) -> Fingerprint:
     return Fingerprint(tuple(f"{t.dtype} {list(t.shape)}" for t in found), hashed.hexdigest())
 
 
+def values_digest(tensors: Iterable[Tensor]) -> str:
+    """Return what tells values of parameters from others, in whatever precision; empty for special tensors."""
+    found = list(tensors)
+    if any(type(t) not in {Tensor, Parameter} or t.is_meta for t in found):
+        return ""
+    return fingerprint([_some_numbers(t.detach()).float() for t in found], torch.empty(0)).digest
+
+
+def _some_numbers(t: Tensor) -> Tensor:
+    """Return all numbers of a small tensor, or some of a large one."""
+    return t[_places(t.shape, t.device)] if t.numel() > _SAMPLE else t
+
+
 def _sample(t: Tensor) -> Tensor:
     """Return all numbers of a small tensor, or some of a large one, as bytes."""
-    if t.numel() > _SAMPLE:
-        t = t[_places(t.shape, t.device)]
+    t = _some_numbers(t)
     return t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kfs import EKFAC, KFAC
 from kfs import risk as risk_module
-from kfs.data import fingerprint
+from kfs.data import fingerprint, values_digest
 from kfs.errors import DataError
 from kfs.operators import GGN, Fisher, Hessian, Jacobian
 from kfs.risk import EmpiricalRisk
@@ -292,3 +292,15 @@ def test_one_batch_is_looked_at_in_every_pass(monkeypatch: pytest.MonkeyPatch) -
         risk.value()
         assert len(looked_at) == passes
         assert looked_at[-1] is batches[0][0]
+
+
+class Special(Tensor):
+    """Of which nobody knows what it does."""
+
+
+def test_values_of_parameters_are_told_apart() -> None:
+    """In any precision that has the values; not of tensors that have none, or that are not plain ones."""
+    a, b = torch.rand(3), torch.rand(2, 1000)
+    assert values_digest([a, b]) == values_digest([a.double(), nn.Parameter(b)])
+    assert len({values_digest(tensors) for tensors in ([a, b], [b, a], [a], [a, b + 1])}) == 4
+    assert values_digest([a.to("meta")]) == values_digest([a.as_subclass(Special)]) == ""

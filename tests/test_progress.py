@@ -52,6 +52,12 @@ def system(wanted: bool | None = None) -> kfs.operators.LinearOperator:
     return kfs.GGN(risk(wanted)).shift(0.5)
 
 
+def models_and_curvatures() -> tuple[list[nn.Module], list[kfs.GGN]]:
+    risks = [risk(), risk()]
+    models = [r.model for r in risks if isinstance(r.model, nn.Module)]
+    return models, [kfs.GGN(r) for r in risks]
+
+
 ALGORITHMS: dict[str, Callable[[bool | None], object]] = {
     "eigenvalues": lambda wanted: eigenvalues(kfs.Hessian(risk()), k=2, progress=wanted),
     "conjugate gradients": lambda wanted: solve(system(), torch.ones(26, dtype=torch.float64), progress=wanted),
@@ -66,6 +72,7 @@ ALGORITHMS: dict[str, Callable[[bool | None], object]] = {
     "gradient": lambda wanted: risk(wanted).gradient(),
     "KFAC": lambda wanted: kfs.KFAC(risk(wanted)),
     "EKFAC": lambda wanted: kfs.EKFAC(risk(wanted)),
+    "merging": lambda wanted: kfs.merge(*models_and_curvatures(), progress=wanted),
     "optimal Kronecker": lambda wanted: kfs.kfac.optimal_kronecker(risk(wanted), steps=2),
 }
 

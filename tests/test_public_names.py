@@ -24,7 +24,7 @@ def test_nothing_slow_is_imported() -> None:
 import sys
 import kfs
 print("torch" in sys.modules)
-kfs.KFAC, kfs.EKFAC, kfs.GGN, kfs.optim.KFAC, kfs.inspect, kfs.compare, kfs.operators.solve
+kfs.KFAC, kfs.EKFAC, kfs.GGN, kfs.optim.KFAC, kfs.inspect, kfs.compare, kfs.merge, kfs.operators.solve
 print([name for name in {SLOW} if name in sys.modules])
 """
     assert in_new_process(program).splitlines() == ["False", "[]"]

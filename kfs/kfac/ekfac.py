@@ -161,6 +161,11 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         return self.factors.blocks
 
     @property
+    def computed_at(self) -> str:
+        """As that of the factors."""
+        return self.factors.computed_at
+
+    @property
     def settings(self) -> Settings:
         """All settings."""
         return self.factors.settings

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import torch
 
 from kfs import waiting
+from kfs.data import values_digest
 from kfs.describing import Description
 from kfs.errors import DataError, ModelError
 from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
@@ -90,6 +91,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         loss: What the factors depend on in the loss.
         count: What a mean over all targets seen divides by.
         audit: What was checked, and how closely; `None` if nothing was, or if factors were loaded.
+        computed_at: Tells the values of parameters at which it was computed from others; empty if it is not known.
 
     Raises:
         ModelError: If a parameter is not covered.
@@ -143,6 +145,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         space = Space({n: p.shape for n, p in risk.params.items() if n in covered}, risk.dtype, risk.device)
         super().__init__(space, None)
         self._of = risk.about
+        self.computed_at = values_digest(risk.params[name] for name in space.shapes)
         self.loss = LossScale.of(risk)
         self.count = progress.count
         self.num_data = progress.num_data
@@ -255,6 +258,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         return {
             "settings": self.settings.state(),
             "of": self.of,
+            "computed_at": self.computed_at,
             "loss": asdict(self.loss),
             "count": self.count,
             "num_data": self.num_data,
@@ -267,6 +271,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         K = cls.__new__(cls)
         BlockDiagonal.__init__(K, space, None)
         K._of = str(state.get("of", ""))  # older files do not say it
+        K.computed_at = str(state.get("computed_at", ""))  # nor this
         K.settings = Settings.from_state(state["settings"])
         K.loss = LossScale(**state["loss"])
         K.count = float(state["count"])

@@ -50,7 +50,7 @@ def test_engine_module(site: Path, module: sources.Module) -> None:
 
 def test_every_engine_module_has_a_page() -> None:
     paths = {module.path for module in ENGINE} | {file.relative_to(ROOT).as_posix() for file in definitions()}
-    for folder in ("kfac", "operators", "optim", "losses"):
+    for folder in ("kfac", "operators", "optim", "merging", "losses"):
         for file in (ROOT / "kfs" / folder).rglob("*.py"):
             assert file.relative_to(ROOT).as_posix() in paths
     for file in (ROOT / "kfs" / "conformance").glob("*.py"):  # adapters of other libraries have no page
@@ -205,6 +205,17 @@ def test_benchmarks_with_and_without_results(tmp_path: Path) -> None:
     body = results.benchmarks_body(tmp_path)
     assert "<td>MLP</td><td>KFAC</td><td>kfs</td><td class=number>1.23</td>" in body
     assert "no numbers yet" not in body
+
+
+def test_benchmarks_of_merging(tmp_path: Path) -> None:
+    row = {"start": "strong", "tasks": "halves", "way": "average", "accuracies": [90.0, 91.0]}
+    rows = [row | {"iterations": None, "seconds": None}, row | {"way": "KFAC", "iterations": 3, "seconds": 0.5}]
+    file = tmp_path / "applications_merging.json"
+    file.write_text(json.dumps({"environment": {}, "rows": rows}), encoding="utf-8")
+    body = results.benchmarks_body(tmp_path)
+    number = "<td class=number>"
+    assert f"<td>strong start, halves</td><td>average</td>{number}90.50</td>{number}</td>" in body
+    assert f"<td></td><td>KFAC</td>{number}90.50</td>{number}3.00</td>{number}0.50</td>" in body
 
 
 def test_benchmarks_of_training(tmp_path: Path) -> None:

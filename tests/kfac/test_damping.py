@@ -11,7 +11,8 @@ import kfs
 from kfs.basics.reduction_factors import reduction_factor
 from kfs.errors import DtypeError, ModelError, SolverError
 from kfs.kfac import EKFAC, KFAC, exact_blocks, exact_diagonal
-from kfs.kfac.structures.damping import damped_inverse, trace_norm_ratio
+from kfs.kfac.structures import KroneckerSum, Method, Structure
+from kfs.kfac.structures.damping import damped, damped_inverse, trace_norm_ratio
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.risk import EmpiricalRisk
@@ -199,3 +200,32 @@ def test_relative_damping_refuses() -> None:
     product: Any = one_block(definite(3), definite(2)) @ one_block(definite(3, 1), definite(2, 1))
     with pytest.raises(ModelError, match="not symmetric"):
         product.shift(kfs.Relative(0.1))
+
+
+@pytest.mark.parametrize("method", [None, "exact", "factored", "per-factor"])
+def test_damped_blocks_have_the_damped_inverse(method: Method | None) -> None:
+    """Whatever the structure is. Without a method, damping is factored if there is a dense factor."""
+    d = torch.tensor([0.3, 0.2], dtype=torch.float64)
+    factors = torch.randn(6, 2, 3, 3, dtype=torch.float64)
+    dense = [Factor.dense(F @ F.transpose(1, 2) + 0.1 * torch.eye(3)) for F in factors]
+    diagonal = [Factor.diagonal(F.square().sum(2)) for F in factors]
+    identity = Factor.identity(3, torch.ones(2, dtype=torch.float64))
+    blocks: list[Structure] = [
+        Kronecker(dense[0], dense[1]),
+        Kronecker(dense[0], diagonal[1]),
+        Kronecker(dense[0], identity),
+        Kronecker(diagonal[0], diagonal[1]),
+        KroneckerSum((Kronecker(dense[0], dense[1]), Kronecker(dense[2], dense[3]))),
+    ]
+    for block in blocks:
+        both_diagonal = isinstance(block, Kronecker) and block.A.kind == block.B.kind == "diagonal"
+        meant: Method = method or ("exact" if both_diagonal else "factored")
+        expected = torch.linalg.inv(damped_inverse(block, d, meant).to_dense())
+        torch.testing.assert_close(damped(block, d, method).to_dense(), expected)
+        assert damped(block, torch.zeros_like(d), method) is block
+    eigen = Kronecker(dense[0], dense[1]).eigenbasis()
+    if method in {None, "exact"}:
+        torch.testing.assert_close(damped(eigen, d, method).to_dense(), eigen.shift(d).to_dense())
+    else:
+        with pytest.raises(ModelError, match=f"cannot have {method} damping"):
+            damped(eigen, d, method)

@@ -2,7 +2,16 @@
 
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.congruence import Congruence
-from kfs.kfac.structures.damping import METHODS, Damping, Method, Relative, damped_inverse
+from kfs.kfac.structures.damping import (
+    METHODS,
+    Damping,
+    Method,
+    Relative,
+    absolute_damping,
+    damped,
+    damped_inverse,
+    damping_by_name,
+)
 from kfs.kfac.structures.decompositions import BlockError, checking_later, computable
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
@@ -29,10 +38,13 @@ __all__ = [
     "Relative",
     "Stack",
     "Structure",
+    "absolute_damping",
     "checking_later",
     "chosen",
     "computable",
+    "damped",
     "damped_inverse",
+    "damping_by_name",
     "describe_factor",
     "stacked",
     "stacked_with_zeros",

@@ -31,6 +31,7 @@ from kfs.kfac.structures.structure import InBasis, Structure
 
 # Blocks of at most so many rows become dense matrices where there is no closed form.
 _LARGEST_DENSE = 4096
+_SINGULAR = "is singular, up to round-off"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -134,13 +135,12 @@ def inverse_in_common_basis(terms: Sequence[Kronecker]) -> Congruence:
     noise = (diagonal.rows + diagonal.columns) * eps * values.abs().amax(1)
     if len(terms) == 2:
         # First of all: in directions that no factor has, values are quotients of rounding errors, of any sign.
-        decompositions.check_each(~singular, "is singular, up to round-off")
+        decompositions.check_each(~singular, _SINGULAR)
     else:
         # A small term, such as damping, may be all that a direction has, and is no noise. Iterations will tell.
         noise = torch.zeros_like(noise)
     decompositions.check_definite(values, noise)
-    above_noise = (values > noise.unsqueeze(1)).all(1)
-    decompositions.check_each(above_noise, "is singular, up to round-off")
+    decompositions.check_each((values > noise.unsqueeze(1)).all(1), _SINGULAR)
     return replace(diagonal, values=1 / diagonal.values)
 
 

@@ -170,10 +170,45 @@ def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Str
         part = damping if method == "per-factor" else damping / len(structure.terms)
         return KroneckerSum(tuple(_with_damped_factors(term, part, method) for term in structure.terms)).inverse()
     if not isinstance(structure, Kronecker):
-        raise ModelError(
-            f"Blocks without Kronecker factors cannot have {method} damping.", "Use method='exact' for them."
-        )
+        raise _without_factors(method)
     return _with_damped_factors(structure, damping, method).inverse()
+
+
+def damped(structure: Structure, damping: Tensor, method: Method | None = None) -> Structure:
+    """Add damping to blocks, and keep them in a form in which they can be added up with others.
+
+    `damped(structure, d, method).inverse()` is `damped_inverse(structure, d, method)`, up to round-off. Kronecker
+    products are not decomposed.
+
+    Args:
+        structure: The blocks, which are symmetric.
+        damping: One number per block, `[stack]`, not negative.
+        method: As in `damped_inverse`. `None` is `"factored"` for Kronecker products, and sums of them, if one of
+            their factors is dense; and `"exact"` for all others.
+    """
+    if decompositions.is_zero(damping):
+        return structure
+    if isinstance(structure, KroneckerSum) and method != "exact":
+        part = damping if method == "per-factor" else damping / len(structure.terms)
+        return KroneckerSum(tuple(_with_damped_factors(term, part, method or "factored") for term in structure.terms))
+    if not isinstance(structure, Kronecker):
+        if method not in {"exact", None}:
+            raise _without_factors(method)
+        return structure.shift(damping)
+    A, B = structure.A, structure.B
+    if "dense" not in {A.kind, B.kind} and method in {"exact", None}:
+        return structure.shift(damping)  # stays diagonal
+    if method != "exact" or A.is_multiple_of_identity or B.is_multiple_of_identity:
+        return _with_damped_factors(structure, damping, "factored" if method in {"exact", None} else method)
+    # The eigenbasis of the product would do, too. But sums of terms share one identity, and need no decomposition.
+    ones = torch.ones_like(A.scale)
+    identity = Kronecker(Factor.identity(A.size, damping.to(A.scale)), Factor.identity(B.size, ones))
+    return KroneckerSum((structure, identity))
+
+
+def _without_factors(method: str | None) -> ModelError:
+    """Return the error for blocks to whose factors nothing can be added."""
+    return ModelError(f"Blocks without Kronecker factors cannot have {method} damping.", "Use method='exact' for them.")
 
 
 def _with_damped_factors(structure: Kronecker, damping: Tensor, method: Method) -> Kronecker:

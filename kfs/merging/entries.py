@@ -1,0 +1,143 @@
+"""Everything in a state dict that curvature does not decide: other parameters, buffers, statistics of batches."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from kfs.data import arguments, as_batches, default_unpack, mapped, repeatably
+from kfs.errors import DataError, DtypeError, ModelError
+from kfs.progress import tracked
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return a weighted mean, in float32 or better, with the first one's dtype and device.
+
+    Tensors that are equal are returned as they are, to the last bit.
+    """
+    first = tensors[0]
+    if all_equal(tensors):
+        return first.clone()
+    wide = torch.promote_types(first.dtype, torch.float32)
+    total = torch.zeros_like(first, dtype=wide)
+    for t, weight in zip(tensors, weights, strict=True):
+        total += weight / sum(weights) * t.to(first.device, wide)
+    return total.to(first.dtype)
+
+
+def all_equal(values: Sequence[Any]) -> bool:
+    """Whether tensors, or other values, are all the same."""
+    if all(isinstance(value, Tensor) for value in values):
+        return all(torch.equal(values[0], other.to(values[0].device)) for other in values[1:])
+    return all(bool(values[0] == other) for other in values[1:])
+
+
+def check_buffers(buffers: str, data: object, models: Sequence[nn.Module]) -> None:
+    """Refuse buffers that cannot be averaged or recomputed.
+
+    Raises:
+        ModelError: If the setting is unknown, or needs data, or there are no statistics.
+        DtypeError: If integers or other values differ between models.
+    """
+    if buffers not in {"average", "recompute"}:
+        raise ModelError(f"buffers is {buffers!r}.", "Choose 'average' or 'recompute'.")
+    if (data is not None) != (buffers == "recompute"):
+        raise ModelError(
+            f"buffers is {buffers!r}, and data is {'None' if data is None else 'given'}.",
+            "Pass both buffers='recompute' and data=..., or neither.",
+        )
+    if buffers == "recompute" and not _normalizations(models[0]):
+        raise ModelError("The models have no BatchNorm statistics to recompute.", "Leave out buffers= and data=.")
+    params = dict(models[0].named_parameters(remove_duplicate=False))
+    states = [model.state_dict() for model in models]
+    for name in states[0].keys() - params.keys():
+        values = [state[name] for state in states]
+        is_number = all(isinstance(value, Tensor) and value.is_floating_point() for value in values)
+        if not is_number and not is_count(name) and not all_equal(values):
+            raise DtypeError(
+                f"The entry {name!r} of the state dicts differs between models, and cannot be averaged: it has no "
+                "floating-point numbers.",
+                "Give it the same value in all models.",
+            )
+
+
+def is_count(name: str) -> bool:
+    """Whether an entry counts batches of a normalization."""
+    return name.rpartition(".")[2] == "num_batches_tracked"
+
+
+def merged_buffer(name: str, values: Sequence[Any], weights: Sequence[float]) -> tuple[Any, str]:
+    """Return an entry that is no parameter, and what was done, in a word; nothing if it is the same in all models."""
+    if all_equal(values):
+        return (values[0].clone() if isinstance(values[0], Tensor) else deepcopy(values[0])), ""
+    if is_count(name):
+        total = torch.stack([value.to(values[0].device) for value in values]).sum(0)
+        return total, "added up"
+    return average(values, weights), "averaged"
+
+
+def _normalizations(model: nn.Module) -> dict[str, _BatchNorm]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+
+
+def recomputed(
+    model: nn.Module, state: Mapping[str, Any], data: object, progress: bool | None
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Compute the statistics of BatchNorm anew, for merged parameters; the model itself is not touched.
+
+    Each is the plain mean over batches, as by `torch.optim.swa_utils.update_bn`. All other modules stay in evaluation
+    mode.
+
+    Args:
+        model: One of the models.
+        state: The merged state dict.
+        data: Batches: inputs, pairs of inputs and targets, or mappings.
+        progress: Whether to show it.
+
+    Returns:
+        New statistics by name, and the names.
+
+    Raises:
+        DataError: If there are no data, or a statistic is not finite.
+    """
+    copied = deepcopy(model)
+    copied.load_state_dict(state)
+    places = _normalizations(copied)
+    for module in places.values():
+        module.reset_running_stats()
+        module.momentum = None  # a cumulative average
+        module.train()
+    device = next(copied.parameters()).device
+    seen = 0
+    batches = tracked(_inputs(data), "statistics of BatchNorm", None, progress, "batch")
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for x in batches:
+            args, kwargs = arguments(mapped(x, lambda t: t.to(device)), copied)
+            copied(*args, **kwargs)
+            seen += 1
+    if seen == 0:
+        raise DataError("The data are empty.", "Pass at least one batch.")
+    new = {
+        f"{path}.{leaf}".lstrip("."): getattr(module, leaf) for path, module in places.items() for leaf in _STATISTICS
+    }
+    for name, t in new.items():
+        if not t.isfinite().all():
+            raise DataError(
+                f"The statistic {name!r} is not finite for the merged model.",
+                "Look for NaN or infinity in the data, and pass batches of more than one datum.",
+            )
+    return new, list(new)
+
+
+def _inputs(data: object) -> Iterator[Any]:
+    """Yield what the model takes, batch by batch."""
+    batches: Iterable[Any] = [data] if isinstance(data, Tensor) else as_batches(data)
+    for batch in repeatably(batches):
+        is_labeled = isinstance(batch, Mapping) and "labels" in batch
+        is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+        yield default_unpack(batch)[0] if is_labeled or is_pair else batch

@@ -1,0 +1,314 @@
+r"""The linear systems of a merge, and their solution.
+
+$\sum_i w_i (\theta - \theta_i)^\top C_i (\theta - \theta_i)$, with damped curvatures $C_i$, is smallest where
+$\sum_i w_i C_i (\theta - \bar\theta) = \sum_i w_i C_i (\theta_i - \bar\theta)$, for any $\bar\theta$; here it is the
+average. Curvatures with blocks make one system for each block. Sums of blocks that keep their structure have a closed
+form: diagonals, dense matrices, one or two Kronecker products. Others are solved by conjugate gradients,
+preconditioned by the Kronecker products of all models in a common basis.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+
+import torch
+from torch import Tensor
+
+from kfs.errors import SolverError
+from kfs.kfac import EKFAC, Relative
+from kfs.kfac.structures import (
+    BlockDiagonal,
+    Damping,
+    IterativeInverse,
+    KroneckerSum,
+    Method,
+    Stack,
+    Structure,
+    absolute_damping,
+    damped,
+    damping_by_name,
+    stacked,
+)
+from kfs.merging.report import MergedBlock
+from kfs.operators import LinearOperator, solve, trace
+from kfs.operators.space import Columns, Space
+
+ALL = "all parameters"  # name of the only block of operators without blocks
+_PRODUCTS = 60  # that the trace of such an operator is estimated from
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How systems are solved.
+
+    Attributes:
+        tolerance: Largest residual, relative to the right-hand side; `None` for 1e-6 or the root of the precision,
+            whichever is larger.
+        max_iterations: Of conjugate gradients, for each system.
+        progress: Whether to show them.
+    """
+
+    tolerance: float | None
+    max_iterations: int
+    progress: bool | None
+
+
+class DampedBlocks:
+    """Damped and weighted blocks of one model, made when they are needed.
+
+    Args:
+        K: An operator with blocks.
+        damping: One for all blocks, or one for each, by name.
+        method: How Kronecker products are damped; see `kfs.kfac.structures.damped`.
+        weight: A positive number.
+
+    Attributes:
+        damping: What is added, by block; before weighting.
+
+    Raises:
+        SolverError: If relative damping is asked for a block without curvature.
+    """
+
+    def __init__(self, K: BlockDiagonal, damping: Damping, method: Method | None, weight: float) -> None:
+        """Find out how much is added."""
+        numbers = damping_by_name(damping, {name for stack in K.stacks for name in stack.names})
+        self.method = method
+        self.weight = weight
+        self.damping: dict[str, float] = {}
+        self._parts: list[tuple[Stack, Tensor]] = []
+        for stack in K.stacks:
+            added = absolute_damping(stack, numbers)
+            for layout, part in stack.slices():
+                self._parts.append((Stack((layout,), stack.structure[part]), added[part]))
+                self.damping[layout.name] = float(added[part].amax())
+        # Products of half precision are computed in float32, and must not be rounded in between.
+        self.dtype = torch.promote_types(K.dtype, torch.float32)
+
+    def on(self, space: Space) -> BlockDiagonal:
+        """Return the blocks of some parameters."""
+        chosen = [(stack, added) for stack, added in self._parts if stack.layouts[0].weight in space.shapes]
+        made = [
+            (stack.layouts[0], stack.apply(damped, added, self.method).scaled(self.weight)) for stack, added in chosen
+        ]
+        return BlockDiagonal(space, stacked(made))
+
+    def params(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return the names of all blocks, and of their parameters."""
+        return [(stack.layouts[0].name, stack.layouts[0].params) for stack, _ in self._parts]
+
+
+class DampedOperator:
+    """The damped and weighted curvature of one model that has products only. It counts as one block.
+
+    Args:
+        C: The operator.
+        damping: A number, or relative to the mean eigenvalue, for which the trace is estimated.
+        weight: A positive number.
+        progress: Whether to show the estimate.
+
+    Attributes:
+        damping: What is added, by block; before weighting.
+
+    Raises:
+        SolverError: If relative damping is asked for an operator whose trace is not positive.
+    """
+
+    def __init__(self, C: LinearOperator, damping: Damping, weight: float, progress: bool | None) -> None:
+        """Find out how much is added."""
+        delta = damping_by_name(damping, {ALL})[ALL]
+        if isinstance(delta, Relative):
+            if isinstance(C, BlockDiagonal):
+                total = float(C.trace())
+            else:
+                total = float(trace(C, products=_PRODUCTS, progress=progress).value)
+            if not total > 0:
+                raise SolverError(
+                    f"The curvature has a trace of {total:.1e}, so that relative damping is not positive.",
+                    "Pass a number as damping.",
+                )
+            delta = delta.fraction * total / C.shape[0]
+        self.damping = {ALL: float(delta)}
+        self.dtype = C.dtype
+        self._operator = weight * C.shift(float(delta))
+
+    def on(self, space: Space) -> LinearOperator:
+        """Return the operator. It acts on all parameters."""
+        return self._operator
+
+    def params(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return the name of the block, and of its parameters."""
+        return [(ALL, tuple(self._operator.domain.shapes))]
+
+
+Damped = DampedBlocks | DampedOperator
+
+
+def approximation(C: LinearOperator, near: BlockDiagonal | None, of: Damped, weight: float) -> DampedBlocks | None:
+    """Return blocks that approximate a damped curvature, for a preconditioner; `None` if there are none.
+
+    Args:
+        C: The curvature.
+        near: What the user wants to use.
+        of: The damped curvature.
+        weight: Its weight.
+    """
+    if near is None:
+        near = C.factors if isinstance(C, EKFAC) else C if isinstance(C, BlockDiagonal) else None
+    if near is None:
+        return None
+    # Names of blocks may differ. As this is an approximation anyway, others get the largest damping.
+    largest = max(of.damping.values())
+    names = {name for stack in near.stacks for name in stack.names}
+    return DampedBlocks(near, {name: of.damping.get(name, largest) for name in names}, None, weight)
+
+
+def systems(curvatures: Sequence[Damped], space: Space) -> list[tuple[str, Space]]:
+    """Return which parameters curvature couples: names of blocks, with their parameters, in the order of the space.
+
+    Blocks of one model that have a parameter in common (rows of it), or with blocks of another model, are one system.
+    """
+    first: dict[str, str] = {name: name for name in space.shapes}
+
+    def root(name: str) -> str:
+        while first[name] != name:
+            name = first[name]
+        return name
+
+    blocks = [block for C in curvatures for block in C.params()]
+    for _, params in blocks:
+        for name in params:
+            first[root(name)] = root(params[0])
+    groups: dict[str, list[str]] = {}
+    for name in space.shapes:
+        groups.setdefault(root(name), []).append(name)
+    result = []
+    for names in groups.values():
+        called = {block for block, params in blocks if params[0] in names}
+        result.append((called.pop() if len(called) == 1 else ", ".join(names), space.subspace(names)))
+    return result
+
+
+def solve_system(
+    name: str,
+    space: Space,
+    curvatures: Mapping[int, Damped],
+    near: Sequence[DampedBlocks | None],
+    models: Mapping[int, Tensors],
+    average: Tensors,
+    options: Options,
+) -> tuple[Tensors, MergedBlock]:
+    """Find the parameters of one system.
+
+    Args:
+        name: What the block is called.
+        space: Its parameters.
+        curvatures: By the numbers of models.
+        near: Their approximations.
+        models: Their parameters.
+        average: The average of all models' parameters, where the iteration starts.
+        options: How to solve it.
+
+    Returns:
+        The parameters, and how they were found.
+
+    Raises:
+        SolverError: If it has not converged, or if a closed form fails because curvature is singular.
+    """
+    start = {key: average[key] for key in space.shapes}
+    operators = {i: C.on(space) for i, C in curvatures.items()}
+    total = reduce(add, operators.values())
+    products = [C @ {key: models[i][key] - start[key] for key in start} for i, C in operators.items()]
+    b = {key: reduce(add, [product[key] for product in products]) for key in start}
+    added = {i: _largest(C.damping, C.params(), space) for i, C in curvatures.items()}
+    # Residuals below the root of the precision are often out of reach, and smaller ones change no prediction.
+    tolerance = options.tolerance or max(1e-6, torch.finfo(space.dtype).eps ** 0.5)
+
+    inverse = _closed_form(total)
+    first = None
+    if inverse is not None:
+        first = inverse @ b
+        residual = _residual(total, first, b)
+        if residual <= tolerance:
+            found = {key: start[key] + first[key] for key in start}
+            return found, MergedBlock(name, tuple(start), True, 0, residual, added)
+    elif not any(added.values()):
+        raise SolverError(
+            f"Block {name!r} is not damped, so that its curvature may be singular: conjugate gradients cannot tell.",
+            "Pass a positive damping.",
+        )
+    solution = solve(
+        total,
+        b,
+        preconditioner=_preconditioner(near, space) if inverse is None else inverse,
+        start=first,
+        tolerance=tolerance,
+        max_iterations=options.max_iterations,
+        progress=options.progress,
+    )
+    if not solution.converged:
+        raise SolverError(
+            f"Merging has not converged in block {name!r}: after {solution.iterations} iterations, the residual is "
+            f"{solution.residuals[-1]:.1e} of the right-hand side; the tolerance is {tolerance:.1e}.",
+            "Use more damping, allow more iterations (max_iterations=) or a larger tolerance, or compute in float64. "
+            "Operators without blocks converge faster with preconditioner=[kfs.KFAC(risk), ...], one for each model.",
+        )
+    found = {key: start[key] + solution.x[key] for key in start}
+    residual = solution.residuals[-1] if solution.residuals else 0.0
+    return found, MergedBlock(name, tuple(start), inverse is not None, solution.iterations, residual, added)
+
+
+def _largest(damping: Mapping[str, float], blocks: Sequence[tuple[str, tuple[str, ...]]], space: Space) -> float:
+    """Return the largest damping of a system's blocks."""
+    return max(damping[block] for block, params in blocks if params[0] in space.shapes)
+
+
+def _residual(A: LinearOperator, x: Tensors, b: Tensors) -> float:
+    """Return the norm of the residual, relative to the right-hand side."""
+    product = A @ x
+    rest = torch.cat([(b[key] - product[key]).flatten() for key in b]).norm()
+    size = torch.cat([t.flatten() for t in b.values()]).norm()
+    return float(rest / size.clamp(min=torch.finfo(size.dtype).tiny))
+
+
+def _closed_form(total: LinearOperator) -> BlockDiagonal | None:
+    """Invert a sum whose blocks have inverses in closed form; `None` if they do not."""
+    if not isinstance(total, BlockDiagonal):
+        return None
+    sums = [stack.structure for stack in total.stacks if isinstance(stack.structure, KroneckerSum)]
+    return None if any(len(structure.terms) > 2 for structure in sums) else total.inverse()
+
+
+def _preconditioner(near: Sequence[DampedBlocks | None], space: Space) -> LinearOperator | None:
+    """Invert the sum of approximations: in a common basis, or by its diagonal. `None` if a model has none."""
+    known = [K.on(space) for K in near if K is not None]
+    if len(known) < len(near):
+        return None
+    total = reduce(add, known)
+    if not isinstance(total, BlockDiagonal):
+        return _Diagonal(space, 1 / sum((K.diagonal() for K in known), torch.zeros(())))
+    inverse = total.inverse()
+    return BlockDiagonal(space, [Stack(stack.layouts, _one_product(stack)) for stack in inverse.stacks])
+
+
+def _one_product(stack: Stack) -> Structure:
+    """Return inverses that need no iteration."""
+    structure = stack.structure
+    return structure.near if isinstance(structure, IterativeInverse) else structure
+
+
+class _Diagonal(LinearOperator):
+    """A diagonal matrix, for a preconditioner."""
+
+    symmetric = True
+
+    def __init__(self, space: Space, entries: Tensor) -> None:
+        super().__init__(space, space)
+        self.entries = space.unflatten(entries.unsqueeze(0))
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Scale all entries."""
+        return {name: self.entries[name] * t for name, t in columns.items()}
+
+    multiply_transposed = multiply  # it is symmetric
