@@ -1,8 +1,8 @@
 """Choosing what to remove: the cheapest first, until few enough numbers are left."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from kfs.compress.layers import Layer
+from kfs.compress.layers import Keep, Layer
 from kfs.errors import ModelError
 
 # Shares such as 0.29 are no binary fractions: 0.29 * 100 is a little less than 29.
@@ -19,13 +19,11 @@ def allowed(share: float, total: int) -> int:
     return int(share * total + _ROUND_OFF)
 
 
-def groups(
-    layers: Sequence[Layer], keep: float, shares: dict[str, float] | None
-) -> list[tuple[list[Layer], float]]:
+def groups(layers: Sequence[Layer], keep: Keep) -> list[tuple[list[Layer], float]]:
     """Return which layers compete with each other, and the share that they keep together."""
-    if shares is None:
-        return [(list(layers), keep)]
-    return [([layer], shares[layer.name]) for layer in layers]
+    if isinstance(keep, Mapping):
+        return [([layer], keep[layer.name]) for layer in layers]
+    return [(list(layers), keep)]
 
 
 def shortest(size: Callable[[int], int], most: int, budget: int, what: str) -> int:
@@ -46,8 +44,8 @@ def shortest(size: Callable[[int], int], most: int, budget: int, what: str) -> i
     """
     if size(most) > budget:
         raise ModelError(
-            f"Removing all {what} that can be removed leaves {size(most):,} numbers, more than the {budget:,} that keep "
-            "allows.",
+            f"Without all {what} that can be removed, {size(most):,} numbers are left, more than the {budget:,} that "
+            "keep allows.",
             "Keep more.",
         )
     low, high = 0, most

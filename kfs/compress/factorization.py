@@ -1,9 +1,9 @@
 r"""Approximations of low rank, in the metric of KFAC.
 
 With curvature $B \otimes A$, a layer's matrix $W$ may be replaced by $V$ at a cost of
-$\tfrac12 \mathrm{tr}\left((V - W)^\top B\, (V - W) A\right) = \tfrac12 \|B^{1/2} (V - W) A^{1/2}\|_F^2$. So the best $V$
-of rank $r$ comes from the truncated singular value decomposition of $B^{1/2} W A^{1/2}$, and dropping the singular value
-$\sigma_i$ costs $\tfrac12 \sigma_i^2$. A plain decomposition of $W$ is the same without curvature.
+$\tfrac12 \mathrm{tr}\left((V - W)^\top B\, (V - W) A\right) = \tfrac12 \|B^{1/2} (V - W) A^{1/2}\|_F^2$. So the
+best $V$ of rank $r$ comes from the truncated singular value decomposition of $B^{1/2} W A^{1/2}$, and dropping the
+singular value $\sigma_i$ costs $\tfrac12 \sigma_i^2$. A plain decomposition of $W$ is the same without curvature.
 
 Of rank $r$, the layer becomes two, with $r (d_A + d_B)$ numbers instead of $d_A d_B$. For a convolution, the first one
 has $r$ channels and the old kernel, and the second one is of one pixel. (The other split, pixels first, is not optimal
@@ -15,6 +15,7 @@ least for each number saved.
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from kfs.compress.replacing import in_a_row, replace_module
 from kfs.compress.report import Compressed, LayerRow, make_report
 from kfs.errors import ModelError
 from kfs.kfac import EKFAC, BlockDiagonal, Relative
-from kfs.kfac.structures import Kronecker, Stack, Structure, damped_inverse
+from kfs.kfac.structures import Kronecker, Stack, damped_inverse
 
 Option = tuple[int, float]  # how many numbers it takes, and what it costs
 
@@ -106,10 +107,10 @@ def low_rank(
         )
     """
     K = K.factors if isinstance(K, EKFAC) else K
-    layers, shares = layers_of(model, K, keep, damping)
+    layers = layers_of(model, K, keep, damping)
     result = deepcopy(model)
     rows = []
-    for members, share in groups(layers, keep if shares is None else 1.0, shares):  # type: ignore[arg-type]
+    for members, share in groups(layers, keep):
         # Nothing is decomposed where nothing is removed.
         places = [0] * len(members)
         parts: list[Decomposition] = []
@@ -131,7 +132,6 @@ def low_rank(
             increase = layer.increase((second @ first).unsqueeze(0))
             size = first.numel() + second.numel()
             rows.append(LayerRow(layer.name, layer.size, size, 0, f"rank {rank}", "two layers", increase))
-    rows.sort(key=lambda row: [layer.name for layer in layers].index(row.layer))
     method = f"low rank in the metric of {K.formula}, keep={keep}"
     return Compressed(result, make_report(method, rows, model, result, False, sample))
 
@@ -149,25 +149,21 @@ def decomposed(layer: Layer) -> Decomposition:
             "Pass a kfs.KFAC, or kfs.kfac.optimal_kronecker(risk).",
         )
     inverse = Stack((layer.layout,), layer.structure).apply(_inverse, layer.damping)
-    roots, inverse_roots = inverse.power(-0.5), inverse.power(0.5)
-    W = layer.matrix[0]
-    U, sizes, V = torch.linalg.svd(_both_sides(roots, W), full_matrices=False)
+    root_A, root_B = (factor.power(-0.5).to_dense()[0] for factor in (inverse.A, inverse.B))
+    inverse_root_A, inverse_root_B = (factor.power(0.5).to_dense()[0] for factor in (inverse.A, inverse.B))
+    U, sizes, V = torch.linalg.svd(root_B @ layer.matrix[0] @ root_A, full_matrices=False)
     balanced = sizes.sqrt()  # both layers get numbers of one size
-    columns = inverse_roots.B.to_dense()[0] @ (U * balanced)
-    rows = (balanced.unsqueeze(1) * V) @ inverse_roots.A.to_dense()[0]
+    columns = inverse_root_B @ (U * balanced)
+    rows = (balanced.unsqueeze(1) * V) @ inverse_root_A
     return Decomposition(layer, columns, rows, sizes.square())
 
 
-def _inverse(structure: Structure, damping: float) -> Structure:
+def _inverse(structure: Kronecker, damping: float) -> Kronecker:
     """Invert both factors. Without damping, singular ones are an error, and nothing is added to them."""
-    if damping == 0:
-        return structure.power(-1.0)
-    return damped_inverse(structure, structure.like.new_full((1,), damping), "factored")
-
-
-def _both_sides(roots: Any, W: Tensor) -> Tensor:
-    product: Tensor = roots.multiply(W[None, None])[0, 0]
-    return product
+    delta = structure.like.new_full((1,), damping)
+    inverse = structure.power(-1.0) if damping == 0 else damped_inverse(structure, delta, "factored")
+    assert isinstance(inverse, Kronecker)  # noqa: S101 (both of them keep the structure)
+    return inverse
 
 
 def chosen(options: Sequence[Sequence[Option]], budget: int) -> list[int]:
@@ -196,7 +192,7 @@ def chosen(options: Sequence[Sequence[Option]], budget: int) -> list[int]:
     steps = []
     for layer, of_layer in enumerate(options):
         hull = lower_hull(of_layer)
-        for before, after in zip(hull, hull[1:], strict=False):
+        for before, after in pairwise(hull):
             saved = of_layer[before][0] - of_layer[after][0]
             steps.append(((of_layer[after][1] - of_layer[before][1]) / saved, layer, after))
     places = [0] * len(options)
@@ -206,7 +202,9 @@ def chosen(options: Sequence[Sequence[Option]], budget: int) -> list[int]:
             break
         others = total - options[layer][places[layer]][0]
         # The last step may save more than needed: then an option between both ends of it is better.
-        fitting = [place for place in range(places[layer] + 1, after + 1) if others + options[layer][place][0] <= budget]
+        fitting = [
+            place for place in range(places[layer] + 1, after + 1) if others + options[layer][place][0] <= budget
+        ]
         places[layer] = fitting[0] if fitting else after
         total = others + options[layer][places[layer]][0]
     return places

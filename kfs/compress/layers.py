@@ -61,12 +61,15 @@ class Layer:
         Raises:
             SolverError: If curvature is singular, and not damped.
         """
-        return self._stack.apply(lambda s: s.power(-1.0, self.matrix.new_full((len(s),), self.damping)))
+        delta = self.matrix.new_full((len(self.structure),), self.damping)
+        result: Structure = self._stack.apply(lambda structure: structure.power(-1.0, delta))
+        return result
 
     @property
     def eigenbasis(self) -> Structure:
         """The curvature by eigenvalues and eigenvectors."""
-        return self._stack.apply(lambda s: s.eigenbasis())
+        result: Structure = self._stack.apply(lambda structure: structure.eigenbasis())
+        return result
 
     @property
     def _stack(self) -> Stack:
@@ -108,9 +111,7 @@ class Layer:
             )
 
 
-def layers_of(
-    model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | Relative
-) -> tuple[list[Layer], dict[str, float] | None]:
+def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | Relative) -> list[Layer]:
     """Find the layers to compress.
 
     Args:
@@ -120,7 +121,7 @@ def layers_of(
         damping: What is added to the curvature, a number or a multiple of each block's mean eigenvalue.
 
     Returns:
-        The layers, in the model's order, and their shares; `None` for one share of all together.
+        The layers, in the model's order.
 
     Raises:
         DtypeError: If something has another type.
@@ -130,13 +131,15 @@ def layers_of(
     _check_types(model, K, damping)
     _check_same_parameters(model, K)
     _check_modes(model)
-    shares = _checked_shares(keep)
+    _check_shares(keep)
     modules = _compressible(model)
-    if shares is not None and (unknown := [name for name in shares if name not in modules]):
+    names = keep if isinstance(keep, Mapping) else modules
+    unknown = [name for name in names if name not in modules]
+    if unknown:
         raise ModelError(
             f"keep names {few(unknown)}, which is no linear layer or convolution of the model.", near(unknown, modules)
         )
-    chosen = modules if shares is None else {name: modules[name] for name in modules if name in shares}
+    chosen = {name: module for name, module in modules.items() if name in names}
     _check_not_tied(model, chosen)
     blocks = {layout.weight: (layout, structure) for layout, structure in _blocks(K)}
     params = dict(model.named_parameters())
@@ -150,7 +153,7 @@ def layers_of(
             )
         layout, structure = blocks[weight]
         layers.append(_layer(name, module, layout, structure, params, damping))
-    return layers, shares
+    return layers
 
 
 def _layer(
@@ -229,12 +232,12 @@ def _check_modes(model: nn.Module) -> None:
 
 def _check_not_tied(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
     """Refuse weights that have several names, or share memory with others."""
-    owners: dict[tuple[int, int], list[str]] = {}
+    owners: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
-        owners.setdefault((p.untyped_storage().data_ptr(), p.storage_offset()), []).append(name)
+        owners.setdefault(p.data_ptr(), []).append(name)
     for name, module in chosen.items():
         for leaf, p in module.named_parameters(recurse=False):
-            names = owners[p.untyped_storage().data_ptr(), p.storage_offset()]
+            names = owners[p.data_ptr()]
             if len(names) > 1:
                 raise ModelError(
                     f"Parameter {leaf!r} of layer {name!r} is tied: it is {few(names)}.",
@@ -242,16 +245,14 @@ def _check_not_tied(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def _checked_shares(keep: Keep) -> dict[str, float] | None:
-    """Check shares; return `None` for one share of all layers."""
-    if isinstance(keep, Mapping):
-        if not keep:
-            raise ModelError("keep is empty, so there is nothing to compress.", "Name at least one layer.")
-        for name, share in keep.items():
-            _check_share(share, f"keep[{name!r}]")
-        return dict(keep)
-    _check_share(keep, "keep")
-    return None
+def _check_shares(keep: object) -> None:
+    if not isinstance(keep, Mapping):
+        _check_share(keep, "keep")
+        return
+    if not keep:
+        raise ModelError("keep is empty, so there is nothing to compress.", "Name at least one layer.")
+    for name, share in keep.items():
+        _check_share(share, f"keep[{name!r}]")
 
 
 def _check_share(share: object, what: str) -> None:

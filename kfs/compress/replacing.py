@@ -1,4 +1,4 @@
-"""Writing matrices back into a model: as weights, as several plain layers in a row, or as a layer with less channels."""
+"""Writing matrices back into a model: as weights; or as several plain layers in a row."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -50,28 +50,7 @@ def in_a_row(layer: Layer, factors: Sequence[Tensor], fixed: Sequence[bool]) -> 
     return nn.Sequential(*modules).train(old.training)
 
 
-def with_channels(layer: Layer, matrix: Tensor, inputs: int, outputs: Tensor) -> nn.Module:
-    """Make a layer of the same kind with fewer channels.
-
-    Args:
-        layer: The layer that it replaces.
-        matrix: Its new matrix, `[d_B, d_A]`.
-        inputs: How many input channels are left.
-        outputs: Which output channels are left; a bias that has no part in the matrix loses the others.
-    """
-    old: Any = layer.module
-    weight, bias = matrix, None
-    if layer.layout.bias is not None:
-        weight, bias = matrix[:, :-1], matrix[:, -1]
-    elif old.bias is not None:
-        bias = old.bias.detach()[outputs]
-    new = _plain(layer, weight, bias, first=True, trainable=True, inputs=inputs)
-    return new.train(old.training)
-
-
-def _plain(
-    layer: Layer, weight: Tensor, bias: Tensor | None, first: bool, trainable: bool, inputs: int | None = None
-) -> nn.Module:
+def _plain(layer: Layer, weight: Tensor, bias: Tensor | None, first: bool, trainable: bool) -> nn.Module:
     """Make a linear layer or a convolution with a weight `[out, in * pixels]`."""
     old: Any = layer.module
     kind: dict[str, Any] = {"bias": bias is not None, "dtype": old.weight.dtype, "device": old.weight.device}
@@ -81,7 +60,7 @@ def _plain(
         new = nn.Linear(columns, rows, **kind)
     elif first:
         same = {name: getattr(old, name) for name in ("stride", "padding", "dilation", "padding_mode")}
-        new = type(old)(inputs or old.in_channels, rows, old.kernel_size, **same, **kind)
+        new = type(old)(old.in_channels, rows, old.kernel_size, **same, **kind)
     else:
         new = type(old)(columns, rows, 1, **kind)
     with torch.no_grad():

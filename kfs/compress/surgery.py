@@ -1,7 +1,7 @@
 r"""The optimal brain: what removing weights costs, and what the others should become.
 
-Near a minimum, the loss grows by $\tfrac12 \Delta^\top C \Delta$ if weights change by $\Delta$, with curvature $C$ after
-damping.
+Near a minimum, the loss grows by $\tfrac12 \Delta^\top C \Delta$ if weights change by $\Delta$, with curvature $C$
+after damping.
 
 - *Optimal brain damage* (LeCun et al., 1989) sets weight $i$ to zero: $\tfrac12 C_{ii} w_i^2$.
 - *Optimal brain surgeon* (Hassibi & Stork, 1992) changes the others, too, such that least is lost:
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kfs.compress.layers import Layer
 from kfs.errors import SolverError
-from kfs.kfac.structures import Kronecker, Structure
+from kfs.kfac.structures import Eigenbasis, Kronecker, Structure
 from kfs.operators import LinearOperator, solve
 from kfs.operators.space import Columns, Space
 
@@ -42,6 +42,33 @@ def damage(layer: Layer) -> Tensor:
 def surgeon(layer: Layer) -> Tensor:
     """Return what removing single weights costs if all others adapt, twice: `[groups, d_B, d_A]`."""
     return layer.matrix.square() / layer.damped_inverse.diagonal()
+
+
+def cost_of_columns(layer: Layer, num_channels: int) -> Tensor:
+    """Return what removing all columns of a channel costs if all other weights adapt, twice: `[channels]`.
+
+    Args:
+        layer: The layer, without groups of channels.
+        num_channels: How many input channels it has; each has as many neighboring columns. A bias is in none of them.
+    """
+    inverse = layer.damped_inverse
+    width = layer.layout.column_size // num_channels
+    costs = []
+    for start in range(0, layer.layout.column_size, width):
+        part = slice(start, start + width)
+        W = layer.matrix[0, :, part]
+        if isinstance(inverse, Eigenbasis):
+            # In the eigenbasis of rows, rows are independent of each other: a small system for each of them.
+            W = inverse.Q_B.T.to_dense()[0] @ W
+            Q = inverse.Q_A.to_dense()[0][part]
+            system = (Q * inverse.values[0].unsqueeze(1)) @ Q.T
+            solved = torch.linalg.solve(system, W.unsqueeze(2)).squeeze(2)
+        else:
+            chosen = torch.zeros_like(layer.matrix[0], dtype=torch.bool)
+            chosen[:, part] = True
+            solved = _solve_dense(_submatrix(inverse, chosen), W.flatten()).reshape(W.shape)
+        costs.append((W * solved).sum())
+    return torch.stack(costs)
 
 
 def adapted(layer: Layer, kept: Tensor) -> Tensor:
