@@ -1,7 +1,7 @@
 """What curvature is good for, measured: each application of the library, with peers beside it, in one run.
 
-`python -m benchmarks.applications [compression] [--quick]` runs what is named, everything by default. Each part lives in
-a file of its own, which says what it measures. `--quick` shows that everything runs; its numbers mean nothing.
+`python -m benchmarks.applications [compression] [--quick]` runs what is named, everything by default. Each part lives
+in a file of its own, which says what it measures. `--quick` shows that everything runs; its numbers mean nothing.
 """
 
 import sys

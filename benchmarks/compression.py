@@ -8,8 +8,10 @@ and plain singular value decomposition are what one does without curvature: the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -114,6 +116,17 @@ def identity_like(K: KFAC) -> BlockDiagonal:
     return BlockDiagonal(K.domain, stacks).called("identity")
 
 
+def same_share_of_channels(model: nn.Module, K: BlockDiagonal, keep: float, sample: Tensor) -> Compressed:
+    """Remove channels such that layers keep one share of them, as one does without curvature to compare layers by."""
+    budget = keep * sum(p.numel() for p in model.parameters())
+    for share in (count / 64 for count in range(64, 1, -1)):
+        shares = dict.fromkeys(("2", "5", "9", "11"), share)
+        found = prune(model, K, shares, update=False, structured=True, damping=0.0, sample=sample)
+        if found.report.stored_after <= budget:
+            break
+    return found
+
+
 def methods(risk: EmpiricalRisk) -> dict[str, Method]:
     """Return all methods, with curvature of one network."""
     K = KFAC(risk, fisher="mc")
@@ -127,9 +140,7 @@ def methods(risk: EmpiricalRisk) -> dict[str, Method]:
         "OBS, KFAC": lambda m, keep, x: prune(m, K, keep, sample=x),
         "eigenbasis, KFAC": lambda m, keep, x: prune(m, K, keep, basis="eigen", sample=x),
         "eigenbasis, EKFAC": lambda m, keep, x: prune(m, E, keep, basis="eigen", sample=x),
-        "channels by magnitude": lambda m, keep, x: prune(
-            m, none, keep, update=False, structured=True, damping=0.0, sample=x
-        ),
+        "channels by magnitude": lambda m, keep, x: same_share_of_channels(m, none, keep, x),
         "channels, OBS": lambda m, keep, x: prune(m, K, keep, structured=True, sample=x),
         "EigenDamage": lambda m, keep, x: prune(m, E, keep, basis="eigen", structured=True, sample=x),
         "EigenDamage, bases counted": lambda m, keep, x: prune(
@@ -156,8 +167,9 @@ def measured(seeds: range, shares: tuple[float, ...], epochs: int, repeats: int)
             for keep in shares
         }
         with torch.no_grad():
-            programs = {key: (lambda net=new: net(held_out[0])) for key, (new, _) in small.items()}
-            times = medians(programs | {"whole": lambda net=model: net(held_out[0])}, repeats, "Timing")
+            networks: dict[Any, nn.Module] = {key: new for key, (new, _) in small.items()} | {"whole": model}
+            programs = {key: partial(net, held_out[0]) for key, net in networks.items()}
+            times = medians(programs, repeats, "Timing")
         for key, (new, report) in small.items():
             flops = (report.flops_after or 0) / (report.flops_before or 1)
             stored = report.stored_after / report.parameters_before

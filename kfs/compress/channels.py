@@ -123,8 +123,7 @@ def _globally(layers: Sequence[Layer], found: Sequence[Channels], keep: float) -
         for _, number, _ in candidates[:removed]:
             link = found[number].link
             counts[link.reader][1] -= per_channel[link]
-            if link.source in counts:
-                counts[link.source][0] -= 1
+            counts[link.source][0] -= 1
         groups = {layer.name: len(layer.matrix) for layer in layers}
         return sum(groups[name] * rows * columns for name, (rows, columns) in counts.items())
 

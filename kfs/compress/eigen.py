@@ -6,13 +6,16 @@ costs add up. That holds for KFAC's eigenvalues and for EKFAC's.
 
 Unstructured, coefficients are set to zero and the layer is multiplied out: it keeps its size, and is described by fewer
 numbers, in bases that take room, too. Structured, whole rows and columns of $\tilde W$ are removed: the layer becomes
-up to three in a row, of which the first one projects to the eigenvectors $Q_A$ that are left, and the last one comes
-back from those of $Q_B$. A row or column is scored by its cost for each of its numbers. Where fewer layers take fewer
-numbers, matrices that follow each other are multiplied.
+three in a row, of which the first one projects to the eigenvectors $Q_A$ that are left, and the last one comes back
+from those of $Q_B$. A row or column is scored by its cost for each of its numbers.
+
+The layer in the middle may be small while bases are large. If bases count, it is multiplied with one of them: with
+$r_B$ rows and $r_A$ columns left, the rank is at most $\min(r_A, r_B)$, and two layers of that width have fewer numbers
+than three.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +54,8 @@ class Form:
     """What a layer of `[d_B, d_A]` with some rows and columns in its eigenbasis may become.
 
     Attributes:
-        name: In a report.
+        name: Which bases are left: that of the `"input side"`, of the `"output side"`, of `"both sides"`, or none for
+            `"one layer"`.
         size: How many numbers it takes.
         inner: How many of them are no bases.
     """
@@ -141,7 +145,7 @@ def prune_rows_and_columns(
         return [(rows, columns) for rows, columns in masks]
 
     def size(removed: int) -> int:
-        found = (_form(part, *masks) for part, masks in zip(parts, kept(removed), strict=True))
+        found = (_form(part, *masks, count_bases) for part, masks in zip(parts, kept(removed), strict=True))
         return sum(form.size if count_bases else form.inner for form in found)
 
     total = sum(layer.size for layer in layers)
@@ -153,18 +157,20 @@ def prune_rows_and_columns(
     return result, rows
 
 
-def _form(part: Rotated, rows: Tensor, columns: Tensor) -> Form:
-    """Return the form that takes the fewest numbers."""
+def _form(part: Rotated, rows: Tensor, columns: Tensor, count_bases: bool) -> Form:
+    """Return what a layer becomes with some rows and columns: the form with the fewest numbers, if bases count."""
     d_B, d_A = part.layer.matrix.shape[1:]
     r_B, r_A = int(rows.sum()), int(columns.sum())
     inner = r_B * r_A
-    forms = [
-        Form("one layer", d_B * d_A, inner),
-        Form("input side", d_A * r_A + r_A * d_B, inner),
-        Form("output side", d_A * r_B + r_B * d_B, inner),
-        Form("both sides", d_A * r_A + inner + r_B * d_B, inner),
-    ]
-    return min(forms, key=lambda form: form.size)
+    one = Form("one layer", d_B * d_A, d_B * d_A)
+    input_side = Form("input side", d_A * r_A + r_A * d_B, inner)
+    output_side = Form("output side", d_A * r_B + r_B * d_B, inner)
+    if count_bases:
+        return min(one, input_side, output_side, key=lambda form: form.size)
+    # A basis with all its eigenvectors is multiplied with what is left: that takes no more numbers.
+    if r_A == d_A:
+        return one if r_B == d_B else output_side
+    return input_side if r_B == d_B else Form("both sides", d_A * r_A + inner + r_B * d_B, inner)
 
 
 def _smaller(
@@ -172,27 +178,22 @@ def _smaller(
 ) -> tuple[nn.Module, LayerRow]:
     """Replace a layer by what is left of it in its eigenbasis."""
     layer = part.layer
-    form = _form(part, rows, columns)
-    if (rows.all() and columns.all()) or (count_bases and form.name == "one layer"):
+    form = _form(part, rows, columns, count_bases)
+    if form.name == "one layer":
         return result, unchanged(layer)
     Q_A = part.basis.Q_A.to_dense()[0][:, columns]
     Q_B = part.basis.Q_B.to_dense()[0][:, rows]
     inner = part.coefficients[0][rows][:, columns]
-    matrix = (Q_B @ inner @ Q_A.T).unsqueeze(0)
-    shape = f"{len(inner)} x {inner.shape[1]} of {_shape(layer)}"
-    row = LayerRow(layer.name, layer.size, form.inner, 0, shape, form.name, layer.increase(matrix))
-    if form.name == "one layer":
-        write_weights(result, layer, matrix)
-        # It is described by fewer numbers, in both bases.
-        return result, replace(row, bases=Q_A.numel() + Q_B.numel())
     factors, fixed = {
         "input side": ([Q_A.T, Q_B @ inner], [True, False]),
         "output side": ([inner @ Q_A.T, Q_B], [False, True]),
         "both sides": ([Q_A.T, inner, Q_B], [True, False, True]),
     }[form.name]
     result = replace_module(result, layer.name, in_a_row(layer, factors, fixed))
+    shape = f"{len(inner)} x {inner.shape[1]} of {_shape(layer)}"
     name = "three layers" if len(factors) == 3 else "two layers"
-    return result, replace(row, bases=form.size - form.inner, form=name)
+    increase = layer.increase((Q_B @ inner @ Q_A.T).unsqueeze(0))
+    return result, LayerRow(layer.name, layer.size, form.inner, form.size - form.inner, shape, name, increase)
 
 
 def unchanged(layer: Layer) -> LayerRow:

@@ -102,8 +102,8 @@ def low_rank(
         >>> small, report = low_rank(model, KFAC(risk), keep=0.5)
         >>> small[0]
         Sequential(
-          (0): Linear(in_features=20, out_features=5, bias=True)
-          (1): Linear(in_features=5, out_features=30, bias=False)
+          (0): Linear(in_features=20, out_features=4, bias=True)
+          (1): Linear(in_features=4, out_features=30, bias=False)
         )
     """
     K = K.factors if isinstance(K, EKFAC) else K

@@ -49,8 +49,8 @@ def prune(
     - `basis="eigen"`: the same in the basis of the curvature's eigenvectors (EigenDamage), where it is diagonal, so
       that an update would change nothing.
     - `structured=True` returns smaller layers. In the basis of parameters, channels are removed between layers of
-      which one reads the other; `torch.fx` finds them. In the eigenbasis, every layer becomes up to three smaller ones
-      in a row, with fixed bases outside, where that takes fewer numbers.
+      which one reads the other; `torch.fx` finds them. In the eigenbasis, every layer becomes three in a row, a small
+      one between fixed bases; or two, if bases count.
 
     Args:
         model: A model in evaluation mode. It is not changed.
