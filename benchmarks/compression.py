@@ -23,12 +23,12 @@ from benchmarks.report import medians, save
 from kfs import EKFAC, KFAC, EmpiricalRisk
 from kfs.compress import Compressed, low_rank, prune
 from kfs.kfac import BlockDiagonal, exact_diagonal
-from kfs.kfac.structures import Kronecker
-from kfs.kfac.structures.factor import Factor
-from kfs.kfac.structures.stack import Stack
+from kfs.kfac.structures import Factor, Kronecker, Stack
 from kfs.report.digits import load
 
 SHARES = (0.5, 0.3, 0.2, 0.1, 0.05)
+TABLE = 0.3  # the share for which a table has sizes and times
+SEEDS = range(3)
 NUM_TRAIN = 1200
 Data = tuple[Tensor, Tensor]
 Method = Callable[[nn.Module, float, Tensor], Compressed]
@@ -151,9 +151,12 @@ def methods(risk: EmpiricalRisk) -> dict[str, Method]:
     }
 
 
-def measured(seeds: range, shares: tuple[float, ...], epochs: int, repeats: int) -> tuple[float, list[Point]]:
+def measured(quick: bool) -> tuple[float, list[Point]]:
     """Return the mean accuracy of whole networks, and all points."""
+    seeds, shares, epochs, repeats = (range(1), (0.5,), 1, 1) if quick else (SEEDS, SHARES, 15, 20)
     training, held_out = digits()
+    if quick:
+        training = training[0][:100], training[1][:100]
     found: dict[tuple[str, float], list[tuple[float, float, float, float]]] = {}
     whole = []
     for seed in seeds:
@@ -209,19 +212,20 @@ def draw(whole: float, points: list[Point], file: Path) -> None:
 
 def main(quick: bool, results: Path) -> None:
     """Compress, print a table, and write JSON and plot."""
-    seeds, shares, epochs, repeats = (range(1), (0.5,), 1, 1) if quick else (range(3), SHARES, 15, 20)
-    whole, points = measured(seeds, shares, epochs, repeats)
+    whole, points = measured(quick)
+    shares = list(dict.fromkeys(point.keep for point in points))
     name = "compression_quick" if quick else "compression"
-    settings: dict[str, object] = {"accuracy of whole networks": round(whole, 1), "seeds": len(seeds)}
+    settings: dict[str, object] = {"accuracy of whole networks": round(whole, 1), "seeds": len(points[0].accuracies)}
     file = save(points, name, settings, results)
     draw(whole, points, results / f"{name}.png")
-    print(f"Accuracy in percent of whole networks: {whole:.1f}; compressed to a share of numbers, and for the smallest")
-    print("share: numbers stored, floating-point operations and time, in units of the whole network's.\n")
+    shown = TABLE if TABLE in shares else shares[-1]
+    print(f"Accuracy in percent of whole networks: {whole:.1f}; compressed to a share of numbers; and for the share")
+    print(f"{shown}: numbers stored, floating-point operations and time, in units of the whole network's.\n")
     print(f"| method | {' | '.join(f'{share:g}' for share in shares)} | stored | FLOPs | time |")
     print("|---|" + "---|" * (len(shares) + 3))
     for method in dict.fromkeys(point.method for point in points):
         own = [point for point in points if point.method == method]
         numbers = " | ".join(f"{point.accuracy:.1f}" for point in own)
-        last = own[-1]
-        print(f"| {method} | {numbers} | {last.stored:.2f} | {last.flops:.2f} | {last.time:.2f} |")
+        one = next(point for point in own if point.keep == shown)
+        print(f"| {method} | {numbers} | {one.stored:.2f} | {one.flops:.2f} | {one.time:.2f} |")
     print(f"\nWritten: {file}, {file.with_suffix('.png')}")

@@ -35,7 +35,7 @@ def benchmarks_body(results: Path = RESULTS) -> str:
 def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
     """Return one benchmark: its environment, and a table."""
     said = ", ".join(f"{key} {value}" for key, value in environment.items())
-    kinds = {"runs": _trainings, "program": _programs, "products": _errors}
+    kinds = {"runs": _trainings, "program": _programs, "products": _errors, "keep": _compressed}
     kind = next((kind for key, kind in kinds.items() if key in rows[0]), _steps)
     return (
         f'<h2 id="{name}">{name.capitalize().replace("_", ": ")}</h2>\n<p class="about">{html.escape(said)}</p>\n'
@@ -91,6 +91,15 @@ def _errors(rows: list[dict[str, Any]]) -> str:
         steps = [_error(row["steps"][d]) or "refused" for d in dampings]
         lines.append([shown, str(row["products"]), *(_error(row[key]) for key in factors), *steps])
     return _table(["problem", "products"], [*factors.values(), *(f"step, damping {d}" for d in dampings)], lines)
+
+
+def _compressed(rows: list[dict[str, Any]]) -> str:
+    """Return a row per method and share that it keeps."""
+    names = {"accuracy": "accuracy in percent", "stored": "numbers stored", "flops": "FLOPs", "time": "time"}
+    methods = [row["method"] for row in rows]
+    shown = ["" if method == before else method for before, method in zip(["", *methods], methods, strict=False)]
+    lines = [[name, row["keep"], *(row[key] for key in names)] for name, row in zip(shown, rows, strict=True)]
+    return _table(["method"], ["keep", *names.values()], lines)
 
 
 def _error(errors: dict[str, float] | None) -> str:

@@ -20,6 +20,7 @@ ENGINE = {
     "Structures: algebra on blocks": ("kfac/structures/*.py",),
     "Not waiting for a GPU": ("waiting.py", "flags.py", "moving.py", "tf32.py"),
     "The optimizer": ("optim/*.py",),
+    "Smaller models": ("compress/*.py",),
     "The conformance kit": ("conformance/*.py", "conformance/adapters/kfs.py"),
     "Files and checkpoints": ("storage.py", "kfac/storage/*.py"),
 }

@@ -67,7 +67,7 @@ def low_rank(
     K: BlockDiagonal,
     keep: Keep = 0.3,
     *,
-    damping: float | Relative = Relative(1e-4),  # noqa: B008 (it is frozen)
+    damping: float | Relative = Relative(1e-3),  # noqa: B008 (it is frozen)
     sample: Any = None,
 ) -> Compressed:
     """Replace layers by two smaller ones each, such that the loss changes least according to KFAC.

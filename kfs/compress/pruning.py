@@ -32,7 +32,7 @@ def prune(
     basis: Basis = "parameters",
     update: bool = True,
     structured: bool = False,
-    damping: float | Relative = Relative(1e-2),  # noqa: B008 (it is frozen)
+    damping: float | Relative = Relative(1e-3),  # noqa: B008 (it is frozen)
     count_bases: bool = False,
     sample: Any = None,
 ) -> Compressed:
