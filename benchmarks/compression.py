@@ -142,7 +142,9 @@ def methods(risk: EmpiricalRisk) -> dict[str, Method]:
         "eigenbasis, EKFAC": lambda m, keep, x: prune(m, E, keep, basis="eigen", sample=x),
         "channels by magnitude": lambda m, keep, x: same_share_of_channels(m, none, keep, x),
         "channels, OBS": lambda m, keep, x: prune(m, K, keep, structured=True, sample=x),
-        "EigenDamage": lambda m, keep, x: prune(m, E, keep, basis="eigen", structured=True, sample=x),
+        "EigenDamage, bases not counted": lambda m, keep, x: prune(
+            m, E, keep, basis="eigen", structured=True, sample=x
+        ),
         "EigenDamage, bases counted": lambda m, keep, x: prune(
             m, E, keep, basis="eigen", structured=True, count_bases=True, sample=x
         ),
@@ -189,11 +191,14 @@ def measured(quick: bool) -> tuple[float, list[Point]]:
 
 def draw(whole: float, points: list[Point], file: Path) -> None:
     """Draw accuracy against the share that is kept: single numbers on the left, smaller layers on the right."""
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     names = list(dict.fromkeys(point.method for point in points))
     smaller = [name for name in names if name.startswith(("channels", "EigenDamage", "low rank"))]
-    panels = {"zeros": [name for name in names if name not in smaller], "smaller layers": smaller}
+    panels = {
+        "single numbers (of an eigenbasis, not counted)": [name for name in names if name not in smaller],
+        "smaller layers": smaller,
+    }
     for axes, (title, inside) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
         for name in inside:
             own = sorted((point.keep, point.accuracy) for point in points if point.method == name)
@@ -205,7 +210,7 @@ def draw(whole: float, points: list[Point], file: Path) -> None:
         axes.minorticks_off()
         axes.set_xlabel("keep")
         axes.set_title(title)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     figure.axes[0].set_ylabel("accuracy in percent")
     figure.savefig(file, dpi=110)
 

@@ -11,6 +11,8 @@ from torch.nn import functional as F  # noqa: N812
 import kfs
 from kfs.compress import prune
 from kfs.compress.graph import links
+from kfs.compress.layers import layers_of
+from kfs.compress.surgery import cost_of_columns
 from kfs.errors import ModelError
 from kfs.kfac import exact_blocks
 from tests.compress.problems import cnn, constrained_minimum, damped, flat, image_risk, mlp, mlp_risk
@@ -203,3 +205,19 @@ def test_hooks_are_not_lost() -> None:
     model[0].register_forward_hook(lambda *_: None)  # type: ignore[index]
     with pytest.raises(ModelError, match=r"Layer '0' has hooks, which would be lost"):
         prune(model, K, 0.5, structured=True)
+
+
+@pytest.mark.parametrize("curvature", [kfs.KFAC, kfs.EKFAC, exact_blocks], ids=["KFAC", "EKFAC", "blocks"])
+def test_costs_of_channels(curvature: Callable[..., Any]) -> None:
+    """By dense algebra: all columns of a channel at zero, all other weights free."""
+    model = cnn()
+    K = curvature(image_risk(model))
+    layer = next(layer for layer in layers_of(model, K, 0.5, 0.01) if layer.name == "3")
+    names = ["3.weight", "3.bias"]
+    C, w = damped(K.submatrix(names), 0.01), flat(model, names)
+    expected = []
+    for channel in range(4):
+        rows, columns = torch.meshgrid(torch.arange(6), 9 * channel + torch.arange(9), indexing="ij")
+        change = constrained_minimum(C, w, (36 * rows + columns).flatten()) - w
+        expected.append(change @ C @ change)
+    torch.testing.assert_close(cost_of_columns(layer, 4), torch.stack(expected), rtol=1e-8, atol=1e-10)
