@@ -196,7 +196,7 @@ def draw(whole: float, points: list[Point], file: Path) -> None:
     names = list(dict.fromkeys(point.method for point in points))
     smaller = [name for name in names if name.startswith(("channels", "EigenDamage", "low rank"))]
     panels = {
-        "single numbers (of an eigenbasis, not counted)": [name for name in names if name not in smaller],
+        "single numbers (eigenbases not counted)": [name for name in names if name not in smaller],
         "smaller layers": smaller,
     }
     for axes, (title, inside) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):

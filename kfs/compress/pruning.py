@@ -60,11 +60,11 @@ def prune(
             name: each ranks alone, and others stay as they are. With channels, these are shares of a layer's input
             channels, and the layer before loses the same outputs.
         basis: `"parameters"` or `"eigen"`.
-        update: Whether weights that stay adapt.
+        update: Whether weights that stay adapt. In the eigenbasis, they need not.
         structured: Whether to remove whole channels, or rows and columns.
         damping: What is added to the curvature: a number, or a multiple of each block's mean eigenvalue.
         count_bases: Whether the numbers of fixed bases count as kept. A layer that would not become smaller then stays
-            as it is.
+            as it is. The basis of parameters has no such numbers.
         sample: Input of a forward pass, with its batch axis, for which operations are counted; a tuple for several
             arguments.
 
