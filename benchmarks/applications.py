@@ -1,6 +1,6 @@
 """What curvature is good for, measured: each application of the library, with peers beside it, in one run.
 
-`python -m benchmarks.applications [merging] [--quick]` runs what is named, everything by default. Each part lives in a
+`python -m benchmarks.applications [names] [--quick]` runs what is named, everything by default. Each part lives in a
 file of its own, which says what it measures. `--quick` shows that everything runs; its numbers mean nothing.
 """
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import merging
+from benchmarks import compression, merging
 from benchmarks.report import RESULTS
 
-PARTS: dict[str, Callable[[bool, Path], None]] = {"merging": merging.main}
+PARTS: dict[str, Callable[[bool, Path], None]] = {"compression": compression.main, "merging": merging.main}
 
 
 def main(arguments: list[str], results: Path = RESULTS) -> None:

@@ -35,6 +35,7 @@ PAGES = {
     "howto_merge": "How to merge models",
     "howto_looking": "Looking at results",
     "howto_compare": "How to compare structures",
+    "howto_compress": "How to make a model smaller",
     "howto_checkpoints": "How to save, load and resume",
     "coming_from": "Coming from another library",
     "right": "How do I know that it is right?",

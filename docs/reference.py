@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import kfs.compress
 import kfs.conformance
 import kfs.kfac
 import kfs.losses
@@ -21,7 +22,7 @@ from docs.docstrings import to_markdown
 from docs.markup import Markup, coloured, plain
 from docs.search import Entry, shorten
 
-PACKAGES: tuple[ModuleType, ...] = (kfs, kfs.operators, kfs.kfac, kfs.optim, kfs.losses, kfs.conformance)
+PACKAGES: tuple[ModuleType, ...] = (kfs, kfs.operators, kfs.kfac, kfs.optim, kfs.compress, kfs.losses, kfs.conformance)
 WIDTH = 88  # signatures that are longer have a line per argument
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

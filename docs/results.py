@@ -39,6 +39,7 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
     kinds = {
         "runs": _trainings,
         "accuracies": _merges,
+        "keep": _compressed,
         "values": _scores,
         "quantity": _brute_force,
         "rate": _rates,
@@ -155,6 +156,15 @@ def _merges(rows: list[dict[str, Any]]) -> str:
             [shown, str(row["way"]), statistics.mean(row["accuracies"]), row["iterations"], row["seconds"]],
         )
     return _table(["problem", "way"], ["accuracy", "iterations", "seconds"], lines)
+
+
+def _compressed(rows: list[dict[str, Any]]) -> str:
+    """Return a row per method and share that it keeps."""
+    names = {"accuracy": "accuracy in percent", "stored": "numbers stored", "flops": "FLOPs", "time": "time"}
+    methods = [row["method"] for row in rows]
+    shown = ["" if method == before else method for before, method in zip(["", *methods], methods, strict=False)]
+    lines = [[name, row["keep"], *(row[key] for key in names)] for name, row in zip(shown, rows, strict=True)]
+    return _table(["method"], ["keep", *names.values()], lines)
 
 
 def _error(errors: dict[str, float] | None) -> str:

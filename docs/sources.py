@@ -22,6 +22,7 @@ ENGINE = {
     "The optimizer": ("optim/*.py",),
     "Influence functions": ("influence/*.py",),
     "Merging models": ("merging/*.py",),
+    "Smaller models": ("compress/*.py",),
     "The conformance kit": ("conformance/*.py", "conformance/adapters/kfs.py"),
     "Files and checkpoints": ("storage.py", "kfac/storage/*.py"),
 }

@@ -235,6 +235,23 @@ def test_benchmarks_of_training(tmp_path: Path) -> None:
     assert "quick" not in body
 
 
+def test_benchmarks_of_compression(tmp_path: Path) -> None:
+    row = {
+        "method": "OBS",
+        "keep": 0.2,
+        "accuracy": 91.5,
+        "accuracies": [91.5],
+        "stored": 1.0,
+        "flops": 0.5,
+        "time": 0.7,
+    }
+    content = {"environment": {}, "rows": [row, {**row, "keep": 0.1}]}
+    (tmp_path / "compression.json").write_text(json.dumps(content), encoding="utf-8")
+    number = "<td class=number>"
+    first = f"<td>OBS</td>{number}0.20</td>{number}91.50</td>{number}1.00</td>{number}0.50</td>{number}0.70</td>"
+    assert f"{first}</tr>\n<tr><td></td>{number}0.10</td>" in results.benchmarks_body(tmp_path)
+
+
 def test_a_failing_definition_stops_the_book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "definitions", lambda: tour.definitions()[:1])
     monkeypatch.setattr(build, "run_definition", lambda file: Report(file.stem, (), 0.0, "False: a lie."))

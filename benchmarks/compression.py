@@ -1,0 +1,236 @@
+"""Pruning and low rank in one shot: accuracy of a small convolutional network on digits, without training it again.
+
+`python -m benchmarks.applications compression` takes about five minutes on one CPU thread. It trains three networks,
+compresses each by all methods to several shares, and prints means over seeds: accuracy on 597 digits that were not
+trained on, floating-point operations and time of a forward pass over them, in units of the whole network's. Magnitude
+and plain singular value decomposition are what one does without curvature: the same code with an identity in its place.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from benchmarks.report import medians, save
+from kfs import EKFAC, KFAC, EmpiricalRisk
+from kfs.compress import Compressed, low_rank, prune
+from kfs.kfac import BlockDiagonal, exact_diagonal
+from kfs.kfac.structures import Factor, Kronecker, Stack
+from kfs.report.digits import load
+
+SHARES = (0.5, 0.3, 0.2, 0.1, 0.05)
+TABLE = 0.3  # the share for which a table has sizes and times
+SEEDS = range(3)
+NUM_TRAIN = 1200
+Data = tuple[Tensor, Tensor]
+Method = Callable[[nn.Module, float, Tensor], Compressed]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a method made of a network; means over seeds.
+
+    Attributes:
+        method: What was done.
+        keep: The share of numbers that was kept.
+        accuracy: In percent. One number for each seed is in `accuracies`.
+        accuracies: By seed.
+        stored: Share of numbers in the new model's parameters, with zeros and bases.
+        flops: Floating-point operations, in units of the whole network's.
+        time: Time of a forward pass, in the same units.
+    """
+
+    method: str
+    keep: float
+    accuracy: float
+    accuracies: list[float]
+    stored: float
+    flops: float
+    time: float
+
+
+def digits() -> tuple[Data, Data]:
+    """Return images and labels to train on, and others."""
+    pixels, y = load()
+    X = pixels.float().reshape(-1, 1, 8, 8)
+    order = torch.randperm(len(X), generator=torch.Generator().manual_seed(0))
+    X, y = X[order], y[order]
+    return (X[:NUM_TRAIN], y[:NUM_TRAIN]), (X[NUM_TRAIN:], y[NUM_TRAIN:])
+
+
+def network() -> nn.Module:
+    """Return a network with 24 thousand parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def trained(data: Data, seed: int, epochs: int) -> nn.Module:
+    """Train a network; the global random state is not touched."""
+    X, y = data
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-3)
+        for _ in range(epochs):
+            for batch in torch.randperm(len(X)).split(100):
+                optimizer.zero_grad()
+                F.cross_entropy(model(X[batch]), y[batch]).backward()
+                optimizer.step()
+    return model.eval()
+
+
+def accuracy(model: nn.Module, data: Data) -> float:
+    """Return the share of right predictions, in percent."""
+    X, y = data
+    with torch.no_grad():
+        return 100 * float((model(X).argmax(1) == y).float().mean())
+
+
+def identity_like(K: KFAC) -> BlockDiagonal:
+    """Return the identity with the blocks of another operator."""
+    stacks = []
+    for stack in K.stacks:
+        ones = stack.structure.like.new_ones(len(stack.structure))
+        A, B = (Factor.identity(size, ones) for size in (stack.structure.columns, stack.structure.rows))
+        stacks.append(Stack(stack.layouts, Kronecker(A, B)))
+    return BlockDiagonal(K.domain, stacks).called("identity")
+
+
+def same_share_of_channels(model: nn.Module, K: BlockDiagonal, keep: float, sample: Tensor) -> Compressed:
+    """Remove channels such that layers keep one share of them, as one does without curvature to compare layers by."""
+    budget = keep * sum(p.numel() for p in model.parameters())
+    for share in (count / 64 for count in range(64, 1, -1)):
+        shares = dict.fromkeys(("2", "5", "9", "11"), share)
+        found = prune(model, K, shares, update=False, structured=True, damping=0.0, sample=sample)
+        if found.report.stored_after <= budget:
+            break
+    return found
+
+
+def methods(risk: EmpiricalRisk) -> dict[str, Method]:
+    """Return all methods, with curvature of one network."""
+    K = KFAC(risk, fisher="mc")
+    E = EKFAC.from_kfac(K, risk)
+    D = exact_diagonal(risk, fisher="mc")
+    none = identity_like(K)
+    return {
+        "magnitude": lambda m, keep, x: prune(m, none, keep, update=False, damping=0.0, sample=x),
+        "OBD, exact diagonal": lambda m, keep, x: prune(m, D, keep, update=False, sample=x),
+        "OBD, KFAC": lambda m, keep, x: prune(m, K, keep, update=False, sample=x),
+        "OBS, KFAC": lambda m, keep, x: prune(m, K, keep, sample=x),
+        "eigenbasis, KFAC": lambda m, keep, x: prune(m, K, keep, basis="eigen", sample=x),
+        "eigenbasis, EKFAC": lambda m, keep, x: prune(m, E, keep, basis="eigen", sample=x),
+        "channels by magnitude": lambda m, keep, x: same_share_of_channels(m, none, keep, x),
+        "channels, OBS": lambda m, keep, x: prune(m, K, keep, structured=True, sample=x),
+        "EigenDamage, bases not counted": lambda m, keep, x: prune(
+            m, E, keep, basis="eigen", structured=True, sample=x
+        ),
+        "EigenDamage, bases counted": lambda m, keep, x: prune(
+            m, E, keep, basis="eigen", structured=True, count_bases=True, sample=x
+        ),
+        "low rank, SVD": lambda m, keep, x: low_rank(m, none, keep, damping=0.0, sample=x),
+        "low rank, KFAC's metric": lambda m, keep, x: low_rank(m, K, keep, sample=x),
+    }
+
+
+def measured(quick: bool) -> tuple[float, list[Point]]:
+    """Return the mean accuracy of whole networks, and all points."""
+    seeds, shares, epochs, repeats = (range(1), (0.2,), 1, 1) if quick else (SEEDS, SHARES, 15, 20)
+    training, held_out = digits()
+    if quick:
+        training = training[0][:100], training[1][:100]
+    found: dict[tuple[str, float], list[tuple[float, float, float, float]]] = {}
+    whole = []
+    for seed in seeds:
+        model = trained(training, seed, epochs)
+        whole.append(accuracy(model, held_out))
+        batches = list(zip(training[0].split(400), training[1].split(400), strict=True))
+        risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), batches)
+        small = {
+            (name, keep): method(model, keep, held_out[0][:1])
+            for name, method in methods(risk).items()
+            for keep in shares
+        }
+        with torch.no_grad():
+            networks: dict[Any, nn.Module] = {key: new for key, (new, _) in small.items()} | {"whole": model}
+            programs = {key: partial(net, held_out[0]) for key, net in networks.items()}
+            times = medians(programs, repeats, "Timing")
+        for key, (new, report) in small.items():
+            flops = (report.flops_after or 0) / (report.flops_before or 1)
+            stored = report.stored_after / report.parameters_before
+            numbers = accuracy(new, held_out), stored, flops, times[key] / times["whole"]
+            found.setdefault(key, []).append(numbers)
+    points = []
+    for (name, keep), by_seed in found.items():
+        accuracies, stored_shares, flop_shares, time_shares = (list(column) for column in zip(*by_seed, strict=True))
+        points.append(
+            Point(name, keep, mean(accuracies), accuracies, mean(stored_shares), mean(flop_shares), mean(time_shares))
+        )
+    return mean(whole), points
+
+
+def draw(whole: float, points: list[Point], file: Path) -> None:
+    """Draw accuracy against the share that is kept: single numbers on the left, smaller layers on the right."""
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    names = list(dict.fromkeys(point.method for point in points))
+    smaller = [name for name in names if name.startswith(("channels", "EigenDamage", "low rank"))]
+    panels = {
+        "single numbers (eigenbases not counted)": [name for name in names if name not in smaller],
+        "smaller layers": smaller,
+    }
+    for axes, (title, inside) in zip(figure.subplots(1, 2, sharey=True), panels.items(), strict=True):
+        for name in inside:
+            own = sorted((point.keep, point.accuracy) for point in points if point.method == name)
+            axes.plot(*zip(*own, strict=True), marker="o", markersize=3, label=name)
+        axes.axhline(whole, color="gray", linewidth=0.8, linestyle="--")
+        axes.set_xscale("log")
+        shares = sorted({point.keep for point in points})
+        axes.set_xticks(shares, [f"{share:g}" for share in shares], minor=False)
+        axes.minorticks_off()
+        axes.set_xlabel("keep")
+        axes.set_title(title)
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
+    figure.axes[0].set_ylabel("accuracy in percent")
+    figure.savefig(file, dpi=110)
+
+
+def main(quick: bool, results: Path) -> None:
+    """Compress, print a table, and write JSON and plot."""
+    whole, points = measured(quick)
+    shares = list(dict.fromkeys(point.keep for point in points))
+    name = "compression_quick" if quick else "compression"
+    settings: dict[str, object] = {"accuracy of whole networks": round(whole, 1), "seeds": len(points[0].accuracies)}
+    file = save(points, name, settings, results)
+    draw(whole, points, results / f"{name}.png")
+    shown = TABLE if TABLE in shares else shares[-1]
+    print(f"Accuracy in percent of whole networks: {whole:.1f}; compressed to a share of numbers; and for the share")
+    print(f"{shown}: numbers stored, floating-point operations and time, in units of the whole network's.\n")
+    print(f"| method | {' | '.join(f'{share:g}' for share in shares)} | stored | FLOPs | time |")
+    print("|---|" + "---|" * (len(shares) + 3))
+    for method in dict.fromkeys(point.method for point in points):
+        own = [point for point in points if point.method == method]
+        numbers = " | ".join(f"{point.accuracy:.1f}" for point in own)
+        one = next(point for point in own if point.keep == shown)
+        print(f"| {method} | {numbers} | {one.stored:.2f} | {one.flops:.2f} | {one.time:.2f} |")
+    print(f"\nWritten: {file}, {file.with_suffix('.png')}")

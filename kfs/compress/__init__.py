@@ -1,0 +1,10 @@
+"""Smaller models by curvature: pruning, and approximations of low rank.
+
+What comes back is a model of plain `torch.nn` modules, which runs without kfs, and a report of what was removed.
+"""
+
+from kfs.compress.factorization import low_rank
+from kfs.compress.pruning import prune
+from kfs.compress.report import Compressed, LayerRow, Report
+
+__all__ = ["Compressed", "LayerRow", "Report", "low_rank", "prune"]

@@ -1,0 +1,220 @@
+r"""Pruning of channels: a channel that a layer no longer reads need not be computed by the layer before.
+
+A channel is removed by removing its columns from the layer that reads it. That describes all that the model loses:
+the row of the layer before that computes this channel then has no effect and goes, too, with its part of a BatchNorm in
+between. `graph` finds out which layer reads which channels.
+
+The columns of a channel, all of them together, cost $\tfrac12 w_r^\top \left((C^{-1})_{rr}\right)^{-1} w_r$ if the
+other columns of the layer adapt, as in `surgery`. Channels are ordered by their cost for each number saved. Layers
+adapt one by one: that the next one reads fewer of its rows is not considered.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfs.compress.choosing import allowed, shortest
+from kfs.compress.graph import Link, channels_out, columns_in, links
+from kfs.compress.layers import Keep, Layer
+from kfs.compress.replacing import replace_module, write_weights
+from kfs.compress.report import LayerRow
+from kfs.compress.surgery import adapted, cost_of_columns, damage
+from kfs.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The channels between two layers.
+
+    Attributes:
+        link: The layers.
+        reader: The one that reads them, with its curvature.
+        costs: Twice the cost of removing each of them, `[channels]`.
+        saved: How many numbers each of them has, in both layers.
+    """
+
+    link: Link
+    reader: Layer
+    costs: Tensor
+    saved: int
+
+    @property
+    def order(self) -> list[int]:
+        """The channels that may go, the cheapest first. The most expensive one stays."""
+        places: list[int] = self.costs.argsort(stable=True)[:-1].tolist()
+        return places
+
+
+def prune_channels(
+    model: nn.Module, layers: Sequence[Layer], keep: Keep, update: bool
+) -> tuple[nn.Module, list[LayerRow]]:
+    """Remove the cheapest channels, and make the layers on both sides smaller.
+
+    Args:
+        model: The model.
+        layers: The layers whose input channels may be removed.
+        keep: Share of all numbers in these layers that is kept; or shares of each layer's input channels.
+        update: Whether the columns that are left adapt.
+
+    Raises:
+        ModelError: If nobody knows which layer computes the channels that another one reads, or if removing all
+            channels but one between layers does not suffice.
+    """
+    by_name = {layer.name: layer for layer in layers}
+    found = [
+        Channels(link, by_name[link.reader], _costs(model, link, by_name[link.reader], update), _saved(model, link))
+        for link in links(model)
+        if link.reader in by_name
+    ]
+    gone = _by_layer(found, keep) if isinstance(keep, Mapping) else _globally(layers, found, keep)
+    return _removed(model, layers, found, gone, update)
+
+
+def _costs(model: nn.Module, link: Link, reader: Layer, update: bool) -> Tensor:
+    """Return twice the cost of removing each channel."""
+    num_channels = channels_out(model.get_submodule(link.source))
+    if update:
+        return cost_of_columns(reader, num_channels)
+    columns = damage(reader)[0, :, : reader.layout.column_size]
+    return columns.reshape(len(columns), num_channels, -1).sum((0, 2))
+
+
+def _saved(model: nn.Module, link: Link) -> int:
+    """Return how many numbers a channel has: a row of one layer with its bias, and columns of the other one."""
+    source: Any = model.get_submodule(link.source)
+    reader: Any = model.get_submodule(link.reader)
+    row = columns_in(source) + (source.bias is not None)
+    return row + int(reader.weight.numel()) // channels_out(source)
+
+
+def _by_layer(found: Sequence[Channels], shares: Mapping[str, float]) -> list[list[int]]:
+    """Return the channels to remove such that layers keep their shares of channels, at least one of each."""
+    readers = {channels.reader.name for channels in found}
+    missing = [name for name, share in shares.items() if share < 1 and name not in readers]
+    if missing:
+        raise ModelError(
+            f"Layer {missing[0]!r} does not read all channels of another layer, and those alone.",
+            "Leave it out of keep; or use basis='eigen', which replaces every layer by itself.",
+        )
+    gone = []
+    for channels in found:
+        number = len(channels.costs)
+        left = max(1, allowed(shares[channels.reader.name], number))
+        gone.append(channels.order[: number - left])
+    return gone
+
+
+def _globally(layers: Sequence[Layer], found: Sequence[Channels], keep: float) -> list[list[int]]:
+    """Return the channels to remove such that few enough numbers are left in all layers together."""
+    candidates = sorted(
+        (float(channels.costs[place]) / channels.saved, number, place)
+        for number, channels in enumerate(found)
+        for place in channels.order
+    )
+    sizes = {layer.name: list(layer.matrix.shape[1:]) for layer in layers}
+    per_channel = {channels.link: channels.reader.layout.column_size // len(channels.costs) for channels in found}
+
+    def size(removed: int) -> int:
+        counts = {name: list(shape) for name, shape in sizes.items()}
+        for _, number, _ in candidates[:removed]:
+            link = found[number].link
+            counts[link.reader][1] -= per_channel[link]
+            counts[link.source][0] -= 1
+        groups = {layer.name: len(layer.matrix) for layer in layers}
+        return sum(groups[name] * rows * columns for name, (rows, columns) in counts.items())
+
+    total = sum(layer.size for layer in layers)
+    number = shortest(size, len(candidates), allowed(keep, total), "channels")
+    gone: list[list[int]] = [[] for _ in found]
+    for _, which, place in candidates[:number]:
+        gone[which].append(place)
+    return gone
+
+
+def _removed(
+    model: nn.Module, layers: Sequence[Layer], found: Sequence[Channels], gone: Sequence[list[int]], update: bool
+) -> tuple[nn.Module, list[LayerRow]]:
+    """Remove channels, and say what is left."""
+    result = deepcopy(model)
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+    increases: dict[str, float] = {}
+    for channels, places in zip(found, gone, strict=True):
+        if not places:
+            continue
+        link, reader = channels.link, channels.reader
+        for layer in layers:
+            if layer.name in {link.source, link.reader}:
+                layer.check_replaceable(model, "a smaller layer")
+        left = torch.ones(len(channels.costs), dtype=torch.bool)
+        left[places] = False
+        inputs[link.reader] = outputs[link.source] = left
+        for norm in link.norms:
+            result = replace_module(result, norm, _norm_with(result.get_submodule(norm), left))
+        kept = _kept_columns(reader, left)
+        matrix = adapted(reader, kept) if update else torch.where(kept, reader.matrix, 0.0)
+        increases[reader.name] = reader.increase(matrix)
+        if update:
+            write_weights(result, reader, matrix)
+    for name in {*inputs, *outputs}:
+        module = _layer_with(result.get_submodule(name), inputs.get(name), outputs.get(name))
+        result = replace_module(result, name, module)
+    rows = []
+    for layer in layers:
+        shape = list(layer.matrix.shape)
+        lost_rows, lost_columns = (_lost(masks.get(layer.name)) for masks in (outputs, inputs))
+        per_channel = layer.layout.column_size // len(inputs[layer.name]) if lost_columns else 0
+        kept_numbers = shape[0] * (shape[1] - lost_rows) * (shape[2] - lost_columns * per_channel)
+        form = "smaller" if lost_rows or lost_columns else "unchanged"
+        left_shape = f"{shape[1] - lost_rows} x {shape[2] - lost_columns * per_channel} of {shape[1]} x {shape[2]}"
+        row = LayerRow(layer.name, layer.size, kept_numbers, 0, left_shape, form, increases.get(layer.name, 0.0))
+        rows.append(row)
+    return result, rows
+
+
+def _lost(left: Tensor | None) -> int:
+    return 0 if left is None else int((~left).sum())
+
+
+def _kept_columns(reader: Layer, left: Tensor) -> Tensor:
+    """Return which entries of the reader's matrices are kept, `[1, d_B, d_A]`."""
+    columns = left.to(reader.matrix.device).repeat_interleave(reader.layout.column_size // len(left))
+    kept = torch.ones_like(reader.matrix, dtype=torch.bool)
+    kept[..., : len(columns)] = columns
+    return kept
+
+
+def _layer_with(module: Any, inputs: Tensor | None, outputs: Tensor | None) -> nn.Module:
+    """Return a layer with some of the input and output channels, and their weights to the last bit."""
+    weight = module.weight.detach()
+    bias = None if module.bias is None else module.bias.detach()
+    if inputs is not None:
+        width = weight.shape[1] // len(inputs)  # pixels that were flattened with each channel
+        weight = weight[:, inputs.repeat_interleave(width)]
+    if outputs is not None:
+        weight = weight[outputs]
+        bias = None if bias is None else bias[outputs]
+    new: Any = deepcopy(module)
+    new.weight = nn.Parameter(weight.clone(), module.weight.requires_grad)
+    if bias is not None:
+        new.bias = nn.Parameter(bias.clone(), module.bias.requires_grad)
+    sizes = ("out_features", "in_features") if isinstance(module, nn.Linear) else ("out_channels", "in_channels")
+    for name, size in zip(sizes, weight.shape, strict=False):
+        setattr(new, name, size)
+    return new  # type: ignore[no-any-return]
+
+
+def _norm_with(module: Any, left: Tensor) -> nn.Module:
+    """Return a BatchNorm of some of the channels."""
+    new: Any = deepcopy(module)
+    new.num_features = int(left.sum())
+    for name, p in module.named_parameters(recurse=False):
+        setattr(new, name, nn.Parameter(p.detach()[left].clone(), p.requires_grad))
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.ndim == 1:
+            setattr(new, name, buffer[left].clone())
+    return new  # type: ignore[no-any-return]

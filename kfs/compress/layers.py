@@ -1,0 +1,260 @@
+"""Which layers of a model are compressed, with what curvature; all checks of arguments.
+
+A *layer* is a linear layer or a convolution. Its weight, and its bias if both share a block, is one matrix for each
+group of channels, `[groups, d_B, d_A]`, as everywhere in `kfs.kfac`. Everything is computed in float64.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import inf
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from kfs.errors import DtypeError, ModelError, SolverError
+from kfs.kfac import BlockDiagonal, Relative
+from kfs.kfac.layout import Layout
+from kfs.kfac.structures import Kronecker, Stack, Structure
+from kfs.names import few, near
+
+Keep = float | Mapping[str, float]
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+# Layers of these types can be replaced by several others. A subclass may do more with its weight.
+_REPLACEABLE = (nn.Linear, *_CONVOLUTIONS)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that is compressed.
+
+    Attributes:
+        name: The module's name in the model.
+        module: The module, of the model that was given.
+        layout: How its parameters become matrices.
+        matrix: These matrices, `[groups, d_B, d_A]`, in float64.
+        structure: Their curvature, in float64: one block for each group.
+        damping: What is added to the curvature's diagonal.
+    """
+
+    name: str
+    module: nn.Module
+    layout: Layout
+    matrix: Tensor
+    structure: Structure
+    damping: float
+
+    @property
+    def size(self) -> int:
+        """How many numbers the matrices have."""
+        return self.matrix.numel()
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether the layer acts on patches."""
+        return isinstance(self.module, _CONVOLUTIONS)
+
+    @property
+    def damped_inverse(self) -> Structure:
+        """The inverse of the curvature after damping.
+
+        Raises:
+            SolverError: If curvature is singular, and not damped.
+        """
+        delta = self.matrix.new_full((len(self.structure),), self.damping)
+        result: Structure = self._stack.apply(lambda structure: structure.power(-1.0, delta))
+        return result
+
+    @property
+    def eigenbasis(self) -> Structure:
+        """The curvature by eigenvalues and eigenvectors."""
+        result: Structure = self._stack.apply(lambda structure: structure.eigenbasis())
+        return result
+
+    @property
+    def _stack(self) -> Stack:
+        """The block with its name, which errors then have."""
+        return Stack((self.layout,), self.structure)
+
+    def increase(self, matrix: Tensor) -> float:
+        """Return by how much the loss grows with other matrices, according to the undamped quadratic model."""
+        change = (matrix - self.matrix).unsqueeze(1)
+        return 0.5 * float((change * self.structure.multiply(change)).sum())
+
+    def check_replaceable(self, model: nn.Module, what: str) -> None:
+        """Refuse to replace the module by several others where that would change more than its weights.
+
+        Args:
+            model: The whole model.
+            what: What replaces it.
+
+        Raises:
+            ModelError: If it has groups of channels or hooks, or is not called as a plain layer.
+        """
+        module = self.module
+        parent = model.get_submodule(self.name.rpartition(".")[0])
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        cause = ""
+        if self.layout.groups > 1:
+            cause = f"is a convolution with {self.layout.groups} groups of channels"
+        elif type(module) not in _REPLACEABLE or not self.layout.is_plain:
+            cause = f"is a {type(module).__name__}, which does not simply multiply with its weight"
+        elif isinstance(parent, nn.TransformerEncoderLayer):
+            cause = "is part of a TransformerEncoderLayer, which reads the layer's weight itself"
+        elif any(hooks):
+            cause = "has hooks, which would be lost"
+        if cause:
+            raise ModelError(
+                f"Layer {self.name!r} {cause}, so {what} cannot take its place.",
+                "Leave it out: name the layers to compress with keep={...}; or prune without structured=True, which "
+                "only changes weights.",
+            )
+
+
+def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | Relative) -> list[Layer]:
+    """Find the layers to compress.
+
+    Args:
+        model: A model in evaluation mode.
+        K: Its curvature.
+        keep: One share for all linear layers and convolutions together, or shares of some of them, by name.
+        damping: What is added to the curvature, a number or a multiple of each block's mean eigenvalue.
+
+    Returns:
+        The layers, in the model's order.
+
+    Raises:
+        DtypeError: If something has another type.
+        ModelError: If the model or the curvature does not fit; see the messages.
+        SolverError: If a layer has no curvature, and damping is relative to it.
+    """
+    _check_types(model, K, damping)
+    _check_same_parameters(model, K)
+    _check_modes(model)
+    _check_shares(keep)
+    modules = _compressible(model)
+    names = keep if isinstance(keep, Mapping) else modules
+    unknown = [name for name in names if name not in modules]
+    if unknown:
+        raise ModelError(
+            f"keep names {few(unknown)}, which is no linear layer or convolution of the model.", near(unknown, modules)
+        )
+    chosen = {name: module for name, module in modules.items() if name in names}
+    _check_not_tied(model, chosen)
+    blocks = {layout.weight: (layout, structure) for layout, structure in _blocks(K)}
+    params = dict(model.named_parameters())
+    layers = []
+    for name, module in chosen.items():
+        weight = f"{name}.weight" if name else "weight"
+        if weight not in blocks or blocks[weight][0].rows != (0, blocks[weight][0].shape[0]):
+            raise ModelError(
+                f"Layer {name!r} has no block in the curvature, so nothing is known about what it may lose.",
+                "Compute the curvature with this layer's parameters, or name the layers to compress with keep={...}.",
+            )
+        layout, structure = blocks[weight]
+        layers.append(_layer(name, module, layout, structure, params, damping))
+    return layers
+
+
+def _layer(
+    name: str,
+    module: nn.Module,
+    layout: Layout,
+    structure: Structure,
+    params: Mapping[str, Tensor],
+    damping: float | Relative,
+) -> Layer:
+    """Read a layer's matrix, and compute its damping."""
+    columns = {param: params[param].detach().double().unsqueeze(0) for param in layout.params}
+    matrix = layout.matrix(columns).squeeze(0)
+    precise = _in_double(structure).to(device=matrix.device)
+    delta = damping
+    if isinstance(delta, Relative):
+        mean = float(precise.trace().sum()) / matrix.numel()
+        if delta.fraction > 0 and not mean > 0:
+            raise SolverError(
+                f"Block {layout.name!r} has no curvature, so that relative damping is zero, too.",
+                "Pass an absolute damping, or leave the layer out: name the layers to compress with keep={...}.",
+            )
+        delta = delta.fraction * mean
+    return Layer(name, module, layout, matrix, precise, float(delta))
+
+
+def _in_double(structure: Structure) -> Structure:
+    """Convert blocks to float64. Kronecker factors remember how precise they were: that decides what is singular."""
+    if isinstance(structure, Kronecker):
+        eps = torch.finfo(structure.like.dtype).eps
+        A, B = (replace(factor, eps=factor.eps or eps) for factor in (structure.A, structure.B))
+        structure = Kronecker(A, B)
+    return structure.to(dtype=torch.float64)
+
+
+def _blocks(K: BlockDiagonal) -> list[tuple[Layout, Structure]]:
+    """Return all blocks with their layouts."""
+    return [(layout, stack.structure[part]) for stack in K.stacks for layout, part in stack.slices()]
+
+
+def _compressible(model: nn.Module) -> dict[str, nn.Module]:
+    """Return all linear layers and convolutions, by name."""
+    kinds = (nn.Linear, *_CONVOLUTIONS)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def _check_types(model: object, K: object, damping: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise DtypeError(f"The model is a {type(model).__name__}.", "Pass a torch.nn.Module.")
+    if not isinstance(K, BlockDiagonal):
+        raise DtypeError(f"The curvature is a {type(K).__name__}, which has no blocks.", "Pass a kfs.KFAC or EKFAC.")
+    if not isinstance(damping, Relative) and (not isinstance(damping, (int, float)) or not 0 <= damping < inf):
+        raise DtypeError(f"The damping is {damping!r}.", "Use a finite number >= 0, or kfs.Relative of one.")
+
+
+def _check_same_parameters(model: nn.Module, K: BlockDiagonal) -> None:
+    """Refuse curvature of other parameters. Another model with parameters of the same shapes cannot be told apart."""
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    wrong = [name for name, shape in K.domain.shapes.items() if shapes.get(name) != shape]
+    if wrong:
+        raise ModelError(
+            f"The curvature is of parameters {few(wrong)}, which the model does not have in these shapes.",
+            "Pass the curvature of this very model, with the names that model.named_parameters() has.",
+        )
+
+
+def _check_modes(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise ModelError(
+                f"Module {name!r} ({type(module).__name__}) is in training mode: the curvature is not that of what the "
+                "model computes, and its statistics would change.",
+                "Call model.eval() first.",
+            )
+
+
+def _check_not_tied(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
+    """Refuse weights that have several names, or share memory with others."""
+    owners: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(p.data_ptr(), []).append(name)
+    for name, module in chosen.items():
+        for leaf, p in module.named_parameters(recurse=False):
+            names = owners[p.data_ptr()]
+            if len(names) > 1:
+                raise ModelError(
+                    f"Parameter {leaf!r} of layer {name!r} is tied: it is {few(names)}.",
+                    "Leave the layer out: name the layers to compress with keep={...}.",
+                )
+
+
+def _check_shares(keep: object) -> None:
+    if not isinstance(keep, Mapping):
+        _check_share(keep, "keep")
+        return
+    if not keep:
+        raise ModelError("keep is empty, so there is nothing to compress.", "Name at least one layer.")
+    for name, share in keep.items():
+        _check_share(share, f"keep[{name!r}]")
+
+
+def _check_share(share: object, what: str) -> None:
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ModelError(f"{what} is {share!r}.", "Use a number above 0 and at most 1, such as 0.2; or one per layer.")

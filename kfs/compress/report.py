@@ -1,0 +1,149 @@
+"""What was removed: numbers per layer and in all, operations, and how the loss should have changed."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from kfs.describing import Described, Description, Table, counted, number, readable_count
+
+_COLUMNS = ("layer", "before", "kept", "share", "bases", "matrix", "form", "loss")
+_NUMBERS = ("before", "kept", "share", "bases", "loss")
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """What became of one layer.
+
+    Attributes:
+        layer: Its name.
+        before: How many numbers its matrix had.
+        kept: How many numbers describe it now, without bases. Zeros do not count.
+        bases: How many numbers fixed bases have; zero in the basis of parameters.
+        matrix: Rows and columns that are left, or the rank.
+        form: What the layer is now: `"unchanged"`, `"masked"`, `"smaller"`, `"one layer"` (of the size that it had),
+            `"two layers"` or `"three layers"`.
+        increase: By how much the loss grows according to the quadratic model, without damping, through this layer.
+    """
+
+    layer: str
+    before: int
+    kept: int
+    bases: int
+    matrix: str
+    form: str
+    increase: float
+
+
+@dataclass(frozen=True, repr=False)
+class Report(Described):
+    """What a compression removed.
+
+    Attributes:
+        method: What was done.
+        rows: One row per layer that could be compressed.
+        parameters_before: Numbers in the model.
+        parameters_after: Numbers that describe the new model: zeros do not count, and bases do if `count_bases`.
+        stored_after: Numbers in all parameters of the new model, with zeros and bases.
+        count_bases: Whether bases count in `parameters_after`, and counted for `keep`.
+        flops_before: Floating-point operations of a forward pass over the sample; `None` without sample.
+        flops_after: The same for the new model. Zeros are multiplied, too.
+    """
+
+    method: str
+    rows: Sequence[LayerRow]
+    parameters_before: int
+    parameters_after: int
+    stored_after: int
+    count_bases: bool
+    flops_before: int | None
+    flops_after: int | None
+
+    @property
+    def bases(self) -> int:
+        """How many numbers all fixed bases have."""
+        return sum(row.bases for row in self.rows)
+
+    @property
+    def kept_share(self) -> float:
+        """The share of the compressed layers' numbers that is kept, with bases if they count."""
+        kept = sum(row.kept + self.count_bases * row.bases for row in self.rows)
+        return kept / sum(row.before for row in self.rows)
+
+    def describe(self) -> Description:
+        """Describe totals, and every layer in a table."""
+        facts = [
+            f"{self.kept_share:.1%} of {sum(row.before for row in self.rows):,} numbers in "
+            f"{counted(len(self.rows), 'layer')}; all parameters: {self.parameters_before:,} before, "
+            f"{self.parameters_after:,} after, {self.stored_after:,} stored"
+        ]
+        if self.bases:
+            facts.append(f"{self.bases:,} numbers of fixed bases are {'' if self.count_bases else 'not '}counted")
+        if self.flops_before is not None and self.flops_after is not None:
+            before, after = readable_count(self.flops_before), readable_count(self.flops_after)
+            share = self.flops_after / self.flops_before
+            facts.append(f"floating-point operations of the sample: {before} before, {after} after ({share:.0%})")
+        rows = [
+            (
+                row.layer,
+                f"{row.before:,}",
+                f"{row.kept:,}",
+                f"{row.kept / row.before:.1%}",
+                f"{row.bases:,}" if row.bases else "",
+                row.matrix,
+                row.form,
+                f"+{number(row.increase)}",
+            )
+            for row in self.rows
+        ]
+        table = Table("layers", _COLUMNS, rows, _NUMBERS)
+        note = "loss: its increase through each layer alone, by the quadratic model"
+        return Description(self.method, tuple(facts), (table,), (note,))
+
+
+class Compressed(NamedTuple):
+    """A compressed model and what was removed.
+
+    Attributes:
+        model: A new model of plain `torch.nn` modules.
+        report: What became of every layer.
+    """
+
+    model: nn.Module
+    report: Report
+
+    def __repr__(self) -> str:
+        """Show the report."""
+        return f"Compressed {type(self.model).__name__}\n{self.report!r}"
+
+
+def make_report(
+    method: str, rows: Sequence[LayerRow], before: nn.Module, after: nn.Module, count_bases: bool, sample: Any
+) -> Report:
+    """Count parameters and operations.
+
+    Args:
+        method: What was done.
+        rows: One per layer.
+        before: The model that was given.
+        after: The new one.
+        count_bases: Whether bases count.
+        sample: Input of a forward pass, or `None`.
+    """
+    num_before, num_after = (sum(p.numel() for p in model.parameters()) for model in (before, after))
+    untouched = num_before - sum(row.before for row in rows)
+    kept = sum(row.kept + count_bases * row.bases for row in rows)
+    flops = [None, None] if sample is None else [_flops(model, sample) for model in (before, after)]
+    return Report(method, tuple(rows), num_before, untouched + kept, num_after, count_bases, flops[0], flops[1])
+
+
+def _flops(model: nn.Module, sample: Any) -> int:
+    """Count the operations of products and convolutions in a forward pass; the model stays as it is."""
+    model = deepcopy(model).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(*sample) if isinstance(sample, tuple) else model(sample)
+    return int(counter.get_total_flops())

@@ -1,0 +1,170 @@
+r"""The optimal brain: what removing weights costs, and what the others should become.
+
+Near a minimum, the loss grows by $\tfrac12 \Delta^\top C \Delta$ if weights change by $\Delta$, with curvature $C$
+after damping.
+
+- *Optimal brain damage* (LeCun et al., 1989) sets weight $i$ to zero: $\tfrac12 C_{ii} w_i^2$.
+- *Optimal brain surgeon* (Hassibi & Stork, 1992) changes the others, too, such that least is lost:
+  $\tfrac12 w_i^2 / (C^{-1})_{ii}$.
+
+Which weights are removed is decided by these scores of single weights. What the others become is computed for all
+removed weights of a block together: with those that are kept, $k$, and removed, $r$,
+
+$$
+w_k \leftarrow w_k + C_{kk}^{-1} C_{kr} w_r = w_k - (C^{-1})_{kr} \left((C^{-1})_{rr}\right)^{-1} w_r .
+$$
+
+That is the minimum over all weights with $w_r = 0$. The first form is solved by a Cholesky factor if few weights are
+kept, the second one if few are removed, and the first one by conjugate gradients in between.
+"""
+
+import torch
+from torch import Tensor
+
+from kfs.compress.layers import Layer
+from kfs.errors import SolverError
+from kfs.kfac.structures import Eigenbasis, Kronecker, Structure
+from kfs.operators import LinearOperator, solve
+from kfs.operators.space import Columns, Space
+
+# Systems up to this size are solved by Cholesky factors.
+_DENSE = 4096
+# Products with so many numbers at once form matrices that have no formula.
+_AT_ONCE = 2**24
+_TOLERANCE = 1e-8
+
+
+def damage(layer: Layer) -> Tensor:
+    """Return what setting single weights to zero costs, twice: `[groups, d_B, d_A]`."""
+    return layer.matrix.square() * (layer.structure.diagonal() + layer.damping)
+
+
+def surgeon(layer: Layer) -> Tensor:
+    """Return what removing single weights costs if all others adapt, twice: `[groups, d_B, d_A]`."""
+    return layer.matrix.square() / layer.damped_inverse.diagonal()
+
+
+def cost_of_columns(layer: Layer, num_channels: int) -> Tensor:
+    """Return what removing all columns of a channel costs if all other weights adapt, twice: `[channels]`.
+
+    Args:
+        layer: The layer, without groups of channels.
+        num_channels: How many input channels it has; each has as many neighboring columns. A bias is in none of them.
+    """
+    inverse = layer.damped_inverse
+    width = layer.layout.column_size // num_channels
+    costs = []
+    for start in range(0, layer.layout.column_size, width):
+        part = slice(start, start + width)
+        W = layer.matrix[0, :, part]
+        if isinstance(inverse, Eigenbasis):
+            # In the eigenbasis of rows, rows are independent of each other: a small system for each of them.
+            W = inverse.Q_B.T.to_dense()[0] @ W
+            Q = inverse.Q_A.to_dense()[0][part]
+            system = (Q * inverse.values[0].unsqueeze(1)) @ Q.T
+            solved = torch.linalg.solve(system, W.unsqueeze(2)).squeeze(2)
+        else:
+            chosen = torch.zeros_like(layer.matrix[0], dtype=torch.bool)
+            chosen[:, part] = True
+            solved = _solve_dense(_submatrix(inverse, chosen), W.flatten()).reshape(W.shape)
+        costs.append((W * solved).sum())
+    return torch.stack(costs)
+
+
+def adapted(layer: Layer, kept: Tensor) -> Tensor:
+    """Return the best matrices in which removed weights are zero.
+
+    Args:
+        layer: The layer.
+        kept: Which weights are kept, `[groups, d_B, d_A]` booleans.
+
+    Raises:
+        SolverError: If conjugate gradients do not converge, or curvature is singular, and not damped.
+    """
+    inverse = layer.damped_inverse
+    groups = range(len(layer.matrix))
+    return torch.stack([_adapted_group(layer, inverse[g : g + 1], g, kept[g]) for g in groups])
+
+
+def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor) -> Tensor:
+    """Return the best matrix of one group, `[d_B, d_A]`."""
+    W = layer.matrix[group]
+    structure = layer.structure[group : group + 1]
+    result = torch.where(kept, W, 0.0)
+    removed = torch.where(kept, 0.0, W)
+    num_kept = int(kept.sum())
+    num_removed = kept.numel() - num_kept
+    if 0 in {num_kept, num_removed}:
+        return result
+    if num_removed <= min(num_kept, _DENSE):
+        system = _submatrix(inverse, ~kept)
+        multipliers = torch.zeros_like(W)
+        multipliers[~kept] = _solve_dense(system, W[~kept])
+        change = -inverse.multiply(multipliers[None, None])[0, 0]
+    else:
+        force = structure.multiply(removed[None, None])[0, 0]  # damping has no entries between different weights
+        change = torch.zeros_like(W)
+        if num_kept <= _DENSE:
+            system = _submatrix(structure, kept)
+            system.diagonal().add_(layer.damping)
+            change[kept] = _solve_dense(system, force[kept])
+        else:
+            change = _solve_iteratively(layer, structure, inverse, kept, torch.where(kept, force, 0.0))
+    return torch.where(kept, result + change, 0.0)
+
+
+def _solve_dense(system: Tensor, b: Tensor) -> Tensor:
+    """Solve a positive definite system."""
+    L = torch.linalg.cholesky(system)
+    return torch.cholesky_solve(b.unsqueeze(1), L).squeeze(1)
+
+
+def _submatrix(structure: Structure, chosen: Tensor) -> Tensor:
+    """Return the rows and columns of one block that belong to chosen entries `[d_B, d_A]` of its matrix."""
+    rows, columns = chosen.nonzero(as_tuple=True)
+    if isinstance(structure, Kronecker):
+        A, B = structure.A.to_dense()[0], structure.B.to_dense()[0]
+        return B[rows][:, rows] * A[columns][:, columns]
+    parts = []
+    places = torch.arange(len(rows), device=rows.device)
+    for part in places.split(max(1, _AT_ONCE // chosen.numel())):
+        units = torch.zeros(len(part), *chosen.shape, dtype=torch.float64, device=rows.device)
+        units[part - part[0], rows[part], columns[part]] = 1.0
+        parts.append(structure.multiply(units[None])[0][:, rows, columns])
+    return torch.cat(parts)
+
+
+class _OnKept(LinearOperator):
+    """Blocks restricted to entries that are kept; the identity on others, such that the operator is definite."""
+
+    symmetric = True
+
+    def __init__(self, structure: Structure, damping: float, kept: Tensor) -> None:
+        """Store all three."""
+        space = Space({"matrix": kept.shape}, torch.float64, kept.device)
+        super().__init__(space, space)
+        self.structure = structure
+        self.damping = damping
+        self.kept = kept
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply."""
+        M = columns["matrix"]
+        inside = torch.where(self.kept, M, 0.0)
+        product = self.structure.multiply(inside[None])[0] + self.damping * inside
+        return {"matrix": torch.where(self.kept, product, M)}
+
+    multiply_transposed = multiply
+
+
+def _solve_iteratively(layer: Layer, structure: Structure, inverse: Structure, kept: Tensor, force: Tensor) -> Tensor:
+    """Solve the system of kept weights by conjugate gradients, with the inverse of the whole block as guide."""
+    A = _OnKept(structure, layer.damping, kept)
+    solution = solve(A, {"matrix": force}, preconditioner=_OnKept(inverse, 0.0, kept), tolerance=_TOLERANCE)
+    if not solution.converged:
+        raise SolverError(
+            f"The update of the weights that layer {layer.name!r} keeps did not converge: residual "
+            f"{solution.residuals[-1]:.1e} after {solution.iterations} iterations.",
+            "Pass more damping, or update=False.",
+        )
+    return solution.x["matrix"]

@@ -1,0 +1,46 @@
+"""The benchmark of compression writes its files, and its baselines are what they are said to be."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import kfs
+from benchmarks import applications, compression
+from kfs.compress import low_rank, prune
+
+
+def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    applications.main(["compression", "--quick"], tmp_path)
+    rows = json.loads((tmp_path / "compression_quick.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == len({row["method"] for row in rows}) == 12
+    smaller = [row for row in rows if row["method"].startswith(("channels", "low rank", "EigenDamage, bases counted"))]
+    assert len(smaller) == 5
+    assert all(0 < row["stored"] <= 0.21 for row in smaller)  # biases of the smallest layers stay
+    printed = capsys.readouterr().out
+    assert "| magnitude | " in printed
+    assert (tmp_path / "compression_quick.png").exists()
+    assert torch.get_num_threads() == threads
+
+
+def test_unknown_parts() -> None:
+    with pytest.raises(SystemExit, match=r"Unknown: pruning\. Say .*compression"):
+        applications.main(["pruning"])
+
+
+def test_without_curvature_weights_go_by_magnitude_and_ranks_by_singular_values() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 7)).double().eval()
+    data = torch.randn(20, 6, dtype=torch.float64), torch.randn(20, 7, dtype=torch.float64)
+    none = compression.identity_like(kfs.KFAC(kfs.EmpiricalRisk(model, nn.MSELoss(), data)))
+    small, _ = prune(model, none, 0.5, update=False, damping=0.0)
+    before, after = (torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (model, small))
+    assert torch.equal(after, torch.where(before.abs() >= before.abs().sort().values[-38], before, 0.0))
+    found, _ = low_rank(model, none, {"0": 12 / 35}, damping=0.0)
+    weight, bias = (model.get_parameter(f"0.{leaf}").detach() for leaf in ("weight", "bias"))
+    U, s, V = torch.linalg.svd(torch.cat([weight, bias.unsqueeze(1)], dim=1))
+    best = s[0] * torch.outer(U[:, 0], V[0])
+    product = found.get_parameter("0.1.weight") @ found.get_parameter("0.0.weight")
+    torch.testing.assert_close(product.detach(), best[:, :-1])

@@ -1,0 +1,223 @@
+"""Pruning of channels: smaller layers compute what masked ones do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+import kfs
+from kfs.compress import prune
+from kfs.compress.graph import links
+from kfs.compress.layers import layers_of
+from kfs.compress.surgery import cost_of_columns
+from kfs.errors import ModelError
+from kfs.kfac import exact_blocks
+from tests.compress.problems import cnn, constrained_minimum, damped, flat, image_risk, mlp, mlp_risk
+
+
+def rows_left(before: nn.Module, after: nn.Module, name: str) -> Tensor:
+    """Return which rows of a layer are left, if its columns are all there or its bias tells."""
+    old, new = (dict(m.named_parameters())[f"{name}.bias"] for m in (before, after))
+    return torch.isin(old, new)
+
+
+def masked(model: nn.Module, small: nn.Module, pairs: list[tuple[str, str]]) -> nn.Module:
+    """Return the whole model with columns of channels at zero that the smaller one has lost."""
+    same = cnn().double()
+    same.load_state_dict(model.state_dict())
+    for source, reader in pairs:
+        left = rows_left(model, small, source)
+        weight = same.get_parameter(f"{reader}.weight")
+        with torch.no_grad():
+            channels = weight.reshape(len(weight), len(left), -1)
+            channels[:, ~left] = 0.0
+    return same.eval()
+
+
+@pytest.mark.parametrize("keep", [0.7, 0.4, {"3": 0.5}, {"3": 0.01, "7": 0.5}], ids=str)
+def test_smaller_layers_compute_what_masked_ones_do(keep: Any) -> None:
+    model = cnn()
+    model.get_buffer("1.running_mean").uniform_()
+    model.get_parameter("1.weight").data.uniform_()
+    K = kfs.KFAC(image_risk(model))
+    images = torch.randn(3, 2, 7, 6, dtype=torch.float64)
+    small, report = prune(model, K, keep, structured=True, update=False, sample=images)
+    same = masked(model, small, [("0", "3"), ("3", "7")])
+    torch.testing.assert_close(small(images), same(images), rtol=1e-12, atol=1e-13)
+    assert not torch.allclose(small(images), model(images))
+    numbers = sum(p.numel() for p in small.parameters() if p.ndim > 1)
+    assert numbers < sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    if isinstance(keep, float):
+        kept = [small.get_submodule(name) for name in ("0", "3", "7")]
+        assert sum(p.numel() for module in kept for p in module.parameters()) <= keep * (76 + 222 + 75)
+        assert sum(row.kept for row in report.rows) == sum(p.numel() for module in kept for p in module.parameters())
+    else:
+        left = {"3": small[3].in_channels, "7": small[7].in_features // 4}  # type: ignore[index]
+        assert left == {"3": 2 if keep["3"] == 0.5 else 1, "7": 3 if "7" in keep else 6}
+    assert report.flops_after is not None
+    assert report.flops_before is not None
+    assert report.flops_after < report.flops_before
+    assert all(type(module).__module__.startswith("torch.nn") for module in small.modules())
+
+
+@pytest.mark.parametrize("curvature", [kfs.KFAC, exact_blocks], ids=["KFAC", "blocks"])
+def test_columns_that_are_left_adapt(curvature: Callable[..., Any]) -> None:
+    model = mlp()
+    K = curvature(mlp_risk(model))
+    small, report = prune(model, K, {"2": 0.6}, structured=True, damping=0.01)
+    names = ["2.weight", "2.bias"]
+    C = damped(K.submatrix(names), 0.01)
+    w = flat(model, names)
+    # By brute force: each channel alone, all its columns.
+    costs = []
+    for channel in range(5):
+        removed = torch.arange(7) * 5 + channel
+        change = constrained_minimum(C, w, removed) - w
+        costs.append(float(change @ C @ change))
+    gone = sorted(range(5), key=lambda channel: costs[channel])[:2]
+    left = rows_left(model, small, "0")
+    assert (~left).nonzero().flatten().tolist() == sorted(gone)
+    removed = torch.cat([torch.arange(7) * 5 + channel for channel in gone])
+    best = constrained_minimum(C, w, removed)
+    torch.testing.assert_close(small[2].weight, best[:35].reshape(7, 5)[:, left], rtol=1e-9, atol=1e-11)  # type: ignore[index]
+    torch.testing.assert_close(small[2].bias, best[35:], rtol=1e-9, atol=1e-11)  # type: ignore[index]
+    assert torch.equal(small[0].weight, model[0].weight[left])  # type: ignore[index]
+    assert report.rows[0].matrix == "7 x 4 of 7 x 6"
+
+
+def test_patches_adapt() -> None:
+    model = cnn()
+    K = kfs.KFAC(image_risk(model))
+    small, _ = prune(model, K, {"3": 0.5}, structured=True, damping=0.01)
+    left = rows_left(model, small, "0")
+    names = ["3.weight", "3.bias"]
+    C, w = damped(K.submatrix(names), 0.01), flat(model, names)  # type: ignore[arg-type]
+    removed = torch.cat(
+        [
+            torch.zeros(0, dtype=torch.long),
+            *[
+                torch.arange(6).unsqueeze(1).mul(36).add(torch.arange(9) + 9 * channel).flatten()
+                for channel in (~left).nonzero().flatten().tolist()
+            ],
+        ]
+    )
+    best = constrained_minimum(C, w, removed)[:216].reshape(6, 4, 3, 3)
+    torch.testing.assert_close(small[3].weight, best[:, left], rtol=1e-8, atol=1e-10)  # type: ignore[index]
+
+
+class Net(nn.Module):
+    """Functions in place of modules, a residual connection, a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(1, 3, 3)
+        self.b = nn.Conv2d(3, 4, 3)
+        self.c = nn.Conv2d(4, 4, 1)
+        self.d = nn.Conv2d(4, 4, 1)
+        self.e = nn.Linear(16, 6)
+        self.f = nn.Linear(6, 6)
+        self.g = nn.Linear(6, 5)
+        self.h = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.a(x)), 2)
+        x = self.b(x)
+        x = x + self.c(x)  # b has two readers
+        x = torch.flatten(F.adaptive_avg_pool2d(self.d(x).relu(), 2), 1)
+        x = self.f(self.f(self.e(x)))
+        result: Tensor = self.h(F.softmax(self.g(x), dim=1))  # mixes channels
+        return result
+
+
+def test_links_end_where_channels_are_mixed() -> None:
+    found = [(link.source, link.reader) for link in links(Net())]
+    assert found == [("a", "b"), ("d", "e")]
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(), nn.Linear(4, 2)), 1),
+        (nn.Sequential(nn.Linear(4, 6), nn.MaxPool1d(2), nn.Linear(3, 2)), 0),  # pools channels
+        (nn.Sequential(nn.Conv1d(2, 4, 3), nn.Linear(4, 2)), 0),  # reads pixels
+        (nn.Sequential(nn.Conv1d(2, 4, 3), nn.Flatten(0), nn.Linear(4, 2)), 0),
+        (nn.Sequential(nn.Conv1d(2, 4, 3), nn.Flatten(), nn.Linear(6, 2)), 0),
+        (nn.Sequential(nn.Conv1d(2, 4, 3, groups=2), nn.ReLU(), nn.Conv1d(4, 2, 3)), 0),
+        (nn.Sequential(nn.Conv1d(2, 4, 3), nn.PReLU(4), nn.Conv1d(4, 2, 3)), 0),
+        (nn.Sequential(nn.Conv1d(2, 4, 3), nn.LayerNorm(4), nn.Conv1d(4, 2, 3)), 0),
+    ],
+    ids=["norm", "pooled", "pixels", "flat", "size", "groups", "slopes", "layer norm"],
+)
+def test_which_layers_are_linked(model: nn.Module, count: int) -> None:
+    assert len(links(model)) == count
+
+
+class Branch(nn.Module):
+    """What it does depends on numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 5)
+        self.b = nn.Linear(5, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(self.a(x).relu() if x.sum() != 1 else x)
+        return result
+
+
+def test_models_that_cannot_be_traced() -> None:
+    model = Branch().double().eval()
+    with pytest.raises(ModelError, match=r"torch.fx cannot trace the model.*Use basis='eigen'"):
+        prune(model, kfs.KFAC(mlp_risk(model)), 0.5, structured=True)
+
+
+def test_what_cannot_be_reached() -> None:
+    model = mlp()
+    K = kfs.KFAC(mlp_risk(model))
+    with pytest.raises(ModelError, match=r"Without all channels.* 21 numbers are left, more than the 7 .*Keep more"):
+        prune(model, K, 0.1, structured=True)
+    with pytest.raises(ModelError, match=r"Layer '0' does not read all channels of another layer.*Leave it out"):
+        prune(model, K, {"0": 0.5}, structured=True)
+    small, report = prune(model, K, {"0": 1.0, "2": 0.5}, structured=True)
+    assert [row.form for row in report.rows] == ["smaller", "smaller"]
+    assert small[0].out_features == small[2].in_features == 2  # type: ignore[index]
+    _, report = prune(model, K, {"2": 0.9}, structured=True)  # four channels of five
+    assert report.rows[0].matrix == "7 x 5 of 7 x 6"
+
+
+def test_layers_without_bias() -> None:
+    model = nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh(), nn.Linear(5, 7, bias=False)).double().eval()
+    small, report = prune(model, kfs.KFAC(mlp_risk(model)), 0.7, structured=True, update=False)
+    assert small[0].bias is None  # type: ignore[index]
+    assert sum(p.numel() for p in small.parameters()) == report.parameters_after == 39
+    X = torch.randn(4, 6, dtype=torch.float64)
+    first, second = (model.get_parameter(f"{name}.weight") for name in "02")
+    left = (first.unsqueeze(1) == small.get_parameter("0.weight")).all(2).any(1)
+    torch.testing.assert_close(small(X), (torch.tanh(X @ first.T) * left) @ second.T)
+
+
+def test_hooks_are_not_lost() -> None:
+    model = mlp()
+    K = kfs.KFAC(mlp_risk(model))
+    model[0].register_forward_hook(lambda *_: None)  # type: ignore[index]
+    with pytest.raises(ModelError, match=r"Layer '0' has hooks, which would be lost"):
+        prune(model, K, 0.5, structured=True)
+
+
+@pytest.mark.parametrize("curvature", [kfs.KFAC, kfs.EKFAC, exact_blocks], ids=["KFAC", "EKFAC", "blocks"])
+def test_costs_of_channels(curvature: Callable[..., Any]) -> None:
+    """By dense algebra: all columns of a channel at zero, all other weights free."""
+    model = cnn()
+    K = curvature(image_risk(model))
+    layer = next(layer for layer in layers_of(model, K, 0.5, 0.01) if layer.name == "3")
+    names = ["3.weight", "3.bias"]
+    C, w = damped(K.submatrix(names), 0.01), flat(model, names)
+    expected = []
+    for channel in range(4):
+        rows, columns = torch.meshgrid(torch.arange(6), 9 * channel + torch.arange(9), indexing="ij")
+        change = constrained_minimum(C, w, (36 * rows + columns).flatten()) - w
+        expected.append(change @ C @ change)
+    torch.testing.assert_close(cost_of_columns(layer, 4), torch.stack(expected), rtol=1e-8, atol=1e-10)
