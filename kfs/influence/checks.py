@@ -57,6 +57,12 @@ def check_memory(memory: object) -> None:
         raise ModelError(f"memory is {memory!r}.", "Use a number of bytes, such as 2**30.")
 
 
+def check_count(what: str, number: object) -> None:
+    """Refuse what is neither `None` nor a positive integer."""
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        raise ModelError(f"{what} is {number!r}.", "Use a positive integer, or leave it out.")
+
+
 def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:
     """Refuse a risk with other parameters than an operator, or without data.
 
