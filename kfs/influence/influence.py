@@ -14,7 +14,9 @@ from torch import Tensor
 from kfs.describing import Described, Description, counted, kind
 from kfs.errors import ModelError
 from kfs.influence.checks import check_choice, inverse_of
+from kfs.influence.cost import Cost, cost_of
 from kfs.influence.index import Index, settings_of
+from kfs.influence.query_error import QueryError, query_error
 from kfs.influence.ranking import Top
 from kfs.influence.scoring import BY, By, Normalize, all_scores, best, check_request
 from kfs.influence.stored import Compression
@@ -200,6 +202,81 @@ class Influence(Described):
             DataError: If there are fewer than `k` training data.
         """
         return best(self._stream(Request(queries, train, of, of_train, normalize, memory, query_rank)), k)
+
+    def query_error(
+        self,
+        queries: EmpiricalRisk,
+        train: EmpiricalRisk,
+        query_rank: int,
+        *,
+        of: Quantity = "loss",
+        of_train: Quantity = "loss",
+    ) -> QueryError:
+        """Say what `query_rank=` costs: a bound by the singular values that it leaves out, and the error as measured.
+
+        Args:
+            queries: As in `scores`.
+            train: As in `scores`. Scores with data of the first batch are compared.
+            query_rank: How many singular vectors of every query are kept.
+            of: As in `scores`.
+            of_train: As in `scores`.
+        """
+        return query_error(self._stream(Request(queries, train, of, of_train, None, 0, query_rank)))
+
+    def cost(
+        self,
+        queries: EmpiricalRisk,
+        train: EmpiricalRisk,
+        *,
+        of: Quantity = "loss",
+        of_train: Quantity = "loss",
+        memory: int = 2**32,
+        query_rank: int | None = None,
+        rank: int | None = None,
+        compression: Compression = "low rank",
+        dtype: torch.dtype = torch.float32,
+    ) -> Cost:
+        """Say what scores and an index would cost, before they are computed: operations, bytes and passes.
+
+        One batch of queries and one of training data are run, since they say how many rows every layer has. Counts are
+        those by which the ways of multiplication are chosen. Those of forward and backward passes are products with
+        weights that the curvature covers, also of the first layer, through which nothing is sent back; attention between
+        positions, for example, comes on top.
+
+        Args:
+            queries: As in `scores`.
+            train: As in `scores`.
+            of: As in `scores`.
+            of_train: As in `scores`.
+            memory: As in `scores`.
+            query_rank: As in `scores`.
+            rank: As in `index`.
+            compression: As in `index`.
+            dtype: As in `index`.
+
+        Example:
+            >>> from kfs import KFAC
+            >>> model = torch.nn.Linear(4, 3)
+            >>> data = torch.rand(20, 4), torch.randint(3, (20,))
+            >>> train = EmpiricalRisk(model, torch.nn.CrossEntropyLoss(), data)
+            >>> Influence(KFAC(train), method="factored").cost(train, train)
+            Scores of 20 queries and 20 training data: 10.2 k operations
+              1 pass over the training data; an index takes 560 B
+            phases
+            phase                          operations  memory
+            -----------------------------  ----------  ------
+            gradients of queries                1.2 k   560 B
+            queries times the inverse          1.36 k   560 B
+            gradients of training data          1.2 k   560 B
+            training data into their form           0     0 B
+            products                            6.4 k   2 KiB
+            blocks
+            block   groups x d_B x d_A  rows  way   operations  stored as  index
+            ------  ------------------  ----  ----  ----------  ---------  -----
+            weight  1 x 3 x 5              1  rows      7.76 k  rows       560 B
+        """
+        stream = self._stream(Request(queries, train, of, of_train, None, memory, query_rank))
+        return cost_of(stream, rank, compression, dtype)
 
     def index(
         self,

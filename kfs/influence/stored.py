@@ -35,7 +35,9 @@ def numbers_stored(form: Form, gradients: BlockGradients, rank: int | None) -> i
     """Return how many numbers are stored for each datum of a block, in one of the forms."""
     groups, d_B, d_A = gradients.layout.matrix_shape
     if form == "rows":
-        sizes = [(1 if x else d_A, 1 if g else d_B) for x, g in (use.units for use in gradients.uses)]
+        # The coordinate of a bias is one in every row, and unit vectors are indices.
+        features = d_A - (gradients.layout.bias is not None)
+        sizes = [(1 if x else features, 1 if g else d_B) for x, g in (use.units for use in gradients.uses)]
         shared = [use.shared for use in gradients.uses]
         return sum(rows * groups * sum(sides) for rows, sides in zip(shared, sizes, strict=True))
     if form == "low rank":

@@ -67,14 +67,20 @@ class Stream:
         K: Has the blocks.
         inverse: Its damped inverse.
         request: What was asked for.
+
+    Attributes:
+        request: What was asked for.
+        operator: Has the blocks.
+        structures: The inverse of each block.
+        ways: How gradients of each block are multiplied; chosen when the first ones are there.
     """
 
     def __init__(self, K: BlockDiagonal, inverse: BlockDiagonal, request: Request) -> None:
         """Choose nothing yet: that depends on gradients."""
-        self._operator = K
+        self.operator = K
         self.request = request
         self.structures = structures_of(inverse, request.train)
-        self._ways: dict[str, Chosen] = {}
+        self.ways: dict[str, Chosen] = {}
 
     def chunks(self) -> Iterator[Queries]:
         """Yield the queries, as many at a time as memory allows, and show progress."""
@@ -82,8 +88,8 @@ class Stream:
         total = request.queries.num_data
         with show_progress("influence", total, _wanted(request), "query") as line:
             waiting: list[Queries] = []
-            for batch in per_datum(request.queries, request.of, blocks=self._operator):
-                most = self._most(batch)
+            for batch in per_datum(request.queries, request.of, blocks=self.operator):
+                most = self.most(batch)
                 start = batch.start
                 while start < batch.stop:
                     stop = min(batch.stop, start + most - sum(map(len, waiting)))
@@ -97,7 +103,7 @@ class Stream:
 
     def train(self) -> Iterator[GradientBatch]:
         """Yield the gradients of training data."""
-        return per_datum(self.request.train, self.request.of_train, blocks=self._operator)
+        return per_datum(self.request.train, self.request.of_train, blocks=self.operator)
 
     def pairs(
         self,
@@ -116,7 +122,7 @@ class Stream:
         scale = None if normalize is None else self._scale(queries, batch)
         for name, gradients in queries.gradients.items():
             block = batch.blocks[name]
-            way = self._ways[name]
+            way = self.ways[name]
             if product is None:
                 scores = gradients.inner(way.of_train(block))
             else:
@@ -145,18 +151,22 @@ class Stream:
         scale = _inverse_root(own).expand(len(queries), -1)
         return scale if queries.own is None else scale * _inverse_root(queries.own).unsqueeze(1)
 
-    def _most(self, batch: GradientBatch) -> int:
-        """Return how many queries are kept at a time, after choosing how they are multiplied."""
-        if not self._ways:
-            self._ways = {name: self.way(name, block) for name, block in batch.blocks.items()}
-        each = sum(self._ways[name].bytes_of(block) for name, block in batch.blocks.items())
+    def most(self, batch: GradientBatch) -> int:
+        """Return how many queries are kept at a time, after choosing how they are multiplied.
+
+        Args:
+            batch: Gradients of some queries.
+        """
+        if not self.ways:
+            self.ways = {name: self.way(name, block) for name, block in batch.blocks.items()}
+        each = sum(self.ways[name].bytes_of(block) for name, block in batch.blocks.items())
         return max(1, self.request.memory // max(each, 1))
 
     def _prepared(self, batch: GradientBatch, start: int, stop: int) -> Queries:
         """Multiply the gradients of some queries with the inverse."""
         part = slice(start - batch.start, stop - batch.start)
         some = batch if (start, stop) == (batch.start, batch.stop) else batch.some(part)
-        prepared = {name: self._ways[name].of_queries(block) for name, block in some.blocks.items()}
+        prepared = {name: self.ways[name].of_queries(block) for name, block in some.blocks.items()}
         return Queries(start, stop, prepared, self.own(some) if self.request.normalize == "cosine" else None)
 
 

@@ -60,7 +60,7 @@ def test_all_numbers(place: int, tmp_path: Path) -> None:
     top = index.top(queries, 2, memory=1)
     close(top.helpful.values, expected.sort(1, descending=True).values[:, :2])
     for normalize in ("self", "cosine"):
-        close(index.scores(queries, normalize=normalize), influence.scores(queries, train, normalize=normalize))  # type: ignore[call-overload]
+        close(index.scores(queries, normalize=normalize), influence.scores(queries, train, normalize=normalize))
     assert index.error < 1e-12
     assert index.nbytes > 0
 
@@ -114,7 +114,7 @@ def test_low_rank(name: str, method: Any) -> None:
     assert compressed
     shapes = {layout.name: layout.matrix_shape for stack in influence.K.stacks for layout in stack.layouts}
 
-    def change(M: Tensor, structure: Any, _: Tensor) -> Tensor:
+    def change(M: Tensor, *_: Any) -> Tensor:
         sizes = {shapes[block] for block in compressed}
         if tuple(M.shape[1:]) not in sizes:
             return M
@@ -140,7 +140,7 @@ def test_low_rank(name: str, method: Any) -> None:
 @pytest.mark.parametrize("name", ["operators: cnn", "convolution: groups", "linear", "operators: transformer"])
 @pytest.mark.parametrize(("make", "method"), KINDS[:3])
 def test_projected(name: str, make: Any, method: Any) -> None:
-    """Coordinates in an eigenbasis of the dense inverse are set to zero; those with large shares in self-scores stay."""
+    """Coordinates in an eigenbasis of the dense inverse are set to zero, but for those with large shares."""
     one = made(name)
     influence = kfs.Influence(make(one.risk()), DAMPING, method)
     index = influence.index(one.risk([0, 1], [2, 3]), rank=2, compression="projected", dtype=torch.float64)
@@ -224,15 +224,15 @@ def test_what_is_smallest_is_stored() -> None:
     one = made("many positions")
     influence = kfs.Influence(kfs.KFAC(one.risk()), DAMPING)
     (batch,) = kfs.per_datum(one.risk())
-    for settings in ({}, {"rank": 1000}):
-        for name, form in influence.index(one.risk(), **settings).forms.items():
+    for rank in (None, 1000):
+        for name, form in influence.index(one.risk(), rank=rank).forms.items():
             groups, d_B, d_A = batch.blocks[name].layout.matrix_shape
             assert groups == 1
             assert form == ("rotated" if batch.blocks[name].shared * (d_A + d_B) > d_A * d_B else "rows")
     factored = kfs.Influence(kfs.KFAC(one.risk()), DAMPING, "factored")
     assert set(factored.index(one.risk()).forms.values()) == {"matrices", "rows"}
     close(factored.index(one.risk(), dtype=torch.float64).scores(one.risk()), factored.scores(one.risk(), one.risk()))
-    queries, train = both()
+    _, train = both()
     assert set(kfs.Influence(kfs.EKFAC(train)).index(train, rank=2).forms.values()) == {"rows"}
 
 
