@@ -240,8 +240,8 @@ class Influence(Described):
 
         One batch of queries and one of training data are run, since they say how many rows every layer has. Counts are
         those by which the ways of multiplication are chosen. Those of forward and backward passes are products with
-        weights that the curvature covers, also of the first layer, through which nothing is sent back; attention between
-        positions, for example, comes on top.
+        weights that the curvature covers, also of the first layer, through which nothing is sent back. Attention
+        between positions, for example, comes on top.
 
         Args:
             queries: As in `scores`.
