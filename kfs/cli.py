@@ -143,9 +143,7 @@ def influence(
     damping: Annotated[float, typer.Option(help="Damping, in units of each block's mean eigenvalue.")] = 0.1,
     fisher: Annotated[str, typer.Option(help="Curvature of EKFAC: type-2, mc or empirical.")] = "type-2",
     num_queries: Annotated[int | None, typer.Option("--queries", help="Explain the first queries only.")] = None,
-    own: Annotated[
-        bool, typer.Option("--self", help="Also show data with the largest scores with themselves.")
-    ] = False,
+    own: Annotated[bool, typer.Option("--self", help="Also show data with the largest self-scores.")] = False,
     normalize: Annotated[str | None, typer.Option(help="Divide scores: cosine or self.")] = None,
     folder: Annotated[Path | None, typer.Option("--index", help="Keep the gradients of training data here.")] = None,
     rank: Annotated[int | None, typer.Option(help="Keep so many singular vectors of each gradient there.")] = None,

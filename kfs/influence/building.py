@@ -83,17 +83,16 @@ class Builder:
             StorageError: If there is an index of something else, or a damaged one.
         """
         found = self.shards.open(belongs_to)
-        if found is None:
-            known = _Known([])
-        else:
+        known = _Known([])
+        if found is not None:
+            state, number = found
             with storage.valid("The index"):
-                number = int(found["shards"]) if found["complete"] else None
-                self.stored = self._restored(found)
+                self.stored = self._restored(state)
             # Every shard is read once, so that damage shows now.
-            known = _Known([self.shards.read(place) for place in range(self.shards.count(number))])
-            if number is not None:
+            known = _Known([self.shards.read(place) for place in range(number)])
+            if state["complete"]:
                 known.check_first(self.plan.train)
-                return found
+                return state
         self._fill(known)
         error = _error(known.errors)
         state = self._state() | {"complete": True, "shards": known.shards, "error": error}

@@ -17,14 +17,11 @@ from kfs.influence.identity import differences
 class Shards(Protocol):
     """Keeps the state of an index, and of its shards."""
 
-    def open(self, belongs_to: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the state that was written before; `None` if there is none."""
+    def open(self, belongs_to: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
+        """Return the state that was written before, and the number of shards; `None` if there is none."""
 
     def save(self, state: dict[str, Any]) -> None:
         """Write the state of the index."""
-
-    def count(self, most: int | None) -> int:
-        """Return how many shards are there, one after the other."""
 
     def write(self, place: int, state: dict[str, Any]) -> None:
         """Write a shard."""
@@ -48,10 +45,6 @@ class InMemory:
 
     def save(self, state: dict[str, Any]) -> None:
         """Do nothing: whoever calls this has the state."""
-
-    def count(self, most: int | None) -> int:
-        """Return the number of shards."""
-        return len(self._shards)
 
     def write(self, place: int, state: dict[str, Any]) -> None:
         """Keep a shard."""
@@ -91,8 +84,8 @@ class Folder:
                 "An index is a folder. Choose one that is new, or that has an index.",
             ) from error
 
-    def open(self, belongs_to: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the state in the folder.
+    def open(self, belongs_to: dict[str, Any]) -> tuple[dict[str, Any], int] | None:
+        """Return the state in the folder, and how many shards there are.
 
         Raises:
             StorageError: If it belongs to something else, or is damaged.
@@ -103,20 +96,20 @@ class Folder:
         header, state = storage.read(self._main)
         with storage.valid(self._main):
             differ = differences(json.loads(header["belongs_to"]), self._belongs_to)
-            found = dict(state)
+            number = int(state["shards"]) if state["complete"] else None
         if differ:
             raise StorageError(
                 f"The index in {self.path} was made for something else: {', '.join(differ)} differ.",
                 "Use the same model, curvature, settings and data, delete the folder, or choose another one. A "
                 "curvature that is computed again may differ in its last digits: keep it with K.save(...).",
             )
-        return found
+        return state, self._count(number)
 
     def save(self, state: dict[str, Any]) -> None:
         """Write what the index belongs to, and its state."""
         storage.write(self._main, {"kind": "index", "belongs_to": self._belongs_to}, state)
 
-    def count(self, most: int | None) -> int:
+    def _count(self, most: int | None) -> int:
         """Return how many shards are there, without a gap.
 
         Args:
