@@ -29,7 +29,7 @@ from kfs.losses.quantities import Quantity
 from kfs.risk import EmpiricalRisk
 
 # Compressed scores of so many data of a batch are compared with full ones.
-_SAMPLE = 8
+_SAMPLE = 16
 # So many batches are compared with those of a complete index.
 _COMPARED = 3
 
