@@ -17,7 +17,6 @@ from kfs.influence.stored import (
     Stored,
     basis_of,
     choose_form,
-    energy_of,
     leading_coordinates,
     restored,
 )
@@ -167,24 +166,13 @@ class Builder:
         stored = {}
         for name, block in first.blocks.items():
             form = choose_form(plan.structures[name], block, plan.rank, plan.compression)
-            structure = basis_of(plan.structures[name]) if form == "projected" else plan.structures[name]
-            stored[name] = Stored(form, structure, plan.rank or 0)
-        wanted = {name: one.structure for name, one in stored.items() if one.form == "projected"}
-        for name, energy in self._energies(wanted).items():
-            coordinates = leading_coordinates(energy, wanted[name], plan.rank or 0)
-            stored[name] = Stored("projected", wanted[name], plan.rank or 0, coordinates)
+            structure = plan.structures[name]
+            coordinates = None
+            if form == "projected":
+                structure = basis_of(structure)
+                coordinates = leading_coordinates(structure, plan.rank or 0)
+            stored[name] = Stored(form, structure, plan.rank or 0, coordinates)
         return stored
-
-    def _energies(self, structures: Mapping[str, Structure]) -> dict[str, Tensor]:
-        """Sum the squares of coordinates over all data, in a pass of its own, if any are asked for."""
-        totals: dict[str, Tensor] = {}
-        if not structures:
-            return totals
-        for batch in per_datum(self.plan.train, self.plan.of_train, blocks=self.plan.K):
-            for name, structure in structures.items():
-                energy = energy_of(batch.blocks[name], structure)
-                totals[name] = energy if name not in totals else totals[name] + energy
-        return totals
 
     def _state(self) -> dict[str, Any]:
         """Return how blocks are stored, for a file."""

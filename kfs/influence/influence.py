@@ -299,8 +299,7 @@ class Influence(Described):
             rank: `None` keeps all numbers: for each block, as rows or as matrices, whichever takes fewer bytes. A
                 number compresses blocks for which that takes fewer bytes.
             compression: `"low rank"` keeps this many singular vectors of every datum's matrix. `"projected"` keeps this
-                many coordinates of each block in the eigenbasis of the inverse, those with the largest share in the sum
-                of all self-scores; it takes one more pass over the data.
+                many coordinates of each block: those of the leading eigenvectors of the curvature.
             dtype: Of the numbers that are stored: `torch.float32`, `torch.bfloat16` or `torch.float64`.
             of_train: As in `scores`.
             file: A folder, which is made if it does not exist. By default, gradients are kept in memory.

@@ -3,9 +3,10 @@ r"""Forms in which the gradients of training data are stored, block by block.
 - `"rows"`: the vectors of their rows, which is exact.
 - `"matrices"`: matrices, and `"rotated"`: matrices in the basis of the inverse. Both are exact, too.
 - `"low rank"`: the leading singular vectors of every datum's matrix, which are rows.
-- `"projected"`: some coordinates in the basis of the inverse, the same ones for all data: those with the largest
-  $E_{ij} v_{ij}$, where $E_{ij}$ is the sum of squares of the coordinate over all training data, and $v_{ij}$ the
-  eigenvalue of the damped inverse. That is the share of the coordinate in the sum of all self-scores.
+- `"projected"`: some coordinates in the basis of the inverse, the same ones for all data: those of the leading
+  eigenvectors of the curvature, where the damped inverse has its smallest eigenvalues $1 / (\lambda + \delta)$. An
+  eigenvalue of EKFAC is the mean square of a coordinate of gradients, up to scale, so that $\lambda / (\lambda +
+  \delta)$ is the share of a coordinate in self-scores. It is largest for these, too.
 
 Each block has the form that takes the fewest bytes, and an exact one if there is a tie.
 """
@@ -169,33 +170,16 @@ def basis_of(structure: Structure) -> Structure:
     return structure.eigenbasis() if isinstance(structure, Kronecker) else structure
 
 
-def leading_coordinates(energy: Tensor, structure: Structure, rank: int) -> Tensor:
-    """Return the places of the coordinates with the largest share in self-scores, in ascending order.
+def leading_coordinates(structure: Structure, rank: int) -> Tensor:
+    """Return the places of the coordinates for which the inverse is smallest, in ascending order.
 
     Args:
-        energy: Sums of squares of all coordinates over the data, `[groups, d_B, d_A]`.
         structure: The block's inverse, in its basis.
         rank: How many.
     """
     assert isinstance(structure, Basis)  # noqa: S101 (others have no coordinates)
-    weight = (energy * structure.values.to(energy)).flatten()
-    return weight.topk(min(rank, len(weight))).indices.sort().values
-
-
-def energy_of(gradients: BlockGradients, structure: Structure) -> Tensor:
-    """Sum the squares of all coordinates over the data, `[groups, d_B, d_A]`."""
-    assert isinstance(structure, Basis)  # noqa: S101 (others have no coordinates)
-    inside = rotated(gradients, structure)
-    like = structure.values
-    if inside.whole is None and inside.shared == 1 and len(inside.uses) == 1:
-        # The square of an outer product is the outer product of squares.
-        x, g = (side.dense().squeeze(2).square() for side in (inside.parts[0].x, inside.parts[0].g))
-        return g.transpose(1, 2) @ x
-    step = at_a_time(like, like.numel())
-    total = torch.zeros_like(like)
-    for start in range(0, inside.num_data, step):
-        total += inside.some(slice(start, start + step)).dense().square().sum(0)
-    return total
+    values = structure.values.flatten()
+    return values.topk(min(rank, len(values)), largest=False).indices.sort().values
 
 
 def projected(gradients: BlockGradients, basis: Basis, coordinates: Tensor) -> Tensor:
