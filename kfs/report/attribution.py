@@ -12,6 +12,7 @@ from rich.text import Text
 from torch import Tensor
 
 from kfs.data import cut, tensors_in
+from kfs.errors import ModelError
 from kfs.influence import Influence, Ranked, Top
 from kfs.report.pictures import as_image, data_uri
 from kfs.report.play import asset
@@ -49,6 +50,7 @@ class Found:
         own: Scores of training data with themselves, if they were asked for.
         shape: Of images that are stored as vectors.
         most: How many data with large scores with themselves are shown.
+        normalized: Whether scores were divided by something.
     """
 
     title: str
@@ -58,6 +60,7 @@ class Found:
     own: Tensor | None = None
     shape: Sequence[int] | None = None
     most: int = 20
+    normalized: bool = False
 
     @property
     def suspects(self) -> list[int]:
@@ -89,7 +92,16 @@ class Wish:
 
 
 def explain(queries: EmpiricalRisk, train: EmpiricalRisk, influence: Influence, wish: Wish) -> Found:
-    """Find the training data behind predictions."""
+    """Find the training data behind predictions.
+
+    Raises:
+        ModelError: If a rank is given, and no folder for what it compresses.
+    """
+    if wish.rank is not None and wish.folder is None:
+        raise ModelError(
+            f"rank is {wish.rank}, and there is no index that it could compress.",
+            "Add --index folder, or leave it out.",
+        )
     title = f"{influence.describe().title}, {train.num_data:,} training data, {queries.num_data:,} queries"
     normalize: Any = wish.normalize
     if wish.folder is None:
@@ -100,7 +112,7 @@ def explain(queries: EmpiricalRisk, train: EmpiricalRisk, influence: Influence, 
         top = index.top(queries, wish.top, normalize=normalize)
         own = index.self_scores() if wish.own else None
         title += f", relative error {index.error:.2g}"
-    return Found(title, queries, train, top, own, wish.shape, wish.top)
+    return Found(title, queries, train, top, own, wish.shape, wish.top, wish.normalize is not None)
 
 
 def examples(risk: EmpiricalRisk, wanted: Iterable[int]) -> dict[int, Example]:
@@ -153,6 +165,12 @@ def tables(found: Found) -> list[Table]:
 def page(found: Found) -> str:
     """Return a page that stands alone: pictures of images, otherwise indices and numbers."""
     title = escape(found.title)
+    factor = found.train.reduction_factor
+    meaning = (
+        "Scores were divided by roots of self-scores."
+        if found.normalized
+        else f"Without the datum, the loss of the query is predicted to be higher by its score times {factor:.3g}."
+    )
     return f"""<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -160,8 +178,7 @@ def page(found: Found) -> str:
 <body>
 <h1>Training data behind predictions</h1>
 <p>{title}. kfs {__version__}, PyTorch {torch.__version__}.</p>
-<p>Below each training datum: its index, its target, and its score. If it had not been there, the loss of the query is
-predicted to change by the score times {found.train.reduction_factor:.3g}.</p>
+<p>Below each training datum: its index, its target, and its score. {meaning}</p>
 {fragment(found)}
 </body></html>
 """

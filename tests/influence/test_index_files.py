@@ -269,7 +269,7 @@ def test_shapes_of_gradients_are_checked(tmp_path: Path) -> None:
 
 def test_sums_of_operators(tmp_path: Path) -> None:
     """The terms of a sum tell it from another one."""
-    one, other = kfs.KFAC(risk()), kfs.KFAC(risk(), "empirical")
+    one, other = kfs.KFAC(risk()), kfs.KFAC(risk(batches=Batches(number=4)), "empirical")
     first = make(tmp_path, K=one + other, damping=0.1)
     close_to(make(tmp_path, K=one + other, damping=0.1), first)
     with pytest.raises(StorageError, match=r"something else: curvature differ"):

@@ -79,8 +79,15 @@ def test_command_line(runner: CliRunner, tmp_path: Path) -> None:
 
 
 def test_fewer_queries_and_an_index(runner: CliRunner, tmp_path: Path) -> None:
-    plain = runner.invoke(app, ["influence", "made_for_influence:vectors", "--top", "3", "--queries", "3"])
+    few = ["influence", "made_for_influence:vectors", "--top", "3", "--queries", "3"]
+    plain = runner.invoke(app, few)
     assert plain.exit_code == 0, plain.stderr
+    for options, words in ([], "its score times 0.05"), (["--normalize", "self"], "divided by roots of self-scores"):
+        written = runner.invoke(app, [*few, *options, "--html", str(tmp_path / "few.html")])
+        assert written.exit_code == 0
+        text = (tmp_path / "few.html").read_text(encoding="utf-8")
+        assert words in text
+        assert "The largest scores" not in text
     scores, _ = expected()
     for value in scores[:3].topk(3).values.flatten().tolist():
         assert f"{value:.4g}" in plain.stdout
@@ -112,6 +119,8 @@ def test_fewer_queries_and_an_index(runner: CliRunner, tmp_path: Path) -> None:
         (["made_for_influence:images", "--normalize", "much"], r"normalize is 'much'"),
         (["made_for_influence:images", "--image", "big"], r"The shape of images is 'big'"),
         (["made_for_influence:none"], r"cannot be imported"),
+        (["made_for_influence:images", "--rank", "2"], r"rank is 2, and there is no index"),
+        (["made_for_influence:images", "--queries", "0"], r"The data set is empty"),
     ],
 )
 def test_refused(runner: CliRunner, arguments: list[str], message: str) -> None:
