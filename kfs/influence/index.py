@@ -65,7 +65,7 @@ class Index(Described):
             shard_bytes: Write a file whenever so many bytes are there.
         """
         rank, compression, dtype = _checked(settings)
-        check_memory(shard_bytes)
+        check_memory(shard_bytes, "shard_bytes")
         check_risk(K, train, "train")
         gradient_of(of_train, train.loss)
         self._K = K

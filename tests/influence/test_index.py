@@ -276,7 +276,7 @@ def test_refused() -> None:
         influence.index(train, rank=1, compression="svd")  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=r"dtype is torch.float16. Use torch.float32"):
         influence.index(train, dtype=torch.float16)
-    with pytest.raises(ModelError, match=r"memory is -1"):
+    with pytest.raises(ModelError, match=r"shard_bytes is -1"):
         influence.index(train, shard_bytes=-1)
     with pytest.raises(ModelError, match=r"by is 'token'"):
         influence.index(train).scores(train, by="token")  # type: ignore[call-overload]
