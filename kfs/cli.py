@@ -1,4 +1,4 @@
-"""The command line, `kfs tour | inspect | check`: commands parse arguments and exit; work is done elsewhere."""
+"""The command line, `kfs tour | inspect | check | influence`: commands parse arguments; work is done elsewhere."""
 
 import json
 import sys
@@ -14,8 +14,11 @@ from rich.live import Live
 from kfs import __version__
 from kfs.conformance import Result, checks, find, report, run_one, script, select
 from kfs.errors import KfsError, ModelError
+from kfs.influence import Influence
+from kfs.kfac import EKFAC, Relative
 from kfs.kfac import inspect as inspect_model
-from kfs.report import write_report
+from kfs.report import attribution, write_report
+from kfs.risk import EmpiricalRisk
 from kfs.tour import run_tour
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -68,7 +71,7 @@ def inspect(
 ) -> None:
     """Show what KFAC covers of a model, with what factors, at what cost. Fails if something is not covered."""
     try:
-        model, sample = _load(target)
+        model, sample = _load(target, "model, sample")
         table = inspect_model(model, sample, sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, audit=audit)
     except KfsError as error:
         typer.echo(f"Error: {error}", err=True)
@@ -128,8 +131,60 @@ def check(
         raise typer.Exit(code=1)
 
 
-def _load(target: str) -> tuple[Any, Any]:
-    """Import what the user names; modules in the current folder are found."""
+@app.command()
+def influence(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="package.module:name of (model, loss, training data, queries), or of a function returning it."
+        ),
+    ],
+    top: Annotated[int, typer.Option(help="How many helpful and how many harmful data to show for each query.")] = 10,
+    damping: Annotated[float, typer.Option(help="Damping, in units of each block's mean eigenvalue.")] = 0.1,
+    fisher: Annotated[str, typer.Option(help="Curvature of EKFAC: type-2, mc or empirical.")] = "type-2",
+    num_queries: Annotated[int | None, typer.Option("--queries", help="Explain the first queries only.")] = None,
+    own: Annotated[bool, typer.Option("--self", help="Also show data with the largest self-scores.")] = False,
+    normalize: Annotated[str | None, typer.Option(help="Divide scores: cosine or self.")] = None,
+    folder: Annotated[Path | None, typer.Option("--index", help="Keep the gradients of training data here.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Keep so many singular vectors of each gradient there.")] = None,
+    image: Annotated[str | None, typer.Option(help="Shape of images that are stored as vectors, such as 8x8.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a page, with pictures of images.")] = None,
+) -> None:
+    """Show which training data help and harm the predictions for queries most, by influence functions with EKFAC."""
+    try:
+        model, loss, train_data, query_data = _load(target, "model, loss, training data, queries")
+        shape = None if image is None else _shape(image)
+        train = EmpiricalRisk(model, loss, train_data)
+        queries = EmpiricalRisk(model, loss, query_data)
+        if num_queries is not None:
+            queries = attribution.first_data(queries, num_queries)
+        found = attribution.explain(
+            queries,
+            train,
+            Influence(EKFAC(train, fisher), Relative(damping)),  # type: ignore[arg-type]
+            attribution.Wish(top, own, normalize, folder, rank, shape),
+        )
+    except KfsError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(code=2) from error
+    console = Console()
+    for table in attribution.tables(found):
+        console.print(table)
+    if html_file is not None:
+        html_file.write_text(attribution.page(found), encoding="utf-8")
+        console.print(f"Written: {html_file}", markup=False)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """Read `"8x8"`."""
+    parts = text.split("x")
+    if not all(part.isdigit() for part in parts):
+        raise ModelError(f"The shape of images is {text!r}.", "Write it as 8x8, or 3x32x32.")
+    return tuple(map(int, parts))
+
+
+def _load(target: str, parts: str) -> tuple[Any, ...]:
+    """Import what the user names, which has these parts; modules in the current folder are found."""
     module, _, name = target.partition(":")
     sys.path.insert(0, "")
     try:
@@ -139,6 +194,8 @@ def _load(target: str) -> tuple[Any, Any]:
     finally:
         sys.path.remove("")
     made = made() if callable(made) else made
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise ModelError(f"{target!r} is a {type(made).__name__}.", "Let it be, or return, a pair (model, sample).")
+    number = len(parts.split(", "))
+    if not isinstance(made, tuple) or len(made) != number:
+        what = "a pair" if number == 2 else "a tuple"
+        raise ModelError(f"{target!r} is a {type(made).__name__}.", f"Let it be, or return, {what} ({parts}).")
     return made

@@ -51,10 +51,16 @@ def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
         raise ModelError(f"{what} is {value!r}.", f"{near([value], choices)} Or leave it out.")
 
 
-def check_memory(memory: object) -> None:
+def check_memory(memory: object, what: str = "memory") -> None:
     """Refuse what is not a number of bytes."""
     if isinstance(memory, bool) or not isinstance(memory, int) or memory < 0:
-        raise ModelError(f"memory is {memory!r}.", "Use a number of bytes, such as 2**30.")
+        raise ModelError(f"{what} is {memory!r}.", "Use a number of bytes, such as 2**30.")
+
+
+def check_count(what: str, number: object) -> None:
+    """Refuse what is neither `None` nor a positive integer."""
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        raise ModelError(f"{what} is {number!r}.", "Use a positive integer, or leave it out.")
 
 
 def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:

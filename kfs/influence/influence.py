@@ -5,29 +5,25 @@ factor of the training loss, $g_n$ the gradient of the datum's own term, and $H$
 with gradient $g_q$ changes by $-\epsilon R\, g_q^\top H^{-1} g_n$. The score is $g_q^\top H^{-1} g_n$.
 """
 
-from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kfs.describing import Described, Description, counted, kind
-from kfs.errors import DataError, ModelError
-from kfs.influence.checks import check_choice, check_memory, check_risk, check_same_parameters, inverse_of
-from kfs.influence.ranking import Best, Ranked, Top
-from kfs.influence.stream import Queries, Request, Stream, check_finite
-from kfs.influence.tokens import by_token, positions_of
-from kfs.kfac.block_gradients import BlockGradients
-from kfs.kfac.datum_gradients import GradientBatch
+from kfs.errors import ModelError
+from kfs.influence.checks import check_choice, inverse_of
+from kfs.influence.cost import Cost, cost_of
+from kfs.influence.index import Index, settings_of
+from kfs.influence.query_error import QueryError, query_error
+from kfs.influence.ranking import Top
+from kfs.influence.scoring import BY, By, Normalize, all_scores, best, check_request
+from kfs.influence.stored import Compression
+from kfs.influence.stream import Request, Stream
 from kfs.kfac.structures import BlockDiagonal, Damping, Method, Relative
-from kfs.losses.quantities import Quantity, gradient_of, sign_of
+from kfs.losses.quantities import Quantity
 from kfs.risk import EmpiricalRisk
-
-By = Literal["block", "layer", "token"]
-Normalize = Literal["cosine", "self"]
-_BY = ("block", "layer", "token")
-_NORMALIZE = ("cosine", "self")
 
 
 class Influence(Described):
@@ -84,6 +80,8 @@ class Influence(Described):
         if not K.symmetric:
             raise ModelError("The operator is not symmetric.", "Use the curvature itself, and not a product with it.")
         self.K = K
+        self._damping = damping
+        self._method = method
         self.inverse = inverse_of(K, damping, method)
 
     def describe(self) -> Description:
@@ -105,6 +103,7 @@ class Influence(Described):
         by: Literal["token"] | None = None,
         normalize: Normalize | None = None,
         memory: int = 2**32,
+        query_rank: int | None = None,
     ) -> Tensor: ...
     @overload
     def scores(
@@ -117,6 +116,7 @@ class Influence(Described):
         by: Literal["block", "layer"],
         normalize: Normalize | None = None,
         memory: int = 2**32,
+        query_rank: int | None = None,
     ) -> dict[str, Tensor]: ...
     def scores(
         self,
@@ -128,6 +128,7 @@ class Influence(Described):
         by: By | None = None,
         normalize: Normalize | None = None,
         memory: int = 2**32,
+        query_rank: int | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Compute the score of every pair of a query and a training datum.
 
@@ -146,6 +147,8 @@ class Influence(Described):
                 numbers as their sum.
             memory: How many bytes of the queries' gradients are kept. If they do not fit, there is a pass over the
                 training data for every part of the queries that does.
+            query_rank: Keep this many singular vectors of each query's gradient, multiplied with the inverse, for every
+                block where that takes fewer operations (Grosse et al., 2023). `query_error` says what it costs.
 
         Returns:
             The scores, on the model's device.
@@ -154,23 +157,8 @@ class Influence(Described):
             ModelError: If models or parameters differ from each other or from those of the operator.
             DataError: If there are no data, a gradient is not finite, or positions are not those of tokens.
         """
-        check_choice("by", by, _BY)
-        stream = self._stream(Request(queries, train, of, of_train, normalize, memory))
-        rows: dict[str, list[Tensor]] = {}
-        for chunk in stream.chunks():
-            columns: dict[str, list[Tensor]] = {}
-            for batch in stream.train():
-                found: dict[str, Tensor] = {}
-                for name, scores in self._pairs(stream, chunk, batch, by):
-                    key = _key(by, batch.blocks[name])
-                    found[key] = scores if key not in found else found[key].add_(scores)
-                for key, scores in found.items():
-                    check_finite(scores, chunk, batch)
-                    columns.setdefault(key, []).append(scores)
-            for key, parts in columns.items():
-                rows.setdefault(key, []).append(_joined(parts, 1))
-        result = {key: _joined(parts, 0) for key, parts in rows.items()}
-        return result if by in {"block", "layer"} else result[""]
+        check_choice("by", by, BY)
+        return all_scores(self._stream(Request(queries, train, of, of_train, normalize, memory, query_rank)), by)
 
     def self_scores(self, train: EmpiricalRisk, *, of: Quantity = "loss") -> Tensor:
         """Compute the score of every datum with itself, `[train]`.
@@ -194,6 +182,7 @@ class Influence(Described):
         of_train: Quantity = "loss",
         normalize: Normalize | None = None,
         memory: int = 2**32,
+        query_rank: int | None = None,
     ) -> Top:
         """Find the training data that help and harm each query most, without keeping the scores of all pairs.
 
@@ -207,59 +196,144 @@ class Influence(Described):
             of_train: As in `scores`.
             normalize: As in `scores`.
             memory: As in `scores`.
+            query_rank: As in `scores`.
 
         Raises:
             DataError: If there are fewer than `k` training data.
         """
-        stream = self._stream(Request(queries, train, of, of_train, normalize, memory))
-        num_data = train.num_data
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= num_data:
-            raise DataError(f"k is {k!r}, and there are {num_data:,} training data.", f"Use 1 to {num_data}.")
-        sign = sign_of(of) * sign_of(of_train)
-        found: list[tuple[Ranked, Ranked]] = []
-        for chunk in stream.chunks():
-            helpful, harmful = Best(k), Best(k)
-            for batch in stream.train():
-                scores = torch.stack([part for _, part in stream.pairs(chunk, batch)]).sum(0)
-                check_finite(scores, chunk, batch)
-                helpful.add(sign * scores, batch.start)
-                harmful.add(-sign * scores, batch.start)
-            found.append((helpful.ranked(sign), harmful.ranked(-sign)))
-        both = [Ranked(*map(torch.cat, zip(*parts, strict=True))) for parts in zip(*found, strict=True)]
-        return Top(*both)
+        return best(self._stream(Request(queries, train, of, of_train, normalize, memory, query_rank)), k)
 
-    def _pairs(
-        self, stream: Stream, chunk: Queries, batch: GradientBatch, by: By | None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield scores by block, or those of every token."""
-        if by != "token":
-            return stream.pairs(chunk, batch)
-        positions = positions_of(batch)
-        return stream.pairs(chunk, batch, lambda queries, train, use: by_token(queries, train, use, positions))
+    def query_error(
+        self,
+        queries: EmpiricalRisk,
+        train: EmpiricalRisk,
+        query_rank: int,
+        *,
+        of: Quantity = "loss",
+        of_train: Quantity = "loss",
+    ) -> QueryError:
+        """Say what `query_rank=` costs: a bound by the singular values that it leaves out, and the error as measured.
+
+        Args:
+            queries: As in `scores`.
+            train: As in `scores`. Scores with data of the first batch are compared.
+            query_rank: How many singular vectors of every query are kept.
+            of: As in `scores`.
+            of_train: As in `scores`.
+        """
+        return query_error(self._stream(Request(queries, train, of, of_train, None, 0, query_rank)))
+
+    def cost(
+        self,
+        queries: EmpiricalRisk,
+        train: EmpiricalRisk,
+        *,
+        of: Quantity = "loss",
+        of_train: Quantity = "loss",
+        memory: int = 2**32,
+        query_rank: int | None = None,
+        rank: int | None = None,
+        compression: Compression = "low rank",
+        dtype: torch.dtype = torch.float32,
+    ) -> Cost:
+        """Say what scores and an index would cost, before they are computed: operations, bytes and passes.
+
+        One batch of queries and one of training data are run, since they say how many rows every layer has. Counts are
+        those by which the ways of multiplication are chosen. Those of forward and backward passes are products with
+        weights that the curvature covers, also of the first layer, through which nothing is sent back. Attention
+        between positions, for example, comes on top.
+
+        Args:
+            queries: As in `scores`.
+            train: As in `scores`.
+            of: As in `scores`.
+            of_train: As in `scores`.
+            memory: As in `scores`.
+            query_rank: As in `scores`.
+            rank: As in `index`.
+            compression: As in `index`.
+            dtype: As in `index`.
+
+        Example:
+            >>> from kfs import KFAC
+            >>> model = torch.nn.Linear(4, 3)
+            >>> data = torch.rand(20, 4), torch.randint(3, (20,))
+            >>> train = EmpiricalRisk(model, torch.nn.CrossEntropyLoss(), data)
+            >>> Influence(KFAC(train), method="factored").cost(train, train)
+            Scores of 20 queries and 20 training data: 10.2 k operations
+              1 pass over the training data; an index takes 560 B
+            phases
+            phase                          operations  memory
+            -----------------------------  ----------  ------
+            gradients of queries                1.2 k   560 B
+            queries times the inverse          1.36 k   560 B
+            gradients of training data          1.2 k   560 B
+            training data into their form           0     0 B
+            products                            6.4 k   2 KiB
+            blocks
+            block   groups x d_B x d_A  rows  way   operations  stored as  index
+            ------  ------------------  ----  ----  ----------  ---------  -----
+            weight  1 x 3 x 5              1  rows      7.76 k  rows       560 B
+        """
+        stream = self._stream(Request(queries, train, of, of_train, None, memory, query_rank))
+        return cost_of(stream, rank, compression, dtype)
+
+    def index(
+        self,
+        train: EmpiricalRisk,
+        *,
+        rank: int | None = None,
+        compression: Compression = "low rank",
+        dtype: torch.dtype = torch.float32,
+        of_train: Quantity = "loss",
+        file: str | Path | None = None,
+        shard_bytes: int = 2**28,
+    ) -> Index:
+        """Compute the gradients of training data once, and keep them, to be multiplied with those of many queries.
+
+        If the folder has a complete index of the same model, curvature, settings and data, nothing is computed. If the
+        process ended before it was complete, what is missing is computed.
+
+        Args:
+            train: The training data.
+            rank: `None` keeps all numbers: for each block, as rows or as matrices, whichever takes fewer bytes. A
+                number compresses blocks for which that takes fewer bytes.
+            compression: `"low rank"` keeps this many singular vectors of every datum's matrix. `"projected"` keeps this
+                many coordinates of each block: those of the leading eigenvectors of the curvature.
+            dtype: Of the numbers that are stored: `torch.float32`, `torch.bfloat16` or `torch.float64`.
+            of_train: As in `scores`.
+            file: A folder, which is made if it does not exist. By default, gradients are kept in memory.
+            shard_bytes: Write a file whenever this many bytes are there. So much is lost if the process ends.
+
+        Returns:
+            The index: `index.scores(queries)`, `index.top(queries, k)`, `index.self_scores()`. `index.error` is the
+            relative error of scores that compression and dtype cause, as measured.
+
+        Raises:
+            StorageError: If the folder has an index of something else (what differs is said), or a damaged one.
+            ModelError: If a setting does not exist, or the inverse of a block has no eigenbasis to project onto.
+
+        Example:
+            >>> from kfs import KFAC
+            >>> _ = torch.manual_seed(0)
+            >>> data = torch.rand(20, 4), torch.randint(3, (20,))
+            >>> train = EmpiricalRisk(torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss(), data)
+            >>> influence = Influence(KFAC(train))
+            >>> index = influence.index(train)
+            >>> torch.allclose(index.scores(train), influence.scores(train, train), atol=1e-5)
+            True
+            >>> print(index)
+            Index of 20 gradients of Linear with CrossEntropyLoss (mean): 1 block, float32
+              640 B in memory, 1 shard, relative error of scores below 1e-05
+            blocks
+            block   groups x d_B x d_A  stored as
+            ------  ------------------  ---------
+            weight  1 x 3 x 5           rows
+        """
+        settings = settings_of(self._damping, self._method, rank, compression, dtype)
+        return Index(self.K, self.inverse, train, of_train, settings, file, shard_bytes)
 
     def _stream(self, request: Request) -> Stream:
         """Check what was asked for."""
-        check_choice("normalize", request.normalize, _NORMALIZE)
-        check_memory(request.memory)
-        check_risk(self.K, request.train, "train")
-        check_risk(self.K, request.queries, "queries")
-        gradient_of(request.of, request.queries.loss)
-        gradient_of(request.of_train, request.train.loss)
-        check_same_parameters(self.K, request.queries, request.train)
+        check_request(self.K, request)
         return Stream(self.K, self.inverse, request)
-
-
-def _key(by: By | None, block: BlockGradients) -> str:
-    """Return what the scores of a block are added to: themselves, those of its layer, or all."""
-    if by == "block":
-        return block.layout.name
-    if by == "layer":
-        return block.layout.weight.rpartition(".")[0] or block.layout.name
-    return ""
-
-
-def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Put scores one after the other; those of fewer positions get zeros."""
-    most = [max(part.shape[place] for part in parts) for place in range(2, parts[0].ndim)]
-    padded = [pad(part, (0, most[0] - part.shape[2])) if most else part for part in parts]
-    return torch.cat(padded, axis)

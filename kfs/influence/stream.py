@@ -27,6 +27,7 @@ class Request:
         of_train: Quantity of training data.
         normalize: `None`, `"cosine"` or `"self"`.
         memory: How many bytes of the queries' gradients are kept.
+        query_rank: How many singular vectors of a query's gradients are kept, where that takes fewer operations.
     """
 
     queries: EmpiricalRisk
@@ -35,6 +36,7 @@ class Request:
     of_train: Quantity
     normalize: str | None
     memory: int
+    query_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,23 +67,29 @@ class Stream:
         K: Has the blocks.
         inverse: Its damped inverse.
         request: What was asked for.
+
+    Attributes:
+        request: What was asked for.
+        operator: Has the blocks.
+        structures: The inverse of each block.
+        ways: How gradients of each block are multiplied; chosen when the first ones are there.
     """
 
     def __init__(self, K: BlockDiagonal, inverse: BlockDiagonal, request: Request) -> None:
         """Choose nothing yet: that depends on gradients."""
-        self._operator = K
-        self._request = request
-        self._structures = structures_of(inverse, request.train)
-        self._ways: dict[str, Chosen] = {}
+        self.operator = K
+        self.request = request
+        self.structures = structures_of(inverse, request.train)
+        self.ways: dict[str, Chosen] = {}
 
     def chunks(self) -> Iterator[Queries]:
         """Yield the queries, as many at a time as memory allows, and show progress."""
-        request = self._request
+        request = self.request
         total = request.queries.num_data
         with show_progress("influence", total, _wanted(request), "query") as line:
             waiting: list[Queries] = []
-            for batch in per_datum(request.queries, request.of, blocks=self._operator):
-                most = self._most(batch)
+            for batch in per_datum(request.queries, request.of, blocks=self.operator):
+                most = self.most(batch)
                 start = batch.start
                 while start < batch.stop:
                     stop = min(batch.stop, start + most - sum(map(len, waiting)))
@@ -95,7 +103,7 @@ class Stream:
 
     def train(self) -> Iterator[GradientBatch]:
         """Yield the gradients of training data."""
-        return per_datum(self._request.train, self._request.of_train, blocks=self._operator)
+        return per_datum(self.request.train, self.request.of_train, blocks=self.operator)
 
     def pairs(
         self,
@@ -110,11 +118,11 @@ class Stream:
             batch: Gradients of training data.
             product: Takes gradients of queries, of training data, and the latter as they were captured.
         """
-        normalize = self._request.normalize
+        normalize = self.request.normalize
         scale = None if normalize is None else self._scale(queries, batch)
         for name, gradients in queries.gradients.items():
             block = batch.blocks[name]
-            way = self._ways[name]
+            way = self.ways[name]
             if product is None:
                 scores = gradients.inner(way.of_train(block))
             else:
@@ -125,31 +133,41 @@ class Stream:
 
     def own(self, batch: GradientBatch) -> Tensor:
         """Return the scores of data with themselves, `[n]`."""
-        found = [self_products(block, self._structures[name]) for name, block in batch.blocks.items()]
+        found = [self_products(block, self.structures[name]) for name, block in batch.blocks.items()]
         return torch.stack(found).sum(0)
+
+    def own_of_train(self, batch: GradientBatch) -> Tensor:
+        """Return the scores of training data with themselves, `[n]`."""
+        return self.own(batch)
+
+    def way(self, name: str, block: BlockGradients) -> Chosen:
+        """Choose how the gradients of a block are multiplied."""
+        queries, train = self.request.queries.num_data, self.request.train.num_data
+        return choose(self.structures[name], block, queries, train, self.request.query_rank)
 
     def _scale(self, queries: Queries, batch: GradientBatch) -> Tensor:
         """Return what scores are multiplied with, `[queries, batch]`. Gradients of zero have scores of zero."""
-        own = self.own(batch)
+        own = self.own_of_train(batch)
         scale = _inverse_root(own).expand(len(queries), -1)
         return scale if queries.own is None else scale * _inverse_root(queries.own).unsqueeze(1)
 
-    def _most(self, batch: GradientBatch) -> int:
-        """Return how many queries are kept at a time, after choosing how they are multiplied."""
-        if not self._ways:
-            queries, train = self._request.queries.num_data, self._request.train.num_data
-            self._ways = {
-                name: choose(self._structures[name], block, queries, train) for name, block in batch.blocks.items()
-            }
-        each = sum(self._ways[name].bytes_of(block) for name, block in batch.blocks.items())
-        return max(1, self._request.memory // max(each, 1))
+    def most(self, batch: GradientBatch) -> int:
+        """Return how many queries are kept at a time, after choosing how they are multiplied.
+
+        Args:
+            batch: Gradients of some queries.
+        """
+        if not self.ways:
+            self.ways = {name: self.way(name, block) for name, block in batch.blocks.items()}
+        each = sum(self.ways[name].bytes_of(block) for name, block in batch.blocks.items())
+        return max(1, self.request.memory // max(each, 1))
 
     def _prepared(self, batch: GradientBatch, start: int, stop: int) -> Queries:
         """Multiply the gradients of some queries with the inverse."""
         part = slice(start - batch.start, stop - batch.start)
         some = batch if (start, stop) == (batch.start, batch.stop) else batch.some(part)
-        prepared = {name: self._ways[name].of_queries(block) for name, block in some.blocks.items()}
-        return Queries(start, stop, prepared, self.own(some) if self._request.normalize == "cosine" else None)
+        prepared = {name: self.ways[name].of_queries(block) for name, block in some.blocks.items()}
+        return Queries(start, stop, prepared, self.own(some) if self.request.normalize == "cosine" else None)
 
 
 def structures_of(inverse: BlockDiagonal, risk: EmpiricalRisk) -> dict[str, Structure]:

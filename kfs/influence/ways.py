@@ -6,6 +6,7 @@ multiplied once, and kept:
 - `"rows"`: as rows, which inverses that are Kronecker products leave rows.
 - `"matrices"`: as matrices, to be multiplied with gradients of training data as they are.
 - `"rotated"`: as matrices in the basis of the inverse, where gradients of training data are rotated, too.
+- `"low rank"`: as the leading singular vectors of those matrices, which are rows, too (Grosse et al., 2023).
 """
 
 from dataclasses import dataclass, replace
@@ -13,11 +14,14 @@ from typing import Literal
 
 from torch import Tensor
 
+from kfs.influence.low_rank import truncated
 from kfs.kfac.block_gradients import Basis, BlockGradients
 from kfs.kfac.structures import Structure
 from kfs.kfac.sums import full_precision
 
-Way = Literal["rows", "matrices", "rotated"]
+Way = Literal["rows", "matrices", "rotated", "low rank"]
+# A singular value decomposition of an m x n matrix, m >= n, takes some 10 m n^2 multiplications (Golub & Van Loan).
+_DECOMPOSITION = 10
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Sizes:
         columns: `d_A`, coordinates on the input side.
         matrix_rows: `d_B`, coordinates on the gradient side.
         groups: Groups of channels.
+        query_rank: How many singular vectors of queries are kept, if they are.
     """
 
     queries: int
@@ -39,6 +44,13 @@ class Sizes:
     columns: int
     matrix_rows: int
     groups: int = 1
+    query_rank: int = 0
+
+    @classmethod
+    def of(cls, gradients: BlockGradients, queries: int, train: int, query_rank: int = 0) -> "Sizes":
+        """Count rows and coordinates of a block; training data are taken to have as many rows."""
+        groups, d_B, d_A = gradients.layout.matrix_shape
+        return cls(queries, train, max(gradients.shared, 1), d_A, d_B, groups, query_rank)
 
     @property
     def numbers(self) -> int:
@@ -56,26 +68,58 @@ class Sizes:
         return self.numbers * (self.columns + self.matrix_rows)
 
 
-def multiplications(way: Way, sizes: Sizes) -> int:
+@dataclass(frozen=True)
+class Work:
+    """How many multiplications the scores of a block take.
+
+    Attributes:
+        queries: To multiply the gradients of queries with the inverse, once.
+        train: To bring the gradients of training data into the right form, in every pass over them.
+        products: For the inner products of all pairs.
+    """
+
+    queries: int
+    train: int
+    products: int
+
+    @property
+    def total(self) -> int:
+        """All of them, if there is one pass over the training data."""
+        return self.queries + self.train + self.products
+
+
+def work(way: Way, sizes: Sizes) -> Work:
     """Return how many multiplications all scores of a block take in one of the ways.
 
     Args:
         way: Which one.
         sizes: Numbers of data and coordinates.
+    """
+    Q, N, S = sizes.queries, sizes.train, sizes.rows
+    sides = sizes.groups * (sizes.columns + sizes.matrix_rows)
+    if way == "rows":
+        return Work(Q * sizes.rotation_of_rows, 0, Q * N * S**2 * sides)
+    forming = S * sizes.numbers
+    there_and_back = 2 * sizes.rotation_of_matrices
+    if way == "low rank":
+        decomposition = _DECOMPOSITION * sizes.numbers * min(sizes.columns, sizes.matrix_rows)
+        return Work(Q * (forming + there_and_back + decomposition), 0, Q * N * S * sizes.query_rank * sides)
+    products = Q * N * sizes.numbers
+    if way == "matrices":
+        return Work(Q * (forming + there_and_back), N * forming, products)
+    each = forming + min(sizes.rotation_of_rows, sizes.rotation_of_matrices)
+    return Work(Q * each, N * each, products)
+
+
+def multiplications(way: Way, sizes: Sizes) -> int:
+    """Return how many multiplications all scores of a block take in one of the ways, in one pass.
 
     Example:
         >>> sizes = Sizes(queries=297, train=1500, rows=1, columns=257, matrix_rows=256)
         >>> multiplications("rows", sizes) < multiplications("rotated", sizes) < multiplications("matrices", sizes)
         True
     """
-    Q, N, S = sizes.queries, sizes.train, sizes.rows
-    if way == "rows":
-        return Q * N * S**2 * sizes.groups * (sizes.columns + sizes.matrix_rows) + Q * sizes.rotation_of_rows
-    products = Q * N * sizes.numbers
-    forming = (Q + N) * S * sizes.numbers
-    if way == "matrices":
-        return products + forming + 2 * Q * sizes.rotation_of_matrices
-    return products + forming + (Q + N) * min(sizes.rotation_of_rows, sizes.rotation_of_matrices)
+    return work(way, sizes).total
 
 
 @dataclass(frozen=True)
@@ -85,10 +129,12 @@ class Chosen:
     Attributes:
         way: One of the ways.
         structure: The block's inverse.
+        query_rank: How many singular vectors of queries are kept, for `"low rank"`.
     """
 
     way: Way
     structure: Structure
+    query_rank: int = 0
 
     def of_queries(self, gradients: BlockGradients) -> BlockGradients:
         """Multiply gradients of queries with the inverse."""
@@ -96,6 +142,8 @@ class Chosen:
             return gradients.multiplied(self.structure)
         if self.way == "matrices":
             return gradients.multiplied(self.structure).formed()
+        if self.way == "low rank":
+            return truncated(gradients.multiplied(self.structure), self.query_rank).kept
         assert isinstance(self.structure, Basis)  # noqa: S101 (others have no basis)
         inside = rotated(gradients, self.structure).dense()
         return replace(gradients, uses=(), whole=inside * self.structure.values)
@@ -114,11 +162,22 @@ class Chosen:
 
     def bytes_of(self, gradients: BlockGradients) -> int:
         """Return how many bytes are kept for each query."""
-        numbers = gradients.numbers if self.way != "rows" else sum(part.stored for part in gradients.parts)
+        numbers = gradients.numbers
+        if self.way == "rows":
+            numbers = sum(part.stored for part in gradients.parts)
+        elif self.way == "low rank":
+            numbers = self.query_rank * sum(gradients.layout.matrix_shape[1:]) * gradients.layout.groups
         return numbers * gradients.dtype.itemsize
 
 
-def choose(structure: Structure, gradients: BlockGradients, queries: int, train: int) -> Chosen:
+def choose(
+    structure: Structure,
+    gradients: BlockGradients,
+    queries: int,
+    train: int,
+    query_rank: int | None = None,
+    rotate: bool = True,
+) -> Chosen:
     """Choose the way that takes fewest multiplications for a block.
 
     Args:
@@ -126,21 +185,23 @@ def choose(structure: Structure, gradients: BlockGradients, queries: int, train:
         gradients: Some of the queries' gradients. Those of training data are taken to have as many rows.
         queries: Number of queries.
         train: Number of training data.
+        query_rank: How many singular vectors of queries may be kept, where that takes fewer multiplications.
+        rotate: Whether gradients of training data may be rotated.
     """
-    groups, d_B, d_A = gradients.layout.matrix_shape
-    sizes = Sizes(queries, train, max(gradients.shared, 1), d_A, d_B, groups)
-    costs: dict[Way, int] = {"matrices": multiplications("matrices", sizes)}
-    if isinstance(structure, Basis):
-        costs["rotated"] = multiplications("rotated", sizes)
+    sizes = Sizes.of(gradients, queries, train, query_rank or 0)
+    ways: list[Way] = ["matrices"]
+    if rotate and isinstance(structure, Basis):
+        ways.append("rotated")
     if gradients.keeps_rows(structure):
-        costs["rows"] = multiplications("rows", sizes)
-    return Chosen(min(costs, key=lambda way: costs[way]), structure)
+        ways.append("rows")
+    if query_rank is not None:
+        ways.append("low rank")
+    return Chosen(min(ways, key=lambda way: multiplications(way, sizes)), structure, sizes.query_rank)
 
 
 def rotated(gradients: BlockGradients, basis: Basis) -> BlockGradients:
     """Rotate gradients into a basis: their rows, or their matrices if that takes fewer operations."""
-    groups, d_B, d_A = gradients.layout.matrix_shape
-    sizes = Sizes(0, 0, gradients.shared, d_A, d_B, groups)
+    sizes = Sizes.of(gradients, 0, 0)
     by_rows = sizes.rotation_of_rows <= sizes.rotation_of_matrices
     return (gradients if by_rows else gradients.formed()).rotated(basis)
 

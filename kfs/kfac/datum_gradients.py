@@ -5,7 +5,7 @@ and over all uses of the parameter. `kfs.Influence` is built on what `per_datum`
 same rows (`kfs.kfac.sums.row_products`).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -111,6 +111,7 @@ def per_datum(
     joint_bias: bool = True,
     batch_axis: int | None = None,
     audit: bool = True,
+    skip: Callable[[int, Batch], bool] | None = None,
 ) -> Iterator[GradientBatch]:
     """Compute the gradient of every datum, batch by batch, without forming it.
 
@@ -129,6 +130,8 @@ def per_datum(
         joint_bias: As in `KFAC`.
         batch_axis: As in `KFAC`.
         audit: As in `KFAC`.
+        skip: Says of a batch, by its place among all batches, whether it is left out. Its pass does not run, and its
+            data count for the indices of later ones.
 
     Yields:
         The gradients of each batch. `batch.blocks[name]` has rows (`parts`), `dense()`, `tensors()`, inner products
@@ -161,7 +164,7 @@ def per_datum(
         theirs = getattr(blocks, "settings", settings)
         settings = replace(settings, joint_bias=theirs.joint_bias, batch_axis=theirs.batch_axis)
     # Names and settings are checked now, and not when the first batch is asked for.
-    return _Stream(risk, gradient_of(of, risk.loss), blocks, uncovered).batches(settings)
+    return _Stream(risk, gradient_of(of, risk.loss), blocks, uncovered).batches(settings, skip)
 
 
 class _Stream:
@@ -186,10 +189,13 @@ class _Stream:
         self.progress = Progress()
         self.order = {name: place for place, name in enumerate(risk.params)}
 
-    def batches(self, settings: Settings) -> Iterator[GradientBatch]:
+    def batches(self, settings: Settings, skip: Callable[[int, Batch], bool] | None = None) -> Iterator[GradientBatch]:
         """Yield gradients batch by batch."""
         used: set[str] = set()
-        runs = passes(self.risk, self.sums, settings, "gradients", self.progress, gradient=self.gradient, pausing=True)
+        sent = self.gradient
+        runs = passes(
+            self.risk, self.sums, settings, "gradients", self.progress, gradient=sent, pausing=True, skip=skip
+        )
         for batch in _explaining_indices(self.risk, runs):
             captured = self.sums.take()
             used |= {name for key in captured for name in self.sums.layouts[key].params}

@@ -103,6 +103,7 @@ def passes(
     journal: Journal | None = None,
     gradient: Gradient | None = None,
     pausing: bool = False,
+    skip: Callable[[int, Batch], bool] | None = None,
 ) -> Iterator[Batch]:
     """Run the passes over all batches, and yield each batch after its pass.
 
@@ -117,11 +118,13 @@ def passes(
             By default, the vectors of the curvature matrix are sent back.
         pausing: Whether code of somebody else runs between two passes. Then modes of PyTorch, parameters and random
             state are as they were before whenever a batch is yielded, and values are checked after every pass.
+        skip: Says of a batch, by its place, whether its pass is left out. By default, the journal knows.
 
     Yields:
         The batches whose passes are complete.
     """
     at_once = 1 if gradient is not None else columns_at_once(settings, risk.device)
+    skip = journal.knows if journal is not None else skip
     instances = has_instance_norms(risk.model)  # PyTorch takes them for channels of a single datum
 
     def vectors(f: Tensor, batch: Batch) -> Iterable[Tensor]:
@@ -152,7 +155,7 @@ def passes(
             audits = Audits(risk.model, session, settings.batch_axis)
         with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model) as replays:
             for place, batch in enumerate(risk.batches(task)):
-                if journal is not None and journal.knows(place, batch):
+                if skip is not None and skip(place, batch):
                     continue
                 with around_each(risk, at_once) as check_this:
                     replays.run(batch)

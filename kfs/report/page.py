@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from kfs.conformance.cases import EXACT
 from kfs.plots import linearized_rosenbrock, structure_errors, synthetic_fisher, synthetic_hessian, synthetic_kfac
-from kfs.report import digits, play
+from kfs.report import digits, mislabelled, play
 from kfs.tour import Report, by_claim, chapters
 from kfs.version import __version__
 
@@ -60,6 +60,8 @@ def write_report(out: Path, reports: Sequence[Report], quick: bool = False, step
     else:
         step("digits")
         sections["Digits"] = _digits(digits.examine(quick))
+        step("influence")
+        sections["Influence"] = mislabelled.section(mislabelled.examine(quick))
     target = out / "report.html"
     target.write_text(_page(sections), encoding="utf-8")
     return target

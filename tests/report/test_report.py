@@ -26,7 +26,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     failed = Report("lie", (), 0.0, "False: 1 = 2.")
     steps: list[str] = []
     target = write_report(tmp_path_factory.mktemp("report"), [*results, failed], quick=True, step=steps.append)
-    assert steps == ["figures", "things to play with", "digits"]
+    assert steps == ["figures", "things to play with", "digits", "influence"]
     return target
 
 
@@ -105,7 +105,26 @@ def test_layout_and_errors(report: Path, tab: Page, width: int) -> None:
     assert tab.problems() == []
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     assert tab.evaluate("document.querySelectorAll('.play canvas').length") == 3
-    assert tab.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 100)")
+    assert tab.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 7)")
+    assert tab.evaluate("[...document.querySelectorAll('.datum img')].every((image) => image.naturalWidth == 8)")
+    figures = "[...document.querySelectorAll('figure:not(.datum) img')]"
+    assert tab.evaluate(f"{figures}.every((image) => image.naturalWidth > 100)")
+    assert tab.evaluate(OVERLAPS) == []
+
+
+# Pairs of captions whose boxes overlap, and captions that are wider than their figure.
+OVERLAPS = """(() => {
+  const boxes = [...document.querySelectorAll(".datum")].map((datum) => datum.getBoundingClientRect());
+  const found = [];
+  boxes.forEach((a, i) => boxes.slice(i + 1).forEach((b, j) => {
+    const apart = a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top;
+    if (!apart) found.push([i, i + 1 + j]);
+  }));
+  document.querySelectorAll(".datum").forEach((datum, i) => {
+    if (datum.scrollWidth > datum.clientWidth + 1) found.push(i);
+  });
+  return found;
+})()"""
 
 
 def state(tab: Page, name: str) -> str:

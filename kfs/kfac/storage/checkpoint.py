@@ -114,13 +114,13 @@ class Journal:
         name = getattr(risk.model, "__qualname__", type(risk.model).__name__)
         self.belongs_to = {
             "stage": stage,
-            "eigenvectors": _digest(basis),
+            "eigenvectors": digest(basis),
             "settings": settings.state(),
             "model": repr(module) if module is risk.model else name,
             "loss": details(risk.loss),
             "parameters": {name: list(p.shape) for name, p in risk.params.items()},
-            "values of parameters": _digest(risk.params.values()),
-            "values of other parameters and buffers": _digest([*module.parameters(), *module.buffers()]),
+            "values of parameters": digest(risk.params.values()),
+            "values of other parameters and buffers": digest([*module.parameters(), *module.buffers()]),
             "precision": f"{risk.dtype} on {risk.device.type}",
         }
         self._start()
@@ -210,7 +210,7 @@ def _text(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def _digest(tensors: Iterable[Tensor]) -> str:
+def digest(tensors: Iterable[Tensor]) -> str:
     """Return a digest of all values."""
     hashed = hashlib.blake2b(digest_size=32)
     for t in tensors:

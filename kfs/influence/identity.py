@@ -1,0 +1,93 @@
+"""What an index belongs to: weights, curvature, settings and data, in a form that can be compared and told apart."""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfs.data import Batch, Fingerprint, fingerprint
+from kfs.kfac.storage.checkpoint import details, digest
+from kfs.kfac.structures import BlockDiagonal
+from kfs.losses.quantities import Quantity
+from kfs.risk import EmpiricalRisk
+
+# Details that people read in a message. Of all others, only that they differ is said.
+_READABLE = ("damping", "method", "of_train", "rank", "compression", "dtype", "number of data", "precision")
+
+
+def identity(
+    K: BlockDiagonal, train: EmpiricalRisk, of_train: Quantity, settings: Mapping[str, object]
+) -> dict[str, Any]:
+    """Describe what an index belongs to.
+
+    Args:
+        K: The curvature.
+        train: The training data, with model and loss.
+        of_train: What is differentiated.
+        settings: What else has to be the same, by name.
+    """
+    name = getattr(train.model, "__qualname__", type(train.model).__name__)
+    return {
+        "model": repr(train.model) if isinstance(train.model, torch.nn.Module) else name,
+        "loss": details(train.loss),
+        "parameters": {name: list(p.shape) for name, p in train.params.items()},
+        "curvature": digest(t for stack in K.stacks for t in _tensors(stack.state()["blocks"])),
+        "of_train": _named(of_train),
+        "number of data": train.num_data,
+        "precision": f"{train.dtype} on {train.device.type}",
+        **{name: str(value) for name, value in settings.items()},
+        **weights(train),
+    }
+
+
+def weights(risk: EmpiricalRisk) -> dict[str, str]:
+    """Return digests of the values of parameters, and of everything else that a module has."""
+    module = risk.model if isinstance(risk.model, torch.nn.Module) else torch.nn.Module()
+    others = [*module.parameters(), *module.buffers()]
+    return {
+        "values of parameters": digest(risk.params.values()),
+        "values of other parameters and buffers": digest(others),
+    }
+
+
+def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """Say what differs, with both values of what people can read."""
+    found = []
+    for name in mine:
+        if theirs.get(name) != mine[name]:
+            both = f" ({theirs.get(name)} there, {mine[name]} here)" if name in _READABLE else ""
+            found.append(f"{name}{both}")
+    return found
+
+
+def batch_identity(batch: Batch) -> list[str]:
+    """Return what tells a batch from others."""
+    found: Fingerprint = fingerprint(batch.x, batch.y)
+    return [*found.tensors, found.digest]
+
+
+def _named(quantity: Quantity) -> str:
+    """Return a quantity's name; of a function, also a digest of its code."""
+    if isinstance(quantity, str):
+        return quantity
+    code = getattr(quantity, "__code__", None)
+    parts = [] if code is None else [code.co_code.hex(), repr(code.co_names), repr(code.co_consts)]
+    # Functions inside of it are constants, which have an address in memory.
+    text = re.sub(r" at 0x[0-9a-f]+", "", "".join(parts))
+    name = getattr(quantity, "__qualname__", type(quantity).__name__)
+    return f"{name} ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    """Yield all tensors in a state."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for part in state.values():
+            yield from _tensors(part)
+    elif isinstance(state, (list, tuple)):
+        for part in state:
+            yield from _tensors(part)
