@@ -38,8 +38,8 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
     # By a field that only they have; the benchmark of influence functions has units of its own.
     kinds = {
         "runs": _trainings,
-        "accuracies": _merges,
         "keep": _compressed,
+        "accuracies": _merges,
         "values": _scores,
         "quantity": _brute_force,
         "rate": _rates,
