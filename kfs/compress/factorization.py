@@ -1,9 +1,13 @@
 r"""Approximations of low rank, in the metric of KFAC.
 
 With curvature $B \otimes A$, a layer's matrix $W$ may be replaced by $V$ at a cost of
-$\tfrac12 \mathrm{tr}\left((V - W)^\top B\, (V - W) A\right) = \tfrac12 \|B^{1/2} (V - W) A^{1/2}\|_F^2$. So the
-best $V$ of rank $r$ comes from the truncated singular value decomposition of $B^{1/2} W A^{1/2}$, and dropping the
-singular value $\sigma_i$ costs $\tfrac12 \sigma_i^2$. A plain decomposition of $W$ is the same without curvature.
+
+$$
+\tfrac12 \mathrm{tr}\left((V - W)^\top B\, (V - W) A\right) = \tfrac12 \|B^{1/2} (V - W) A^{1/2}\|_F^2.
+$$
+
+So the best $V$ of rank $r$ comes from the truncated singular value decomposition of $B^{1/2} W A^{1/2}$, and dropping
+the singular value $\sigma_i$ costs $\tfrac12 \sigma_i^2$. A plain decomposition of $W$ is the same without curvature.
 
 Of rank $r$, the layer becomes two, with $r (d_A + d_B)$ numbers instead of $d_A d_B$. For a convolution, the first one
 has $r$ channels and the old kernel, and the second one is of one pixel. (The other split, pixels first, is not optimal
