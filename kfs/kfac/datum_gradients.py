@@ -157,9 +157,7 @@ def per_datum(
     if uncovered not in _UNCOVERED:
         raise ModelError(f"uncovered is {uncovered!r}.", near([uncovered], _UNCOVERED))
     settings = Settings(fisher="empirical", joint_bias=joint_bias, batch_axis=batch_axis, audit=audit, replay=False)
-    if blocks is not None:
-        theirs = getattr(blocks, "settings", settings)
-        settings = replace(settings, joint_bias=theirs.joint_bias, batch_axis=theirs.batch_axis)
+    settings = _settings(settings, blocks)
     # Names and settings are checked now, and not when the first batch is asked for.
     gradient = gradient_of(of, risk.loss)
     stream = _Stream(risk, lambda f, y: [gradient(f, y).unsqueeze(0)], blocks, uncovered)
@@ -167,7 +165,12 @@ def per_datum(
 
 
 def per_datum_columns(
-    risk: EmpiricalRisk, vectors: Vectors, *, blocks: BlockDiagonal, audit: bool = True
+    risk: EmpiricalRisk,
+    vectors: Vectors,
+    *,
+    blocks: BlockDiagonal | None = None,
+    uncovered: Uncovered = "error",
+    audit: bool = True,
 ) -> Iterator[list[GradientBatch]]:
     r"""Compute $J_n^\top v_{n,c}$ for every datum and several vectors each, with a single forward pass for each batch.
 
@@ -176,25 +179,25 @@ def per_datum_columns(
     Args:
         risk: Model, data and parameters.
         vectors: From predictions and targets to vectors, some of them at a time, `[columns, *f.shape]`.
-        blocks: An operator such as `KFAC`, whose blocks and settings are used.
+        blocks: As in `per_datum`.
+        uncovered: As in `per_datum`.
         audit: As in `KFAC`.
 
     Yields:
         For each batch, its gradients for each column.
 
     Raises:
-        ModelError: If blocks are others than those of the operator.
+        ModelError: If a parameter is not covered, or blocks are others than those of the operator.
         DataError: If a gradient is not finite. The datum is named.
     """
-    theirs = getattr(blocks, "settings", Settings())
-    settings = Settings(
-        fisher="empirical",
-        joint_bias=theirs.joint_bias,
-        batch_axis=theirs.batch_axis,
-        audit=audit,
-        replay=False,
-    )
-    return _Stream(risk, vectors, blocks, "error").batches(settings)
+    settings = _settings(Settings(fisher="empirical", audit=audit, replay=False), blocks)
+    return _Stream(risk, vectors, blocks, uncovered).batches(settings)
+
+
+def _settings(settings: Settings, blocks: BlockDiagonal | None) -> Settings:
+    """Return settings with those of an operator on which its blocks depend."""
+    theirs = getattr(blocks, "settings", settings)
+    return replace(settings, joint_bias=theirs.joint_bias, batch_axis=theirs.batch_axis)
 
 
 class _Stream:
