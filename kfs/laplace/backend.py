@@ -60,9 +60,8 @@ class BackendMethods:
             chosen = Settings(fisher=fisher, mc_samples=self.num_samples, joint_bias=False, replay=False, **settings)
             self._factors = FactorsByBatch(self.model, self.lossfunc, self._names(), chosen)
         blocks = self._factors.blocks(x, y)
-        factors = [_kron_factors(name, blocks, len(y), N) for name in self._names()]
-        made = import_module("laplace.utils").Kron(factors)
-        return self._loss(x, y), self.factor * made
+        factors = [_kron_factors(name, blocks, len(y), self.factor, N) for name in self._factors.names]
+        return self._loss(x, y), import_module("laplace.utils").Kron(factors)
 
     def diag(self, x: Any, y: Tensor, **ignored: Any) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, and the exact diagonal of its GGN, or of an estimate by labels that are drawn."""
@@ -130,16 +129,20 @@ def _sum_of_squares(block: BlockGradients) -> Tensor:
     return block.dense().square().sum(0, keepdim=True)
 
 
-def _kron_factors(name: str, blocks: Mapping[str, Block], num_data: int, N: int) -> list[Tensor]:  # noqa: N803
+def _kron_factors(
+    name: str, blocks: Mapping[str, Block], num_data: int, factor: float, num_all_data: int
+) -> list[Tensor]:
     """Return the factors of a parameter as laplace-torch's `Kron` has them: for rows, and for all other axes.
 
-    Kron adds the factors of all batches. So one has a sum over data, and the other one over the number of all data.
+    Kron adds the factors of all batches. So the first one has a sum over data, and the second one is divided by the
+    number of all data.
 
     Args:
         name: Name of the parameter.
-        blocks: Blocks by name.
+        blocks: Blocks of the batch, by name.
         num_data: Number of data in the batch.
-        N: Number of all data.
+        factor: What their library multiplies the loss with.
+        num_all_data: Number of all data.
 
     Raises:
         ModelError: If the curvature of the parameter is not one such product.
@@ -154,17 +157,25 @@ def _kron_factors(name: str, blocks: Mapping[str, Block], num_data: int, N: int)
             "one for all.",
             _WAY_OUT,
         )
-    A, B = (torch.diag(factor) if factor.ndim == 1 else factor for factor in (block.A, block.B))
+    # `A` is a sum over data, and `B` an average. Numbers are multiplied before factors are, which may be large.
+    A, B = (_dense(block.sums.side_total("A")), _dense(block.sums.side_total("B")))
+    scale_A = block.scale("A")
+    scale_B = factor * block.scale("B")
     axes = len(layout.shape)
     if axes == 1:
-        return [A * B]
+        return [A * (scale_A * scale_B * B)]
     if layout.split == 1 and layout.order == tuple(range(axes)):
-        return [num_data * B, A / N]
-    if axes == 2:  # a transposed weight, as embeddings and HF's Conv1D have it
-        return [A, num_data / N * B]
+        return [num_data * scale_B * B, scale_A / num_all_data * A]
+    if axes == 2:  # a transposed weight, as embeddings and Conv1D of transformers have it
+        return [scale_A * A, num_data * scale_B / num_all_data * B]
     raise ModelError(
         f"{name!r} has a Kronecker product whose sides are not its rows and the rest, as Kron has it.", _WAY_OUT
     )
+
+
+def _dense(total: Tensor) -> Tensor:
+    """Return a factor without its groups, of which there is one, as a matrix."""
+    return torch.diag(total[0]) if total.ndim == 2 else total[0]
 
 
 def make_backend() -> type:

@@ -4,7 +4,7 @@ A pass over data needs a session with plans, and an audit. Both outlast batches.
 when it is given one, and leaves the sums of this batch. Between two batches nothing of the model is changed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from kfs.data import Batch
 from kfs.kfac.block import Block
 from kfs.kfac.coverage import coverage_error, not_covered
-from kfs.kfac.layout import Key
 from kfs.kfac.scaffold import passes
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Progress
-from kfs.kfac.sums import BlockSums, FactorSums, Placement
+from kfs.kfac.sums import FactorSums
 from kfs.risk import EmpiricalRisk
 
 
@@ -44,6 +43,9 @@ class FactorsByBatch:
         loss: A loss module.
         names: The parameters to consider.
         settings: Which curvature matrix, and how.
+
+    Attributes:
+        names: The parameters that are considered.
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module, names: Sequence[str], settings: Settings) -> None:
@@ -51,55 +53,52 @@ class FactorsByBatch:
         self._handed = Handed()
         self._risk = EmpiricalRisk(model, loss, self._handed, names, progress=False)
         self._settings = settings
-        self._names = names
+        self.names = names
         self._pass: Iterator[Batch] | None = None
-        self._sums = TakenSums(settings)
+        self._sums = ResetSums(settings)
         self._progress = Progress()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the pass, which cannot be copied; a copy begins another one."""
-        return self.__dict__ | {"_pass": None, "_sums": TakenSums(self._settings), "_progress": Progress()}
+        return self.__dict__ | {"_pass": None, "_sums": ResetSums(self._settings), "_progress": Progress()}
 
     def blocks(self, x: Any, y: Tensor) -> dict[str, Block]:
-        """Return the blocks of one batch, by the names of parameters.
+        """Return the blocks of one batch, by name. Their sums are those of the next batch as soon as there is one.
 
         Raises:
             ModelError: If a parameter is not covered.
         """
         if self._pass is None:
-            self._sums = TakenSums(self._settings)
+            self._sums = ResetSums(self._settings)
             self._progress = Progress()
             task = "factors"
             self._pass = passes(self._risk, self._sums, self._settings, task, self._progress, pausing=True)
+        self._sums.reset()
         # Inputs in a tuple are the arguments of the model, whatever they are.
         self._handed.batch = ((x,), y)
         try:
             with torch.enable_grad():
                 next(self._pass)
+            found = list(self._sums.blocks.values())
+            bad = not_covered(self.names, found, self._progress.unexplained, self._sums.conflicts)
+            if bad:
+                raise coverage_error(bad)
         except BaseException:
-            self._pass = None  # it has ended
+            self._pass = None  # it has ended, or is of no use
             raise
-        found = self._sums.take()
-        bad = not_covered(self._names, list(found.values()), self._progress.unexplained, self._sums.conflicts)
-        if bad:
-            self._pass = None
-            raise coverage_error(bad)
-        return _by_parameter(found, self._risk.loss.reduction_factor(len(y)))
+        self._sums.complete()
+        R = self._risk.loss.reduction_factor(len(y))
+        return {sums.layout.name: Block(sums, R) for sums in found}
 
 
-def _by_parameter(found: Mapping[Key, BlockSums], reduction_factor: float) -> dict[str, Block]:
-    """Return blocks by their names, which for a parameter with all of its rows is that of the parameter."""
-    return {sums.layout.name: Block(sums, reduction_factor) for sums in found.values()}
+class ResetSums(FactorSums):
+    """Sums for Kronecker factors that start anew with every batch, in the same memory."""
 
-
-class TakenSums(FactorSums):
-    """Sums for Kronecker factors that start anew after every batch."""
-
-    def take(self) -> dict[Key, BlockSums]:
-        """Return the sums of the last batch, and start anew."""
-        self.complete()
-        blocks = self.blocks
-        self.blocks = {}
-        self.adders.clear()
-        self.placement = Placement([])
-        return blocks
+    def reset(self) -> None:
+        """Forget all data."""
+        for block in self.blocks.values():
+            for role in block.roles.values():
+                role.counted = 0.0
+                for one in (role.input, role.gradient):
+                    one.total.zero_()
+                    one.ones = 0.0
