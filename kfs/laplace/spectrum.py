@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfs.errors import SolverError
-from kfs.kfac.structures import BlockDiagonal, Eigenbasis, Stack, Structure
+from kfs.kfac.structures import BlockDiagonal, Stack, Structure
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str,
     found: dict[str, BlockSpectrum] = {}
     for stack in curvature.stacks:
         values = stack.apply(lambda structure: structure.eigenvalues())
-        noise = _round_off(stack.structure, values)
+        noise = _round_off(values)
         for layout, part in stack.slices():
             mine = values[part].double()
             if bool((mine < -noise[part].unsqueeze(1)).any()):
@@ -72,9 +72,6 @@ def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str,
     return found
 
 
-def _round_off(structure: Structure, values: Tensor) -> Tensor:
-    """Return a bound on the errors of eigenvalues, `[stack]`, in float64."""
-    if isinstance(structure, Eigenbasis):
-        return structure.noise.reshape(len(values), -1).amax(1).double()
-    largest = values.abs().amax(1).double()
-    return values.shape[1] * torch.finfo(values.dtype).eps * largest
+def _round_off(values: Tensor) -> Tensor:
+    """Return a bound on the errors of eigenvalues, `[stack]`: those of sums grow with the number of data."""
+    return torch.finfo(values.dtype).eps ** 0.5 * values.abs().amax(1).double()

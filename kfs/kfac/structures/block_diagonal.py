@@ -38,7 +38,6 @@ from kfs.kfac.structures.stack import Stack, check_coverage, stacked
 from kfs.kfac.structures.structure import Structure
 from kfs.operators.formulas import bracketed
 from kfs.operators.interface import LinearOperator
-from kfs.operators.probes import normal
 from kfs.operators.solve import Vec
 from kfs.operators.space import Columns, Space
 
@@ -259,9 +258,14 @@ class BlockDiagonal(VisibleBlocks):
         """
         if form not in {"matrix", "dict"}:
             raise ModelError(f"form is {form!r}.", "Choose 'matrix' or 'dict'.")
-        noise = normal(num_samples * self.shape[0], self.dtype, seed).reshape(num_samples, -1).T
-        draws = self.power(-0.5, damping) @ noise.to(self.device)
-        return draws if form == "matrix" else self.domain.unflatten(draws.T)
+        generator = torch.Generator().manual_seed(seed)
+        columns = {
+            name: torch.empty(num_samples, *shape, dtype=self.dtype, device=self.device)
+            for name, shape in self.domain.shapes.items()
+        }
+        for stack in self.power(-0.5, damping).stacks:
+            stack.write(_colored(stack.structure, num_samples, generator).to(self.device, self.dtype), columns)
+        return self.domain.flatten(columns).T if form == "matrix" else columns
 
     def to_dense(self, flattening: str = "rvec") -> Tensor:
         """Form the matrix, block by block.
@@ -370,6 +374,19 @@ class BlockDiagonal(VisibleBlocks):
             raise ModelError(
                 f"The operator is not symmetric, so it cannot be {verb}.", "Apply this before multiplying operators."
             )
+
+
+def _colored(root: Structure, num_samples: int, generator: torch.Generator) -> Tensor:
+    """Draw from normal distributions with the squares of blocks as covariances, `[stack, num_samples, d_B, d_A]`.
+
+    Numbers are drawn on the CPU, so that they are the same for every device.
+    """
+    shape = (len(root), num_samples, root.rows, root.columns)
+    noise = torch.randn(shape, dtype=root.like.dtype, generator=generator).to(root.like.device)
+    if isinstance(root, Eigenbasis):
+        # Noise looks the same in every basis, so that there is no need to go to that of the block.
+        return root.rotated(root.values.unsqueeze(1) * noise, back=True)
+    return root.multiply(noise)
 
 
 def _eigh(structure: Structure) -> tuple[Tensor, Structure]:
