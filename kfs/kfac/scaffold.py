@@ -31,7 +31,7 @@ from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.interface import Sums
 from kfs.risk import EmpiricalRisk
 
-# From predictions and targets to what is sent back: columns with a vector per datum, some at a time, [columns, *f.shape].
+# From predictions and targets to what is sent back: vectors of all data, some columns at a time, [columns, *f.shape].
 Vectors = Callable[[Tensor, Tensor], Iterable[Tensor]]
 
 

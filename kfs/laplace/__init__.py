@@ -1,7 +1,7 @@
 """The Laplace approximation: a normal distribution over parameters, from the curvature of a trained model's loss.
 
-`Backend` gives this library's curvature to laplace-torch, which has predictives, links and samplers. `posterior` and the
-functions beside it do without that library, for every model and loss that KFAC covers.
+`Backend` gives this library's curvature to laplace-torch, which has predictives, links and samplers. `posterior` and
+the functions beside it do without that library, for every model and loss that KFAC covers.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Curvature for laplace-torch: `Laplace(model, "classification", hessian_structure="kron", backend=kfs.laplace.Backend)`.
+"""Curvature for laplace-torch: `Laplace(model, "classification", backend=kfs.laplace.Backend)`.
 
 That library is needed only where the backend is used. It asks for the curvature of one batch after the other, and adds
 them up. Its `Kron` holds one Kronecker product for each parameter, of rows and of all other axes.
@@ -16,7 +16,7 @@ from kfs.kfac.backpropagated_vectors import backpropagated_vectors
 from kfs.kfac.block import Block
 from kfs.kfac.block_gradients import BlockGradients
 from kfs.kfac.datum_gradients import GradientBatch, per_datum_columns
-from kfs.kfac.settings import Settings
+from kfs.kfac.settings import Fisher, Settings
 from kfs.laplace.batchwise import FactorsByBatch
 from kfs.risk import EmpiricalRisk
 
@@ -43,7 +43,7 @@ class BackendMethods:
     _factors: FactorsByBatch | None = None
     _num_seen: int = 0  # data that labels were drawn for
 
-    def kron(self, x: Any, y: Tensor, N: int, **settings: Any) -> tuple[Tensor, Any]:  # noqa: N803 (their name)
+    def kron(self, x: Any, y: Tensor, N: int, **settings: Any) -> tuple[Tensor, Any]:
         """Return the loss of a batch, and its Kronecker factors.
 
         Args:
@@ -56,7 +56,7 @@ class BackendMethods:
             ModelError: If a parameter is not covered, or its curvature is not one Kronecker product.
         """
         if self._factors is None:
-            fisher = "mc" if self.stochastic else "type-2"
+            fisher: Fisher = "mc" if self.stochastic else "type-2"
             chosen = Settings(fisher=fisher, mc_samples=self.num_samples, joint_bias=False, replay=False, **settings)
             self._factors = FactorsByBatch(self.model, self.lossfunc, self._names(), chosen)
         blocks = self._factors.blocks(x, y)
@@ -66,7 +66,9 @@ class BackendMethods:
     def diag(self, x: Any, y: Tensor, **ignored: Any) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, and the exact diagonal of its GGN, or of an estimate by labels that are drawn."""
         risk = self._risk(x, y)
-        total = {name: torch.zeros(1, *p.shape, dtype=risk.sum_dtype, device=p.device) for name, p in risk.params.items()}
+        total = {
+            name: torch.zeros(1, *p.shape, dtype=risk.sum_dtype, device=p.device) for name, p in risk.params.items()
+        }
         for column in self._columns(risk):
             for block in column.blocks.values():
                 before = block.layout.matrix(total)
@@ -153,8 +155,8 @@ def _kron_factors(
     layout = block.layout
     if layout.groups > 1:
         raise ModelError(
-            f"{name!r} has {layout.groups} groups of channels, each with a Kronecker product of its own, and Kron holds "
-            "one for all.",
+            f"{name!r} has {layout.groups} groups of channels, each with a Kronecker product of its own, and Kron "
+            "holds one for all.",
             _WAY_OUT,
         )
     # `A` is a sum over data, and `B` an average. Numbers are multiplied before factors are, which may be large.
@@ -191,4 +193,6 @@ def make_backend() -> type:
             f"kfs.laplace.Backend is for laplace-torch, which cannot be imported: {error}.",
             f"Install it with `pip install laplace-torch`. {_WAY_OUT}",
         ) from error
-    return type("Backend", (BackendMethods, interface), {"__module__": "kfs.laplace", "__doc__": BackendMethods.__doc__})
+    return type(
+        "Backend", (BackendMethods, interface), {"__module__": "kfs.laplace", "__doc__": BackendMethods.__doc__}
+    )

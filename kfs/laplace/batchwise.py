@@ -1,7 +1,7 @@
 """Curvature of one batch at a time, for a loop that is not ours: what is found out about a model is found out once.
 
-A pass over data needs a session with plans, and an audit. Both outlast batches. So there is one pass, which takes a batch
-when it is given one, and leaves the sums of this batch. Between two batches nothing of the model is changed.
+A pass over data needs a session with plans, and an audit. Both outlast batches. So there is one pass, which takes a
+batch when it is given one, and leaves the sums of this batch. Between two batches nothing of the model is changed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,10 +29,9 @@ class Handed:
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
         """Yield the batch that was handed over last, for as long as somebody asks."""
-        while self.batch is not None:
-            batch = self.batch
-            self.batch = None
-            yield batch
+        while True:
+            assert self.batch is not None  # noqa: S101 (nobody asks before it is there)
+            yield self.batch
 
 
 class FactorsByBatch:
@@ -79,13 +78,13 @@ class FactorsByBatch:
         try:
             with torch.enable_grad():
                 next(self._pass)
-            found = list(self._sums.blocks.values())
-            bad = not_covered(self.names, found, self._progress.unexplained, self._sums.conflicts)
-            if bad:
-                raise coverage_error(bad)
         except BaseException:
-            self._pass = None  # it has ended, or is of no use
+            self._pass = None  # it has ended
             raise
+        found = list(self._sums.blocks.values())
+        bad = not_covered(self.names, found, self._progress.unexplained, self._sums.conflicts)
+        if bad:
+            raise coverage_error(bad)
         self._sums.complete()
         R = self._risk.loss.reduction_factor(len(y))
         return {sums.layout.name: Block(sums, R) for sums in found}

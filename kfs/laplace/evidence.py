@@ -3,13 +3,14 @@ r"""The marginal likelihood of the data, and the prior that makes it largest.
 With the prior $\mathcal N(0, \delta^{-1} I)$, the Laplace approximation of the log marginal likelihood is
 
 $$
-\log p(\mathcal D \mid \theta_*) - \frac12 \Big( \sum_i \log \frac{\lambda_i + \delta}{\delta} + \delta \|\theta_*\|^2 \Big)
+\log p(\mathcal D \mid \theta)
+- \frac12 \Big( \sum_i \log \frac{\lambda_i + \delta}{\delta} + \delta \|\theta\|^2 \Big)
 $$
 
-with the eigenvalues $\lambda_i$ of the log-likelihood's negative curvature. Its derivative with respect to $\log \delta$ is
-half of $\gamma(\delta) - \delta \|\theta_*\|^2$, where $\gamma(\delta) = \sum_i \lambda_i / (\lambda_i + \delta)$ is the
-effective number of parameters (MacKay, 1992). It falls with $\delta$, so that there is one maximum, and bisection finds it.
-Blocks with priors of their own have maxima of their own.
+with the eigenvalues $\lambda_i$ of the log-likelihood's negative curvature. Its derivative with respect to
+$\log \delta$ is half of $\gamma(\delta) - \delta \|\theta\|^2$, where $\gamma(\delta) = \sum_i \lambda_i / (\lambda_i +
+\delta)$ is the effective number of parameters (MacKay, 1992). It falls with $\delta$, so that there is one maximum, and
+bisection finds it. Blocks with priors of their own have maxima of their own.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -67,7 +68,8 @@ def log_marginal_likelihood(
         >>> from kfs import KFAC
         >>> _ = torch.manual_seed(0)
         >>> X = torch.rand(20, 3, dtype=torch.float64)
-        >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2).double(), torch.nn.CrossEntropyLoss(), (X, (X[:, 0] > 0.5).long()))
+        >>> model, y = torch.nn.Linear(3, 2).double(), (X[:, 0] > 0.5).long()
+        >>> risk = EmpiricalRisk(model, torch.nn.CrossEntropyLoss(), (X, y))
         >>> K = KFAC(risk)
         >>> best = tune_prior(K, risk)
         >>> bool(log_marginal_likelihood(K, risk, best) > log_marginal_likelihood(K, risk, 2 * best))
@@ -93,7 +95,8 @@ def evidence(
     """
     found = spectra(curvature, risk.params)
     terms = [
-        block.log_determinant_ratio(priors[name]) + torch.as_tensor(priors[name]).double() * block.squared_norm
+        block.log_determinant_ratio(priors[name])
+        + torch.as_tensor(priors[name], dtype=torch.float64) * block.squared_norm
         for name, block in found.items()
     ]
     return log_likelihood(risk, likelihood) - 0.5 * torch.stack([term.reshape(()).cpu() for term in terms]).sum()
@@ -195,8 +198,8 @@ def tune_prior_and_noise(
 ) -> tuple[float | dict[str, float], float]:
     r"""Find the prior precision and the noise of a regression that have the largest marginal likelihood, in turn.
 
-    The best noise for a prior solves $\sigma^2 = \sum_n \|f_n - y_n\|^2 / (n - \gamma)$, where $n$ counts all numbers that
-    are predicted, and $\gamma$ is the effective number of parameters.
+    The best noise for a prior solves $\sigma^2 = \sum_n \|f_n - y_n\|^2 / (n - \gamma)$, where $n$ counts all numbers
+    that are predicted, and $\gamma$ is the effective number of parameters.
 
     Args:
         K: The curvature of the risk.

@@ -1,7 +1,7 @@
 r"""From the curvature of a risk to that of a log-likelihood, and what is refused on the way.
 
-A risk is $R \sum_n c(f_n, y_n)$, and $c$ is the negative logarithm of a likelihood, up to a constant. For regression with
-noise of standard deviation $\sigma$, and a temperature $T$, the log-likelihood is
+A risk is $R \sum_n c(f_n, y_n)$, and $c$ is the negative logarithm of a likelihood, up to a constant. For regression
+with noise of standard deviation $\sigma$, and a temperature $T$, the log-likelihood is
 
 $$
 -\frac{1}{\sigma^2 T} \sum_n c(f_n, y_n) + \text{const},
@@ -62,7 +62,7 @@ def likelihood_of(
         temperature: What the log-likelihood is divided by.
 
     Raises:
-        ModelError: If the loss is not that of the curvature, or noise is given for classification and not for regression.
+        ModelError: If the loss is not that of the curvature, noise is missing, or it is given for classification.
     """
     _check_positive(temperature, "The temperature")
     factors = K.factors if isinstance(K, EKFAC) else K
@@ -142,7 +142,8 @@ def _check_prior(value: object) -> None:
         )
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_scalar = isinstance(value, Tensor) and value.numel() == 1
-    number = float(value) if is_number or is_scalar else -inf  # type: ignore[arg-type]
+    plain = value.detach() if isinstance(value, Tensor) else value
+    number = float(plain) if is_number or is_scalar else -inf  # type: ignore[arg-type]
     if not (number > 0 and isfinite(number)):
         raise ModelError(
             f"The prior precision is {value!r}. Curvature is singular, and has no inverse without a prior.",

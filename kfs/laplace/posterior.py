@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor, nn
 
 from kfs.describing import Described, Description, counted, kind, number
@@ -22,8 +21,7 @@ from kfs.laplace.likelihood import (
     priors_by_name,
 )
 from kfs.laplace.spectrum import decomposed
-from kfs.laplace.variance import output_covariance
-from kfs.losses import Custom
+from kfs.laplace.variance import NO_LOSS, output_covariance
 from kfs.risk import EmpiricalRisk
 
 Model = nn.Module | Callable[[dict[str, Tensor], Any], Any]
@@ -140,6 +138,7 @@ def posterior(
             noise is missing.
 
     Example:
+        >>> import torch
         >>> from kfs import KFAC
         >>> _ = torch.manual_seed(0)
         >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.CrossEntropyLoss(), (torch.rand(9, 3), torch.randint(2, (9,))))
@@ -206,15 +205,11 @@ def _risk_of(K: BlockDiagonal, model: object) -> EmpiricalRisk:
             f"A {type(model).__name__} does not have parameters.", "Pass the risk of the curvature, or its module."
         )
     check_params(K, {name: tuple(p.shape) for name, p in model.named_parameters()})
-    return EmpiricalRisk(model, Custom(_no_loss), [], list(K.domain.shapes))
-
-
-def _no_loss(f: Tensor, y: Tensor) -> Tensor:
-    raise NotImplementedError
+    return EmpiricalRisk(model, NO_LOSS, [], list(K.domain.shapes))
 
 
 def _numbers(priors: Mapping[str, Number]) -> dict[str, float]:
-    return {name: float(value) for name, value in priors.items()}
+    return {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in priors.items()}
 
 
 def _checked(batch_size: object) -> int:

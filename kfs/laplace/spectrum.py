@@ -1,4 +1,4 @@
-"""Eigenvalues of the curvature by block, and how large the parameters of each block are: all that evidence depends on."""
+"""Eigenvalues of the curvature by block, and how large its parameters are: all that evidence depends on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -74,4 +74,5 @@ def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str,
 
 def _round_off(values: Tensor) -> Tensor:
     """Return a bound on the errors of eigenvalues, `[stack]`: those of sums grow with the number of data."""
-    return torch.finfo(values.dtype).eps ** 0.5 * values.abs().amax(1).double()
+    largest = values.abs().amax(1).double()
+    return largest * torch.finfo(values.dtype).eps ** 0.5

@@ -8,8 +8,8 @@ $$
 $$
 
 In the eigenbasis of the block, with $\tilde g_c = Q_B^\top g_c$ and $\tilde x = Q_A^\top x$, this is
-$\sum_i \tilde g_{c,i}\, \tilde g_{d,i} \sum_j \Lambda_{ij} \tilde x_j^2$: vectors are rotated, and no Jacobian is formed.
-With several positions, Jacobians of a block are formed, for a few data at a time.
+$\sum_i \tilde g_{c,i}\, \tilde g_{d,i} \sum_j \Lambda_{ij} \tilde x_j^2$: vectors are rotated, and no Jacobian is
+formed. With several positions, Jacobians of a block are formed, for a few data at a time.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +30,8 @@ from kfs.risk import EmpiricalRisk
 
 # Jacobians that are formed together have about this many numbers.
 _NUMBERS = 2**24
+# Stands for a loss, which inputs without targets do not have.
+NO_LOSS = Custom(lambda f, _: f.sum())
 
 
 def unit_vectors(f: Tensor, y: Tensor) -> Iterator[Tensor]:  # noqa: ARG001 (there are no targets)
@@ -52,7 +54,7 @@ def output_covariance(
         X: Inputs.
         batch_size: How many data are processed together.
     """
-    inputs = EmpiricalRisk(risk.model, Custom(_no_loss), _batches(X, batch_size), risk.params, progress=risk.progress)
+    inputs = EmpiricalRisk(risk.model, NO_LOSS, _batches(X, batch_size), risk.params, progress=risk.progress)
     structures = {
         layout.name: stack.structure[part].to(risk.device, risk.sum_dtype)
         for stack in covariance.stacks
@@ -60,11 +62,6 @@ def output_covariance(
     }
     found = [_of_batch(structures, columns) for columns in per_datum_columns(inputs, unit_vectors, blocks=K)]
     return torch.cat(found)
-
-
-def _no_loss(f: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001
-    """Stand for a loss, which inputs without targets do not have."""
-    return f.sum()
 
 
 def _batches(X: Any, batch_size: int) -> list[tuple[Any, Tensor]]:
@@ -116,8 +113,8 @@ def _is_outer_product(gradients: BlockGradients) -> bool:
 def _by_vectors(structure: Basis, outputs: Sequence[BlockGradients]) -> Tensor:
     """Rotate inputs once, and gradients of all outputs together; see above."""
     Q_A, Q_B = sides_of(structure)
-    x = outputs[0].parts[0].x
-    x = (x if Q_A is None else x.times(Q_A)).dense().squeeze(2)  # [groups, n, d_A]
+    inputs = outputs[0].parts[0].x
+    x = (inputs if Q_A is None else inputs.times(Q_A)).dense().squeeze(2)  # [groups, n, d_A]
     g = torch.cat([gradients.parts[0].g.dense() for gradients in outputs], 2)  # [groups, n, outputs, d_B]
     g = g if Q_B is None else g @ Q_B.unsqueeze(1)
     weights = x.square() @ structure.values.transpose(1, 2)  # [groups, n, d_B]
