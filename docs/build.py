@@ -32,6 +32,7 @@ PAGES = {
     "howto_natural_gradient": "How to take a natural gradient step",
     "howto_train": "How to train with natural gradients",
     "howto_influence": "How to find the training data behind a prediction",
+    "howto_laplace": "How to say how sure a model is",
     "howto_looking": "Looking at results",
     "howto_compare": "How to compare structures",
     "howto_checkpoints": "How to save, load and resume",

@@ -21,6 +21,7 @@ ENGINE = {
     "Not waiting for a GPU": ("waiting.py", "flags.py", "moving.py", "tf32.py"),
     "The optimizer": ("optim/*.py",),
     "Influence functions": ("influence/*.py",),
+    "The Laplace approximation": ("laplace/*.py",),
     "The conformance kit": ("conformance/*.py", "conformance/adapters/kfs.py"),
     "Files and checkpoints": ("storage.py", "kfac/storage/*.py"),
 }

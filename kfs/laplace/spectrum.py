@@ -75,4 +75,5 @@ def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str,
 def _round_off(values: Tensor) -> Tensor:
     """Return a bound on the errors of eigenvalues, `[stack]`: those of sums grow with the number of data."""
     largest = values.abs().amax(1).double()
-    return largest * torch.finfo(values.dtype).eps ** 0.5
+    bound: Tensor = largest * torch.finfo(values.dtype).eps ** 0.5
+    return bound

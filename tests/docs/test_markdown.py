@@ -34,7 +34,7 @@ def test_code_of_other_libraries_runs(page: str, library: str, tmp_path: Path, m
 def test_pages_with_code_are_found() -> None:
     guides = {"howto_natural_gradient", "howto_train", "howto_compare", "howto_looking", "coming_from"}
     assert {"index", "cheatsheet_kfac", "cheatsheet_shapes"} | guides <= set(PAGES)
-    assert [name for _, name in PEERS] == ["curvlinops", "backpack", "laplace", "kronfluence"]
+    assert [name for _, name in PEERS] == ["curvlinops", "backpack", "laplace", "kronfluence", "laplace"]
 
 
 def test_no_block_is_forgotten() -> None:

@@ -50,7 +50,7 @@ class Kron:
 
     def to_matrix(self) -> Tensor:
         blocks = [factors[0] if len(factors) == 1 else torch.kron(*factors) for factors in self.kfacs]
-        matrix: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+        matrix: Tensor = torch.block_diag(*blocks)
         return matrix
 
 

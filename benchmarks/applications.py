@@ -1,0 +1,35 @@
+"""What curvature is good for, measured: each application of the library, with peers beside it, in one run.
+
+`python -m benchmarks.applications [laplace] [--quick]` runs what is named, everything by default. Each part lives in a
+file of its own, which says what it measures. `--quick` shows that everything runs; its numbers mean nothing.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks import laplace
+from benchmarks.report import RESULTS
+
+PARTS: dict[str, Callable[[bool, Path], None]] = {"laplace": laplace.main}
+
+
+def main(arguments: list[str], results: Path = RESULTS) -> None:
+    """Run what is named, all parts by default, on one thread."""
+    quick = "--quick" in arguments
+    chosen = [argument for argument in arguments if argument != "--quick"] or list(PARTS)
+    if unknown := set(chosen) - set(PARTS):
+        sys.exit(f"Unknown: {', '.join(sorted(unknown))}. Say {', '.join(PARTS)}, and --quick if you like.")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for name in chosen:
+            PARTS[name](quick, results)
+    finally:
+        torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
