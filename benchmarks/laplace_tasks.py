@@ -1,7 +1,7 @@
-"""What the benchmark of the Laplace approximation trains: nets on digits and on the diabetes data, and how they predict.
+"""What the benchmark of the Laplace approximation trains: nets on digits and diabetes data, and how they predict.
 
-The digits have 200 training data, 200 to choose a prior by, and 1,000 to test with; the net is trained until it is far too
-sure. The diabetes data have 300 and 142.
+The digits have 200 training data, 200 to choose a prior by, and 1,000 to test with; the net is trained until it is far
+too sure. The diabetes data have 300 and 142.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def train(model: nn.Module, data: Data, loss: LossFunction, epochs: int, lr: flo
     for _ in range(epochs):
         for index in torch.randperm(len(X), generator=generator).split(50):
             optimizer.zero_grad()
-            loss(model(X[index]), y[index]).backward()  # type: ignore[no-untyped-call]
+            loss(model(X[index]), y[index]).backward()
             optimizer.step()
     model.eval()
 
