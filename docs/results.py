@@ -35,7 +35,7 @@ def benchmarks_body(results: Path = RESULTS) -> str:
 def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
     """Return one benchmark: its environment, and a table."""
     said = ", ".join(f"{key} {value}" for key, value in environment.items())
-    kinds = {"runs": _trainings, "program": _programs, "products": _errors}
+    kinds = {"runs": _trainings, "program": _programs, "products": _errors, "task": _tasks, "nll": _predictions}
     kind = next((kind for key, kind in kinds.items() if key in rows[0]), _steps)
     return (
         f'<h2 id="{name}">{name.capitalize().replace("_", ": ")}</h2>\n<p class="about">{html.escape(said)}</p>\n'
@@ -91,6 +91,26 @@ def _errors(rows: list[dict[str, Any]]) -> str:
         steps = [_error(row["steps"][d]) or "refused" for d in dampings]
         lines.append([shown, str(row["products"]), *(_error(row[key]) for key in factors), *steps])
     return _table(["problem", "products"], [*factors.values(), *(f"step, damping {d}" for d in dampings)], lines)
+
+
+def _tasks(rows: list[dict[str, Any]]) -> str:
+    """Return a row per task and library: time, ratio to a peer's, and relative error; tasks are said once."""
+    lines: list[Cells] = []
+    before = ""
+    for row in rows:
+        shown = "" if row["task"] == before else str(row["task"])
+        before = row["task"]
+        milliseconds = None if row["seconds"] is None else f"{1e3 * row['seconds']:.2f}"
+        ratio = None if row["ratio"] is None else f"{row['ratio']:.3f}"
+        error = None if row["error"] is None else f"{row['error']:.1e}"
+        lines.append([shown, str(row["library"]), str(row["remark"]), milliseconds, ratio, error])
+    return _table(["task", "library", ""], ["milliseconds", "ratio", "error"], lines)
+
+
+def _predictions(rows: list[dict[str, Any]]) -> str:
+    """Return a row per data set and way to predict: how likely targets are that were not trained on."""
+    lines: list[Cells] = [[row["data"], row["way"], f"{row['nll']:.3f}", row["prior"], row["noise"]] for row in rows]
+    return _table(["data", ""], ["negative log-likelihood", "prior precision", "noise"], lines)
 
 
 def _error(errors: dict[str, float] | None) -> str:
