@@ -1,10 +1,10 @@
 """The Laplace approximation: fits, covariances of outputs, priors and samples, beside laplace-torch; and predictions.
 
 `python -m benchmarks.applications laplace [--quick]` needs laplace-torch (`benchmarks/peers.txt`) for the comparison,
-and says so if it is not there. Times are of one thread, of the process, in the median. A fit is that of a model that was
-not seen before, and so includes its audit. *Error* is the relative distance of results to those of laplace-torch with
-its curvlinops backend; for models on one datum, where KFAC is exact, to the blocks of the GGN. JSON is written to
-benchmarks/results.
+and says so if it is not there. Times are of one thread, of the process, in the median. A fit is that of a model that
+was not seen before, and so includes its audit, unless it says otherwise. *Error* is the relative distance of results to
+those of laplace-torch with its curvlinops backend; for models on one datum, where KFAC is exact, to the blocks of the
+GGN. JSON is written to benchmarks/results.
 """
 
 import copy
@@ -150,21 +150,23 @@ def fits(quick: bool) -> list[LaplaceRow]:
     rows: list[LaplaceRow] = []
     for name, model, data, likelihood in models[:1] if quick else models:
         for structure in ("kron", "diag"):
-            task = f"fit, {structure}: {name}"
-            rows += _timed_fits(task, (model, data, likelihood, structure), repeats)
+            rows += _timed_fits(f"fit, {structure}: {name}", model, data, likelihood, structure, repeats)
     return rows
 
 
-def _timed_fits(task: str, arguments: tuple[nn.Module, Data, str, str], repeats: int) -> list[LaplaceRow]:
+def _timed_fits(
+    task: str, model: nn.Module, data: Data, likelihood: str, structure: str, repeats: int
+) -> list[LaplaceRow]:
     """Time one fit with both backends: of copies of a model, which are audited, and of a model that was seen before."""
-    model, *rest = arguments
-    kron = rest[-1] == "kron"
-    programs: dict[str, Callable[[], Any]] = {
-        library: lambda backend=backend: fit(copy.deepcopy(model), *rest, backend)  # type: ignore[misc, call-arg]
-        for library, backend in backends().items()
-    }
+
+    def fits_of_copies(backend: Any) -> Callable[[], Any]:
+        return lambda: fit(copy.deepcopy(model), data, likelihood, structure, backend)
+
+    kron = structure == "kron"
+    programs = {library: fits_of_copies(backend) for library, backend in backends().items()}
     if kron:
-        programs["kfs.laplace.Backend, model seen before"] = lambda: fit(model, *rest, kfs.laplace.Backend)
+        again = "kfs.laplace.Backend, model seen before"
+        programs[again] = lambda: fit(model, data, likelihood, structure, kfs.laplace.Backend)
     rows: list[LaplaceRow] = []
     theirs: tuple[float, Tensor] | None = None
     for library, program in programs.items():

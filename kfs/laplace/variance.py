@@ -3,7 +3,7 @@ r"""The covariance of a linearized network's outputs, block by block, without Ja
 With the posterior covariance $(K + \delta I)^{-1}$, the outputs $f_c$ of a datum have the covariance
 
 $$
-\Sigma_{cd} = \sum_{\text{blocks}} \big\langle J_c, (K + \delta I)^{-1} J_d \big\rangle,
+\Sigma_{cd} = \sum_{\text{blocks}} \mathrm{vec}(J_c)^\top (K + \delta I)^{-1}\, \mathrm{vec}(J_d),
 \qquad J_c = g_c\, x^\top \text{ for one position.}
 $$
 
