@@ -39,6 +39,7 @@ bench: .venv-bench/.peers  ## measure our products, factors, overhead, inverses 
 	@.venv-bench/bin/python -m benchmarks.influence
 	@.venv-bench/bin/python -m benchmarks.conformance
 	@.venv-bench/bin/python -m benchmarks.other_libraries
+	@.venv-bench/bin/python -m benchmarks.applications
 	@.venv-bench/bin/python -m benchmarks.train
 	@.venv-bench/bin/python -m benchmarks.long_runs
 	@.venv-bench/bin/python -m benchmarks.applications

@@ -10,10 +10,14 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import compression, merging
+from benchmarks import compression, laplace, merging
 from benchmarks.report import RESULTS
 
-PARTS: dict[str, Callable[[bool, Path], None]] = {"compression": compression.main, "merging": merging.main}
+PARTS: dict[str, Callable[[bool, Path], None]] = {
+    "compression": compression.main,
+    "laplace": laplace.main,
+    "merging": merging.main,
+}
 
 
 def main(arguments: list[str], results: Path = RESULTS) -> None:

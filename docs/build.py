@@ -33,6 +33,7 @@ PAGES = {
     "howto_train": "How to train with natural gradients",
     "howto_influence": "How to find the training data behind a prediction",
     "howto_merge": "How to merge models",
+    "howto_laplace": "How to say how sure a model is",
     "howto_looking": "Looking at results",
     "howto_compare": "How to compare structures",
     "howto_compress": "How to make a model smaller",

@@ -38,6 +38,8 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
     # By a field that only they have; the benchmark of influence functions has units of its own.
     kinds = {
         "runs": _trainings,
+        "task": _tasks,
+        "nll": _predictions,
         "keep": _compressed,
         "accuracies": _merges,
         "values": _scores,
@@ -165,6 +167,26 @@ def _compressed(rows: list[dict[str, Any]]) -> str:
     shown = ["" if method == before else method for before, method in zip(["", *methods], methods, strict=False)]
     lines = [[name, row["keep"], *(row[key] for key in names)] for name, row in zip(shown, rows, strict=True)]
     return _table(["method"], ["keep", *names.values()], lines)
+
+
+def _tasks(rows: list[dict[str, Any]]) -> str:
+    """Return a row per task and library: time, ratio to a peer's, and relative error; tasks are said once."""
+    lines: list[Cells] = []
+    before = ""
+    for row in rows:
+        shown = "" if row["task"] == before else str(row["task"])
+        before = row["task"]
+        milliseconds = None if row["seconds"] is None else f"{1e3 * row['seconds']:.2f}"
+        ratio = None if row["ratio"] is None else f"{row['ratio']:.3f}"
+        error = None if row["error"] is None else f"{row['error']:.1e}"
+        lines.append([shown, str(row["library"]), str(row["remark"]), milliseconds, ratio, error])
+    return _table(["task", "library", ""], ["milliseconds", "ratio", "error"], lines)
+
+
+def _predictions(rows: list[dict[str, Any]]) -> str:
+    """Return a row per data set and way to predict: how likely targets are that were not trained on."""
+    lines: list[Cells] = [[row["data"], row["way"], f"{row['nll']:.3f}", row["prior"], row["noise"]] for row in rows]
+    return _table(["data", ""], ["negative log-likelihood", "prior precision", "noise"], lines)
 
 
 def _error(errors: dict[str, float] | None) -> str:

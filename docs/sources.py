@@ -23,6 +23,7 @@ ENGINE = {
     "Influence functions": ("influence/*.py",),
     "Merging models": ("merging/*.py",),
     "Smaller models": ("compress/*.py",),
+    "The Laplace approximation": ("laplace/*.py",),
     "The conformance kit": ("conformance/*.py", "conformance/adapters/kfs.py"),
     "Files and checkpoints": ("storage.py", "kfac/storage/*.py"),
 }

@@ -13,7 +13,7 @@ from kfs.names import near
 from kfs.version import __version__
 
 if TYPE_CHECKING:
-    from kfs import basics, compress, losses, operators, optim  # noqa: F401
+    from kfs import basics, compress, laplace, losses, operators, optim  # noqa: F401
     from kfs.influence import Influence
     from kfs.kfac import EKFAC, KFAC, Checkpoint, Relative, compare, inspect, load, per_datum
     from kfs.merging import merge
@@ -38,7 +38,7 @@ __all__ = [
     "merge",
     "per_datum",
 ]
-_PACKAGES = ("basics", "compress", "losses", "operators", "optim")
+_PACKAGES = ("basics", "compress", "laplace", "losses", "operators", "optim")
 # Where names come from. They are imported when they are used first, so that `import kfs` takes no time.
 _FROM = {
     "kfs.influence": ("Influence",),

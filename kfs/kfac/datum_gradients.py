@@ -22,7 +22,7 @@ from kfs.errors import DataError, ModelError, ShapeError
 from kfs.kfac.block_gradients import BlockGradients
 from kfs.kfac.coverage import coverage_error, not_covered
 from kfs.kfac.layout import Key, Layout
-from kfs.kfac.scaffold import Gradient, passes
+from kfs.kfac.scaffold import Vectors, passes
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Progress
 from kfs.kfac.structures import BlockDiagonal
@@ -160,11 +160,47 @@ def per_datum(
     if uncovered not in _UNCOVERED:
         raise ModelError(f"uncovered is {uncovered!r}.", near([uncovered], _UNCOVERED))
     settings = Settings(fisher="empirical", joint_bias=joint_bias, batch_axis=batch_axis, audit=audit, replay=False)
-    if blocks is not None:
-        theirs = getattr(blocks, "settings", settings)
-        settings = replace(settings, joint_bias=theirs.joint_bias, batch_axis=theirs.batch_axis)
+    settings = _settings(settings, blocks)
     # Names and settings are checked now, and not when the first batch is asked for.
-    return _Stream(risk, gradient_of(of, risk.loss), blocks, uncovered).batches(settings, skip)
+    gradient = gradient_of(of, risk.loss)
+    stream = _Stream(risk, lambda f, y: [gradient(f, y).unsqueeze(0)], blocks, uncovered)
+    return (columns[0] for columns in stream.batches(settings, skip))
+
+
+def per_datum_columns(
+    risk: EmpiricalRisk,
+    vectors: Vectors,
+    *,
+    blocks: BlockDiagonal | None = None,
+    uncovered: Uncovered = "error",
+    audit: bool = True,
+) -> Iterator[list[GradientBatch]]:
+    r"""Compute $J_n^\top v_{n,c}$ for every datum and several vectors each, with a single forward pass for each batch.
+
+    For unit vectors, these are the rows of the Jacobian.
+
+    Args:
+        risk: Model, data and parameters.
+        vectors: From predictions and targets to vectors, some of them at a time, `[columns, *f.shape]`.
+        blocks: As in `per_datum`.
+        uncovered: As in `per_datum`.
+        audit: As in `KFAC`.
+
+    Yields:
+        For each batch, its gradients for each column.
+
+    Raises:
+        ModelError: If a parameter is not covered, or blocks are others than those of the operator.
+        DataError: If a gradient is not finite. The datum is named.
+    """
+    settings = _settings(Settings(fisher="empirical", audit=audit, replay=False), blocks)
+    return _Stream(risk, vectors, blocks, uncovered).batches(settings)
+
+
+def _settings(settings: Settings, blocks: BlockDiagonal | None) -> Settings:
+    """Return settings with those of an operator on which its blocks depend."""
+    theirs = getattr(blocks, "settings", settings)
+    return replace(settings, joint_bias=theirs.joint_bias, batch_axis=theirs.batch_axis)
 
 
 class _Stream:
@@ -172,16 +208,17 @@ class _Stream:
 
     Args:
         risk: Model, loss, data and parameters.
-        gradient: What is sent back.
+        vectors: What is sent back.
         operator: Says which blocks there are, if it is given.
         uncovered: What to do about parameters that no rule covers.
     """
 
     def __init__(
-        self, risk: EmpiricalRisk, gradient: Gradient, operator: BlockDiagonal | None, uncovered: Uncovered
+        self, risk: EmpiricalRisk, vectors: Vectors, operator: BlockDiagonal | None, uncovered: Uncovered
     ) -> None:
         self.risk = risk
-        self.gradient = gradient
+        self.vectors = vectors
+        self.num_columns = 0  # how many the last batch had
         self.operator = operator
         self.uncovered = uncovered
         layouts = [] if operator is None else [layout for stack in operator.stacks for layout in stack.layouts]
@@ -189,23 +226,32 @@ class _Stream:
         self.progress = Progress()
         self.order = {name: place for place, name in enumerate(risk.params)}
 
-    def batches(self, settings: Settings, skip: Callable[[int, Batch], bool] | None = None) -> Iterator[GradientBatch]:
-        """Yield gradients batch by batch."""
+    def batches(
+        self, settings: Settings, skip: Callable[[int, Batch], bool] | None = None
+    ) -> Iterator[list[GradientBatch]]:
+        """Yield gradients batch by batch, for each column."""
         used: set[str] = set()
-        sent = self.gradient
-        runs = passes(
-            self.risk, self.sums, settings, "gradients", self.progress, gradient=sent, pausing=True, skip=skip
-        )
+        sent = self._counted
+        runs = passes(self.risk, self.sums, settings, "gradients", self.progress, vectors=sent, pausing=True, skip=skip)
         for batch in _explaining_indices(self.risk, runs):
-            captured = self.sums.take()
-            used |= {name for key in captured for name in self.sums.layouts[key].params}
+            captured = self.sums.take() or [{} for _ in range(self.num_columns)]
+            used |= {name for key in captured[0] for name in self.sums.layouts[key].params}
             bad = self._uncovered()
-            result = self._collected(batch, captured, bad)
-            _check_finite(result)
+            differentiated = self._by_autograd(batch, bad)
+            result = [self._collected(batch, *both, bad) for both in zip(captured, differentiated, strict=True)]
+            for column in result:
+                _check_finite(column)
             yield result
         unused = [name for name in self.order if name not in used and name not in self._uncovered()]
         if unused and self.operator is None and self.uncovered == "error":
             raise coverage_error(not_covered(unused, [], set(), set()))
+
+    def _counted(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
+        """Yield what is sent back, and count it."""
+        self.num_columns = 0
+        for some in self.vectors(f, y):
+            self.num_columns += len(some)
+            yield some
 
     def _uncovered(self) -> dict[str, str]:
         """Return parameters that have to be left out, or differentiated in another way, and why.
@@ -235,8 +281,21 @@ class _Stream:
             )
         return why
 
-    def _collected(self, batch: Batch, captured: Mapping[Key, list[Captured]], bad: Mapping[str, str]) -> GradientBatch:
-        """Return the gradients of a batch, by block."""
+    def _collected(
+        self,
+        batch: Batch,
+        captured: Mapping[Key, list[Captured]],
+        differentiated: Mapping[str, Tensor],
+        bad: Mapping[str, str],
+    ) -> GradientBatch:
+        """Return the gradients of a batch for one column, by block.
+
+        Args:
+            batch: The data.
+            captured: What the pass has left.
+            differentiated: Gradients by autograd, by parameter.
+            bad: Parameters that no rule covers.
+        """
         risk, num_data = self.risk, len(batch.y)
 
         def of_block(layout: Layout, uses: Sequence[Captured] = (), whole: Tensor | None = None) -> BlockGradients:
@@ -244,24 +303,32 @@ class _Stream:
 
         good = {key: layout for key, layout in self.sums.layouts.items() if not set(layout.params) & set(bad)}
         blocks = [of_block(layout, captured.get(key, ())) for key, layout in good.items()]
-        if bad and (self.operator is not None or self.uncovered == "autograd"):
-            for name, g in self._by_autograd(batch, list(bad)).items():
-                blocks.append(of_block(_flat_layout(risk, name), whole=g.reshape(num_data, 1, -1, 1)))
+        for name, g in differentiated.items():
+            blocks.append(of_block(_flat_layout(risk, name), whole=g.reshape(num_data, 1, -1, 1)))
         blocks.sort(key=lambda block: (self.order[block.layout.weight], block.layout.rows))
         shapes = {name: p.shape for name, p in risk.params.items()}
         by_name = ByName({block.layout.name: block for block in blocks}, "block")
         return GradientBatch(batch.first, batch.first + num_data, by_name, shapes)
 
-    def _by_autograd(self, batch: Batch, names: list[str]) -> dict[str, Tensor]:
-        """Differentiate with respect to some parameters datum by datum, `[n, *shape]`."""
+    def _by_autograd(self, batch: Batch, bad: Mapping[str, str]) -> list[dict[str, Tensor]]:
+        """Differentiate with respect to parameters that no rule covers datum by datum, `[n, *shape]`, for each column.
+
+        There is nothing to differentiate if they are left out.
+        """
+        if not bad or (self.operator is None and self.uncovered != "autograd"):
+            return [{} for _ in range(self.num_columns)]
+        found = []
         with self.risk.untouched(), torch.enable_grad():
-            leaves, rest = leaves_and_rest(self.risk, names)
+            leaves, rest = leaves_and_rest(self.risk, list(bad))
             f = self.risk.predict(leaves | rest, batch)
-            v = self.gradient(f.detach(), batch.y).to(f.dtype)
-            columns = v.new_zeros(len(v), *v.shape)
-            each = torch.arange(len(v), device=v.device)
-            columns[each, each] = v
-            return {name: g.to(self.risk.sum_dtype) for name, g in pull_back(f, leaves, columns).items()}
+            for some in self.vectors(f.detach(), batch.y):
+                for v in some.to(f.dtype):
+                    columns = v.new_zeros(len(v), *v.shape)
+                    each = torch.arange(len(v), device=v.device)
+                    columns[each, each] = v
+                    gradients = pull_back(f, leaves, columns, keep_graph=True)
+                    found.append({name: g.to(self.risk.sum_dtype) for name, g in gradients.items()})
+        return found
 
 
 def _flat_layout(risk: EmpiricalRisk, name: str) -> Layout:

@@ -31,8 +31,8 @@ from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.interface import Sums
 from kfs.risk import EmpiricalRisk
 
-# From predictions and targets to a vector per datum, shaped like predictions.
-Gradient = Callable[[Tensor, Tensor], Tensor]
+# From predictions and targets to what is sent back: vectors of all data, some columns at a time, [columns, *f.shape].
+Vectors = Callable[[Tensor, Tensor], Iterable[Tensor]]
 
 
 def kfac(risk: EmpiricalRisk, settings: Settings, journal: Journal | None = None) -> tuple[FactorSums, Progress]:
@@ -101,7 +101,7 @@ def passes(
     task: str,
     progress: Progress,
     journal: Journal | None = None,
-    gradient: Gradient | None = None,
+    vectors: Vectors | None = None,
     pausing: bool = False,
     skip: Callable[[int, Batch], bool] | None = None,
 ) -> Iterator[Batch]:
@@ -114,8 +114,8 @@ def passes(
         task: What to call it in a progress bar.
         progress: Is told what was counted.
         journal: Keeps intermediate results in a file, and may have some already.
-        gradient: From predictions and targets to the one vector per datum that is sent back, shaped like predictions.
-            By default, the vectors of the curvature matrix are sent back.
+        vectors: From predictions and targets to the columns that are sent back. By default, those of the curvature
+            matrix are.
         pausing: Whether code of somebody else runs between two passes. Then modes of PyTorch, parameters and random
             state are as they were before whenever a batch is yielded, and values are checked after every pass.
         skip: Says of a batch, by its place, whether its pass is left out. By default, the journal knows.
@@ -123,14 +123,14 @@ def passes(
     Yields:
         The batches whose passes are complete.
     """
-    at_once = 1 if gradient is not None else columns_at_once(settings, risk.device)
+    at_once = 1 if vectors is not None else columns_at_once(settings, risk.device)
     skip = journal.knows if journal is not None else skip
     instances = has_instance_norms(risk.model)  # PyTorch takes them for channels of a single datum
 
-    def vectors(f: Tensor, batch: Batch) -> Iterable[Tensor]:
+    def vectors_of(f: Tensor, batch: Batch) -> Iterable[Tensor]:
         """Return what is sent back for a batch."""
-        if gradient is not None:
-            return [gradient(f, batch.y).to(f.dtype).unsqueeze(0)]
+        if vectors is not None:
+            return (column.to(f.dtype) for some in vectors(f, batch.y) for column in some.split(1))
         first = settings.first_datum + batch.start
         return backpropagated_vectors(risk.loss, f, batch.y, settings, first, at_once)
 
@@ -145,7 +145,7 @@ def passes(
             audits.compare(f.detach())
             missed = audits.follow_up(risk, batch, capture.operations)
             # Step 3: generate vectors and send them back; gradients are added to the gradient-based factors.
-            send_back(f, capture, vectors(f.detach(), batch))
+            send_back(f, capture, vectors_of(f.detach(), batch))
         progress.unexplained |= capture.unexplained | missed
 
     around_all, around_each = (_nothing, _surroundings) if pausing else (_surroundings, _nothing)

@@ -43,7 +43,7 @@ def test_pages_with_code_are_found() -> None:
         "coming_from",
     }
     assert {"index", "cheatsheet_kfac", "cheatsheet_shapes"} | guides <= set(PAGES)
-    assert [name for _, name in PEERS] == ["curvlinops", "backpack", "laplace", "kronfluence"]
+    assert [name for _, name in PEERS] == ["curvlinops", "backpack", "laplace", "kronfluence", "laplace"]
 
 
 def test_no_block_is_forgotten() -> None:

@@ -34,11 +34,11 @@ from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.kronecker_sum import plus, product
 from kfs.kfac.structures.looking import VisibleBlocks, shown
 from kfs.kfac.structures.restriction import restricted
+from kfs.kfac.structures.sampling import colored
 from kfs.kfac.structures.stack import Stack, check_coverage, stacked
 from kfs.kfac.structures.structure import Structure
 from kfs.operators.formulas import bracketed
 from kfs.operators.interface import LinearOperator
-from kfs.operators.probes import normal
 from kfs.operators.solve import Vec
 from kfs.operators.space import Columns, Space
 
@@ -265,9 +265,14 @@ class BlockDiagonal(VisibleBlocks):
         """
         if form not in {"matrix", "dict"}:
             raise ModelError(f"form is {form!r}.", "Choose 'matrix' or 'dict'.")
-        noise = normal(num_samples * self.shape[0], self.dtype, seed).reshape(num_samples, -1).T
-        draws = self.power(-0.5, damping) @ noise.to(self.device)
-        return draws if form == "matrix" else self.domain.unflatten(draws.T)
+        generator = torch.Generator().manual_seed(seed)
+        columns = {
+            name: torch.empty(num_samples, *shape, dtype=self.dtype, device=self.device)
+            for name, shape in self.domain.shapes.items()
+        }
+        for stack in self.power(-0.5, damping).stacks:
+            stack.write(colored(stack.structure, num_samples, generator).to(self.device, self.dtype), columns)
+        return self.domain.flatten(columns).T if form == "matrix" else columns
 
     def to_dense(self, flattening: str = "rvec") -> Tensor:
         """Form the matrix, block by block.

@@ -1,4 +1,7 @@
-"""Per-datum gradients that are kept, by rows, until somebody takes them: after every batch."""
+"""Per-datum gradients that are kept, by rows, until somebody takes them: after every batch.
+
+If several columns are sent back, each gives gradients of its own. The inputs of a use are the same for all of them.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +40,7 @@ class KeptGradients(Sums):
         self.layouts: dict[Key, Layout] = dict(known)
         self.conflicts: set[tuple[str, str]] = set()
         self._fixed = bool(known)
-        self._parts: dict[Key, list[Captured]] = {}
+        self._columns: list[dict[Key, list[Captured]]] = []
 
     def adder_of(self, plan: PlannedUse) -> Adder:
         """Return what keeps the gradients of a plan's uses."""
@@ -46,17 +49,20 @@ class KeptGradients(Sums):
             self.note_conflict(plan)
             return Ignore()
         self.layouts.setdefault(key, plan.layout)
-        return _Keep(plan, self._parts)
+        return _Keep(plan, self._columns)
 
     def note_conflict(self, plan: PlannedUse) -> None:
         """Take note of a use that does not fit together with other uses of its parameter."""
         self.conflicts.add((plan.layout.weight, plan.operation))
 
-    def take(self) -> "dict[Key, list[Captured]]":
-        """Return the gradients of all uses in the last batch, by block, and forget them."""
-        parts = dict(self._parts)
-        self._parts.clear()
-        return parts
+    def take(self) -> "list[dict[Key, list[Captured]]]":
+        """Return the gradients of all uses in the last batch, for each column by block, and forget them.
+
+        If no parameter was used, there are no columns.
+        """
+        columns = list(self._columns)
+        self._columns.clear()
+        return columns
 
     def state(self) -> dict[str, Any]:
         """Return nothing: these are not sums over data."""
@@ -145,15 +151,23 @@ class _Keep(Adder):
     by_datum = True
 
     plan: PlannedUse
-    parts: dict[Key, list[Captured]]
+    columns: list[dict[Key, list[Captured]]]
 
     def add(self, x: Any, owners: Owners | None = None) -> Receiver:
         assert owners is not None  # noqa: S101 (it says that it needs them)
         # What is kept must not hold the graph of the pass.
         use = Use(self.plan.inputs, mapped(x, Tensor.detach), owners, self.plan.ones)
 
+        received = 0
+
         def receive(g: Tensor) -> None:
-            # There is a single column.
-            self.parts.setdefault(self.plan.layout.key, []).append(Captured(self.plan, use, g[0].detach()))
+            # Backward passes come one after the other, each with some of the columns.
+            nonlocal received
+            for gradient in g:
+                if received == len(self.columns):
+                    self.columns.append({})
+                kept = self.columns[received].setdefault(self.plan.layout.key, [])
+                kept.append(Captured(self.plan, use, gradient.detach()))
+                received += 1
 
         return receive

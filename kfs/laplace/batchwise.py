@@ -1,0 +1,103 @@
+"""Curvature of one batch at a time, for a loop that is not ours: what is found out about a model is found out once.
+
+A pass over data needs a session with plans, and an audit. Both outlast batches. So there is one pass, which takes a
+batch when it is given one, and leaves the sums of this batch. Between two batches nothing of the model is changed.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfs.data import Batch
+from kfs.kfac.block import Block
+from kfs.kfac.coverage import coverage_error, not_covered
+from kfs.kfac.scaffold import passes
+from kfs.kfac.settings import Settings
+from kfs.kfac.storage.checkpoint import Progress
+from kfs.kfac.sums import FactorSums
+from kfs.risk import EmpiricalRisk
+
+
+class Handed:
+    """Data that are handed over one batch at a time, each right before it is asked for."""
+
+    def __init__(self) -> None:
+        """Start without a batch."""
+        self.batch: tuple[Any, Tensor] | None = None
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        """Yield the batch that was handed over last, for as long as somebody asks."""
+        while True:
+            assert self.batch is not None  # noqa: S101 (nobody asks before it is there)
+            yield self.batch
+
+
+class FactorsByBatch:
+    """Computes the sums behind Kronecker factors for each batch, by one pass.
+
+    Args:
+        model: The model.
+        loss: A loss module.
+        names: The parameters to consider.
+        settings: Which curvature matrix, and how.
+
+    Attributes:
+        names: The parameters that are considered.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module, names: Sequence[str], settings: Settings) -> None:
+        """Start without a pass."""
+        self._handed = Handed()
+        self._risk = EmpiricalRisk(model, loss, self._handed, names, progress=False)
+        self._settings = settings
+        self.names = names
+        self._pass: Iterator[Batch] | None = None
+        self._sums = ResetSums(settings)
+        self._progress = Progress()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the pass, which cannot be copied; a copy begins another one."""
+        return self.__dict__ | {"_pass": None, "_sums": ResetSums(self._settings), "_progress": Progress()}
+
+    def blocks(self, x: Any, y: Tensor) -> dict[str, Block]:
+        """Return the blocks of one batch, by name. Their sums are those of the next batch as soon as there is one.
+
+        Raises:
+            ModelError: If a parameter is not covered.
+        """
+        if self._pass is None:
+            self._sums = ResetSums(self._settings)
+            self._progress = Progress()
+            task = "factors"
+            self._pass = passes(self._risk, self._sums, self._settings, task, self._progress, pausing=True)
+        self._sums.reset()
+        # Inputs in a tuple are the arguments of the model, whatever they are.
+        self._handed.batch = ((x,), y)
+        try:
+            with torch.enable_grad():
+                next(self._pass)
+        except BaseException:
+            self._pass = None  # it has ended
+            raise
+        found = list(self._sums.blocks.values())
+        bad = not_covered(self.names, found, self._progress.unexplained, self._sums.conflicts)
+        if bad:
+            raise coverage_error(bad)
+        self._sums.complete()
+        R = self._risk.loss.reduction_factor(len(y))
+        return {sums.layout.name: Block(sums, R) for sums in found}
+
+
+class ResetSums(FactorSums):
+    """Sums for Kronecker factors that start anew with every batch, in the same memory."""
+
+    def reset(self) -> None:
+        """Forget all data."""
+        for block in self.blocks.values():
+            for role in block.roles.values():
+                role.counted = 0.0
+                for one in (role.input, role.gradient):
+                    one.total.zero_()
+                    one.ones = 0.0

@@ -1,0 +1,261 @@
+r"""The marginal likelihood of the data, and the prior that makes it largest.
+
+With the prior $\mathcal N(0, \delta^{-1} I)$, the Laplace approximation of the log marginal likelihood is
+
+$$
+\log p(\mathcal D \mid \theta)
+- \frac12 \Big( \sum_i \log \frac{\lambda_i + \delta}{\delta} + \delta \|\theta\|^2 \Big)
+$$
+
+with the eigenvalues $\lambda_i$ of the log-likelihood's negative curvature. Its derivative with respect to
+$\log \delta$ is half of $\gamma(\delta) - \delta \|\theta\|^2$, where $\gamma(\delta) = \sum_i \lambda_i / (\lambda_i +
+\delta)$ is the effective number of parameters (MacKay, 1992). It falls with $\delta$, so that there is one maximum, and
+bisection finds it. Blocks with priors of their own have maxima of their own.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from math import exp, log, pi
+
+import torch
+from torch import Tensor
+
+from kfs.errors import ModelError, SolverError
+from kfs.kfac.structures import BlockDiagonal
+from kfs.laplace.likelihood import (
+    Likelihood,
+    Number,
+    Prior,
+    check_curvature,
+    check_risk,
+    is_regression,
+    likelihood_of,
+    priors_by_name,
+)
+from kfs.laplace.spectrum import BlockSpectrum, decomposed, spectra
+from kfs.risk import EmpiricalRisk
+
+_MOST_ROUNDS = 1_000
+_TOLERANCE = 1e-10
+
+
+def log_marginal_likelihood(
+    K: BlockDiagonal,
+    risk: EmpiricalRisk,
+    prior_precision: Prior,
+    *,
+    noise: float | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Approximate the logarithm of the data's marginal likelihood.
+
+    Args:
+        K: The curvature of the risk: `KFAC`, `EKFAC`, or another operator with blocks.
+        risk: Model, loss and data.
+        prior_precision: One over the variance of the prior, whose mean is zero: one number, or one for every block, by
+            name. The result is differentiable with respect to tensors.
+        noise: Standard deviation of targets, for regression.
+        temperature: What the log-likelihood is divided by.
+
+    Returns:
+        A number, in float64. Constants that the loss leaves out (of Poisson regression, for instance) are not there.
+
+    Raises:
+        ModelError: If parameters, loss or data are not those of the curvature, a prior precision is not positive, or
+            noise is missing.
+        SolverError: If the curvature has a negative eigenvalue.
+
+    Example:
+        >>> from kfs import KFAC
+        >>> _ = torch.manual_seed(0)
+        >>> X = torch.rand(20, 3, dtype=torch.float64)
+        >>> model, y = torch.nn.Linear(3, 2).double(), (X[:, 0] > 0.5).long()
+        >>> risk = EmpiricalRisk(model, torch.nn.CrossEntropyLoss(), (X, y))
+        >>> K = KFAC(risk)
+        >>> best = tune_prior(K, risk)
+        >>> bool(log_marginal_likelihood(K, risk, best) > log_marginal_likelihood(K, risk, 2 * best))
+        True
+    """
+    check_curvature(K)
+    check_risk(K, risk)
+    likelihood = likelihood_of(K, risk, noise, temperature)
+    priors = priors_by_name(prior_precision, K)
+    return evidence(decomposed(K, likelihood.scale), risk, priors, likelihood)
+
+
+def evidence(
+    curvature: BlockDiagonal, risk: EmpiricalRisk, priors: Mapping[str, Number], likelihood: Likelihood
+) -> Tensor:
+    """Return the log marginal likelihood; see above.
+
+    Args:
+        curvature: That of the log-likelihood.
+        risk: Model, loss and data.
+        priors: The prior precision of each block.
+        likelihood: What else the log-likelihood depends on.
+    """
+    found = spectra(curvature, risk.params)
+    terms = [
+        block.log_determinant_ratio(priors[name])
+        + torch.as_tensor(priors[name], dtype=torch.float64) * block.squared_norm
+        for name, block in found.items()
+    ]
+    return log_likelihood(risk, likelihood) - 0.5 * torch.stack([term.reshape(()).cpu() for term in terms]).sum()
+
+
+def log_likelihood(risk: EmpiricalRisk, likelihood: Likelihood) -> float:
+    """Return the logarithm of the data's likelihood, at the parameters as they are."""
+    criteria = risk.value() / risk.reduction_factor
+    normalization = 0.0
+    if likelihood.noise is not None:
+        normalization = _num_targets(risk) * log(likelihood.noise * (2 * pi) ** 0.5)
+    factor = (likelihood.noise or 1.0) ** 2 * likelihood.temperature
+    return -criteria / factor - normalization
+
+
+def _num_targets(risk: EmpiricalRisk) -> int:
+    """Return how many numbers are predicted, of all data together."""
+    return sum(batch.y.numel() for batch in risk.batches())
+
+
+def tune_prior(
+    K: BlockDiagonal,
+    risk: EmpiricalRisk,
+    *,
+    per_block: bool = False,
+    noise: float | None = None,
+    temperature: float = 1.0,
+) -> float | dict[str, float]:
+    """Find the prior precision with the largest marginal likelihood.
+
+    Args:
+        K: The curvature of the risk.
+        risk: Model, loss and data.
+        per_block: Whether every block has a prior of its own.
+        noise: Standard deviation of targets, for regression. `tune_prior_and_noise` finds it, too.
+        temperature: What the log-likelihood is divided by.
+
+    Returns:
+        The precision, or one for each block, by name.
+
+    Raises:
+        SolverError: If there is no largest one: parameters are all zero, or there is no curvature.
+        ModelError: As `log_marginal_likelihood` raises it.
+    """
+    check_curvature(K)
+    check_risk(K, risk)
+    likelihood = likelihood_of(K, risk, noise, temperature)
+    return best_priors(spectra(decomposed(K, likelihood.scale), risk.params), per_block)
+
+
+def best_priors(found: Mapping[str, BlockSpectrum], per_block: bool) -> float | dict[str, float]:
+    """Return the prior precisions with the largest marginal likelihood, given the spectrum of each block."""
+    if per_block:
+        return {name: _best_prior([block], f"block {name!r}") for name, block in found.items()}
+    return _best_prior(found.values(), "the model")
+
+
+def _best_prior(blocks: Iterable[BlockSpectrum], what: str) -> float:
+    """Return the prior precision at which effective parameters and those of the prior balance."""
+    parts = list(blocks)
+    values = torch.cat([block.eigenvalues.cpu() for block in parts])
+    # Eigenvalues of round-off are no curvature.
+    values = values[values > values.numel() * torch.finfo(values.dtype).eps * values.amax()]
+    squared_norm = sum(block.squared_norm for block in parts)
+    if not len(values):
+        raise SolverError(
+            f"There is no curvature in {what}, so that no prior is best.", "Choose a prior precision, for every block."
+        )
+    if not squared_norm:
+        raise SolverError(
+            f"The parameters of {what} are zero, so that no prior is precise enough.",
+            "Choose a prior precision, for every block.",
+        )
+
+    def excess(log_prior: float) -> float:
+        prior = exp(log_prior)
+        return float((values / (values + prior)).sum()) - prior * squared_norm
+
+    # No more than all parameters are effective.
+    return exp(_root(excess, log(len(values) / squared_norm)))
+
+
+def _root(function: Callable[[float], float], upper: float) -> float:
+    """Return where a falling function is zero, by bisection; at the upper end, it is not positive."""
+    step = 1.0
+    lower = upper - step
+    while function(lower) < 0:
+        upper = lower
+        step *= 2
+        lower -= step
+    while upper - lower > _TOLERANCE * max(1.0, abs(upper)):
+        middle = (lower + upper) / 2
+        lower, upper = (middle, upper) if function(middle) > 0 else (lower, middle)
+    return (lower + upper) / 2
+
+
+def tune_prior_and_noise(
+    K: BlockDiagonal, risk: EmpiricalRisk, *, per_block: bool = False
+) -> tuple[float | dict[str, float], float]:
+    r"""Find the prior precision and the noise of a regression that have the largest marginal likelihood, in turn.
+
+    The best noise for a prior solves $\sigma^2 = \sum_n \|f_n - y_n\|^2 / (n - \gamma)$, where $n$ counts all numbers
+    that are predicted, and $\gamma$ is the effective number of parameters.
+
+    Args:
+        K: The curvature of the risk.
+        risk: Model, loss and data.
+        per_block: Whether every block has a prior of its own.
+
+    Returns:
+        Prior precision and noise, as the other functions take them.
+
+    Raises:
+        ModelError: If the loss is not that of a regression.
+        SolverError: If there is no best noise: every datum is met exactly, or the search does not converge.
+    """
+    check_curvature(K)
+    check_risk(K, risk)
+    if not is_regression(risk):
+        raise ModelError(f"{risk.loss.name} has no noise that one could choose.", "Use kfs.laplace.tune_prior.")
+    criteria = risk.value() / risk.reduction_factor
+    num_targets = _num_targets(risk)
+    if not criteria:
+        raise SolverError("The model meets all targets exactly, so that no noise is small enough.", "Choose noise=.")
+    unit = spectra(decomposed(K, likelihood_of(K, risk, 1.0).scale), risk.params)
+    # Start with residuals as if no parameter had been fitted.
+    log_variance = log(2 * criteria / num_targets)
+    for _ in range(_MOST_ROUNDS):
+        scaled = {name: _divided(block, exp(log_variance)) for name, block in unit.items()}
+        priors = best_priors(scaled, per_block)
+        before = log_variance
+        log_variance = _best_log_variance(unit, priors, criteria, num_targets)
+        if abs(log_variance - before) < 100 * _TOLERANCE:
+            return priors, exp(log_variance / 2)
+    raise SolverError(
+        f"Prior and noise have not settled after {_MOST_ROUNDS} rounds.",
+        "Choose one of them: see noise= of kfs.laplace.tune_prior.",
+    )
+
+
+def _divided(block: BlockSpectrum, variance: float) -> BlockSpectrum:
+    return BlockSpectrum(block.eigenvalues / variance, block.squared_norm)
+
+
+def _best_log_variance(
+    unit: Mapping[str, BlockSpectrum], priors: float | Mapping[str, float], criteria: float, num_targets: int
+) -> float:
+    """Return the logarithm of the best variance of targets, given priors."""
+
+    def excess(log_variance: float) -> float:
+        variance = exp(log_variance)
+        effective = sum(
+            block.effective_number(variance * (priors[name] if isinstance(priors, Mapping) else priors))
+            for name, block in unit.items()
+        )
+        return 2 * criteria / variance + effective - num_targets
+
+    # A variance that is too small has an excess that is positive. Look for one that is large enough.
+    upper = log(2 * criteria / num_targets)
+    while excess(upper) > 0:
+        upper += 1.0
+    return _root(excess, upper)

@@ -1,0 +1,214 @@
+r"""From the curvature of a risk to that of a log-likelihood, and what is refused on the way.
+
+A risk is $R \sum_n c(f_n, y_n)$, and $c$ is the negative logarithm of a likelihood, up to a constant. For regression
+with noise of standard deviation $\sigma$, and a temperature $T$, the log-likelihood is
+
+$$
+-\frac{1}{\sigma^2 T} \sum_n c(f_n, y_n) + \text{const},
+$$
+
+so that its negative curvature is $K / (R \sigma^2 T)$, if $K$ is that of the risk. For classification $\sigma = 1$.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from torch import Tensor
+
+from kfs.errors import DtypeError, ModelError
+from kfs.kfac import EKFAC, KFAC
+from kfs.kfac.loss_scale import LossScale
+from kfs.kfac.structures import BlockDiagonal, Relative, Stack
+from kfs.names import few, guess
+from kfs.risk import EmpiricalRisk
+
+# One prior precision for all blocks, or one for each block, by name.
+Number = float | Tensor
+Prior = Number | Mapping[str, Number]
+# Losses whose likelihood is a normal distribution of unit variance.
+_REGRESSION = {"MSELoss", "HalfSquaredError"}
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """What a log-likelihood depends on besides the loss.
+
+    Attributes:
+        reduction_factor: `R` of the data that the curvature was computed from.
+        noise: Standard deviation of targets in regression. `None` for other losses.
+        temperature: What the log-likelihood is divided by.
+    """
+
+    reduction_factor: float
+    noise: float | None = None
+    temperature: float = 1.0
+
+    @property
+    def scale(self) -> float:
+        """What the curvature of the risk is multiplied with."""
+        return 1 / (self.reduction_factor * (self.noise or 1.0) ** 2 * self.temperature)
+
+
+def likelihood_of(
+    K: BlockDiagonal, risk: EmpiricalRisk | None, noise: float | None, temperature: float = 1.0
+) -> Likelihood:
+    """Return how the curvature of a risk relates to that of a log-likelihood.
+
+    Args:
+        K: The curvature.
+        risk: Model, loss and data, if they are known.
+        noise: Standard deviation of targets in regression.
+        temperature: What the log-likelihood is divided by.
+
+    Raises:
+        ModelError: If the loss is not that of the curvature, noise is missing, or it is given for classification.
+    """
+    _check_positive(temperature, "The temperature")
+    factors = K.factors if isinstance(K, EKFAC) else K
+    loss = factors.loss if isinstance(factors, KFAC) else None
+    if loss is not None and risk is not None:
+        loss.check_same(LossScale.of(risk))
+    if loss is None and risk is None:
+        raise ModelError(
+            f"A {type(K).__name__} does not know the loss that it is the curvature of.",
+            "Pass kfs.EmpiricalRisk(model, loss, data) with these data in place of the model.",
+        )
+    name = loss.name if loss is not None else _known(risk).loss.name
+    _check_noise(noise, name)
+    if loss is not None and isinstance(K, KFAC | EKFAC):
+        return Likelihood(loss.reduction_factor(K.count), noise, temperature)
+    return Likelihood(_known(risk).reduction_factor, noise, temperature)
+
+
+def _known(risk: EmpiricalRisk | None) -> EmpiricalRisk:
+    assert risk is not None  # noqa: S101 (checked before)
+    return risk
+
+
+def _check_noise(noise: float | None, loss: str) -> None:
+    """Refuse regression without noise, and noise for other losses."""
+    if noise is None and loss in _REGRESSION:
+        raise ModelError(
+            f"{loss} is the loss of a regression, whose posterior depends on the noise of targets.",
+            "Pass noise=, their standard deviation, or find it with kfs.laplace.tune_prior_and_noise(K, risk).",
+        )
+    if noise is not None and loss not in _REGRESSION:
+        raise ModelError(f"{loss} has no noise that one could choose.", "Leave noise= out; it is for MSELoss.")
+    if noise is not None:
+        _check_positive(noise, "The noise")
+
+
+def is_regression(risk: EmpiricalRisk) -> bool:
+    """Whether the likelihood is a normal distribution, of which the loss does not know the noise."""
+    return risk.loss.name in _REGRESSION
+
+
+def _check_positive(value: object, what: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        raise DtypeError(f"{what} is {value!r}.", "Use a positive, finite number.")
+
+
+def priors_by_name(prior_precision: Prior, K: BlockDiagonal) -> dict[str, Number]:
+    """Return the prior precision of each block.
+
+    Args:
+        prior_precision: One number, or one for every block, by name. Tensors with one entry are numbers, too.
+        K: Has the blocks.
+
+    Raises:
+        ModelError: If names are unknown or missing, or a precision is not positive.
+    """
+    names = names_of(K.stacks)
+    if not isinstance(prior_precision, Mapping):
+        prior_precision = dict.fromkeys(names, prior_precision)
+    missing = sorted(names - set(prior_precision))
+    extra = sorted(set(prior_precision) - names)
+    if missing or extra:
+        raise ModelError(
+            f"prior_precision lacks the blocks {few(missing) or 'none'}, and has {few(extra) or 'none'} too many.",
+            f"Give one number, or one for every block. {guess(extra, missing)}".rstrip(),
+        )
+    for value in prior_precision.values():
+        _check_prior(value)
+    return dict(prior_precision)
+
+
+def _check_prior(value: object) -> None:
+    if isinstance(value, Relative):
+        raise ModelError(
+            f"The prior precision is {value!r}, but a prior does not depend on the curvature.",
+            "Use a positive number, such as N times the weight decay, or kfs.laplace.tune_prior(K, risk).",
+        )
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_scalar = isinstance(value, Tensor) and value.numel() == 1
+    plain = value.detach() if isinstance(value, Tensor) else value
+    number = float(plain) if is_number or is_scalar else -inf  # type: ignore[arg-type]
+    if not (number > 0 and isfinite(number)):
+        raise ModelError(
+            f"The prior precision is {value!r}. Curvature is singular, and has no inverse without a prior.",
+            "Use a positive number, such as N times the weight decay, or kfs.laplace.tune_prior(K, risk).",
+        )
+
+
+def names_of(stacks: list[Stack]) -> set[str]:
+    """Return the names of all blocks."""
+    return {name for stack in stacks for name in stack.names}
+
+
+def check_curvature(K: object) -> None:
+    """Refuse operators without blocks, and those that are not symmetric.
+
+    Raises:
+        ModelError: If it is one of these.
+    """
+    if not isinstance(K, BlockDiagonal):
+        raise ModelError(
+            f"The Laplace approximation takes an operator with blocks, and this is a {type(K).__name__}.",
+            "Use kfs.KFAC or kfs.EKFAC, or exact_blocks of kfs.kfac.alternatives for small layers.",
+        )
+    if not K.symmetric:
+        raise ModelError("The operator is not symmetric.", "Use the curvature itself, and not a product with it.")
+
+
+def check_risk(K: BlockDiagonal, risk: object) -> None:
+    """Refuse a risk with other parameters, or another number of data, than the curvature.
+
+    Raises:
+        ModelError: If something differs.
+    """
+    if not isinstance(risk, EmpiricalRisk):
+        raise ModelError(
+            f"risk is a {type(risk).__name__}.", "Pass the kfs.EmpiricalRisk(model, loss, data) of the curvature."
+        )
+    check_params(K, {name: tuple(p.shape) for name, p in risk.params.items()})
+    if isinstance(K, KFAC | EKFAC) and K.num_data != risk.num_data:
+        raise ModelError(
+            f"The curvature was computed from {K.num_data:,} data, and the risk has {risk.num_data:,}.",
+            "Use the risk that the curvature was computed for.",
+        )
+
+
+def check_params(K: BlockDiagonal, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse parameters that are not those of the curvature.
+
+    Args:
+        K: The curvature.
+        shapes: Shapes of the parameters of a model. There may be more of them.
+
+    Raises:
+        ModelError: If one is missing, or has another shape.
+    """
+    mine = {name: tuple(shape) for name, shape in K.domain.shapes.items()}
+    missing = [name for name in mine if name not in shapes]
+    if missing:
+        raise ModelError(
+            f"The curvature is that of other parameters: the model lacks {few(missing)}.",
+            "Use the model that the curvature was computed for, and the same params=.",
+        )
+    for name, shape in mine.items():
+        if shapes[name] != shape:
+            raise ModelError(
+                f"Parameter {name!r} has shape {list(shapes[name])}, and {list(shape)} in the curvature.",
+                "Use the model that the curvature was computed for.",
+            )

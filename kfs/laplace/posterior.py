@@ -1,0 +1,219 @@
+"""The posterior over parameters, as a normal distribution around those of a trained model."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, Literal, overload
+
+from torch import Tensor, nn
+
+from kfs.describing import Described, Description, counted, kind, number
+from kfs.errors import ModelError
+from kfs.kfac.structures import BlockDiagonal
+from kfs.laplace.evidence import evidence
+from kfs.laplace.likelihood import (
+    Likelihood,
+    Number,
+    Prior,
+    check_curvature,
+    check_params,
+    check_risk,
+    likelihood_of,
+    priors_by_name,
+)
+from kfs.laplace.spectrum import decomposed
+from kfs.laplace.variance import NO_LOSS, output_covariance
+from kfs.risk import EmpiricalRisk
+
+Model = nn.Module | Callable[[dict[str, Tensor], Any], Any]
+
+
+class Posterior(Described):
+    """A normal distribution around the parameters of a model; `posterior` makes it.
+
+    Attributes:
+        K: The curvature of the risk.
+        risk: Model, loss and data.
+        priors: The prior precision of each block, by name.
+        likelihood: Scale of the curvature, noise and temperature.
+        mean: The parameters that the distribution is around, by name: copies.
+    """
+
+    def __init__(
+        self, K: BlockDiagonal, risk: EmpiricalRisk, priors: Mapping[str, float], likelihood: Likelihood
+    ) -> None:
+        """Copy the parameters."""
+        self.K = K
+        self.risk = risk
+        self.priors = dict(priors)
+        self.likelihood = likelihood
+        self.mean = {name: risk.params[name].detach().clone() for name in K.domain.shapes}
+
+    def describe(self) -> Description:
+        """Describe model, curvature, prior and likelihood."""
+        of = f" of {self.K.of}" if self.K.of else ""
+        size = f"{self.K.shape[0]:,} parameters, {counted(len(self.priors), 'block')}"
+        title = f"Posterior{of}: {size}, {kind(self.K.dtype, self.K.device)}"
+        facts = [f"curvature: {type(self.K).__name__}; prior precision: {self._shown_prior()}"]
+        if self.likelihood.noise is not None:
+            facts.append(f"noise: {number(self.likelihood.noise)}")
+        if self.likelihood.temperature != 1:
+            facts.append(f"temperature: {number(self.likelihood.temperature)}")
+        return Description(title, tuple(facts))
+
+    def _shown_prior(self) -> str:
+        smallest, largest = min(self.priors.values()), max(self.priors.values())
+        return number(smallest) if smallest == largest else f"{number(smallest)} to {number(largest)}, by block"
+
+    @cached_property
+    def _curvature(self) -> BlockDiagonal:
+        """That of the log-likelihood, without the prior."""
+        return decomposed(self.K, self.likelihood.scale)
+
+    @property
+    def precision(self) -> BlockDiagonal:
+        """The inverse of the covariance: curvature of the log-likelihood, plus the prior's precision."""
+        return self._curvature.power(1.0, self.priors)
+
+    @cached_property
+    def covariance(self) -> BlockDiagonal:
+        """The covariance of parameters."""
+        return self._curvature.inverse(self.priors)
+
+    @overload
+    def sample(self, num_samples: int = 1, *, seed: int = 0, form: Literal["matrix"] = "matrix") -> Tensor: ...
+    @overload
+    def sample(self, num_samples: int = 1, *, seed: int = 0, form: Literal["dict"]) -> dict[str, Tensor]: ...
+    def sample(
+        self, num_samples: int = 1, *, seed: int = 0, form: Literal["matrix", "dict"] = "matrix"
+    ) -> Tensor | dict[str, Tensor]:
+        """Draw parameters.
+
+        Args:
+            num_samples: Number of draws.
+            seed: Seed for the draws.
+            form: `"matrix"` for columns of flat vectors, `"dict"` for tensors by the names of parameters.
+
+        Returns:
+            Columns, `[size, num_samples]`; or `{name: [num_samples, *shape]}`, the same draws.
+        """
+        if form == "dict":
+            draws = self._curvature.sample(num_samples, damping=self.priors, seed=seed, form="dict")
+            return {name: self.mean[name].to(t) + t for name, t in draws.items()}
+        columns = self._curvature.sample(num_samples, damping=self.priors, seed=seed, form=form)
+        mean = self.K.domain.flatten({name: p.to(columns).unsqueeze(0) for name, p in self.mean.items()})
+        return mean.T + columns
+
+    def functional_variance(self, X: Any, *, batch_size: int = 256) -> Tensor:
+        """Return the covariance of the linearized network's outputs; see `kfs.laplace.functional_variance`."""
+        return output_covariance(self.K, self.covariance, self.risk, X, _checked(batch_size))
+
+    def log_marginal_likelihood(self) -> Tensor:
+        """Return the log marginal likelihood; see `kfs.laplace.log_marginal_likelihood`."""
+        return evidence(self._curvature, self.risk, self.priors, self.likelihood)
+
+
+def posterior(
+    K: BlockDiagonal,
+    risk: EmpiricalRisk,
+    prior_precision: Prior,
+    *,
+    noise: float | None = None,
+    temperature: float = 1.0,
+) -> Posterior:
+    """Approximate the posterior over parameters by a normal distribution.
+
+    Its mean are the parameters as they are, and its precision is the curvature of the negative log-likelihood (a sum
+    over data, whatever the reduction of the loss is) plus that of the prior.
+
+    Args:
+        K: The curvature of the risk: `KFAC`, `EKFAC`, or another operator with blocks.
+        risk: Model, loss and data.
+        prior_precision: One over the variance of the prior: one number, or one for every block, by name. A weight decay
+            of `w` in the gradient of a mean over `N` data is a prior precision of `N w`. `tune_prior` finds one.
+        noise: Standard deviation of targets, for regression.
+        temperature: What the log-likelihood is divided by. Less than one makes the posterior narrower.
+
+    Raises:
+        ModelError: If parameters, loss or data are not those of the curvature, a prior precision is not positive, or
+            noise is missing.
+
+    Example:
+        >>> import torch
+        >>> from kfs import KFAC
+        >>> _ = torch.manual_seed(0)
+        >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.CrossEntropyLoss(), (torch.rand(9, 3), torch.randint(2, (9,))))
+        >>> belief = posterior(KFAC(risk), risk, prior_precision=1.0)
+        >>> belief.sample(5, form="dict")["weight"].shape, belief.functional_variance(torch.rand(4, 3)).shape
+        (torch.Size([5, 2, 3]), torch.Size([4, 2, 2]))
+        >>> belief
+        Posterior of Linear with CrossEntropyLoss (mean): 8 parameters, 1 block, float32 on cpu
+          curvature: KFAC; prior precision: 1
+    """
+    check_curvature(K)
+    check_risk(K, risk)
+    likelihood = likelihood_of(K, risk, noise, temperature)
+    return Posterior(K, risk, _numbers(priors_by_name(prior_precision, K)), likelihood)
+
+
+def functional_variance(
+    K: BlockDiagonal,
+    risk_or_model: EmpiricalRisk | Model,
+    X: Any,
+    prior_precision: Prior,
+    *,
+    noise: float | None = None,
+    temperature: float = 1.0,
+    batch_size: int = 256,
+) -> Tensor:
+    """Compute the covariance of the linearized network's outputs under the posterior.
+
+    Args:
+        K: The curvature of the risk: `KFAC`, `EKFAC`, or another operator with blocks.
+        risk_or_model: The risk that it is the curvature of; its model is enough for `KFAC` and `EKFAC`.
+        X: Inputs, as the model takes them.
+        prior_precision: As in `posterior`.
+        noise: Standard deviation of targets, for regression. It is not added to the result.
+        temperature: As in `posterior`.
+        batch_size: How many data are processed together, if inputs are one tensor.
+
+    Returns:
+        `[n, outputs, outputs]`; outputs with several axes are flattened.
+
+    Raises:
+        ModelError: As `posterior` raises it.
+        DataError: If there are no inputs.
+    """
+    check_curvature(K)
+    is_risk = isinstance(risk_or_model, EmpiricalRisk)
+    if is_risk:
+        check_risk(K, risk_or_model)
+    likelihood = likelihood_of(K, risk_or_model if is_risk else None, noise, temperature)  # type: ignore[arg-type]
+    priors = _numbers(priors_by_name(prior_precision, K))
+    risk = risk_or_model if isinstance(risk_or_model, EmpiricalRisk) else _risk_of(K, risk_or_model)
+    covariance = decomposed(K, likelihood.scale).inverse(priors)
+    return output_covariance(K, covariance, risk, X, _checked(batch_size))
+
+
+def _risk_of(K: BlockDiagonal, model: object) -> EmpiricalRisk:
+    """Return a risk without data, for the parameters of the curvature.
+
+    Raises:
+        ModelError: If it is no module, or has other parameters.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"A {type(model).__name__} does not have parameters.", "Pass the risk of the curvature, or its module."
+        )
+    check_params(K, {name: tuple(p.shape) for name, p in model.named_parameters()})
+    return EmpiricalRisk(model, NO_LOSS, [], list(K.domain.shapes))
+
+
+def _numbers(priors: Mapping[str, Number]) -> dict[str, float]:
+    return {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in priors.items()}
+
+
+def _checked(batch_size: object) -> int:
+    """Refuse what is not a number of data."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ModelError(f"batch_size is {batch_size!r}.", "Use an integer of at least one.")
+    return batch_size

@@ -1,0 +1,134 @@
+r"""The covariance of a linearized network's outputs, block by block, without Jacobians where that is possible.
+
+With the posterior covariance $(K + \delta I)^{-1}$, the outputs $f_c$ of a datum have the covariance
+
+$$
+\Sigma_{cd} = \sum_{\text{blocks}} \mathrm{vec}(J_c)^\top (K + \delta I)^{-1}\, \mathrm{vec}(J_d),
+\qquad J_c = g_c\, x^\top \text{ for one position.}
+$$
+
+In the eigenbasis of the block, with $\tilde g_c = Q_B^\top g_c$ and $\tilde x = Q_A^\top x$, this is
+$\sum_i \tilde g_{c,i}\, \tilde g_{d,i} \sum_j \Lambda_{ij} \tilde x_j^2$: vectors are rotated, and no Jacobian is
+formed. With several positions, Jacobians of a block are formed, for a few data at a time.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfs.data import tensors_in
+from kfs.errors import DataError
+from kfs.kfac.block_gradients import Basis, BlockGradients, sides_of
+from kfs.kfac.datum_gradients import GradientBatch, per_datum_columns
+from kfs.kfac.structures import BlockDiagonal, Structure
+from kfs.kfac.sums import PlainVectors
+from kfs.losses import Custom
+from kfs.risk import EmpiricalRisk
+
+# Jacobians that are formed together have about this many numbers.
+_NUMBERS = 2**24
+# Stands for a loss, which inputs without targets do not have.
+NO_LOSS = Custom(lambda f, _: f.sum())
+
+
+def unit_vectors(f: Tensor, y: Tensor) -> Iterator[Tensor]:  # noqa: ARG001 (there are no targets)
+    """Yield a vector for each output that is one there and zero elsewhere, `[1, *f.shape]`."""
+    for output in range(prod(f.shape[1:])):
+        v = torch.zeros_like(f)
+        v.reshape(len(f), -1)[:, output] = 1
+        yield v.unsqueeze(0)
+
+
+def output_covariance(
+    K: BlockDiagonal, covariance: BlockDiagonal, risk: EmpiricalRisk, X: Any, batch_size: int
+) -> Tensor:
+    """Return the covariance of the outputs of every datum, `[n, outputs, outputs]`.
+
+    Args:
+        K: Has blocks and settings.
+        covariance: The posterior's, with the same blocks.
+        risk: Has model and parameters. Its data are not used.
+        X: Inputs.
+        batch_size: How many data are processed together.
+    """
+    inputs = EmpiricalRisk(risk.model, NO_LOSS, _batches(X, batch_size), risk.params, progress=risk.progress)
+    structures = {
+        layout.name: stack.structure[part].to(risk.device, risk.sum_dtype)
+        for stack in covariance.stacks
+        for layout, part in stack.slices()
+    }
+    found = [_of_batch(structures, columns) for columns in per_datum_columns(inputs, unit_vectors, blocks=K)]
+    return torch.cat(found)
+
+
+def _batches(X: Any, batch_size: int) -> list[tuple[Any, Tensor]]:
+    """Split inputs into batches, with zeros for targets; inputs that are not one tensor are one batch.
+
+    Raises:
+        DataError: If there are no data.
+    """
+    tensors = list(tensors_in(X))
+    if not tensors or not tensors[0].ndim or not len(tensors[0]):
+        raise DataError("There are no inputs.", "Pass inputs as the model takes them, with the batch axis first.")
+    if isinstance(X, Tensor):
+        return [(x, x.new_zeros(len(x), dtype=torch.float32)) for x in X.split(batch_size)]
+    return [(X, tensors[0].new_zeros(len(tensors[0]), dtype=torch.float32))]
+
+
+def _of_batch(structures: Mapping[str, Structure], columns: Sequence[GradientBatch]) -> Tensor:
+    """Sum the covariances that all blocks contribute, for one batch."""
+    parts: Iterable[Tensor] = (
+        block_covariance(structures[name], [column.blocks[name] for column in columns]) for name in columns[0].blocks
+    )
+    return torch.stack(list(parts)).sum(0)
+
+
+def block_covariance(structure: Structure, outputs: Sequence[BlockGradients]) -> Tensor:
+    """Return `<J_c, S J_d>` for every datum and all pairs of outputs, `[n, outputs, outputs]`.
+
+    Args:
+        structure: `S`, the block of the posterior's covariance.
+        outputs: The Jacobian's rows with respect to the block's parameters, for each output.
+    """
+    if isinstance(structure, Basis) and not outputs[0].keeps_rows(structure):
+        if _is_outer_product(outputs[0]):
+            return _by_vectors(structure, outputs)
+        return _by_matrices(structure, outputs)
+    products = [gradients.multiplied(structure) for gradients in outputs]
+    rows = [torch.stack([product.inner_within(other) for other in outputs], 1) for product in products]
+    return torch.stack(rows, 1)
+
+
+def _is_outer_product(gradients: BlockGradients) -> bool:
+    """Whether the gradient of each datum is one outer product of plain vectors."""
+    if gradients.whole is not None or len(gradients.uses) != 1 or gradients.shared != 1:
+        return False
+    part = gradients.parts[0]
+    return isinstance(part.x, PlainVectors) and isinstance(part.g, PlainVectors)
+
+
+def _by_vectors(structure: Basis, outputs: Sequence[BlockGradients]) -> Tensor:
+    """Rotate inputs once, and gradients of all outputs together; see above."""
+    Q_A, Q_B = sides_of(structure)
+    inputs = outputs[0].parts[0].x
+    x = (inputs if Q_A is None else inputs.times(Q_A)).dense().squeeze(2)  # [groups, n, d_A]
+    g = torch.cat([gradients.parts[0].g.dense() for gradients in outputs], 2)  # [groups, n, outputs, d_B]
+    g = g if Q_B is None else g @ Q_B.unsqueeze(1)
+    weights = x.square() @ structure.values.transpose(1, 2)  # [groups, n, d_B]
+    return ((g * weights.unsqueeze(2)) @ g.transpose(2, 3)).sum(0)
+
+
+def _by_matrices(structure: Basis, outputs: Sequence[BlockGradients]) -> Tensor:
+    """Form the Jacobian of some data at a time, and rotate it."""
+    Q_A, Q_B = sides_of(structure)
+    J = torch.stack([gradients.dense() for gradients in outputs], 1)  # [n, outputs, groups, d_B, d_A]
+    found = []
+    for some in J.split(max(1, _NUMBERS // max(1, J[0].numel()))):
+        rotated = some if Q_A is None else some @ Q_A
+        rotated = rotated if Q_B is None else Q_B.transpose(1, 2) @ rotated
+        weighted = (rotated * structure.values).flatten(2)
+        found.append(weighted @ rotated.flatten(2).transpose(1, 2))
+    return torch.cat(found)

@@ -1,0 +1,259 @@
+"""Posterior, covariance of outputs and samples against dense matrices."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kfs
+from kfs.errors import DataError, DtypeError, ModelError, UnknownAttributeError
+from kfs.kfac import exact_blocks, exact_diagonal
+from kfs.kfac.structures import BlockDiagonal
+from kfs.laplace import functional_variance, posterior
+from kfs.laplace.variance import block_covariance
+from tests.laplace.problems import (
+    PROBLEMS,
+    Problem,
+    classification,
+    close,
+    dense_covariance,
+    dense_variance,
+    regression,
+    vectors,
+)
+
+CURVATURES: dict[str, Callable[[kfs.EmpiricalRisk], BlockDiagonal]] = {
+    "KFAC": kfs.KFAC,
+    "EKFAC": kfs.EKFAC,
+    "separate biases": lambda risk: kfs.KFAC(risk, joint_bias=False),
+    "exact blocks": exact_blocks,
+    "exact diagonal": exact_diagonal,
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+@pytest.mark.parametrize("kind", CURVATURES)
+def test_covariance_of_outputs(problem: Problem, kind: str) -> None:
+    if (problem.name, kind) == ("groups", "exact blocks"):
+        pytest.skip("Exact blocks join groups of channels, and gradients by datum do not: see below.")
+    risk = classification(problem)
+    K = CURVATURES[kind](risk)
+    X = problem.inputs(3)
+    expected = dense_variance(risk, dense_covariance(K, 8, 0.7), X)  # the loss is a mean over eight data
+    close(functional_variance(K, risk, X, 0.7), expected)
+    close(functional_variance(K, risk, X, 0.7, batch_size=2), expected)
+    unscaled = dense_variance(risk, dense_covariance(K, 1, 0.7), X)
+    assert (unscaled - expected).norm() > 0.1 * expected.norm()
+
+
+def test_exact_blocks_of_groups_are_refused() -> None:
+    problem = PROBLEMS[3]
+    risk = classification(problem)
+    with pytest.raises(ModelError, match=r"\['2.weight', '2.bias'\] are used in another way"):
+        functional_variance(exact_blocks(risk), risk, problem.inputs(2), 1.0)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[:2], ids=lambda problem: problem.name)
+def test_reduction_does_not_matter(problem: Problem) -> None:
+    X = problem.inputs(2)
+    mean, total = (classification(problem, reduction=reduction) for reduction in ("mean", "sum"))
+    a, b = (functional_variance(kfs.KFAC(risk), risk, X, 2.0) for risk in (mean, total))
+    close(a, b)
+    assert isinstance(mean.model, nn.Module)
+    close(functional_variance(kfs.EKFAC(mean), mean.model, X, 2.0), functional_variance(kfs.EKFAC(mean), mean, X, 2.0))
+
+
+def test_a_prior_for_every_block_noise_and_temperature() -> None:
+    risk = regression()
+    K = kfs.KFAC(risk)
+    priors: dict[str, float | Tensor] = {"0": 0.5, "2": torch.tensor([3.0])}
+    diagonal = torch.cat([torch.full((25,), 0.5), torch.full((12,), 3.0)]).double()
+    # The risk is a mean over all targets, of twice the criterion.
+    scale = 1 / (risk.reduction_factor * 0.2**2 * 0.8)
+    covariance = dense_covariance(K, scale, diagonal)
+    belief = posterior(K, risk, priors, noise=0.2, temperature=0.8)
+    close(belief.covariance.to_dense(), covariance)
+    close(belief.precision.to_dense(), torch.linalg.inv(covariance))
+    X = vectors(3)
+    close(belief.functional_variance(X), dense_variance(risk, covariance, X))
+    close(functional_variance(K, risk, X, priors, noise=0.2, temperature=0.8), belief.functional_variance(X))
+    assert str(belief.describe().facts[0]) == "curvature: KFAC; prior precision: 0.5 to 3, by block"
+    assert belief.describe().facts[1:] == ("noise: 0.2", "temperature: 0.8")
+
+
+def test_sums_of_curvatures_and_unknown_losses() -> None:
+    risk = classification(PROBLEMS[0])
+    K = kfs.KFAC(risk, joint_bias=False)
+    L = kfs.KFAC(risk, fisher="empirical", joint_bias=False)
+    both = K + L
+    assert isinstance(both, BlockDiagonal)
+    X = vectors(2)
+    expected = dense_variance(risk, dense_covariance(both, 8, 1.0), X)
+    close(functional_variance(both, risk, X, 1.0), expected, 1e-5)  # by conjugate gradients
+
+
+def test_samples_have_the_covariance() -> None:
+    risk = regression()
+    belief = posterior(kfs.KFAC(risk), risk, 5.0, noise=0.5)
+    draws = belief.sample(20_000, seed=1)
+    flat = torch.cat([p.detach().flatten() for p in risk.params.values()])
+    covariance = belief.covariance.to_dense()
+    assert (draws.mean(1) - flat).abs().max() < 0.02
+    assert (torch.cov(draws) - covariance).norm() < 0.05 * covariance.norm()
+    by_name = belief.sample(20_000, seed=1, form="dict")
+    close(by_name["0.weight"].flatten(1).T, draws[:20])
+    before = flat.clone()
+    with torch.no_grad():
+        next(iter(risk.params.values())).add_(1.0)  # the mean is a copy
+    close(torch.cat([p.flatten() for p in belief.mean.values()]), before)
+
+
+def test_several_axes_of_outputs_and_inputs_that_are_not_tensors() -> None:
+    class TwoInputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 6)
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            out: Tensor = self.layer(a + b).reshape(-1, 3, 2)
+            return out
+
+    model = TwoInputs().double()
+    a, b = vectors(5), vectors(5)
+    data = [((a, b), torch.randint(3, (5, 2)))]
+    risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
+    K = kfs.KFAC(risk)
+    found = functional_variance(K, risk, (a, b), 1.0)
+    J = torch.stack([torch.kron(torch.eye(6).double(), row) for row in torch.cat([a + b, torch.ones(5, 1)], 1)])
+    order = torch.cat([torch.arange(6 * 5).reshape(6, 5)[:, :4].flatten(), torch.arange(6 * 5).reshape(6, 5)[:, 4]])
+    J = J.reshape(5, 6, -1)[:, :, order]  # weight first, then bias
+    close(found, J @ dense_covariance(K, 1 / risk.reduction_factor, 1.0) @ J.transpose(1, 2))
+
+
+def test_parameters_without_rule() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+            self.power = nn.Parameter(torch.tensor([0.5, 1.0, 2.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = nn.functional.softplus(self.inner(x)) ** self.power
+            return out
+
+    torch.manual_seed(0)
+    model = Scaled().double()
+    risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (vectors(8), torch.randint(3, (8,))))
+    K = kfs.KFAC(risk, uncovered="diagonal")
+    X = vectors(3)
+    close(functional_variance(K, risk, X, 1.0), dense_variance(risk, dense_covariance(K, 8, 1.0), X))
+
+
+def test_ways_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data are taken a few at a time if Jacobians are large, with the same result."""
+    problem = PROBLEMS[1]
+    risk = classification(problem)
+    K = kfs.EKFAC(risk)
+    X = problem.inputs(5)
+    expected = functional_variance(K, risk, X, 1.0)
+    monkeypatch.setattr("kfs.laplace.variance._NUMBERS", 1)
+    close(functional_variance(K, risk, X, 1.0), expected)
+
+
+def test_unused_blocks_have_no_covariance() -> None:
+    risk = classification(PROBLEMS[0])
+    K = kfs.KFAC(risk)
+    batch = next(iter(kfs.per_datum(risk, blocks=K)))
+    block = replace(batch.blocks["0"], uses=())
+    structure = K.stacks[0].structure[0:1].eigenbasis()
+    assert block_covariance(structure, [block, block]).abs().max() == 0
+
+
+BAD_PRIORS: list[Any] = [0, -1.0, inf, nan, "1", True, torch.ones(2), kfs.Relative(0.1), {"0": 1.0, "2": 0.0}]
+
+
+@pytest.mark.parametrize("prior", BAD_PRIORS, ids=str)
+def test_priors_that_are_none(prior: Any) -> None:
+    risk = classification(PROBLEMS[0])
+    with pytest.raises(ModelError, match=r"The prior precision is .*tune_prior"):
+        posterior(kfs.KFAC(risk), risk, prior)
+
+
+def test_other_bad_input() -> None:
+    risk = classification(PROBLEMS[0])
+    K = kfs.KFAC(risk)
+    X = vectors(2)
+    with pytest.raises(ModelError, match=r"lacks the blocks '2', and has '22' too many.*Did you mean '2'"):
+        posterior(K, risk, {"0": 1.0, "22": 1.0})
+    with pytest.raises(ModelError, match=r"CrossEntropyLoss has no noise.*Leave noise= out"):
+        posterior(K, risk, 1.0, noise=1.0)
+    with pytest.raises(DtypeError, match="The temperature is 0"):
+        posterior(K, risk, 1.0, temperature=0)
+    with pytest.raises(ModelError, match=r"takes an operator with blocks, and this is a GGN"):
+        posterior(kfs.GGN(risk), risk, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="not symmetric"):
+        posterior(K @ kfs.KFAC(risk, fisher="empirical"), risk, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"risk is a Sequential.*Pass the kfs\.EmpiricalRisk"):
+        posterior(K, risk.model, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="A BlockDiagonal does not know the loss"):
+        functional_variance(exact_blocks(risk), risk.model, X, 1.0)
+    with pytest.raises(ModelError, match="A function does not have parameters"):
+        functional_variance(K, lambda _, x: x, X, 1.0)
+    for batch_size in (0, 1.5, True):
+        with pytest.raises(ModelError, match="batch_size is"):
+            functional_variance(K, risk, X, 1.0, batch_size=batch_size)  # type: ignore[arg-type]
+    nothing: list[Any] = [X[:0], [], torch.tensor(1.0)]
+    for empty in nothing:
+        with pytest.raises(DataError, match="There are no inputs"):
+            functional_variance(K, risk, empty, 1.0)
+    with pytest.raises(UnknownAttributeError, match=r"kfs\.laplace has no 'posterio'\. Did you mean 'posterior'"):
+        kfs.laplace.posterio  # noqa: B018
+
+
+def test_curvature_of_something_else() -> None:
+    risk = classification(PROBLEMS[0])
+    K = kfs.KFAC(risk)
+    X = vectors(2)
+    other = classification(PROBLEMS[1])
+    with pytest.raises(ModelError, match=r"of other parameters: the model lacks '0\.bias', '2\.weight'"):
+        posterior(K, kfs.EmpiricalRisk(other.model, nn.CrossEntropyLoss(), [], params=["0.weight"]), 1.0)
+    with pytest.raises(ModelError, match=r"Parameter '0\.weight' has shape \[2, 1, 3, 3\], and \[5, 4\]"):
+        functional_variance(K, nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Linear(5, 3)).double(), X, 1.0)
+    more = classification(PROBLEMS[0], num_data=9)
+    with pytest.raises(ModelError, match="computed from 8 data, and the risk has 9"):
+        posterior(K, more, 1.0)
+    total = classification(PROBLEMS[0], reduction="sum")
+    with pytest.raises(ModelError, match="The losses differ"):
+        posterior(K, total, 1.0)
+
+
+def test_regression_without_noise() -> None:
+    risk = regression()
+    K = kfs.KFAC(risk)
+    with pytest.raises(ModelError, match=r"MSELoss is the loss of a regression.*tune_prior_and_noise"):
+        posterior(K, risk, 1.0)
+    with pytest.raises(ModelError, match="depends on the noise"):
+        functional_variance(exact_diagonal(risk), risk, vectors(2), 1.0)
+    with pytest.raises(DtypeError, match="The noise is -1"):
+        posterior(K, risk, 1.0, noise=-1)
+
+
+def test_batch_norm_in_training_mode() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double().eval()
+    risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (vectors(6), torch.randint(2, (6,))))
+    K = kfs.KFAC(risk)
+    model.train()
+    for what in (risk, model):
+        with pytest.raises(ModelError, match="eval"):
+            functional_variance(K, what, vectors(2), 1.0)
+
+
+def test_shown() -> None:
+    risk = classification(PROBLEMS[0])
+    text = repr(posterior(kfs.EKFAC(risk), risk, 2.5))
+    assert "Posterior of Sequential with CrossEntropyLoss (mean): 43 parameters, 2 blocks" in text
+    assert "curvature: EKFAC; prior precision: 2.5" in text
