@@ -74,7 +74,8 @@ class DescribedOperator(Described):
     dtype: Any
     device: Any
 
-    if not TYPE_CHECKING:  # a type checker would believe that there is any attribute
+    # A type checker would believe that there is any attribute.
+    if not TYPE_CHECKING:  # pragma: no branch
 
         def __getattr__(self, name: str) -> object:
             """Say where to find what block-diagonal operators have, and this one does not."""
