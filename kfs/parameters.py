@@ -108,3 +108,10 @@ def has_memory_of(one: Tensor, other: Tensor) -> bool:
 def with_gradients(params: Params) -> Params:
     """Return parameters that require gradients; leaves with the same values in place of those that do not."""
     return {name: p if p.requires_grad else p.detach().requires_grad_() for name, p in params.items()}
+
+
+def leaves_of(params: Params, kept: Params) -> Params:
+    """Return parameters as `with_gradients` does: earlier ones if they still have the same memory."""
+    same = kept.keys() == params.keys() and all(has_memory_of(kept[name], p) for name, p in params.items())
+    # Some of them may be the parameters themselves, which somebody has frozen since.
+    return kept if same and all(p.requires_grad for p in kept.values()) else with_gradients(params)

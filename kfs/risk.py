@@ -40,15 +40,7 @@ from kfs.flags import Flags, not_finite, refuse_not_finite
 from kfs.losses import Loss, describe
 from kfs.moving import copies_end, moved
 from kfs.outputs import prediction_in
-from kfs.parameters import (
-    Params,
-    function_params,
-    has_memory_of,
-    module_params,
-    places,
-    switched_on,
-    with_gradients,
-)
+from kfs.parameters import Params, function_params, leaves_of, module_params, places, switched_on
 from kfs.progress import tracked
 from kfs.same_data import SameData
 from kfs.state import UnusedDraws, check_module, evaluating, random_state, restored, unchanged
@@ -368,19 +360,13 @@ class EmpiricalRisk(Described):
         given = self.params
         own = isinstance(self.model, nn.Module) and self._at_own_params(frozen=True)
         try:
-            self.params = given if own else self._kept_leaves(given)
+            if not own:
+                self._leaves = leaves_of(given, self._leaves)
+            self.params = given if own else self._leaves
             with switched_on(given.values()) if own else nullcontext():
                 yield
         finally:
             self.params = given
-
-    def _kept_leaves(self, given: Params) -> Params:
-        """Return leaves with the memory of some parameters: the same ones as before, as long as they have it."""
-        kept = self._leaves
-        same = kept.keys() == given.keys() and all(has_memory_of(kept[name], p) for name, p in given.items())
-        if not same or not all(p.requires_grad for p in kept.values()):  # some may be the parameters themselves
-            self._leaves = with_gradients(given)
-        return self._leaves
 
     def _output(self, params: Params, batch: Batch) -> Any:
         """Evaluate the model, and return what it returns."""
