@@ -231,7 +231,7 @@ def _pull_back_together(
     """Multiply columns with the transposed Jacobian, through a graph of `torch.func`.
 
     Activations in such a graph do not require gradients by themselves. If they do, PyTorch multiplies all columns of an
-    activation's gradient together, and copies them for that: ten columns of a transformer take a tenth more time.
+    activation's gradient together, and copies them for that.
     """
     values = {name: p.detach() for name, p in (leaves | rest).items()}
 
