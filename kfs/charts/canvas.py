@@ -52,13 +52,15 @@ def open_frame(axes: "Axes") -> None:
 def short(name: str, length: int = _LABEL) -> str:
     """Shorten the first modules of a long name to their initials, and leave out its middle if it is still too long.
 
-    Numbers stay: they tell layers apart.
+    Numbers stay, also at the end of a module's name: they tell layers apart.
 
     Example:
         >>> short("transformer.h.10.attn.c_attn.weight", 25)
         't.h.10.attn.c_attn.weight'
         >>> short("transformer.h.10.attn.c_attn.weight", 20)
         't.h.10.a.c.weight'
+        >>> short("layer3.0.downsample.0.weight", 20)
+        'l3.0.d.0.weight'
         >>> short("a_rather_long_name_of_one_layer", 20)
         'a_rather...one_layer'
     """
@@ -66,7 +68,8 @@ def short(name: str, length: int = _LABEL) -> str:
     for place, part in enumerate(parts[:-1]):
         if len(".".join(parts)) <= length:
             break
-        parts[place] = part if part.isdigit() else part[:1]
+        letters = part.rstrip("0123456789")
+        parts[place] = letters[:1] + part[len(letters) :]
     name = ".".join(parts)
     if len(name) <= length:
         return name

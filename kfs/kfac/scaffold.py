@@ -112,13 +112,13 @@ def passes(
         sums: What to add to.
         settings: Which curvature matrix, and how.
         task: What to call it in a progress bar.
-        progress: Is told what was counted.
+        progress: Counts data, targets and unexplained uses.
         journal: Keeps intermediate results in a file, and may have some already.
         vectors: From predictions and targets to the columns that are sent back. By default, those of the curvature
             matrix are.
         pausing: Whether code of somebody else runs between two passes. Then modes of PyTorch, parameters and random
             state are as they were before whenever a batch is yielded, and values are checked after every pass.
-        skip: Says of a batch, by its place, whether its pass is left out. By default, the journal knows.
+        skip: Says of a batch, by its place, whether its pass is left out. If there is a journal, it decides instead.
 
     Yields:
         The batches whose passes are complete.

@@ -347,8 +347,8 @@ def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None, memory: int |
     if chunk_size is None:
         modules = risk.model.modules() if isinstance(risk.model, Module) and risk.device.type == "cpu" else ()
         groups = [module.groups for module in modules if isinstance(module, _ConvNd)]
-        one_by_one = reuse or any(number > 1 for number in groups)
-        chunk_size = 16 if not groups else 1 if one_by_one else 4
+        with_convolutions = 1 if reuse or any(number > 1 for number in groups) else 4
+        chunk_size = with_convolutions if groups else 16
     return chunk_size if memory is None else max(1, min(chunk_size, memory // bytes_per_column(risk)))
 
 

@@ -218,7 +218,7 @@ def pull_back_through_model(
     if len(u) > 1:
         try:
             return _pull_back_together(risk, batch, leaves, rest, rows, u)
-        except (NotImplementedError, RuntimeError):
+        except RuntimeError:
             pass  # not for torch.func, such as a checkpoint; if something else is wrong, it shows again below
     # A checkpoint runs the model again in the backward pass, with the same kernels.
     with sdpa_kernel(kernels) if len(u) == 1 else nullcontext():

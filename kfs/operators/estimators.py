@@ -241,6 +241,7 @@ def _product(A: LinearOperator, V: Tensor, line: Line) -> Tensor:
 
 
 def _wide_dense(A: LinearOperator) -> Tensor:
+    """Form the matrix, and return it in float32 at least: sums in half precision would lose digits."""
     return A.to_dense().to(torch.promote_types(A.dtype, torch.float32))
 
 

@@ -51,7 +51,7 @@ from kfs.errors import UnknownAttributeError
 _ELSEWHERE = {
     "diagonal": "kfs.operators.diagonal(A)",
     "eigenvalues": "kfs.operators.eigenvalues(A, k)",
-    "frobenius_norm": "kfs.operators.squared_frobenius_norm(A)",
+    "frobenius_norm": "kfs.operators.squared_frobenius_norm(A).value.sqrt()",
     "inverse": "kfs.operators.Inverse(A.shift(damping))",
     "logdet": "A.to_dense().logdet()",
     "solve": "kfs.operators.solve(A.shift(damping), b)",

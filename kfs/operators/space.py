@@ -196,7 +196,11 @@ class Space:
         if not is_index(chosen):
             by_name = self.unflatten(places.unsqueeze(0))
             return torch.cat([by_name[name].flatten() for name in self.subspace(chosen).shapes])  # type: ignore[arg-type]
-        index = torch.as_tensor(chosen if isinstance(chosen, Tensor | ndarray) else list(chosen), device=self.device)
+        if isinstance(chosen, ndarray):
+            chosen = chosen.copy()  # PyTorch reads no arrays backward, and warns about those that are read-only.
+        elif not isinstance(chosen, Tensor):
+            chosen = list(chosen)
+        index = torch.as_tensor(chosen, device=self.device)
         if index.dtype == torch.bool:
             fits = index.shape == (self.size,)
         else:
@@ -221,7 +225,9 @@ def is_index(chosen: object) -> bool:
     """Whether somebody chooses entries of flat vectors, and not tensors by their names."""
     if isinstance(chosen, Tensor | slice | range):
         return True
-    return isinstance(chosen, list | tuple | ndarray) and len(chosen) > 0 and not isinstance(chosen[0], str)
+    if isinstance(chosen, ndarray):
+        return chosen.dtype.kind not in "OU"  # objects and text
+    return isinstance(chosen, list | tuple) and len(chosen) > 0 and not isinstance(chosen[0], str)
 
 
 def check_same(one: Space, other: Space, verb: str) -> None:

@@ -61,9 +61,8 @@ def eigenvalues(
     if by not in {"value", "magnitude"}:
         raise ShapeError(f"by is {by!r}.", "Choose 'value' or 'magnitude'.")
     which = ("L" if largest else "S") + ("A" if by == "value" else "M")  # as ARPACK calls them
-    start = normal(
-        A.shape[0], torch.promote_types(A.dtype, torch.float32), seed
-    ).numpy()  # signs may be orthogonal to an eigenvector of signs
+    wide = torch.promote_types(A.dtype, torch.float32)
+    start = normal(A.shape[0], wide, seed).numpy()  # signs may be orthogonal to an eigenvector of signs
     try:
         with show_progress("eigenvalues", None, progress, "product") as line:
             values, vectors = eigsh(A.to_scipy(line.advance), k=k, which=which, v0=start, tol=tolerance)

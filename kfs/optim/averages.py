@@ -46,7 +46,7 @@ class Average:
     eigen: Eigenbasis | None = None  # average of corrected eigenvalues; it starts with those of the factors
     uses: float = 1.0  # average number of inputs of the layer per example, such as positions of a convolution
     input_size: Tensor | None = None  # root mean square of inputs at the last inverse, `[groups]`; a bias counts as one
-    # `weight` and `uses` are those after factors were added. If that has failed unseen, they are not right: see `now`.
+    # `weight` and `uses` assume that the last factors were added. Until `confirm`, these are the numbers before that.
     before: Before | None = None
 
     @classmethod

@@ -14,6 +14,7 @@ _KNOWN = frozenset(nn.Module().__dict__)
 _PLAIN = {bool, int, float, complex, str, bytes}
 # Larger or deeper containers, such as a vocabulary, are no settings. To look at them would take too long.
 _LARGEST, _DEEPEST = 1000, 3
+_CHANGED = "attributes of the model change between its passes"
 
 
 class ModelState:
@@ -39,9 +40,6 @@ class ModelState:
         # The first comparison is fast, and nearly always enough.
         same = all(map(is_, before, now)) or all(map(_is_same, before, now))
         return "" if same else _CHANGED
-
-
-_CHANGED = "attributes of the model change between its passes"
 
 
 def _contents(model: nn.Module) -> list[Any]:

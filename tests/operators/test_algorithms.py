@@ -313,8 +313,13 @@ def test_indices_of_numpy() -> None:
     A = with_spectrum(POSITIVE)
     places = numpy.array([5, 1, -1])
     expected = A.matrix[places][:, places]
-    for index in (places, list(places), places.tolist(), torch.from_numpy(places)):
+    backward = places[::-1].copy()[::-1]
+    fixed = places.copy()
+    fixed.flags.writeable = False
+    for index in (places, list(places), places.tolist(), torch.from_numpy(places), backward, fixed):
         close(A.submatrix(index).to_dense(), expected)
+    with pytest.raises(ShapeError, match=r"An index of shape \[\]"):
+        A.submatrix(numpy.array(3))
     mask = numpy.arange(12) < 3
     close(A.submatrix(mask).to_dense(), A.matrix[:3, :3])
 

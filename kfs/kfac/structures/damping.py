@@ -166,12 +166,7 @@ def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Str
         return structure.inverse()
     if method == "exact":
         return structure.power(-1.0, damping)
-    if isinstance(structure, KroneckerSum):
-        part = damping if method == "per-factor" else damping / len(structure.terms)
-        return KroneckerSum(tuple(_with_damped_factors(term, part, method) for term in structure.terms)).inverse()
-    if not isinstance(structure, Kronecker):
-        raise _without_factors(method)
-    return _with_damped_factors(structure, damping, method).inverse()
+    return _with_all_factors_damped(structure, damping, method).inverse()
 
 
 def damped(structure: Structure, damping: Tensor, method: Method | None = None) -> Structure:
@@ -183,32 +178,43 @@ def damped(structure: Structure, damping: Tensor, method: Method | None = None) 
     Args:
         structure: The blocks, which are symmetric.
         damping: One number per block, `[stack]`, not negative.
-        method: As in `damped_inverse`. `None` is `"factored"` for Kronecker products, and sums of them, if one of
-            their factors is dense; and `"exact"` for all others.
+        method: As in `damped_inverse`. `None` is `"factored"` for Kronecker products with a dense factor, and for sums
+            of Kronecker products; and `"exact"` for all others.
     """
     if decompositions.is_zero(damping):
         return structure
-    if isinstance(structure, KroneckerSum) and method != "exact":
-        part = damping if method == "per-factor" else damping / len(structure.terms)
-        return KroneckerSum(tuple(_with_damped_factors(term, part, method or "factored") for term in structure.terms))
-    if not isinstance(structure, Kronecker):
-        if method not in {"exact", None}:
-            raise _without_factors(method)
-        return structure.shift(damping)
+    if method is None:
+        method = "factored" if _has_dense_factors(structure) else "exact"
+    if method != "exact":
+        return _with_all_factors_damped(structure, damping, method)
+    if not isinstance(structure, Kronecker) or not _has_dense_factors(structure):
+        return structure.shift(damping)  # Diagonal blocks stay diagonal.
     A, B = structure.A, structure.B
-    if "dense" not in {A.kind, B.kind} and method in {"exact", None}:
-        return structure.shift(damping)  # stays diagonal
-    if method != "exact" or A.is_multiple_of_identity or B.is_multiple_of_identity:
-        return _with_damped_factors(structure, damping, "factored" if method in {"exact", None} else method)
+    if A.is_multiple_of_identity or B.is_multiple_of_identity:
+        return _with_damped_factors(structure, damping, "factored")
     # The eigenbasis of the product would do, too. But sums of terms share one identity, and need no decomposition.
     ones = torch.ones_like(A.scale)
     identity = Kronecker(Factor.identity(A.size, damping.to(A.scale)), Factor.identity(B.size, ones))
     return KroneckerSum((structure, identity))
 
 
-def _without_factors(method: str | None) -> ModelError:
-    """Return the error for blocks to whose factors nothing can be added."""
-    return ModelError(f"Blocks without Kronecker factors cannot have {method} damping.", "Use method='exact' for them.")
+def _has_dense_factors(structure: Structure) -> bool:
+    """Whether blocks are Kronecker products with a dense factor, or sums of Kronecker products."""
+    if isinstance(structure, Kronecker):
+        return "dense" in {structure.A.kind, structure.B.kind}
+    return isinstance(structure, KroneckerSum)
+
+
+def _with_all_factors_damped(structure: Structure, damping: Tensor, method: Method) -> Kronecker | KroneckerSum:
+    """Add damping `[stack]` to the factors of Kronecker products, or of all terms of sums."""
+    if isinstance(structure, KroneckerSum):
+        part = damping if method == "per-factor" else damping / len(structure.terms)
+        return KroneckerSum(tuple(_with_damped_factors(term, part, method) for term in structure.terms))
+    if not isinstance(structure, Kronecker):
+        raise ModelError(
+            f"Blocks without Kronecker factors cannot have {method} damping.", "Use method='exact' for them."
+        )
+    return _with_damped_factors(structure, damping, method)
 
 
 def _with_damped_factors(structure: Kronecker, damping: Tensor, method: Method) -> Kronecker:

@@ -14,7 +14,7 @@ from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.stackable import NOT_STORED, Stackable, check_shape
 
 Kind = Literal["dense", "diagonal", "identity"]
-_FEW = 32  # columns of matrices that are multiplied together, beside each other, on a CPU: up to six times as fast
+_FEW = 32  # On a CPU, matrices with fewer columns than this are multiplied side by side.
 
 
 @dataclass(frozen=True, eq=False, repr=False)
