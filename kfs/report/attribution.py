@@ -12,6 +12,7 @@ from rich.text import Text
 from torch import Tensor
 
 from kfs.data import cut, tensors_in
+from kfs.describing import times
 from kfs.errors import ModelError
 from kfs.influence import Influence, Ranked, Top
 from kfs.report.pictures import as_image, data_uri
@@ -95,13 +96,15 @@ def explain(queries: EmpiricalRisk, train: EmpiricalRisk, influence: Influence, 
     """Find the training data behind predictions.
 
     Raises:
-        ModelError: If a rank is given, and no folder for what it compresses.
+        ModelError: If a rank is given, and no folder for what it compresses; or if inputs do not fit the shape.
     """
     if wish.rank is not None and wish.folder is None:
         raise ModelError(
             f"rank is {wish.rank}, and there is no index that it could compress.",
             "Add --index folder, or leave it out.",
         )
+    if wish.shape is not None:
+        _check_shape(queries, wish.shape)
     title = f"{influence.describe().title}, {train.num_data:,} training data, {queries.num_data:,} queries"
     normalize: Any = wish.normalize
     if wish.folder is None:
@@ -113,6 +116,17 @@ def explain(queries: EmpiricalRisk, train: EmpiricalRisk, influence: Influence, 
         own = index.self_scores() if wish.own else None
         title += f", relative error {index.error:.2g}"
     return Found(title, queries, train, top, own, wish.shape, wish.top, wish.normalize is not None)
+
+
+def _check_shape(queries: EmpiricalRisk, shape: Sequence[int]) -> None:
+    """Refuse a shape of images that inputs do not fit: the page would silently have no pictures."""
+    count = examples(queries, [0])[0].x.numel()
+    wanted = torch.Size(shape).numel()
+    if count != wanted:
+        raise ModelError(
+            f"Images of shape {times(shape)} have {wanted:,} numbers, and inputs have {count:,}.",
+            "Pass the shape of one input with --image, such as 8x8, or leave it out.",
+        )
 
 
 def examples(risk: EmpiricalRisk, wanted: Iterable[int]) -> dict[int, Example]:

@@ -114,13 +114,21 @@ def test_fewer_queries_and_an_index(runner: CliRunner, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["made_for_influence:pair"], r"tuple (model, loss, training data, queries)"),
+        (
+            ["made_for_influence:pair"],
+            r"is a tuple of length 2. Let it be, or return, a tuple (model, loss, training data, queries)",
+        ),
         (["made_for_influence:images", "--top", "50"], r"k is 50, and there are 20 training data"),
         (["made_for_influence:images", "--normalize", "much"], r"normalize is 'much'"),
         (["made_for_influence:images", "--image", "big"], r"The shape of images is 'big'"),
+        (
+            ["made_for_influence:vectors", "--image", "5x5"],
+            r"Images of shape 5 x 5 have 25 numbers, and inputs have 16.",
+        ),
         (["made_for_influence:none"], r"cannot be imported"),
         (["made_for_influence:images", "--rank", "2"], r"rank is 2, and there is no index"),
         (["made_for_influence:images", "--queries", "0"], r"The data set is empty"),
+        (["made_for_influence:vectors", "--queries", "0", "--image", "4x4"], r"The data set is empty"),
     ],
 )
 def test_refused(runner: CliRunner, arguments: list[str], message: str) -> None:
