@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import kfs
 from kfs.cli import app
 from kfs.report import mislabelled
-from kfs.report.attribution import examples, first_data
+from kfs.report.attribution import data_at, first_data
 from kfs.report.pictures import as_image, data_uri
 
 NUM_DATA = 20
@@ -137,10 +137,10 @@ def test_refused(runner: CliRunner, arguments: list[str], message: str) -> None:
     assert message in result.stderr
 
 
-def test_examples() -> None:
+def test_data_at_indices() -> None:
     model, loss, data, _ = images()
     risk = kfs.EmpiricalRisk(model, loss, data)
-    found = examples(risk, [13, 2])
+    found = data_at(risk, [13, 2])
     assert set(found) == {2, 13}
     assert torch.equal(found[13].x, data[1][0][1])
     assert torch.equal(found[2].y, data[0][1][2])
