@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-from collections.abc import Callable
 
 import torch
 from dattri.algorithm.influence_function import IFAttributorEKFAC
@@ -12,21 +11,14 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.influence_digits import Data, margins
-from benchmarks.influence_errors import DAMPING, Checked, gradients, matrices, multiplied_out
-from benchmarks.influence_methods import losses
+from benchmarks import influence_methods
+from benchmarks.influence_digits import Data
+from benchmarks.influence_errors import DAMPING, Checked, matrices, multiplied_out
+from benchmarks.influence_methods import BATCH, Quantity, gradients, losses, negative_margins
 from kfs import Relative
 
-BATCH = 512
-Quantity = Callable[[Tensor, Tensor], Tensor]
 
-
-def negative_margins(f: Tensor, y: Tensor) -> Tensor:
-    """Return a quantity of which less is better, as of a loss."""
-    return -margins(f, y)
-
-
-class Fitted:
+class Fitted(influence_methods.Fitted):
     """EKFAC.
 
     Args:
@@ -67,10 +59,6 @@ class Fitted:
             scores: Tensor = self.attributor.attribute(self.data, _loader(queries))
         return scores.T
 
-    def own(self) -> Tensor:
-        """Return the score of each training datum with itself."""
-        raise NotImplementedError
-
 
 def _loader(data: Data) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(TensorDataset(*data), batch_size=BATCH)
@@ -78,7 +66,7 @@ def _loader(data: Data) -> DataLoader[tuple[Tensor, ...]]:
 
 def checked(model: nn.Module, data: Data, queries: Data) -> Checked:
     """Return scores of dattri in float64, and by brute force with its own basis."""
-    by_layer, asked = (matrices(gradients(model, one)) for one in (data, queries))
+    by_layer, asked = (matrices(gradients(model, losses, one)) for one in (data, queries))
     fitted = Fitted(DAMPING, model, data, 0, losses)
     scores = fitted.pairwise(queries)
     right = []

@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
 
 from benchmarks.influence_digits import Data
+from benchmarks.influence_methods import flat, gradients, losses
 from kfs import EKFAC, EmpiricalRisk, Influence, per_datum
 
-TRAIN, QUERIES, CLASSES = 12, 5, 3
+TRAIN = 12
+QUERIES = 5
+CLASSES = 3
 DAMPING = 0.01
 HEADER = "| model | quantity | library | error |\n|---|---|---|---|"
 # What a library found, and what it should have found, by quantity.
@@ -96,8 +98,7 @@ def errors() -> Iterator[ErrorRow]:
 def ours(model: nn.Module, data: Data, queries: Data) -> Checked:
     """Return inner products and scores of ours, and by brute force."""
     train, asked = (EmpiricalRisk(model, nn.CrossEntropyLoss(), one) for one in (data, queries))
-    by_layer = gradients(model, data), gradients(model, queries)
-    G, G_asked = (flat(model, each) for each in by_layer)
+    G, G_asked = (flat(gradients(model, losses, one)) for one in (data, queries))
     ((batch,), (batch_asked,)) = (list(per_datum(risk)) for risk in (train, asked))
     influence = Influence(EKFAC(train), DAMPING)
     K = influence.K.to_dense()
@@ -106,22 +107,6 @@ def ours(model: nn.Module, data: Data, queries: Data) -> Checked:
         "inner products": (batch_asked.inner(batch), G_asked @ G.T),
         "EKFAC": (influence.scores(asked, train), G_asked @ inverse @ G.T),
     }
-
-
-def gradients(model: nn.Module, data: Data) -> dict[str, Tensor]:
-    """Differentiate the loss of every datum: `[N, *shape]` for each parameter."""
-    params = {name: p.detach() for name, p in model.named_parameters()}
-
-    def value(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(functional_call(model, params, (x[None],)), y[None])
-
-    found: dict[str, Tensor] = vmap(grad(value), in_dims=(None, 0, 0))(params, *data)
-    return found
-
-
-def flat(model: nn.Module, found: Mapping[str, Tensor]) -> Tensor:
-    """Put the gradients of all parameters beside each other, `[N, parameters]`."""
-    return torch.cat([found[name].flatten(1) for name, _ in model.named_parameters()], 1)
 
 
 def matrices(found: Mapping[str, Tensor]) -> dict[str, Tensor]:

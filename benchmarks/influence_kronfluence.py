@@ -4,7 +4,7 @@ import copy
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Subset, TensorDataset
 
-from benchmarks.influence_digits import Data, margins
-from benchmarks.influence_errors import DAMPING, Checked, gradients, matrices, multiplied_out
+from benchmarks import influence_methods
+from benchmarks.influence_digits import Data
+from benchmarks.influence_errors import DAMPING, Checked, matrices, multiplied_out
 from benchmarks.influence_gpt import Benchmark
-from benchmarks.influence_methods import losses
+from benchmarks.influence_methods import BATCH, Quantity, gradients, losses, negative_margins
 from benchmarks.report import synchronize
 from kfs import Relative
-
-BATCH = 512
-Measured = Callable[[Tensor, Tensor], Tensor]
 
 
 class Task(kronfluence.Task):  # type: ignore[misc]
@@ -35,7 +33,7 @@ class Task(kronfluence.Task):  # type: ignore[misc]
         layers: Names of layers that are considered; all that Kronfluence knows if it is `None`.
     """
 
-    def __init__(self, measured: Measured, layers: list[str] | None = None) -> None:
+    def __init__(self, measured: Quantity, layers: list[str] | None = None) -> None:
         """Keep both."""
         self.measured = measured
         self.layers = layers
@@ -138,7 +136,7 @@ class Analysis:
         return scores
 
 
-class Fitted:
+class Fitted(influence_methods.Fitted):
     """EKFAC with one drawn label for each datum, which is Kronfluence's default.
 
     Args:
@@ -171,11 +169,6 @@ def dataset(data: Data) -> TensorDataset:
     return TensorDataset(*(part.cpu() for part in data))
 
 
-def negative_margins(f: Tensor, y: Tensor) -> Tensor:
-    """Return a quantity of which less is better, as of a loss."""
-    return -margins(f, y)
-
-
 @contextmanager
 def silent() -> Iterator[None]:
     """Suppress what Kronfluence logs."""
@@ -188,7 +181,7 @@ def silent() -> Iterator[None]:
 
 def checked(model: nn.Module, data: Data, queries: Data) -> Checked:
     """Return inner products and scores of Kronfluence in float64, and by brute force."""
-    by_layer, asked = (matrices(gradients(model, one)) for one in (data, queries))
+    by_layer, asked = (matrices(gradients(model, losses, one)) for one in (data, queries))
     precise = dict.fromkeys(("per_sample_gradient_dtype", "precondition_dtype", "score_dtype"), torch.float64)
     in_factors = ("activation_covariance_dtype", "gradient_covariance_dtype", "per_sample_gradient_dtype")
     factors = dict.fromkeys((*in_factors, "lambda_dtype"), torch.float64)

@@ -5,12 +5,12 @@ harder to learn. Other libraries have modules of their own, `influence_kronfluen
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,19 @@ BATCH = 512
 PROJECTIONS = 256  # dimensions that TRAK keeps
 RELATIVE = Relative(0.1)
 ABSOLUTE = 1e-3
+Quantity = Callable[[Tensor, Tensor], Tensor]  # of logits and labels
 
 
-class Fitted(Protocol):
-    """A method that has seen model and training data."""
+class Fitted:
+    """A method that has seen model and training data. Some have one of both kinds of scores alone."""
 
     def pairwise(self, queries: Data) -> Tensor:
         """Return the score of each pair, `[queries, train]`."""
-        ...
+        raise NotImplementedError
 
     def own(self) -> Tensor:
         """Return the score of each training datum with itself, `[train]`."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Method:
     has_own: bool = True
 
 
-class Ours:
+class Ours(Fitted):
     """`kfs.Influence`.
 
     Args:
@@ -98,7 +99,7 @@ class Ours:
         return EmpiricalRisk(self.model, nn.CrossEntropyLoss(), batches)
 
 
-class DenseGGN:
+class DenseGGN(Fitted):
     """The whole generalized Gauss-Newton matrix, inverted in float64: what approximations approximate.
 
     Args:
@@ -118,7 +119,7 @@ class DenseGGN:
 
     def pairwise(self, queries: Data) -> Tensor:
         """Return the score of each pair."""
-        asked = -gradients(self.model, margins, (queries[0].double(), queries[1]))
+        asked = flat(gradients(self.model, negative_margins, (queries[0].double(), queries[1])))
         return asked @ torch.cholesky_solve(self._own_gradients().T, self.root)
 
     def own(self) -> Tensor:
@@ -127,10 +128,10 @@ class DenseGGN:
         return (G * torch.cholesky_solve(G.T, self.root).T).sum(1)
 
     def _own_gradients(self) -> Tensor:
-        return gradients(self.model, losses, self.data)
+        return flat(gradients(self.model, losses, self.data))
 
 
-class Projected:
+class Projected(Fitted):
     """TRAK (Park et al., 2023) with a single network: gradients of margins, randomly projected.
 
     Args:
@@ -144,23 +145,19 @@ class Projected:
         self.model = model
         size = sum(p.numel() for p in model.parameters())
         self.P = torch.randn(size, PROJECTIONS, generator=torch.Generator().manual_seed(seed)) / PROJECTIONS**0.5
-        self.features = gradients(model, margins, data) @ self.P
+        self.features = flat(gradients(model, margins, data)) @ self.P
         with torch.no_grad():
             self.doubt = 1 - torch.exp(-losses(model(data[0]), data[1]))
 
     def pairwise(self, queries: Data) -> Tensor:
         """Return the score of each pair."""
-        asked = gradients(self.model, margins, queries) @ self.P
+        asked = flat(gradients(self.model, margins, queries)) @ self.P
         gram = self.features.T @ self.features
         scores: Tensor = asked @ torch.linalg.solve(gram, self.features.T) * self.doubt
         return scores
 
-    def own(self) -> Tensor:
-        """Return the score of each training datum with itself."""
-        raise NotImplementedError
 
-
-class LossAlone:
+class LossAlone(Fitted):
     """Large losses instead of large self-scores: what is hard to learn without any influence function.
 
     Args:
@@ -174,10 +171,6 @@ class LossAlone:
         self.model = model
         self.data = data
 
-    def pairwise(self, queries: Data) -> Tensor:
-        """Return the score of each pair."""
-        raise NotImplementedError
-
     def own(self) -> Tensor:
         """Return the loss of each training datum."""
         with torch.no_grad():
@@ -189,14 +182,24 @@ def losses(f: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(f, y, reduction="none")
 
 
-def gradients(model: nn.Module, quantity: Callable[[Tensor, Tensor], Tensor], data: Data) -> Tensor:
-    """Differentiate a quantity of every datum with respect to all parameters, `[data, parameters]`."""
+def negative_margins(f: Tensor, y: Tensor) -> Tensor:
+    """Return a quantity of which less is better, as of a loss, for logits `[..., C]`."""
+    return -margins(f, y)
+
+
+def gradients(model: nn.Module, quantity: Quantity, data: Data) -> dict[str, Tensor]:
+    """Differentiate a quantity of every datum: `[data, *shape]` for each parameter."""
     params = {name: p.detach() for name, p in model.named_parameters()}
 
     def value(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return quantity(functional_call(model, params, (x[None],))[0], y)
 
-    found = vmap(grad(value), in_dims=(None, 0, 0))(params, *data)
+    found: dict[str, Tensor] = vmap(grad(value), in_dims=(None, 0, 0))(params, *data)
+    return found
+
+
+def flat(found: Mapping[str, Tensor]) -> Tensor:
+    """Put the gradients of all parameters beside each other, in the model's order: `[data, parameters]`."""
     return torch.cat([g.flatten(1) for g in found.values()], 1)
 
 

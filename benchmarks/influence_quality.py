@@ -24,6 +24,7 @@ from benchmarks.influence_digits import (
     trained,
 )
 from benchmarks.influence_methods import RELATIVE, Method, detectors, in_words, predictors
+from kfs.report.mislabelled import area_under_curve
 
 LEAST_LDS = {"KFAC type-2": 0.67, "EKFAC type-2": 0.67, "EKFAC mc": 0.62}
 LEAST_AUROC = 0.96
@@ -138,12 +139,6 @@ def spearman(a: Tensor, b: Tensor) -> Tensor:
     return torch.cosine_similarity(centered[0], centered[1], dim=0)
 
 
-def auroc(wrong: Tensor, scores: Tensor) -> float:
-    """Return the area under the ROC curve: how often a wrong label has a larger score than a right one."""
-    larger = scores[wrong].unsqueeze(1) - scores[~wrong]
-    return float((larger.sign() + 1).double().mean() / 2)
-
-
 def mislabelled(sizes: Sizes) -> Iterator[ScoreRow]:
     """Measure how well self-scores find wrong labels."""
     problems = []
@@ -159,7 +154,7 @@ def mislabelled(sizes: Sizes) -> Iterator[ScoreRow]:
         for seed, (data, wrong, model) in enumerate(problems if method.fit is not None else []):
             assert method.fit is not None  # noqa: S101 (otherwise there are no problems)
             own = method.fit(copy.deepcopy(model), data, seed).own().float()
-            values.append(auroc(wrong, own))
+            values.append(area_under_curve(own, wrong))
             first = own.argsort(descending=True)[: int(wrong.sum())]
             recalls.append(float(wrong[first].double().mean()))
         if values:

@@ -1,7 +1,7 @@
 """What factors, scores of all pairs and self-scores take. See `benchmarks/influence.py` for what is measured.
 
-Kronfluence collects garbage after every stage, whatever the size of the model: in our runs that was a quarter of its
-time for factors, a fifth for pairs and a tenth for self-scores. It is what a user waits for, so it is included.
+Kronfluence collects garbage after every stage, whatever the size of the model. It is what a user waits for, so it is
+included.
 """
 
 import copy

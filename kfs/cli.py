@@ -146,7 +146,7 @@ def influence(
     own: Annotated[bool, typer.Option("--self", help="Also show data with the largest self-scores.")] = False,
     normalize: Annotated[str | None, typer.Option(help="Divide scores: cosine or self.")] = None,
     folder: Annotated[Path | None, typer.Option("--index", help="Keep the gradients of training data here.")] = None,
-    rank: Annotated[int | None, typer.Option(help="Keep so many singular vectors of each gradient there.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Keep this many singular vectors of each gradient there.")] = None,
     image: Annotated[str | None, typer.Option(help="Shape of images that are stored as vectors, such as 8x8.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a page, with pictures of images.")] = None,
 ) -> None:
@@ -196,6 +196,7 @@ def _load(target: str, parts: str) -> tuple[Any, ...]:
     made = made() if callable(made) else made
     number = len(parts.split(", "))
     if not isinstance(made, tuple) or len(made) != number:
+        length = f" of length {len(made)}" if isinstance(made, tuple) else ""
         what = "a pair" if number == 2 else "a tuple"
-        raise ModelError(f"{target!r} is a {type(made).__name__}.", f"Let it be, or return, {what} ({parts}).")
+        raise ModelError(f"{target!r} is a {type(made).__name__}{length}.", f"Let it be, or return, {what} ({parts}).")
     return made

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfs import storage
-from kfs.data import Batch
+from kfs.data import Batch, tensors_in
 from kfs.errors import StorageError
 from kfs.influence.identity import batch_identity
 from kfs.influence.shards import Shards
@@ -27,9 +27,9 @@ from kfs.kfac.structures import BlockDiagonal, Structure
 from kfs.losses.quantities import Quantity
 from kfs.risk import EmpiricalRisk
 
-# Compressed scores of so many data of a batch are compared with full ones.
+# Compressed scores of this many data of a batch are compared with full ones.
 _SAMPLE = 16
-# So many batches are compared with those of a complete index.
+# This many batches are compared with those of a complete index.
 _COMPARED = 3
 
 
@@ -43,9 +43,9 @@ class Plan:
         train: The data.
         of_train: What is differentiated.
         rank: How many coordinates or singular vectors are kept; `None` for all.
-        compression: Which of both.
+        compression: Whether these are coordinates (`"projected"`) or singular vectors (`"low rank"`).
         dtype: Of the numbers that are stored.
-        shard_bytes: Write a file whenever so many bytes are there.
+        shard_bytes: Write a file whenever this many bytes are there.
     """
 
     K: BlockDiagonal
@@ -63,8 +63,8 @@ class Builder:
     """Fills shards.
 
     Attributes:
-        plan: With what.
-        shards: Where.
+        plan: What the shards are to have.
+        shards: Where gradients are kept.
         stored: How each block is stored; empty as long as no gradient was seen.
     """
 
@@ -135,7 +135,7 @@ class Builder:
             "identity": seen,
             "blocks": blocks,
             "own": torch.stack(own).sum(0),
-            "bytes": sum(_numbers(state) for state in blocks.values()) * self.plan.dtype.itemsize,
+            "bytes": sum(t.nbytes for t in tensors_in(blocks)),
             "error": self._compare(batch) if compared else [0.0, 0.0],
         }
 
@@ -252,14 +252,6 @@ def _error(parts: list[list[float]]) -> float:
     """Return the relative error of scores."""
     wrong, norm = (sum(numbers) for numbers in zip(*parts, strict=True))
     return (wrong / norm) ** 0.5 if norm else 0.0
-
-
-def _numbers(state: Any) -> int:
-    """Count the numbers of all tensors in a state."""
-    if isinstance(state, Tensor):
-        return state.numel()
-    parts = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
-    return sum(map(_numbers, parts))
 
 
 def blocks_of(batch: Any, layouts: Mapping[str, Any], like: EmpiricalRisk) -> dict[str, BlockGradients]:

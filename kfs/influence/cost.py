@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from kfs.describing import DescribedByTables, Description, Table, readable_count, readable_size, times
-from kfs.influence.stored import Compression, choose_form, numbers_stored
+from kfs.influence.stored import Compression, check_storage, choose_form, numbers_stored
 from kfs.influence.stream import Stream
 from kfs.influence.ways import Sizes, Work, work
 from kfs.kfac.block_gradients import BlockGradients
@@ -121,7 +121,11 @@ def cost_of(stream: Stream, rank: int | None, compression: Compression, dtype: t
         rank: Of an index.
         compression: Of an index.
         dtype: Of an index.
+
+    Raises:
+        ModelError: If an index has no such setting.
     """
+    check_storage(rank, compression, dtype)
     request = stream.request
     queries, train = request.queries.num_data, request.train.num_data
     of_queries = next(per_datum(request.queries, request.of, blocks=stream.operator))

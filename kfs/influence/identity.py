@@ -2,13 +2,12 @@
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from kfs.data import Batch, Fingerprint, fingerprint
+from kfs.data import Batch, Fingerprint, fingerprint, tensors_in
 from kfs.kfac.storage.checkpoint import details, digest
 from kfs.kfac.structures import BlockDiagonal
 from kfs.losses.quantities import Quantity
@@ -34,7 +33,7 @@ def identity(
         "model": repr(train.model) if isinstance(train.model, torch.nn.Module) else name,
         "loss": details(train.loss),
         "parameters": {name: list(p.shape) for name, p in train.params.items()},
-        "curvature": digest(t for stack in K.stacks for t in _tensors(stack.state()["blocks"])),
+        "curvature": digest(t for stack in K.stacks for t in tensors_in(stack.state()["blocks"])),
         "of_train": _named(of_train),
         "number of data": train.num_data,
         "precision": f"{train.dtype} on {train.device.type}",
@@ -79,15 +78,3 @@ def _named(quantity: Quantity) -> str:
     text = re.sub(r" at 0x[0-9a-f]+", "", "".join(parts))
     name = getattr(quantity, "__qualname__", type(quantity).__name__)
     return f"{name} ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    """Yield all tensors in a state."""
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for part in state.values():
-            yield from _tensors(part)
-    elif isinstance(state, (list, tuple)):
-        for part in state:
-            yield from _tensors(part)

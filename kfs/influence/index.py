@@ -9,14 +9,14 @@ from torch import Tensor
 
 from kfs import storage
 from kfs.describing import Described, Description, Table, counted, number, readable_size, times
-from kfs.errors import ModelError, StorageError
+from kfs.errors import StorageError
 from kfs.influence.building import Builder, Plan, blocks_of
-from kfs.influence.checks import check_choice, check_count, check_memory, check_risk
+from kfs.influence.checks import check_choice, check_memory, check_risk
 from kfs.influence.identity import differences, identity, weights
 from kfs.influence.ranking import Top
 from kfs.influence.scoring import Normalize, all_scores, best, check_request
 from kfs.influence.shards import Folder, InMemory, Shards
-from kfs.influence.stored import COMPRESSIONS, Compression, Stored
+from kfs.influence.stored import Compression, Stored, check_storage
 from kfs.influence.stream import Request, Stream, structures_of
 from kfs.influence.ways import Chosen
 from kfs.kfac.block_gradients import BlockGradients
@@ -27,7 +27,6 @@ from kfs.names import ByName
 from kfs.risk import EmpiricalRisk
 
 _ROUND_OFF = 1e-5  # smaller errors are not shown as a number
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 class Index(Described):
@@ -62,9 +61,11 @@ class Index(Described):
             settings: `rank`, `compression` and `dtype`, and what else has to be the same in a folder: `damping` and
                 `method`.
             file: The folder; `None` for memory.
-            shard_bytes: Write a file whenever so many bytes are there.
+            shard_bytes: Write a file whenever this many bytes are there.
         """
-        rank, compression, dtype = _checked(settings)
+        rank = settings["rank"]
+        compression: Compression = settings["compression"] or "low rank"
+        dtype = settings["dtype"]
         check_memory(shard_bytes, "shard_bytes")
         check_risk(K, train, "train")
         gradient_of(of_train, train.loss)
@@ -72,7 +73,6 @@ class Index(Described):
         self._inverse = inverse
         self._of_train = of_train
         self._dtype = dtype
-        self._rank = rank
         self.train = train
         self.path = None if file is None else Path(file)
         self._shards: Shards = InMemory() if file is None else Folder(file)
@@ -246,20 +246,15 @@ class _IndexStream(Stream):
 def settings_of(
     damping: Damping, method: Method, rank: int | None, compression: Compression, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return what has to be the same in a folder."""
+    """Return what has to be the same in a folder.
+
+    Raises:
+        ModelError: If a setting does not exist.
+    """
+    check_storage(rank, compression, dtype)
     # Without a rank, there is no compression.
     kind = compression if rank is not None else None
     return {"damping": damping, "method": method, "rank": rank, "compression": kind, "dtype": dtype}
-
-
-def _checked(settings: dict[str, Any]) -> tuple[int | None, Compression, torch.dtype]:
-    """Refuse settings that do not exist."""
-    rank, compression, dtype = (settings[name] for name in ("rank", "compression", "dtype"))
-    check_count("rank", rank)
-    check_choice("compression", compression, COMPRESSIONS)
-    if dtype not in _DTYPES:
-        raise ModelError(f"dtype is {dtype!r}.", "Use torch.float32, torch.bfloat16 or torch.float64.")
-    return rank, compression or "low rank", dtype
 
 
 def _layouts(K: BlockDiagonal) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def query_error(stream: Stream) -> QueryError:
         wrong += float(difference.square().sum())
         norm += float(full.square().sum())
         bounds.append(left_out.sqrt())
-    shares = {name: (part / max(whole, 1e-300)) ** 0.5 for name, (part, whole) in squares.items()}
+    shares = {name: (part / whole) ** 0.5 if whole else 0.0 for name, (part, whole) in squares.items()}
     measured = (wrong / norm) ** 0.5 if norm else 0.0
     return QueryError(request.query_rank or 0, shares, torch.cat(bounds), measured)
 

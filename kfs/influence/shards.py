@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kfs import storage
+from kfs.data import tensors_in
 from kfs.errors import StorageError
 from kfs.influence.identity import differences
 
@@ -56,7 +57,7 @@ class InMemory:
 
     def size(self) -> int:
         """Count the bytes of all tensors."""
-        return sum(_bytes(shard) for shard in self._shards)
+        return sum(t.nbytes for t in tensors_in(self._shards))
 
 
 class Folder:
@@ -162,12 +163,3 @@ def _version(file: Path) -> tuple[int, int]:
     """Return what changes when a file does."""
     found = file.stat()
     return found.st_size, found.st_mtime_ns
-
-
-def _bytes(state: Any) -> int:
-    """Count the bytes of all tensors in a state."""
-    if isinstance(state, dict):
-        return sum(map(_bytes, state.values()))
-    if isinstance(state, list):
-        return sum(map(_bytes, state))
-    return int(getattr(state, "nbytes", 0))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kfs.errors import ModelError
+from kfs.influence.checks import check_choice, check_count
 from kfs.influence.low_rank import truncated
 from kfs.influence.ways import Chosen, choose, rotated
 from kfs.kfac.block_gradients import Basis, BlockGradients
@@ -29,7 +30,20 @@ from kfs.storage import UnfitError
 
 Form = Literal["rows", "matrices", "rotated", "low rank", "projected"]
 Compression = Literal["low rank", "projected"]
-COMPRESSIONS = ("low rank", "projected")
+_COMPRESSIONS = ("low rank", "projected")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def check_storage(rank: int | None, compression: Compression, dtype: torch.dtype) -> None:
+    """Refuse settings of an index that do not exist.
+
+    Raises:
+        ModelError: If there is no such rank, compression or dtype.
+    """
+    check_count("rank", rank)
+    check_choice("compression", compression, _COMPRESSIONS)
+    if dtype not in _DTYPES:
+        raise ModelError(f"dtype is {dtype!r}.", "Use torch.float32, torch.bfloat16 or torch.float64.")
 
 
 def numbers_stored(form: Form, gradients: BlockGradients, rank: int | None) -> int:
@@ -53,7 +67,7 @@ def choose_form(structure: Structure, gradients: BlockGradients, rank: int | Non
         structure: The block's inverse.
         gradients: Some of its gradients.
         rank: How many coordinates or singular vectors may be kept. `None` for all.
-        compression: Which of both.
+        compression: Whether these are coordinates (`"projected"`) or singular vectors (`"low rank"`).
 
     Raises:
         ModelError: If coordinates are asked for, and the inverse has no basis.

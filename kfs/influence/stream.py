@@ -45,7 +45,7 @@ class Queries:
 
     Attributes:
         start: Index of the first query.
-        stop: Index behind that of the last one.
+        stop: End of the half-open range of queries, `start` to `stop`.
         gradients: By block.
         own: Their scores with themselves, if these are needed.
     """

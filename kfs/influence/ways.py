@@ -95,7 +95,9 @@ def work(way: Way, sizes: Sizes) -> Work:
         way: Which one.
         sizes: Numbers of data and coordinates.
     """
-    Q, N, S = sizes.queries, sizes.train, sizes.rows
+    Q = sizes.queries
+    N = sizes.train
+    S = sizes.rows
     sides = sizes.groups * (sizes.columns + sizes.matrix_rows)
     if way == "rows":
         return Work(Q * sizes.rotation_of_rows, 0, Q * N * S**2 * sides)

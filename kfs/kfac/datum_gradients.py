@@ -43,7 +43,7 @@ class GradientBatch(Described):
 
     Attributes:
         start: Index of the first datum within the data set.
-        stop: Index behind that of the last datum.
+        stop: End of the half-open range of data, `start` to `stop`.
         blocks: The gradients by the names of blocks.
         shapes: The shapes of all parameters, by name.
     """

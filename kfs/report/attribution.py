@@ -12,6 +12,7 @@ from rich.text import Text
 from torch import Tensor
 
 from kfs.data import cut, tensors_in
+from kfs.describing import times
 from kfs.errors import ModelError
 from kfs.influence import Influence, Ranked, Top
 from kfs.report.pictures import as_image, data_uri
@@ -24,7 +25,7 @@ _IN_TERMINAL = 20  # queries
 
 
 @dataclass(frozen=True)
-class Example:
+class Datum:
     """One datum.
 
     Attributes:
@@ -95,13 +96,15 @@ def explain(queries: EmpiricalRisk, train: EmpiricalRisk, influence: Influence, 
     """Find the training data behind predictions.
 
     Raises:
-        ModelError: If a rank is given, and no folder for what it compresses.
+        ModelError: If a rank is given, and no folder for what it compresses; or if inputs do not fit the shape.
     """
     if wish.rank is not None and wish.folder is None:
         raise ModelError(
             f"rank is {wish.rank}, and there is no index that it could compress.",
             "Add --index folder, or leave it out.",
         )
+    if wish.shape is not None:
+        _check_shape(queries, wish.shape)
     title = f"{influence.describe().title}, {train.num_data:,} training data, {queries.num_data:,} queries"
     normalize: Any = wish.normalize
     if wish.folder is None:
@@ -115,16 +118,27 @@ def explain(queries: EmpiricalRisk, train: EmpiricalRisk, influence: Influence, 
     return Found(title, queries, train, top, own, wish.shape, wish.top, wish.normalize is not None)
 
 
-def examples(risk: EmpiricalRisk, wanted: Iterable[int]) -> dict[int, Example]:
+def _check_shape(queries: EmpiricalRisk, shape: Sequence[int]) -> None:
+    """Refuse a shape of images that inputs do not fit: the page would silently have no pictures."""
+    count = data_at(queries, [0])[0].x.numel()
+    wanted = torch.Size(shape).numel()
+    if count != wanted:
+        raise ModelError(
+            f"Images of shape {times(shape)} have {wanted:,} numbers, and inputs have {count:,}.",
+            "Pass the shape of one input with --image, such as 8x8, or leave it out.",
+        )
+
+
+def data_at(risk: EmpiricalRisk, wanted: Iterable[int]) -> dict[int, Datum]:
     """Fetch some data by their indices, in one pass over all of them."""
-    missing = set(wanted)
+    indices = set(wanted)
     found = {}
     for batch in risk.batches():
         num_data = len(batch.y)
-        for index in sorted(missing & set(range(batch.first, batch.first + num_data))):
+        for index in sorted(indices & set(range(batch.first, batch.first + num_data))):
             place = index - batch.first
             tensors = tensors_in(cut(batch.x, num_data, [place]))
-            found[index] = Example(index, tensors[0][0], batch.y[place])
+            found[index] = Datum(index, tensors[0][0], batch.y[place])
     return found
 
 
@@ -148,7 +162,7 @@ def tables(found: Found) -> list[Table]:
     table = Table(title=found.title, title_justify="left")
     for name in ("query", "helpful: index (target) score", "harmful: index (target) score"):
         table.add_column(name, overflow="fold")
-    of_queries = examples(found.queries, range(min(_IN_TERMINAL, len(top.helpful.indices))))
+    of_queries = data_at(found.queries, range(min(_IN_TERMINAL, len(top.helpful.indices))))
     for place, query in of_queries.items():
         cells = [_cell(ranked, place, targets) for ranked in (top.helpful, top.harmful)]
         table.add_row(Text(f"{place} ({_text(query.y)})"), *map(Text, cells))
@@ -194,9 +208,9 @@ def fragment(found: Found, notes: Mapping[int, str] | None = None, of_queries: M
     """
     notes, of_queries = notes or {}, of_queries or {}
     top = found.top
-    queries = examples(found.queries, range(len(top.helpful.indices)))
+    queries = data_at(found.queries, range(len(top.helpful.indices)))
     wanted = {*top.helpful.indices.flatten().tolist(), *top.harmful.indices.flatten().tolist(), *found.suspects}
-    train = examples(found.train, wanted)
+    train = data_at(found.train, wanted)
     parts = []
     for place, query in queries.items():
         parts.append(f'<div class="query"><h3>Query {place}</h3>')
@@ -222,15 +236,15 @@ def _group(words: str, data: Sequence[str]) -> str:
     return f'<div class="data">{title}{"".join(data)}</div>'
 
 
-def _datum(example: Example, shape: Sequence[int] | None, score: str, note: str) -> str:
+def _datum(datum: Datum, shape: Sequence[int] | None, score: str, note: str) -> str:
     """Show one datum."""
-    image = as_image(example.x, shape)
-    words = f"datum {example.index}"
+    image = as_image(datum.x, shape)
+    words = f"datum {datum.index}"
     if image is None:
-        shown = f"<code>{escape(_text(example.x))}</code>"
+        shown = f"<code>{escape(_text(datum.x))}</code>"
     else:
         shown = f'<img alt="{words}" src="{data_uri(image)}">'
-    lines = [f"{example.index} ({escape(_text(example.y))})", score, escape(note)]
+    lines = [f"{datum.index} ({escape(_text(datum.y))})", score, escape(note)]
     return f'<figure class="datum">{shown}<figcaption>{"<br>".join(filter(None, lines))}</figcaption></figure>'
 
 
@@ -238,7 +252,7 @@ def _targets(found: Found) -> dict[int, str]:
     """Return the targets of all training data that a terminal shows."""
     ranked = (found.top.helpful, found.top.harmful)
     wanted = {int(index) for part in ranked for index in part.indices[:_IN_TERMINAL].flatten()}
-    return {index: _text(one.y) for index, one in examples(found.train, wanted | set(found.suspects)).items()}
+    return {index: _text(one.y) for index, one in data_at(found.train, wanted | set(found.suspects)).items()}
 
 
 def _cell(ranked: Ranked, place: int, targets: Mapping[int, str]) -> str:

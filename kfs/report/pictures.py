@@ -46,6 +46,7 @@ def data_uri(image: Tensor) -> str:
     """
     numbers = image.detach().to("cpu", torch.float64)
     numbers = numbers - numbers.min()
+    # The clamp keeps a constant image black: all its numbers are zero here.
     pixels = (255 * numbers / numbers.max().clamp(min=1e-300)).round().to(torch.uint8)
     return f"data:image/png;base64,{base64.b64encode(_png(pixels)).decode()}"
 

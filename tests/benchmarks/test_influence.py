@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 
 from benchmarks import influence, influence_gpt
 from benchmarks.influence_digits import Recipe, digits, margins, predictions, train_together, trained
 from benchmarks.influence_methods import RELATIVE, peer
-from benchmarks.influence_quality import auroc, spearman, verdict
+from benchmarks.influence_quality import spearman, verdict
 from docs.results import benchmarks_body
 from kfs.errors import KfsError
 
@@ -85,12 +84,6 @@ def test_spearman() -> None:
     a = torch.tensor([[1.0, 1.0], [2.0, 2.0], [3.0, 30.0]])
     b = torch.tensor([[10.0, 3.0], [20.0, 2.0], [90.0, 1.0]])
     torch.testing.assert_close(spearman(a, b), torch.tensor([1.0, -1.0], dtype=torch.float64))
-
-
-def test_area_under_the_curve() -> None:
-    wrong = torch.rand(50) < 0.3
-    scores = torch.randint(6, (50,)) + wrong  # with ties
-    assert auroc(wrong, scores) == pytest.approx(roc_auc_score(wrong, scores))
 
 
 def test_verdict() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import kfs
+from kfs.errors import ModelError
 from kfs.influence import Cost, QueryError
 from kfs.influence.stream import Stream
 from kfs.influence.ways import Sizes, multiplications, work
@@ -203,6 +204,25 @@ def test_size_of_an_index(name: str, settings: Any) -> None:
     index = influence.index(train, **settings, dtype=torch.bfloat16)
     assert cost.index_bytes == index.nbytes - train.num_data * 8
     assert {block.name: block.form for block in cost.blocks} == dict(index.forms)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"rank": 0}, r"rank is 0. Use a positive integer"),
+        ({"compression": "svd"}, r"compression is 'svd'"),
+        ({"dtype": torch.float16}, r"dtype is torch.float16. Use torch.float32"),
+    ],
+    ids=str,
+)
+def test_index_that_does_not_exist_has_no_cost(setting: Any, message: str) -> None:
+    """What `index` refuses is refused before it is made, also without a rank for the compression."""
+    queries, train = both()
+    influence = kfs.Influence(kfs.EKFAC(train))
+    with pytest.raises(ModelError, match=message):
+        influence.cost(queries, train, **setting)
+    with pytest.raises(ModelError, match=message):
+        influence.index(train, **setting)
 
 
 def test_tables_cost_no_products() -> None:

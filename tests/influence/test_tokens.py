@@ -14,7 +14,9 @@ from tests.kfac.models import Function
 from tests.kfac.one_by_one import close
 from tests.language_models import bert, gpt2_without_dropout, llama
 
-T, D, C = 4, 3, 5
+T = 4  # positions
+D = 3  # features
+C = 5  # classes
 
 
 class Tagger(nn.Module):
@@ -33,7 +35,7 @@ class Tagger(nn.Module):
         return self.with_params(dict(self.named_parameters()), x)
 
     def with_params(self, p: dict[str, Tensor], x: Tensor) -> Tensor:
-        """Evaluate at any number of positions; past ones matter by their mean."""
+        """Evaluate at any number of positions, each of them on its own."""
         h = nn.functional.linear(x, p["first.weight"], p["first.bias"]).tanh()
         h = nn.functional.layer_norm(h, (D,), p["norm.weight"], p["norm.bias"]) * p["scale"]
         logits: Tensor = nn.functional.linear(h, p["last.weight"])
@@ -126,7 +128,9 @@ def test_models_without_tokens() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b, self.c = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, C)
+            self.a = nn.Linear(D, D)
+            self.b = nn.Linear(D, D)
+            self.c = nn.Linear(D, C)
 
         def forward(self, x: Tensor) -> Tensor:
             logits: Tensor = self.c(self.b(self.a(x).tanh()).tanh().mean(1))

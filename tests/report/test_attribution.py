@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import kfs
 from kfs.cli import app
 from kfs.report import mislabelled
-from kfs.report.attribution import examples, first_data
+from kfs.report.attribution import data_at, first_data
 from kfs.report.pictures import as_image, data_uri
 
 NUM_DATA = 20
@@ -114,13 +114,21 @@ def test_fewer_queries_and_an_index(runner: CliRunner, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["made_for_influence:pair"], r"tuple (model, loss, training data, queries)"),
+        (
+            ["made_for_influence:pair"],
+            r"is a tuple of length 2. Let it be, or return, a tuple (model, loss, training data, queries)",
+        ),
         (["made_for_influence:images", "--top", "50"], r"k is 50, and there are 20 training data"),
         (["made_for_influence:images", "--normalize", "much"], r"normalize is 'much'"),
         (["made_for_influence:images", "--image", "big"], r"The shape of images is 'big'"),
+        (
+            ["made_for_influence:vectors", "--image", "5x5"],
+            r"Images of shape 5 x 5 have 25 numbers, and inputs have 16.",
+        ),
         (["made_for_influence:none"], r"cannot be imported"),
         (["made_for_influence:images", "--rank", "2"], r"rank is 2, and there is no index"),
         (["made_for_influence:images", "--queries", "0"], r"The data set is empty"),
+        (["made_for_influence:vectors", "--queries", "0", "--image", "4x4"], r"The data set is empty"),
     ],
 )
 def test_refused(runner: CliRunner, arguments: list[str], message: str) -> None:
@@ -129,10 +137,10 @@ def test_refused(runner: CliRunner, arguments: list[str], message: str) -> None:
     assert message in result.stderr
 
 
-def test_examples() -> None:
+def test_data_at_indices() -> None:
     model, loss, data, _ = images()
     risk = kfs.EmpiricalRisk(model, loss, data)
-    found = examples(risk, [13, 2])
+    found = data_at(risk, [13, 2])
     assert set(found) == {2, 13}
     assert torch.equal(found[13].x, data[1][0][1])
     assert torch.equal(found[2].y, data[0][1][2])

@@ -160,7 +160,9 @@ class Vectors(Inputs):
             if "rotated" not in use.cache:
                 vectors = PlainVectors(x.unsqueeze(0), 1.0 if ones else None)
                 use.cache["rotated"] = vectors.times(_aligned(Q_A[0]).unsqueeze(0)).values.squeeze(0)
-            x, Q_A, ones = use.cache["rotated"], None, False
+            x = use.cache["rotated"]
+            Q_A = None
+            ones = False  # the coordinate of the bias is part of the rotated vectors
         if x.shape[1] == 1 and Q_A is None and Q_B is None:  # squares of an outer product are an outer product
             squares, weights = x.squeeze(1).square()[:, : total.shape[2]], g.squeeze(1).square()
             total[0, :, : squares.shape[1]].addmm_(weights.T, squares)
