@@ -82,7 +82,8 @@ def low_rank(
     Args:
         model: A model in evaluation mode. It is not changed.
         K: Its curvature: `KFAC`, or another operator whose blocks are Kronecker products. The factors of an `EKFAC` are
-            used without its eigenvalues. That it is of this very model is checked by names and shapes of parameters.
+            used without its eigenvalues. Names and shapes of parameters are checked; a warning says if their values
+            were others when it was computed.
         keep: The share of all numbers in these layers that is kept, above 0 and at most 1. Or shares of some layers, by
             name, and others stay as they are.
         damping: What is added to the curvature, factored (see `kfs.kfac.structures.damping`).

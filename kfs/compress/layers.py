@@ -17,6 +17,7 @@ from kfs.kfac import BlockDiagonal, Relative
 from kfs.kfac.layout import Layout
 from kfs.kfac.structures import Kronecker, Stack, Structure
 from kfs.names import few, near
+from kfs.operators.computed_at import warn_of_other_values
 
 Keep = float | Mapping[str, float]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -130,6 +131,8 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
     """
     _check_types(model, K, damping)
     _check_same_parameters(model, K)
+    params = dict(model.named_parameters())
+    warn_of_other_values(K, params, what="The curvature", owner="the model", stacklevel=4)
     _check_modes(model)
     _check_shares(keep)
     modules = _compressible(model)
@@ -142,7 +145,6 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
     chosen = {name: module for name, module in modules.items() if name in names}
     _check_not_tied(model, chosen)
     blocks = {layout.weight: (layout, structure) for layout, structure in _blocks(K)}
-    params = dict(model.named_parameters())
     layers = []
     for name, module in chosen.items():
         weight = f"{name}.weight" if name else "weight"
@@ -210,7 +212,7 @@ def _check_types(model: object, K: object, damping: object) -> None:
 
 
 def _check_same_parameters(model: nn.Module, K: BlockDiagonal) -> None:
-    """Refuse curvature of other parameters. Another model with parameters of the same shapes cannot be told apart."""
+    """Refuse curvature of other parameters, by their names and shapes."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     wrong = [name for name, shape in K.domain.shapes.items() if shapes.get(name) != shape]
     if wrong:

@@ -55,7 +55,7 @@ def prune(
     Args:
         model: A model in evaluation mode. It is not changed.
         K: Its curvature: `KFAC`, `EKFAC`, or another operator with blocks, such as `kfs.kfac.exact_diagonal(risk)`.
-            That it is of this very model is checked by names and shapes of parameters.
+            Names and shapes of parameters are checked; a warning says if their values were others when it was computed.
         keep: The share of all numbers in these layers that is kept, above 0 and at most 1. Or shares of some layers, by
             name: each ranks alone, and others stay as they are. With channels, these are shares of a layer's input
             channels, and the layer before loses the same outputs.

@@ -21,6 +21,7 @@ from kfs.kfac import EKFAC, KFAC
 from kfs.kfac.loss_scale import LossScale
 from kfs.kfac.structures import BlockDiagonal, Relative, Stack
 from kfs.names import few, guess
+from kfs.operators.computed_at import warn_of_other_values
 from kfs.risk import EmpiricalRisk
 
 # One prior precision for all blocks, or one for each block, by name.
@@ -174,6 +175,8 @@ def check_curvature(K: object) -> None:
 def check_risk(K: BlockDiagonal, risk: object) -> None:
     """Refuse a risk with other parameters, or another number of data, than the curvature.
 
+    Warns if the parameters had other values when the curvature was computed.
+
     Raises:
         ModelError: If something differs.
     """
@@ -187,6 +190,7 @@ def check_risk(K: BlockDiagonal, risk: object) -> None:
             f"The curvature was computed from {K.num_data:,} data, and the risk has {risk.num_data:,}.",
             "Use the risk that the curvature was computed for.",
         )
+    warn_of_other_values(K, risk.params, what="The curvature", owner="the model", stacklevel=4)
 
 
 def check_params(K: BlockDiagonal, shapes: Mapping[str, tuple[int, ...]]) -> None:
