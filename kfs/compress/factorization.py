@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from kfs.compress.choosing import allowed, groups
 from kfs.compress.layers import Keep, Layer, layers_of
 from kfs.compress.replacing import in_a_row, replace_module
-from kfs.compress.report import Compressed, LayerRow, make_report
+from kfs.compress.report import Compressed, LayerRow, make_report, unchanged
 from kfs.errors import ModelError
 from kfs.kfac import EKFAC, BlockDiagonal, Relative
 from kfs.kfac.structures import Kronecker, Stack, damped_inverse
@@ -127,8 +127,7 @@ def low_rank(
         for number, place in enumerate(places):
             layer = members[number]
             if place == 0:
-                shape = " x ".join(map(str, layer.matrix.shape[1:]))
-                rows.append(LayerRow(layer.name, layer.size, layer.size, 0, shape, "unchanged", 0.0))
+                rows.append(unchanged(layer))
                 continue
             part = parts[number]
             rank = part.ranks[place - 1]

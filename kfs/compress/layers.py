@@ -21,8 +21,8 @@ from kfs.operators.computed_at import warn_of_other_values
 
 Keep = float | Mapping[str, float]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# Layers of these types can be replaced by several others. A subclass may do more with its weight.
-_REPLACEABLE = (nn.Linear, *_CONVOLUTIONS)
+# What is compressed. Only these types themselves are replaced by others: a subclass may do more with its weight.
+LAYERS = (nn.Linear, *_CONVOLUTIONS)
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,12 @@ class Layer:
     def size(self) -> int:
         """How many numbers the matrices have."""
         return self.matrix.numel()
+
+    @property
+    def shape(self) -> str:
+        """Rows and columns of the matrices, for a report."""
+        groups, rows, columns = self.matrix.shape
+        return f"{rows} x {columns}" if groups == 1 else f"{groups} x {rows} x {columns}"
 
     @property
     def is_convolution(self) -> bool:
@@ -98,7 +104,7 @@ class Layer:
         cause = ""
         if self.layout.groups > 1:
             cause = f"is a convolution with {self.layout.groups} groups of channels"
-        elif type(module) not in _REPLACEABLE or not self.layout.is_plain:
+        elif type(module) not in LAYERS or not self.layout.is_plain:
             cause = f"is a {type(module).__name__}, which does not simply multiply with its weight"
         elif isinstance(parent, nn.TransformerEncoderLayer):
             cause = "is part of a TransformerEncoderLayer, which reads the layer's weight itself"
@@ -198,8 +204,7 @@ def _blocks(K: BlockDiagonal) -> list[tuple[Layout, Structure]]:
 
 def _compressible(model: nn.Module) -> dict[str, nn.Module]:
     """Return all linear layers and convolutions, by name."""
-    kinds = (nn.Linear, *_CONVOLUTIONS)
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
 
 
 def _check_types(model: object, K: object, damping: object) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from kfs.errors import DtypeError, ModelError
 from kfs.kfac import EKFAC, KFAC
 from kfs.kfac.loss_scale import LossScale
-from kfs.kfac.structures import BlockDiagonal, Relative, Stack
+from kfs.kfac.structures import BlockDiagonal, Relative
 from kfs.names import few, guess
 from kfs.operators.computed_at import warn_of_other_values
 from kfs.risk import EmpiricalRisk
@@ -120,7 +120,7 @@ def priors_by_name(prior_precision: Prior, K: BlockDiagonal) -> dict[str, Number
     Raises:
         ModelError: If names are unknown or missing, or a precision is not positive.
     """
-    names = names_of(K.stacks)
+    names = set(K.structures)
     if not isinstance(prior_precision, Mapping):
         prior_precision = dict.fromkeys(names, prior_precision)
     missing = sorted(names - set(prior_precision))
@@ -150,11 +150,6 @@ def _check_prior(value: object) -> None:
             f"The prior precision is {value!r}. Curvature is singular, and has no inverse without a prior.",
             "Use a positive number, such as N times the weight decay, or kfs.laplace.tune_prior(K, risk).",
         )
-
-
-def names_of(stacks: list[Stack]) -> set[str]:
-    """Return the names of all blocks."""
-    return {name for stack in stacks for name in stack.names}
 
 
 def check_curvature(K: object) -> None:
