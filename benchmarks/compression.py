@@ -6,7 +6,7 @@ trained on, floating-point operations and time of a forward pass over them, in u
 and plain singular value decomposition are what one does without curvature: the same code with an identity in its place.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,38 @@ from torch.nn import functional as F  # noqa: N812
 from benchmarks.report import medians, save
 from kfs import EKFAC, KFAC, EmpiricalRisk
 from kfs.compress import Compressed, low_rank, prune
-from kfs.kfac import BlockDiagonal, exact_diagonal
+from kfs.kfac import BlockDiagonal, Relative, exact_diagonal
 from kfs.kfac.structures import Factor, Kronecker, Stack
 from kfs.report.digits import load
 
-SHARES = (0.5, 0.3, 0.2, 0.1, 0.05)
 TABLE = 0.3  # the share for which a table has sizes and times
-SEEDS = range(3)
 NUM_TRAIN = 1200
+DAMPINGS = (1e-4, 1e-3, 1e-2, 1e-1)  # fractions of the mean eigenvalue, for optimal brain surgeon
+DAMPED_SHARE = 0.2  # what it then keeps
 Data = tuple[Tensor, Tensor]
 Method = Callable[[nn.Module, float, Tensor], Compressed]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        seeds: Number of networks.
+        shares: What is kept.
+        epochs: Of training.
+        num_data: Number of data to train on.
+        repeats: Number of times that are measured.
+    """
+
+    seeds: int = 3
+    shares: tuple[float, ...] = (0.5, 0.3, 0.2, 0.1, 0.05)
+    epochs: int = 15
+    num_data: int = NUM_TRAIN
+    repeats: int = 20
+
+
+QUICK = Effort(seeds=1, shares=(0.2,), epochs=1, num_data=100, repeats=1)
 
 
 @dataclass(frozen=True)
@@ -153,28 +175,31 @@ def methods(risk: EmpiricalRisk) -> dict[str, Method]:
     }
 
 
-def measured(quick: bool) -> tuple[float, list[Point]]:
+def networks(effort: Effort) -> Iterator[tuple[nn.Module, EmpiricalRisk, Data]]:
+    """Train networks with different seeds. Yield each with its risk, and data that it was not trained on."""
+    (X, y), held_out = digits()
+    training = X[: effort.num_data], y[: effort.num_data]
+    batches = list(zip(training[0].split(400), training[1].split(400), strict=True))
+    for seed in range(effort.seeds):
+        model = trained(training, seed, effort.epochs)
+        yield model, EmpiricalRisk(model, nn.CrossEntropyLoss(), batches), held_out
+
+
+def measured(effort: Effort) -> tuple[float, list[Point]]:
     """Return the mean accuracy of whole networks, and all points."""
-    seeds, shares, epochs, repeats = (range(1), (0.2,), 1, 1) if quick else (SEEDS, SHARES, 15, 20)
-    training, held_out = digits()
-    if quick:
-        training = training[0][:100], training[1][:100]
     found: dict[tuple[str, float], list[tuple[float, float, float, float]]] = {}
     whole = []
-    for seed in seeds:
-        model = trained(training, seed, epochs)
+    for model, risk, held_out in networks(effort):
         whole.append(accuracy(model, held_out))
-        batches = list(zip(training[0].split(400), training[1].split(400), strict=True))
-        risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), batches)
         small = {
             (name, keep): method(model, keep, held_out[0][:1])
             for name, method in methods(risk).items()
-            for keep in shares
+            for keep in effort.shares
         }
         with torch.no_grad():
-            networks: dict[Any, nn.Module] = {key: new for key, (new, _) in small.items()} | {"whole": model}
-            programs = {key: partial(net, held_out[0]) for key, net in networks.items()}
-            times = medians(programs, repeats, "Timing")
+            timed: dict[Any, nn.Module] = {key: new for key, (new, _) in small.items()} | {"whole": model}
+            programs = {key: partial(net, held_out[0]) for key, net in timed.items()}
+            times = medians(programs, effort.repeats, "Timing")
         for key, (new, report) in small.items():
             flops = (report.flops_after or 0) / (report.flops_before or 1)
             stored = report.stored_after / report.parameters_before
@@ -187,6 +212,17 @@ def measured(quick: bool) -> tuple[float, list[Point]]:
             Point(name, keep, mean(accuracies), accuracies, mean(stored_shares), mean(flop_shares), mean(time_shares))
         )
     return mean(whole), points
+
+
+def accuracies_by_damping(effort: Effort) -> dict[float, float]:
+    """Return mean accuracies of optimal brain surgeon, for several fractions of the mean eigenvalue as damping."""
+    found: dict[float, list[float]] = {fraction: [] for fraction in DAMPINGS}
+    for model, risk, held_out in networks(effort):
+        K = KFAC(risk, fisher="mc")
+        for fraction in DAMPINGS:
+            small, _ = prune(model, K, DAMPED_SHARE, damping=Relative(fraction))
+            found[fraction].append(accuracy(small, held_out))
+    return {fraction: mean(values) for fraction, values in found.items()}
 
 
 def draw(whole: float, points: list[Point], file: Path) -> None:
@@ -217,10 +253,13 @@ def draw(whole: float, points: list[Point], file: Path) -> None:
 
 def main(quick: bool, results: Path) -> None:
     """Compress, print a table, and write JSON and plot."""
-    whole, points = measured(quick)
+    effort = QUICK if quick else Effort()
+    whole, points = measured(effort)
+    by_damping = accuracies_by_damping(effort)
     shares = list(dict.fromkeys(point.keep for point in points))
     name = "compression_quick" if quick else "compression"
-    settings: dict[str, object] = {"accuracy of whole networks": round(whole, 1), "seeds": len(points[0].accuracies)}
+    settings: dict[str, object] = {"accuracy of whole networks": round(whole, 1), "seeds": effort.seeds}
+    settings[f"accuracy of OBS at {DAMPED_SHARE}, by relative damping"] = {f"{d:g}": a for d, a in by_damping.items()}
     file = save(points, name, settings, results)
     draw(whole, points, results / f"{name}.png")
     shown = TABLE if TABLE in shares else shares[-1]
@@ -233,4 +272,6 @@ def main(quick: bool, results: Path) -> None:
         numbers = " | ".join(f"{point.accuracy:.1f}" for point in own)
         one = next(point for point in own if point.keep == shown)
         print(f"| {method} | {numbers} | {one.stored:.2f} | {one.flops:.2f} | {one.time:.2f} |")
+    by_fraction = ", ".join(f"{value:.1f} for {fraction:g}" for fraction, value in by_damping.items())
+    print(f"\nOBS with KFAC at {DAMPED_SHARE}, by relative damping: {by_fraction}.")
     print(f"\nWritten: {file}, {file.with_suffix('.png')}")

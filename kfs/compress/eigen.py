@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from kfs.compress.choosing import allowed, shortest
 from kfs.compress.layers import Layer
 from kfs.compress.replacing import in_a_row, replace_module, write_weights
-from kfs.compress.report import LayerRow
+from kfs.compress.report import LayerRow, unchanged
 from kfs.errors import ModelError
 from kfs.kfac.structures import Eigenbasis
 
@@ -112,7 +112,7 @@ def _with_coefficients(result: nn.Module, part: Rotated, kept: Tensor, count_bas
         return unchanged(layer)
     matrix = part.back(torch.where(kept, part.coefficients, 0.0))
     write_weights(result, layer, matrix)
-    shape = f"{int(kept.any(2).sum())} x {int(kept.any(1).sum())} of {_shape(layer)}"
+    shape = f"{int(kept.any(2).sum())} x {int(kept.any(1).sum())} of {layer.shape}"
     return LayerRow(layer.name, layer.size, num_kept, bases, shape, "one layer", layer.increase(matrix))
 
 
@@ -190,17 +190,7 @@ def _smaller(
         "both sides": ([Q_A.T, inner, Q_B], [True, False, True]),
     }[form.name]
     result = replace_module(result, layer.name, in_a_row(layer, factors, fixed))
-    shape = f"{len(inner)} x {inner.shape[1]} of {_shape(layer)}"
+    shape = f"{len(inner)} x {inner.shape[1]} of {layer.shape}"
     name = "three layers" if len(factors) == 3 else "two layers"
     increase = layer.increase((Q_B @ inner @ Q_A.T).unsqueeze(0))
     return result, LayerRow(layer.name, layer.size, form.inner, form.size - form.inner, shape, name, increase)
-
-
-def unchanged(layer: Layer) -> LayerRow:
-    """Return the row of a layer of which nothing was removed."""
-    return LayerRow(layer.name, layer.size, layer.size, 0, _shape(layer), "unchanged", 0.0)
-
-
-def _shape(layer: Layer) -> str:
-    groups, rows, columns = layer.matrix.shape
-    return f"{rows} x {columns}" if groups == 1 else f"{groups} x {rows} x {columns}"

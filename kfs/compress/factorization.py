@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from kfs.compress.choosing import allowed, groups
 from kfs.compress.layers import Keep, Layer, layers_of
 from kfs.compress.replacing import in_a_row, replace_module
-from kfs.compress.report import Compressed, LayerRow, make_report
+from kfs.compress.report import Compressed, LayerRow, make_report, unchanged
 from kfs.errors import ModelError
 from kfs.kfac import EKFAC, BlockDiagonal, Relative
 from kfs.kfac.structures import Kronecker, Stack, damped_inverse
@@ -82,7 +82,8 @@ def low_rank(
     Args:
         model: A model in evaluation mode. It is not changed.
         K: Its curvature: `KFAC`, or another operator whose blocks are Kronecker products. The factors of an `EKFAC` are
-            used without its eigenvalues. That it is of this very model is checked by names and shapes of parameters.
+            used without its eigenvalues. Names and shapes of parameters are checked; a warning says if their values
+            were others when it was computed.
         keep: The share of all numbers in these layers that is kept, above 0 and at most 1. Or shares of some layers, by
             name, and others stay as they are.
         damping: What is added to the curvature, factored (see `kfs.kfac.structures.damping`).
@@ -126,8 +127,7 @@ def low_rank(
         for number, place in enumerate(places):
             layer = members[number]
             if place == 0:
-                shape = " x ".join(map(str, layer.matrix.shape[1:]))
-                rows.append(LayerRow(layer.name, layer.size, layer.size, 0, shape, "unchanged", 0.0))
+                rows.append(unchanged(layer))
                 continue
             part = parts[number]
             rank = part.ranks[place - 1]

@@ -11,9 +11,9 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from kfs.compress.layers import LAYERS
 from kfs.errors import ModelError
 
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid),
     *(nn.Softplus, nn.Softsign, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.LogSigmoid, nn.Identity, _DropoutNd),
@@ -73,7 +73,7 @@ def links(model: nn.Module) -> list[Link]:
 
 def _is_plain(module: nn.Module | None) -> bool:
     """Whether a module is a linear layer or a convolution without groups of channels."""
-    return type(module) in _LAYERS and getattr(module, "groups", 1) == 1
+    return type(module) in LAYERS and getattr(module, "groups", 1) == 1
 
 
 def channels_out(module: Any) -> int:

@@ -17,11 +17,12 @@ from kfs.kfac import BlockDiagonal, Relative
 from kfs.kfac.layout import Layout
 from kfs.kfac.structures import Kronecker, Stack, Structure
 from kfs.names import few, near
+from kfs.operators.computed_at import warn_of_other_values
 
 Keep = float | Mapping[str, float]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-# Layers of these types can be replaced by several others. A subclass may do more with its weight.
-_REPLACEABLE = (nn.Linear, *_CONVOLUTIONS)
+# What is compressed. Only these types themselves are replaced by others: a subclass may do more with its weight.
+LAYERS = (nn.Linear, *_CONVOLUTIONS)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class Layer:
     def size(self) -> int:
         """How many numbers the matrices have."""
         return self.matrix.numel()
+
+    @property
+    def shape(self) -> str:
+        """Rows and columns of the matrices, for a report."""
+        groups, rows, columns = self.matrix.shape
+        return f"{rows} x {columns}" if groups == 1 else f"{groups} x {rows} x {columns}"
 
     @property
     def is_convolution(self) -> bool:
@@ -97,7 +104,7 @@ class Layer:
         cause = ""
         if self.layout.groups > 1:
             cause = f"is a convolution with {self.layout.groups} groups of channels"
-        elif type(module) not in _REPLACEABLE or not self.layout.is_plain:
+        elif type(module) not in LAYERS or not self.layout.is_plain:
             cause = f"is a {type(module).__name__}, which does not simply multiply with its weight"
         elif isinstance(parent, nn.TransformerEncoderLayer):
             cause = "is part of a TransformerEncoderLayer, which reads the layer's weight itself"
@@ -130,6 +137,8 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
     """
     _check_types(model, K, damping)
     _check_same_parameters(model, K)
+    params = dict(model.named_parameters())
+    warn_of_other_values(K, params, what="The curvature", owner="the model", stacklevel=4)
     _check_modes(model)
     _check_shares(keep)
     modules = _compressible(model)
@@ -142,7 +151,6 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
     chosen = {name: module for name, module in modules.items() if name in names}
     _check_not_tied(model, chosen)
     blocks = {layout.weight: (layout, structure) for layout, structure in _blocks(K)}
-    params = dict(model.named_parameters())
     layers = []
     for name, module in chosen.items():
         weight = f"{name}.weight" if name else "weight"
@@ -196,8 +204,7 @@ def _blocks(K: BlockDiagonal) -> list[tuple[Layout, Structure]]:
 
 def _compressible(model: nn.Module) -> dict[str, nn.Module]:
     """Return all linear layers and convolutions, by name."""
-    kinds = (nn.Linear, *_CONVOLUTIONS)
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, LAYERS)}
 
 
 def _check_types(model: object, K: object, damping: object) -> None:
@@ -210,7 +217,7 @@ def _check_types(model: object, K: object, damping: object) -> None:
 
 
 def _check_same_parameters(model: nn.Module, K: BlockDiagonal) -> None:
-    """Refuse curvature of other parameters. Another model with parameters of the same shapes cannot be told apart."""
+    """Refuse curvature of other parameters, by their names and shapes."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     wrong = [name for name, shape in K.domain.shapes.items() if shapes.get(name) != shape]
     if wrong:

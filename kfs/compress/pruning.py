@@ -12,10 +12,10 @@ from torch import nn
 
 from kfs.compress.channels import prune_channels
 from kfs.compress.choosing import allowed, groups
-from kfs.compress.eigen import prune_coefficients, prune_rows_and_columns, unchanged
+from kfs.compress.eigen import prune_coefficients, prune_rows_and_columns
 from kfs.compress.layers import Keep, Layer, layers_of
 from kfs.compress.replacing import write_weights
-from kfs.compress.report import Compressed, LayerRow, make_report
+from kfs.compress.report import Compressed, LayerRow, make_report, unchanged
 from kfs.compress.surgery import adapted, damage, surgeon
 from kfs.errors import ModelError
 from kfs.kfac import BlockDiagonal, Relative
@@ -55,7 +55,7 @@ def prune(
     Args:
         model: A model in evaluation mode. It is not changed.
         K: Its curvature: `KFAC`, `EKFAC`, or another operator with blocks, such as `kfs.kfac.exact_diagonal(risk)`.
-            That it is of this very model is checked by names and shapes of parameters.
+            Names and shapes of parameters are checked; a warning says if their values were others when it was computed.
         keep: The share of all numbers in these layers that is kept, above 0 and at most 1. Or shares of some layers, by
             name: each ranks alone, and others stay as they are. With channels, these are shares of a layer's input
             channels, and the layer before loses the same outputs.
@@ -128,7 +128,6 @@ def _prune_weights(result: nn.Module, layers: Sequence[Layer], share: float, upd
             continue
         matrix = adapted(layer, kept) if update else torch.where(kept, layer.matrix, 0.0)
         write_weights(result, layer, matrix)
-        row = unchanged(layer)
         increase = layer.increase(matrix)
-        rows.append(LayerRow(row.layer, row.before, int(kept.sum()), 0, row.matrix, "masked", increase))
+        rows.append(LayerRow(layer.name, layer.size, int(kept.sum()), 0, layer.shape, "masked", increase))
     return rows

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from kfs.compress.layers import Layer
 from kfs.describing import Described, Description, Table, counted, number, readable_count
 
 _COLUMNS = ("layer", "before", "kept", "share", "bases", "matrix", "form", "loss")
@@ -37,6 +38,11 @@ class LayerRow:
     matrix: str
     form: str
     increase: float
+
+
+def unchanged(layer: Layer) -> LayerRow:
+    """Return the row of a layer of which nothing was removed."""
+    return LayerRow(layer.name, layer.size, layer.size, 0, layer.shape, "unchanged", 0.0)
 
 
 @dataclass(frozen=True, repr=False)

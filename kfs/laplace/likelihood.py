@@ -19,8 +19,9 @@ from torch import Tensor
 from kfs.errors import DtypeError, ModelError
 from kfs.kfac import EKFAC, KFAC
 from kfs.kfac.loss_scale import LossScale
-from kfs.kfac.structures import BlockDiagonal, Relative, Stack
+from kfs.kfac.structures import BlockDiagonal, Relative
 from kfs.names import few, guess
+from kfs.operators.computed_at import warn_of_other_values
 from kfs.risk import EmpiricalRisk
 
 # One prior precision for all blocks, or one for each block, by name.
@@ -119,7 +120,7 @@ def priors_by_name(prior_precision: Prior, K: BlockDiagonal) -> dict[str, Number
     Raises:
         ModelError: If names are unknown or missing, or a precision is not positive.
     """
-    names = names_of(K.stacks)
+    names = set(K.structures)
     if not isinstance(prior_precision, Mapping):
         prior_precision = dict.fromkeys(names, prior_precision)
     missing = sorted(names - set(prior_precision))
@@ -151,11 +152,6 @@ def _check_prior(value: object) -> None:
         )
 
 
-def names_of(stacks: list[Stack]) -> set[str]:
-    """Return the names of all blocks."""
-    return {name for stack in stacks for name in stack.names}
-
-
 def check_curvature(K: object) -> None:
     """Refuse operators without blocks, and those that are not symmetric.
 
@@ -174,6 +170,8 @@ def check_curvature(K: object) -> None:
 def check_risk(K: BlockDiagonal, risk: object) -> None:
     """Refuse a risk with other parameters, or another number of data, than the curvature.
 
+    Warns if the parameters had other values when the curvature was computed.
+
     Raises:
         ModelError: If something differs.
     """
@@ -187,6 +185,7 @@ def check_risk(K: BlockDiagonal, risk: object) -> None:
             f"The curvature was computed from {K.num_data:,} data, and the risk has {risk.num_data:,}.",
             "Use the risk that the curvature was computed for.",
         )
+    warn_of_other_values(K, risk.params, what="The curvature", owner="the model", stacklevel=4)
 
 
 def check_params(K: BlockDiagonal, shapes: Mapping[str, tuple[int, ...]]) -> None:

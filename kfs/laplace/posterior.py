@@ -22,6 +22,7 @@ from kfs.laplace.likelihood import (
 )
 from kfs.laplace.spectrum import decomposed
 from kfs.laplace.variance import NO_LOSS, output_covariance
+from kfs.operators.computed_at import warn_of_other_values
 from kfs.risk import EmpiricalRisk
 
 Model = nn.Module | Callable[[dict[str, Tensor], Any], Any]
@@ -204,7 +205,9 @@ def _risk_of(K: BlockDiagonal, model: object) -> EmpiricalRisk:
         raise ModelError(
             f"A {type(model).__name__} does not have parameters.", "Pass the risk of the curvature, or its module."
         )
-    check_params(K, {name: tuple(p.shape) for name, p in model.named_parameters()})
+    params = dict(model.named_parameters())
+    check_params(K, {name: tuple(p.shape) for name, p in params.items()})
+    warn_of_other_values(K, params, what="The curvature", owner="the model", stacklevel=4)
     return EmpiricalRisk(model, NO_LOSS, [], list(K.domain.shapes))
 
 

@@ -1,20 +1,19 @@
 """What is refused before anything is computed: models and curvatures that do not belong together, bad settings."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from math import isfinite
 from typing import Any
-from warnings import warn
 
 from torch import Tensor, nn
 
-from kfs.data import values_digest
 from kfs.describing import counted
-from kfs.errors import DtypeError, KfsError, KfsWarning, ModelError, ShapeError
+from kfs.errors import DtypeError, KfsError, ModelError, ShapeError
 from kfs.kfac.structures import METHODS, BlockDiagonal
 from kfs.names import few, near
 from kfs.operators import LinearOperator
+from kfs.operators.computed_at import computed_at, digest_for, warn_of_other_values
 from kfs.state import check_module
 
 _ONE_PROGRAM = "Build all models by the same code."
@@ -175,34 +174,17 @@ def _check_same_space(first: LinearOperator, other: LinearOperator, one: str, tw
 
 def _check_order(C: LinearOperator, models: Sequence[nn.Module], place: int, what: str) -> None:
     """Refuse a curvature that was computed at the parameters of another one of the models, if that is known."""
-    at = _computed_at(C)
+    at = computed_at(C)
     if not at:
         return
-    digests = [_digest(dict(model.named_parameters()), C) for model in models]
-    if digests[place] == at:
-        return
-    if at in digests:
+    digests = [digest_for(C, dict(model.named_parameters())) for model in models]
+    if at in digests and digests[place] != at:
         raise ModelError(
             f"{what}[{place}] is the curvature of models[{digests.index(at)}], not of models[{place}].",
             "Pass models and curvatures in the same order.",
         )
-    # Curvature of a few steps before may be good enough, and is the user's choice.
-    warn(
-        f"{what}[{place}] was computed at other values of the parameters than models[{place}] has now. If the model "
-        "was trained since then, compute it again.",
-        KfsWarning,
-        stacklevel=4,
-    )
-
-
-def _computed_at(C: LinearOperator) -> str:
-    """Return what tells the parameters' values at which a curvature was computed; empty if nobody knows."""
-    risk = getattr(C, "risk", None)
-    return str(getattr(C, "computed_at", "")) if risk is None else _digest(risk.params, C)
-
-
-def _digest(params: Mapping[str, Tensor], C: LinearOperator) -> str:
-    return values_digest(params[name] for name in C.domain.shapes)
+    params = dict(models[place].named_parameters())
+    warn_of_other_values(C, params, what=f"{what}[{place}]", owner=f"models[{place}]", stacklevel=5)
 
 
 def check_weights(weights: object, count: int) -> list[float]:

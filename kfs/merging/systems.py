@@ -73,7 +73,7 @@ class DampedBlocks:
 
     def __init__(self, K: BlockDiagonal, damping: Damping, method: Method | None, weight: float) -> None:
         """Find out how much is added."""
-        numbers = damping_by_name(damping, {name for stack in K.stacks for name in stack.names})
+        numbers = damping_by_name(damping, set(K.structures))
         self.method = method
         self.weight = weight
         self.damping: dict[str, float] = {}
@@ -160,8 +160,7 @@ def approximation(C: LinearOperator, near: BlockDiagonal | None, of: Damped, wei
         return None
     # Names of blocks may differ. As this is an approximation anyway, others get the largest damping.
     largest = max(of.damping.values())
-    names = {name for stack in near.stacks for name in stack.names}
-    return DampedBlocks(near, {name: of.damping.get(name, largest) for name in names}, None, weight)
+    return DampedBlocks(near, {name: of.damping.get(name, largest) for name in near.structures}, None, weight)
 
 
 def systems(curvatures: Sequence[Damped], space: Space) -> list[tuple[str, Space]]:

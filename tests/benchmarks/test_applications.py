@@ -10,7 +10,10 @@ from benchmarks import applications, merging
 
 
 def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    ways = {name: merging.WAYS[name] for name in ("diagonal (Fisher merging)", "KFAC", "KFAC, exact damping")}
+    ways = {
+        name: merging.WAYS[name]
+        for name in ("diagonal (Fisher merging)", merging.REGMEAN, "KFAC", "KFAC, exact damping")
+    }
     monkeypatch.setattr(merging, "WAYS", ways | {"GGN": merging.Merge(merging.WAYS["GGN"].curvature, tolerance=0.5)})
     threads = torch.get_num_threads()
     applications.main(["merging", "--quick"], tmp_path)
@@ -25,6 +28,7 @@ def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert (tmp_path / "applications_merging_quick.png").exists()
     shown = capsys.readouterr().out
     assert "| strong | rotate | KFAC |" in shown
+    assert "KFAC minus RegMean (weak, halves): " in shown
     with_preconditioner, without = content["environment"]["iterations with and without preconditioner"]
     assert 0 < with_preconditioner < without
     with pytest.raises(SystemExit, match="Unknown: painting"):

@@ -1,5 +1,6 @@
 """What is refused, with cause and way out; and how results show themselves."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 import kfs
 from kfs.compress import low_rank, prune
-from kfs.errors import DtypeError, ModelError, SolverError
+from kfs.errors import DtypeError, KfsWarning, ModelError, SolverError
 from kfs.kfac import exact_blocks
 from tests.compress.problems import cnn, image_risk, mlp, mlp_risk
 
@@ -58,6 +59,18 @@ def test_curvature_of_others(compress: Any) -> None:
     wider = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 7)).double()
     with pytest.raises(ModelError, match=r"curvature is of parameters '0\.weight', '0\.bias', '2\.weight'"):
         compress(wider, K)
+
+
+@BOTH
+@pytest.mark.parametrize("curvature", [kfs.KFAC, kfs.EKFAC])
+def test_curvature_of_another_model_of_the_same_shapes(compress: Any, curvature: Any) -> None:
+    """It is a warning, on the user's line: the model may have been trained a little since then."""
+    model = mlp()
+    K = curvature(mlp_risk(model))
+    compress(deepcopy(model), K, 0.6)
+    with pytest.warns(KfsWarning, match=r"The curvature was computed at other values .* pass its own") as seen:
+        compress(mlp(), K, 0.6)
+    assert seen[0].filename == __file__
 
 
 @BOTH

@@ -83,7 +83,7 @@ PROBLEMS = [
 
 
 def trained(problem: Problem) -> nn.Module:
-    """Return the model, with parameters that are not at their initial values."""
+    """Return the model with parameters that are always the same. Nothing here depends on a minimum of the loss."""
     torch.manual_seed(1)
     return problem.make().double().eval()
 

@@ -1,16 +1,17 @@
 """Posterior, covariance of outputs and samples against dense matrices."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from math import inf, nan
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import kfs
-from kfs.errors import DataError, DtypeError, ModelError, UnknownAttributeError
+from kfs.errors import DataError, DtypeError, KfsWarning, ModelError, UnknownAttributeError
 from kfs.kfac import exact_blocks, exact_diagonal
 from kfs.kfac.structures import BlockDiagonal
 from kfs.laplace import functional_variance, posterior
@@ -229,6 +230,33 @@ def test_curvature_of_something_else() -> None:
     total = classification(PROBLEMS[0], reduction="sum")
     with pytest.raises(ModelError, match="The losses differ"):
         posterior(K, total, 1.0)
+
+
+def test_curvature_at_other_values() -> None:
+    """A warning, on the user's line, if a model has changed or is another one; none for what has other precision."""
+    risk = classification(PROBLEMS[0])
+    X = vectors(2)
+    K = kfs.KFAC(risk)
+    E = kfs.EKFAC(risk)
+    diagonal = exact_diagonal(risk)
+    assert isinstance(risk.model, nn.Module)
+    functional_variance(K, deepcopy(risk.model).float(), X.float(), 1.0)
+    with torch.no_grad():
+        risk.params["2.bias"] += 1
+    calls: list[Callable[[BlockDiagonal], Any]] = [
+        lambda C: posterior(C, risk, 1.0),
+        lambda C: functional_variance(C, risk, X, 1.0),
+        lambda C: functional_variance(C, cast("nn.Module", risk.model), X, 1.0),
+        lambda C: kfs.laplace.log_marginal_likelihood(C, risk, 1.0),
+    ]
+    for call in calls:
+        for C in (K, E):
+            with pytest.warns(
+                KfsWarning, match=r"The curvature was computed at other values .* compute it again"
+            ) as seen:
+                call(C)
+            assert seen[0].filename == __file__
+    posterior(diagonal, risk, 1.0)  # it does not know where it was computed
 
 
 def test_regression_without_noise() -> None:

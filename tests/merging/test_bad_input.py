@@ -264,8 +264,11 @@ def test_curvature_of_a_model_that_has_changed() -> None:
     with torch.no_grad():
         models[1][0].bias += 1
     for known in (curvatures, exact):
-        with pytest.warns(KfsWarning, match=r"curvatures\[1\] was computed at other values .* compute it again"):
+        with pytest.warns(
+            KfsWarning, match=r"curvatures\[1\] was computed at other values .* compute it again"
+        ) as seen:
             kfs.merge(models, known, 0.1)
+        assert seen[0].filename == __file__  # the user's line
     kfs.merge(models, diagonals)
 
 
