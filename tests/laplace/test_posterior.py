@@ -241,13 +241,16 @@ def test_curvature_at_other_values() -> None:
     diagonal = exact_diagonal(risk)
     assert isinstance(risk.model, nn.Module)
     functional_variance(K, deepcopy(risk.model).float(), X.float(), 1.0)
+    belief = {C: posterior(C, risk, 1.0) for C in (K, E)}
     with torch.no_grad():
         risk.params["2.bias"] += 1
-    calls: list[Callable[[BlockDiagonal], Any]] = [
+    calls: list[Callable[[kfs.KFAC | kfs.EKFAC], Any]] = [
         lambda C: posterior(C, risk, 1.0),
         lambda C: functional_variance(C, risk, X, 1.0),
         lambda C: functional_variance(C, cast("nn.Module", risk.model), X, 1.0),
         lambda C: kfs.laplace.log_marginal_likelihood(C, risk, 1.0),
+        lambda C: belief[C].functional_variance(X),
+        lambda C: belief[C].log_marginal_likelihood(),
     ]
     for call in calls:
         for C in (K, E):
