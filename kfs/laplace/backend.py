@@ -55,9 +55,9 @@ class BackendMethods:
         Raises:
             ModelError: If a parameter is not covered, or its curvature is not one Kronecker product.
         """
-        if self._factors is None:
-            fisher: Fisher = "mc" if self.stochastic else "type-2"
-            chosen = Settings(fisher=fisher, mc_samples=self.num_samples, joint_bias=False, replay=False, **settings)
+        fisher: Fisher = "mc" if self.stochastic else "type-2"
+        chosen = Settings(fisher=fisher, mc_samples=self.num_samples, joint_bias=False, replay=False, **settings)
+        if self._factors is None or self._factors.settings != chosen:
             self._factors = FactorsByBatch(self.model, self.lossfunc, self._names(), chosen)
         blocks = self._factors.blocks(x, y)
         factors = [_kron_factors(name, blocks, len(y), self.factor, N) for name in self._factors.names]

@@ -45,13 +45,14 @@ class FactorsByBatch:
 
     Attributes:
         names: The parameters that are considered.
+        settings: Which curvature matrix, and how.
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module, names: Sequence[str], settings: Settings) -> None:
         """Start without a pass."""
         self._handed = Handed()
         self._risk = EmpiricalRisk(model, loss, self._handed, names, progress=False)
-        self._settings = settings
+        self.settings = settings
         self.names = names
         self._pass: Iterator[Batch] | None = None
         self._sums = ResetSums(settings)
@@ -59,7 +60,7 @@ class FactorsByBatch:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the pass, which cannot be copied; a copy begins another one."""
-        return self.__dict__ | {"_pass": None, "_sums": ResetSums(self._settings), "_progress": Progress()}
+        return self.__dict__ | {"_pass": None, "_sums": ResetSums(self.settings), "_progress": Progress()}
 
     def blocks(self, x: Any, y: Tensor) -> dict[str, Block]:
         """Return the blocks of one batch, by name. Their sums are those of the next batch as soon as there is one.
@@ -68,10 +69,10 @@ class FactorsByBatch:
             ModelError: If a parameter is not covered.
         """
         if self._pass is None:
-            self._sums = ResetSums(self._settings)
+            self._sums = ResetSums(self.settings)
             self._progress = Progress()
             task = "factors"
-            self._pass = passes(self._risk, self._sums, self._settings, task, self._progress, pausing=True)
+            self._pass = passes(self._risk, self._sums, self.settings, task, self._progress, pausing=True)
         self._sums.reset()
         # Inputs in a tuple are the arguments of the model, whatever they are.
         self._handed.batch = ((x,), y)

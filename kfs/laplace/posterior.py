@@ -106,11 +106,17 @@ class Posterior(Described):
 
     def functional_variance(self, X: Any, *, batch_size: int = 256) -> Tensor:
         """Return the covariance of the linearized network's outputs; see `kfs.laplace.functional_variance`."""
+        self._warn_of_training()
         return output_covariance(self.K, self.covariance, self.risk, X, _checked(batch_size))
 
     def log_marginal_likelihood(self) -> Tensor:
         """Return the log marginal likelihood; see `kfs.laplace.log_marginal_likelihood`."""
+        self._warn_of_training()
         return evidence(self._curvature, self.risk, self.priors, self.likelihood)
+
+    def _warn_of_training(self) -> None:
+        """Warn if the model, which is run with the parameters that it has now, was trained on."""
+        warn_of_other_values(self.K, self.risk.params, what="The curvature", owner="the model", stacklevel=4)
 
 
 def posterior(

@@ -4,7 +4,7 @@ import copy
 import pickle
 import sys
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -171,8 +171,11 @@ def test_settings_of_kfac(backend: Any) -> None:
     model = trained(PROBLEMS[1])
     batches = batches_of(PROBLEMS[1])
     risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(reduction="sum"), batches)
-    _, found = fitted(backend(model, "classification"), "kron", batches, sharing="reduce")
-    close(found, kfs.KFAC(risk, sharing="reduce", joint_bias=False).to_dense())
+    one = backend(model, "classification")
+    sharings: tuple[Literal["reduce", "expand"], ...] = ("reduce", "expand")
+    for sharing in sharings:  # a second fit may have other settings
+        _, found = fitted(one, "kron", batches, sharing=sharing)
+        close(found, kfs.KFAC(risk, sharing=sharing, joint_bias=False).to_dense())
 
 
 def test_what_kron_cannot_hold(backend: Any) -> None:
