@@ -32,6 +32,11 @@ _SMALLEST_SCALE, _LARGEST_SCALE = 1e-10, 1e10
 _RECOVERY = 20  # A rise of damping is undone after this many times `patience` successes in a row.
 
 
+def interval_at(interval: Interval, step: int) -> int:
+    """Return the number of steps between two computations, at a step."""
+    return max(1, interval(step) if callable(interval) else interval)
+
+
 @dataclass
 class Events:
     """How often something went wrong.
@@ -169,8 +174,7 @@ class Curvature:
         interval is one step at first and grows up to the one that was asked for, since curvature changes most at the
         beginning. Blocks that are inverted together wait until there is time for all of them.
         """
-        every = self.every(step) if callable(self.every) else self.every
-        every = max(1, min(every, 1 + step // 2))
+        every = min(interval_at(self.every, step), 1 + step // 2)
         total = sum(average.cost for average in self.averages.values())
         self._credit = min(self._credit + total / every, total)
         due = [a for a in self.averages.values() if a.changed or a.inverse is None or force]
@@ -190,14 +194,16 @@ class Curvature:
         groups: Groups,
         limit: bool,
         taken: Tensor | None = None,
+        half: bool = False,
     ) -> dict[str, Tensor]:
         """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`.
 
         A parameter of a block, one of all `tensors`, that is not in `u` counts as zero. If the flag `taken` is false,
-        or becomes false because steps are not finite, steps are zero.
+        or becomes false because steps are not finite, steps are zero. Limits of gradients in `half` precision are less
+        precise.
         """
         zeros = {n: torch.zeros_like(tensors[n]) for n in self.covered - u.keys()}
-        steps = self.inverses.multiply(self.averages.values(), {**u, **zeros}, groups, limit, taken)
+        steps = self.inverses.multiply(self.averages.values(), {**u, **zeros}, groups, limit, taken, half)
         return {n: steps[n] for n in u}
 
     def note_products(self) -> None:

@@ -31,6 +31,7 @@ from kfs.kfac.capture import (
     Session,
     send_back,
     shape_of,
+    why_not,
 )
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.layout import Key
@@ -300,7 +301,7 @@ class FactorGraphs:
             try:
                 self._graphs[key] = self._recorded(make(), one, data, watched)
             except Exception as error:  # noqa: BLE001 (whatever it is, passes can be watched)
-                self._refuse(key, str(error).partition("\n")[0].rstrip("."))
+                self._refuse(key, why_not(error))
 
     def _recorded(self, recorder: Recorder, one: FactorPass, data: Data, watched: dict[Key, BlockSums]) -> FactorGraph:
         """Rehearse a pass, compare it with what was watched, and record it."""
@@ -324,8 +325,6 @@ class FactorGraphs:
             same_state = is_same(random, random_state(y.device)) and other_random == other_random_state()
         counts = sums.counts()
         kept = state.difference(one.model)
-        if waits:
-            raise _NotRecordableError(f"an operation waits for the GPU ({waits})")
         if not same_state or versions != [b._version for b in one.model.buffers()] or kept:
             raise _NotRecordableError("the model depends on chance, or keeps something from one pass to the next")
         if not _are_equal(sums.blocks, watched):
@@ -339,7 +338,10 @@ class FactorGraphs:
             with unchanged_attributes(one.model), reads:
                 uncovered.update(one.run(static, num_data, targets, first, sums))
 
-        graph = recorder.record(run)
+        try:
+            graph = recorder.record(run)
+        except Exception as error:
+            raise _NotRecordableError(why_not(error, waits)) from error
         _set_counts(sums, counts)  # It was only recorded.
         taken = _memory(y.device)[1] - taken
         if len(sums.adders) != plans or taken > _SHARE * free:

@@ -145,6 +145,7 @@ class Inverses:
         groups: Groups,
         limit: bool,
         taken: Tensor | None = None,
+        half: bool = False,
     ) -> dict[str, Tensor]:
         """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`.
 
@@ -155,13 +156,14 @@ class Inverses:
             limit: Whether there are trust regions.
             taken: A flag on the device that becomes false, in place, if steps are not finite. All of them are zero
                 if it is false.
+            half: Whether gradients were computed in half precision, so that limits need no more digits.
 
         Returns:
             Steps, by parameter.
         """
         columns = {name: t.unsqueeze(0) for name, t in u.items()}
         stacks = self.stacks(averages)
-        products = [self._product_of(one, columns, groups, limit) for one in stacks]
+        products = [self._product_of(one, columns, groups, limit, half) for one in stacks]
         if taken is not None and products:
             # There are few stacks, so this takes few operations, however many parameters there are.
             taken.logical_and_(torch.nn.utils.get_total_norm(products, 1.0).isfinite())
@@ -183,7 +185,9 @@ class Inverses:
             stack.write(D, steps)
         return {name: steps[name].reshape(t.shape).to(t.dtype) for name, t in u.items()}
 
-    def _product_of(self, one: Stacked, columns: Mapping[str, Tensor], groups: Groups, limit: bool) -> Tensor:
+    def _product_of(
+        self, one: Stacked, columns: Mapping[str, Tensor], groups: Groups, limit: bool, half: bool
+    ) -> Tensor:
         """Return the steps of a stack, `[stack, 1, d_B, d_A]`, in their trust regions if `limit`; margins stay."""
         stack = one.stack
         like = stack.structure.like
@@ -192,7 +196,7 @@ class Inverses:
         limits = tuple(trust if limit and trust is not None else torch.inf for trust in trusts)
         shape = stack.structure.rows, stack.structure.columns
         sizes = one.input_size.reshape(-1, 1, 1, 1)
-        return limited(D, self._most(limits, like), sizes, one.unit_vectors, shape)
+        return limited(D, self._most(limits, like), sizes, one.unit_vectors, shape, half)
 
     def _most(self, limits: tuple[float, ...], like: Tensor) -> float | Tensor:
         """Return the limits of a stack: a number if they are the same, as nearly always, otherwise a tensor."""

@@ -22,10 +22,10 @@ from kfs.losses import describe
 from kfs.optim.announcement import Announcement
 from kfs.optim.averages import Unit
 from kfs.optim.call import check_call
-from kfs.optim.curvature import Curvature, Events, Interval
+from kfs.optim.curvature import Curvature, Events, Interval, interval_at
 from kfs.optim.divergence import Fine, LastFine
 from kfs.optim.inverses import Inverses
-from kfs.optim.options import check_options, number_and_unit
+from kfs.optim.options import check_options, more_often_at_first, number_and_unit
 from kfs.optim.outstanding import Outstanding
 from kfs.optim.parameters import Parameters, check_one_process
 from kfs.optim.quadratic import QuadraticModel
@@ -61,8 +61,8 @@ class KFAC(Reported, Saved):
         sharing: As in `kfs.KFAC`.
         eigen: Whether to correct eigenvalues, as in `kfs.EKFAC`, by running averages in the eigenbasis.
         decay: How much of the averages over factors is kept when new factors are added.
-        factors_every: Recompute factors every this many steps: a number, or a function of the step. By default 5, and 1
-            with a quadratic model, which needs every batch.
+        factors_every: Recompute factors every this many steps: a number, or a function of the step. By default every
+            step at first, and later every 10; with a quadratic model, which needs every batch, every step.
         inverses_every: Recompute each inverse every this many steps, likewise. The work is spread over all steps.
         damping_method: `"factored"` (the default), `"exact"` (the default for corrected eigenvalues; takes longer), or
             `"per-factor"`, as in `kfs.KFAC.inverse`.
@@ -121,7 +121,7 @@ class KFAC(Reported, Saved):
         eigen: bool = False,
         decay: float = 0.9,
         factors_every: Interval | None = None,
-        inverses_every: Interval = 10,
+        inverses_every: Interval = 20,
         damping_method: Method | None = None,
         damping_unit: Unit = "relative",
         quadratic_model: bool = False,
@@ -151,7 +151,7 @@ class KFAC(Reported, Saved):
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self._model = model
         self._quadratic = QuadraticModel(model, self._loss) if quadratic_model else None
-        self._factors_every = factors_every or (1 if quadratic_model else 5)
+        self._factors_every = factors_every or (1 if quadratic_model else more_often_at_first)
         method: Method = damping_method or ("exact" if eigen else "factored")
         self._curvature = Curvature(decay, Inverses(method, damping_unit, eigen), inverses_every, patience)
         self._last_fine = LastFine(patience)
@@ -336,8 +336,8 @@ class KFAC(Reported, Saved):
     def _due(self) -> dict[str, Tensor]:
         """Return all tracked parameters if factors are due: by schedule, or because other parameters are trained."""
         tracked = self._tracked_now()
-        every = self._factors_every(self.steps) if callable(self._factors_every) else self._factors_every
-        return tracked if tracked.keys() != self._tracked or self.steps % max(1, every) == 0 else {}
+        by_schedule = self.steps % interval_at(self._factors_every, self.steps) == 0
+        return tracked if by_schedule or tracked.keys() != self._tracked else {}
 
     def _tracked_now(self) -> dict[str, Tensor]:
         return {n: p for n, p in self._params.trainable().items() if n not in self.uncovered}

@@ -49,3 +49,13 @@ def check_options(given: Mapping[str, Any]) -> None:
         )
     if given["quadratic_model"] and given["factors_every"] not in {None, 1}:
         raise ModelError("A quadratic model needs the data of every step.", "Leave factors_every out, or set it to 1.")
+
+
+def more_often_at_first(step: int) -> int:
+    """Return how often factors are computed by default: curvature changes most at the beginning.
+
+    Example:
+        >>> [more_often_at_first(step) for step in (0, 9, 10, 50, 90, 1000)]
+        [1, 1, 2, 6, 10, 10]
+    """
+    return min(10, 1 + step // 10)

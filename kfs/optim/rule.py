@@ -1,6 +1,6 @@
 r"""The update rule: momentum, natural gradient, step.
 
-These are pure functions, which know nothing about models or state. With gradients $g_t$, a momentum $\beta$, a
+These functions know nothing about models or state. With gradients $g_t$, a momentum $\beta$, a
 curvature approximation $F$ with damping $\delta$, a learning rate $\eta$ and decoupled weight decay $w$,
 
 $$
@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kfs.kfac.structures import computable
 from kfs.tf32 import tf32
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -54,7 +55,7 @@ class Share(NamedTuple):
         kept: What decoupled weight decay leaves of the parameters, `1 - lr * weight_decay`.
         correction: Multiplies averages, against their bias: see `correction`.
         taken: If an accelerator decides whether the step is taken: a flag, which `natural_step` reads after
-            `precondition` was called. If it is false, steps have to be zero, and nothing changes.
+            `precondition` was called. If it is false, steps have to be zero, gradients finite, and nothing changes.
     """
 
     params: Tensors
@@ -72,39 +73,39 @@ def correction(decay: float, age: int) -> float:
     return float(1 / (1 - decay**age))
 
 
-def natural_step(shares: Sequence[Share], precondition: Callable[[Tensors], Tensors]) -> list[tuple[Tensors, Tensors]]:
-    """Return parameters and averages after one step, for each share of all parameters.
+def natural_step(shares: Sequence[Share], precondition: Callable[[Tensors], Tensors]) -> None:
+    """Take one step: change parameters and averages in place, for each share of all parameters.
 
     Args:
         shares: All parameters.
         precondition: Multiplies with a damped inverse curvature, and keeps steps in the trust region. It takes
-            and returns tensors for the parameters of all shares.
+            and returns tensors for the parameters of all shares. Nothing has changed if it raises an error.
 
     Example:
         >>> double = lambda u: [2 * t for t in u]
         >>> W, G, m = [torch.ones(1)], [torch.ones(1)], [torch.zeros(1)]
-        >>> share = Share(W, G, m, momentum=0.9, lr=0.1, kept=1.0, correction=correction(0.9, 2))
-        >>> natural_step([share], double)[0][0]
-        (tensor([0.8000]),)
+        >>> natural_step([Share(W, G, m, momentum=0.9, lr=0.1, kept=1.0, correction=correction(0.9, 2))], double)
+        >>> W
+        [tensor([0.8000])]
     """
-    averages: list[Tensors] = []
     ahead: list[Tensor] = []
     for share in shares:
-        m = torch._foreach_lerp(share.averages, share.grads, 1 - share.momentum)
-        ahead += multiplied(torch._foreach_lerp(share.grads, m, share.momentum), share.correction)
-        averages.append(m)
+        # One step ahead, the average has kept the square of the momentum.
+        u = torch._foreach_lerp(share.averages, share.grads, 1 - share.momentum**2)
+        torch._foreach_mul_(u, in_precision_of(u, share.correction))
+        ahead += u
     steps = iter(precondition(ahead))
-    result: list[tuple[Tensors, Tensors]] = []
-    for share, new_averages in zip(shares, averages, strict=True):
+    for share in shares:
         mine = [next(steps) for _ in share.params]
-        if share.taken is None:
-            result.append((moved(share.params, mine, share.lr, share.kept), new_averages))
-            continue
-        kept = kept_if(share.taken, share.kept)
-        pairs = zip(new_averages, share.averages, strict=True)
-        masked = [torch.where(share.taken, new, old) for new, old in pairs]
-        result.append((moved(share.params, mine, share.lr, kept), masked))
-    return result
+        new: Scalar = 1 - share.momentum
+        kept = share.kept
+        if share.taken is not None:
+            new = new * share.taken.double()
+            kept = kept_if(share.taken, kept)
+        averages, grads = share.averages, share.grads
+        torch._foreach_mul_(averages, in_precision_of(averages, 1 - new))
+        torch._foreach_add_(averages, torch._foreach_mul(grads, in_precision_of(grads, new)))
+        move(share.params, mine, share.lr, kept)
 
 
 def kept_if(taken: Tensor, kept: Scalar) -> Tensor:
@@ -113,21 +114,35 @@ def kept_if(taken: Tensor, kept: Scalar) -> Tensor:
     return result
 
 
-def moved(params: Tensors, steps: Tensors, lr: Scalar, kept: Scalar) -> Tensors:
-    """Return decayed parameters after a step."""
-    return torch._foreach_sub(multiplied(params, kept), multiplied(steps, lr))
+def move(params: Tensors, steps: Tensors, lr: Scalar, kept: Scalar) -> None:
+    """Let parameters decay, and take a step, in place."""
+    if not (isinstance(kept, float) and kept == 1):
+        torch._foreach_mul_(params, in_precision_of(params, kept))
+    back: dict[torch.dtype, Tensor] = {}
+    for p, step in zip(params, steps, strict=True):
+        if p.dtype not in {torch.float32, torch.float64}:
+            p.sub_(lr * step.float())  # The learning rate is not rounded to half precision.
+            continue
+        if p.dtype not in back:
+            back[p.dtype] = p.new_full((), -lr) if isinstance(lr, float) else (-lr).to(p.dtype)
+        # Steps are often parts of larger matrices. PyTorch's functions for lists are slow for these.
+        p.addcmul_(step, back[p.dtype])
 
 
-def multiplied(tensors: Tensors, factor: Scalar) -> Tensors:
-    """Multiply all tensors with a number."""
+def in_precision_of(tensors: Tensors, factor: Scalar) -> Scalar:
+    """Return a factor for tensors: PyTorch is slow for lists with a factor of another precision."""
     if isinstance(factor, Tensor) and tensors[0].dtype in {torch.float32, torch.float64}:
-        factor = factor.to(tensors[0].dtype)  # PyTorch is slow for lists with a factor of another precision.
-    result: Tensors = torch._foreach_mul(tensors, factor)
-    return result
+        return factor.to(tensors[0].dtype)
+    return factor
 
 
 def limited(
-    D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool, shape: tuple[int, int] | None = None
+    D: Tensor,
+    trust: float | Tensor,
+    input_size: Tensor,
+    unit_vectors: bool,
+    shape: tuple[int, int] | None = None,
+    half: bool = False,
 ) -> Tensor:
     r"""Keep steps of layers in a trust region.
 
@@ -142,6 +157,7 @@ def limited(
         input_size: Root mean squares of the layers' inputs, `[stack, 1, 1, 1]`.
         unit_vectors: Whether inputs are unit vectors (embeddings). Then each column is limited on its own.
         shape: `d_B` and `d_A`, if `D` has margins of zeros.
+        half: Whether a GPU may round to bfloat16 on the way to the limit (not the step): then it is good to 25 %.
     """
     if isinstance(trust, float) and trust == inf:
         return D
@@ -154,7 +170,8 @@ def limited(
     radius = trust * sqrt(max(1.0, rows / columns)) / input_size.clamp(min=smallest)
     # Squares of very large numbers would overflow. They are beyond all limits, so the whole step is shortened.
     smaller = (_HUGE * radius / torch.linalg.vector_norm(D, torch.inf, (-2, -1), keepdim=True)).clamp(max=1.0)
-    S = D * (smaller / radius)
+    low = torch.bfloat16 if half and D.is_cuda and D.dtype == torch.float32 else D.dtype
+    S = torch.mul(D, smaller / radius, out=torch.empty_like(D, dtype=low))
     # The smaller of both Gram matrices is enough. TF32 is as precise as a limit has to be.
     with tf32(True):
         P = smaller * saturation(S @ S.mT if rows < columns else S.mT @ S)
@@ -165,15 +182,18 @@ def limited(
 def saturation(G: Tensor) -> Tensor:
     r"""Return what limits the singular values of matrices $S$, given Gram matrices $S^\top S$, `[..., n, n]`.
 
-    The product with $S$ has singular values $s / \sqrt{1 + s^2}$ instead of $s$: the result is $(I + G)^{-1/2}$.
+    The product with $S$ has singular values $s / \sqrt{1 + s^2}$ instead of $s$: the result is $(I + G)^{-1/2}$. It is
+    in float32 or better, even if Gram matrices are not.
     """
+    low = G.dtype
+    G = computable(G)
     # An upper bound on the largest eigenvalue, which is close if few of them are large.
     bound = torch.linalg.matrix_norm(G, keepdim=True)
     shrink = (_LARGEST**2 / bound).clamp(max=1.0)
     if G.device.type == "cpu" and G.dtype == torch.float32:
         P = _by_inverses(shrink * G)
     else:
-        P = _by_products(shrink * G, 1 + shrink * bound)
+        P = _by_products(shrink * G, 1 + shrink * bound, low)
     result: Tensor = P * shrink.sqrt()
     return result
 
@@ -193,32 +213,32 @@ def _by_inverses(G: Tensor) -> Tensor:
     return result
 
 
-def _by_products(G: Tensor, top: Tensor) -> Tensor:
+def _by_products(G: Tensor, top: Tensor, low: torch.dtype) -> Tensor:
     r"""Return $(I + G)^{-1/2}$, given a bound on the largest eigenvalue of $I + G$.
 
     This iteration makes all singular values of $S$ with the identity below it equal to one. It needs products only, at
-    which GPUs are much better than at decompositions. It is good to 3 %, in float64 to round-off.
+    which GPUs are much better than at decompositions. It is good to 3 %, in float64 to round-off. Products are computed
+    in the precision `low`.
     """
     # R is the Gram matrix of the iterate, which starts with singular values of at most one; P is its product so far.
     R = G / top
     R.diagonal(dim1=-2, dim2=-1).add_(1 / top.squeeze(-1))
+    R = R.to(low)
     polynomials = [*_QUINTICS, *(3 * [_LAST_QUINTIC] if G.dtype == torch.float64 else [])]
     P: Tensor | None = None
     for i, (a, b, c) in enumerate(polynomials):
         # The iterate is multiplied by Q, so its Gram matrix is multiplied by the square of that.
-        Q = torch.add(b * R, R @ R, alpha=c)
+        Q = (R @ R).mul_(c).add_(R, alpha=b)
         Q.diagonal(dim1=-2, dim2=-1).add_(a)
         P = Q if P is None else P @ Q
         if i < len(polynomials) - 1:
             R = R @ Q @ Q
     assert P is not None  # noqa: S101 (there are polynomials)
-    return P / top.sqrt()
+    return P / top.sqrt()  # in the precision of G
 
 
-def adamw_step(
-    share: Share, squares: Tensors, kept_squares: float, correction_of_squares: Scalar
-) -> tuple[Tensors, Tensors, Tensors]:
-    """Return parameters and both averages after one step of AdamW (Loshchilov & Hutter, 2019).
+def adamw_step(share: Share, squares: Tensors, kept_squares: float, correction_of_squares: Scalar) -> None:
+    """Take one step of AdamW (Loshchilov & Hutter, 2019): change parameters and both averages in place.
 
     Args:
         share: Parameters, gradients and their averages.
@@ -226,13 +246,19 @@ def adamw_step(
         kept_squares: How much of these is kept.
         correction_of_squares: Multiplies them, against their bias.
     """
-    m = torch._foreach_lerp(share.averages, share.grads, 1 - share.momentum)
-    v = torch._foreach_lerp(squares, torch._foreach_mul(share.grads, share.grads), 1 - kept_squares)
-    sizes = torch._foreach_sqrt(multiplied(v, correction_of_squares))
+    m: Tensors = torch._foreach_lerp(share.averages, share.grads, 1 - share.momentum)
+    v: Tensors = torch._foreach_lerp(squares, torch._foreach_mul(share.grads, share.grads), 1 - kept_squares)
+    lr, kept, taken = share.lr, share.kept, share.taken
+    if taken is not None:
+        m = [torch.where(taken, new, old) for new, old in zip(m, share.averages, strict=True)]
+        v = [torch.where(taken, new, old) for new, old in zip(v, squares, strict=True)]
+        lr = lr * taken.double()
+        kept = kept_if(taken, kept)
+    sizes = torch._foreach_sqrt(torch._foreach_mul(v, in_precision_of(v, correction_of_squares)))
     torch._foreach_add_(sizes, torch.finfo(v[0].dtype).tiny ** 0.5)
-    steps = torch._foreach_div(multiplied(m, share.correction), sizes)
-    rounded = [step.to(p.dtype) for step, p in zip(steps, share.params, strict=True)]
-    return moved(share.params, rounded, share.lr, share.kept), m, v
+    steps = torch._foreach_div(torch._foreach_mul(m, in_precision_of(m, share.correction)), sizes)
+    move(share.params, steps, lr, kept)
+    torch._foreach_copy_([*share.averages, *squares], [*m, *v])
 
 
 if __name__ == "__main__":
@@ -256,11 +282,10 @@ if __name__ == "__main__":
             D = inverse @ dict(zip(layer, u, strict=True))
             return [D[name] for name in layer]
 
-        params, g = list(risk.params.values()), list(risk.gradient().values())
+        params, g = [p.detach().clone() for p in risk.params.values()], list(risk.gradient().values())
         zeros = [torch.zeros_like(p) for p in params]
-        share = Share(params, g, zeros, momentum=0.0, lr=lr, kept=1.0, correction=1.0)
-        ((new, _),) = natural_step([share], precondition)
-        moved = EmpiricalRisk(model, MSELoss(), (X, y), params=dict(zip(layer, new, strict=True)))
+        natural_step([Share(params, g, zeros, momentum=0.0, lr=lr, kept=1.0, correction=1.0)], precondition)
+        moved = EmpiricalRisk(model, MSELoss(), (X, y), params=dict(zip(layer, params, strict=True)))
         return torch.cat([t.flatten() for t in moved.gradient().values()])
 
     for i in range(3):

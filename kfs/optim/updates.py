@@ -12,7 +12,7 @@ from kfs.optim.averages import copied_to
 from kfs.optim.curvature import Curvature
 from kfs.optim.parameters import Parameters
 from kfs.optim.recorded_update import RecordedUpdate, recorder_for
-from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, kept_if, natural_step
+from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, natural_step
 from kfs.optim.trials import Trial, try_step
 from kfs.tf32 import tf32, uses_tf32
 
@@ -86,8 +86,7 @@ def natural_updates(
     """Update parameters that have curvature, given gradients of the average over examples.
 
     With `kl_clip`, the change of predictions, as measured by the curvature, is limited. On an accelerator, nobody has
-    looked whether gradients are finite. They are multiplied with inverses whatever they are, and `precondition`
-    decides whether the step is `taken`. If it is not, nothing changes.
+    looked whether steps are finite: `precondition` decides whether one is `taken`. If it is not, nothing changes.
 
     Raises:
         StepNotFiniteError: If steps are not finite; nothing has changed then. An accelerator is not asked.
@@ -114,8 +113,7 @@ def natural_updates(
             shorter = torch.where(taken, shorter, 1.0)  # Gradients that are not finite have no length.
         return [shorter * d for d in D]
 
-    for share, (new, averages) in zip(shares, natural_step(shares, clipped), strict=True):
-        torch._foreach_copy_([*share.params, *share.averages], [*new, *averages])
+    natural_step(shares, clipped)
 
 
 def adamw_updates(
@@ -130,14 +128,8 @@ def adamw_updates(
     behind = waiting.runs_behind(taken.device)
     for part in parts:
         share = _share(params, state, part, "exp_avg", numbers, grads)
-        if behind:
-            own = [torch.where(taken, g, m) for g, m in zip(share.grads, share.averages, strict=True)]
-            share = share._replace(grads=own, lr=share.lr * taken.double(), kept=kept_if(taken, share.kept))
         squares = [state[p]["exp_avg_sq"] for p in share.params]
-        new, averages, new_squares = adamw_step(share, squares, _BETAS[1], next(numbers))
-        if behind:
-            new_squares = [torch.where(taken, new, old) for new, old in zip(new_squares, squares, strict=True)]
-        torch._foreach_copy_([*share.params, *share.averages, *squares], [*new, *averages, *new_squares])
+        adamw_step(share._replace(taken=taken if behind else None), squares, _BETAS[1], next(numbers))
 
 
 def grow_older(params: Parameters, state: State, names: Iterable[str], by: int = 1) -> None:
@@ -206,7 +198,7 @@ class Updates:
         def update(given: list[Tensor], taken: Tensor, numbers: list[Scalar]) -> None:
             def precondition(u: dict[str, Tensor]) -> dict[str, Tensor]:
                 flag = taken if behind else None
-                return curvature.precondition(u, params.tensors, params.groups, limit=True, taken=flag)
+                return curvature.precondition(u, params.tensors, params.groups, limit=True, taken=flag, half=half)
 
             values = iter(numbers)
             mine = dict(zip(grads, given, strict=True))

@@ -205,10 +205,19 @@ class TestWhatIsRecorded:
         assert replay.shape_of(batch) == replay.shape_of(batch)
         assert replay.shape_of(batch._replace(x=torch.ones(2).to_sparse())) is None
 
+    def test_waits_unless_recorded(self, stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+        """Models may look whether they are recorded, and not wait then."""
+        made = StandIn.__init__
+        monkeypatch.setattr(
+            StandIn, "__init__", lambda self, sums: made(self, sums, "called a synchronizing operation")
+        )
+        KFAC(make_risk(), "mc")
+        assert stand_ins[0].replayed > 0
+
     @pytest.mark.parametrize(
         ("problem", "text"),
         [
-            ({"waits": "called a synchronizing CUDA operation"}, "waits for the GPU"),
+            ({"waits": "called a synchronizing operation", "error": RuntimeError()}, "waits for the GPU"),
             ({"error": RuntimeError("no capture\nof streams")}, "no capture."),
             ({"error": torch.OutOfMemoryError("large")}, "not enough memory"),
         ],

@@ -156,8 +156,8 @@ class Reference:
         *,
         fisher: str = "type-2",
         kl_clip: float | None = None,
-        factors_every: int | Callable[[int], int] = 5,
-        inverses_every: int = 10,
+        factors_every: int | Callable[[int], int] = lambda step: min(10, 1 + step // 10),
+        inverses_every: int = 20,
         **options: Any,
     ) -> None:
         self.model, self.criterion, self.fisher, self.kl_clip = model, criterion, fisher, kl_clip

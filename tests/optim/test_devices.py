@@ -10,6 +10,7 @@ from torch import nn
 from kfs.kfac.structures.decompositions import inverse
 from kfs.optim import KFAC
 from kfs.optim.curvature import Events
+from kfs.optim.rule import limited
 from kfs.tf32 import tf32
 from kfs.waiting import Message
 from tests.optim.training import data, mlp, train, weights
@@ -33,6 +34,25 @@ def test_same_training(fisher: Any, options: dict[str, Any]) -> None:
     train(here, KFAC(here, LOSS, fisher=fisher, **options), [(X, y)] * 10, LOSS)
     train(there, KFAC(there, LOSS, fisher=fisher, **options), [(X.cuda(), y.cuda())] * 10, LOSS)
     torch.testing.assert_close(weights(there).cpu(), weights(here), atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [300, 700])
+def test_limit_of_gradients_in_half_precision(rows: int) -> None:
+    """The limit is good to 25 %, whatever singular values are, and short steps stay as they are to 3 %."""
+    torch.manual_seed(0)
+    long, short, decaying = torch.full((3, 300), 0.01)
+    long[0] = 25.0
+    decaying.copy_(28 / torch.arange(1, 301))
+    one = torch.ones(3, 1, 1, 1, device="cuda")
+    bases = [torch.linalg.qr(torch.randn(3, n, 300, dtype=torch.float64))[0] for n in (rows, 300)]
+    sizes = torch.stack([long, short, decaying]).double() * max(1.0, rows / 300) ** 0.5
+    D = (bases[0] * sizes.unsqueeze(1)) @ bases[1].mT
+    limits = sizes / (1 + (sizes / max(1.0, rows / 300) ** 0.5).square()).sqrt()
+    expected = (bases[0] * limits.unsqueeze(1)) @ bases[1].mT
+    half = limited(D.float().cuda().unsqueeze(1), 1.0, one, unit_vectors=False, half=True)
+    difference = half.squeeze(1).cpu().double() - expected
+    errors = torch.linalg.matrix_norm(difference, 2) / torch.linalg.matrix_norm(expected, 2)
+    assert (errors < torch.tensor([0.25, 0.03, 0.25], dtype=torch.float64)).all()
 
 
 @pytest.mark.parametrize("steps", [2, 8])

@@ -8,7 +8,7 @@ from kfs.kfac.capture.audit_report import Audit, both_audits
 from kfs.kfac.capture.audits import Audits, forget_audits
 from kfs.kfac.capture.mode import Capture, forward
 from kfs.kfac.capture.reads import Reads
-from kfs.kfac.capture.recorder import CudaRecorder, Graph, Recorder
+from kfs.kfac.capture.recorder import CudaRecorder, Graph, Recorder, why_not
 from kfs.kfac.capture.replay import Replays, recorder_for, shape_of
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known
@@ -35,4 +35,5 @@ __all__ = [
     "recorder_for",
     "send_back",
     "shape_of",
+    "why_not",
 ]

@@ -31,6 +31,12 @@ class Recorder(Protocol):
         """Record what something would compute, without computing it."""
 
 
+def why_not(error: Exception, waits: str = "") -> str:
+    """Return why something cannot be recorded, given what waits for the GPU when it is not recorded."""
+    text = str(error).partition("\n")[0].rstrip(".")
+    return f"{text} (an operation waits for the GPU: {waits})" if waits else text
+
+
 class CudaRecorder:  # pragma: no cover (tested on a GPU)
     """Records CUDA graphs that share their memory: they never run at the same time, and nothing outlives a replay.
 

@@ -25,7 +25,7 @@ from torch.nn import Module, Parameter
 
 from kfs.data import Batch, mapped, tensors_in
 from kfs.kfac.capture.reads import Reads
-from kfs.kfac.capture.recorder import CudaRecorder, Graph, Recorder
+from kfs.kfac.capture.recorder import CudaRecorder, Graph, Recorder, why_not
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.interface import Sums
 from kfs.risk import EmpiricalRisk
@@ -88,6 +88,7 @@ class Replays:
         self._left = expected
         self._times: dict[Any, int] = {}  # how often shapes were seen
         self._recorded: dict[Any, Recorded] = {}
+        self._waits = ""  # what waits for the device in a pass that is not recorded
 
     def run(self, batch: Batch) -> None:
         """Run the pass over a batch."""
@@ -109,11 +110,10 @@ class Replays:
             first = torch.full((), batch.first, dtype=torch.int64, device=batch.y.device)
             rehearsed = batch._replace(recorded=first)
             attributes = _attributes_of(self._model)
-            waits = recorder.notices_waits(lambda: self._run(rehearsed))
+            # Models of Hugging Face wait, but not while they are recorded. So this alone is no reason to give up.
+            self._waits = recorder.notices_waits(lambda: self._run(rehearsed))
             kept = _changed_attribute(attributes, self._model)
-            if waits:
-                self._give_up(f"an operation waits for the GPU ({waits})")
-            elif kept:
+            if kept:
                 self._give_up(f"the model changes its attribute {kept} in every pass")
             elif _has_hooks(self._model):
                 self._give_up("the model has hooks")
@@ -153,7 +153,7 @@ class Replays:
         except torch.OutOfMemoryError:
             graph, why = None, "there is not enough memory"
         except Exception as error:  # noqa: BLE001 (whatever it is, the pass may well run as it is)
-            graph, why = None, str(error).partition("\n")[0]
+            graph, why = None, why_not(error, self._waits)
         added = {key: value - before.get(key, 0.0) for key, value in sums.counts().items()}
         sums.add_counts({key: -value for key, value in added.items()})  # nothing was computed yet
         if why:
