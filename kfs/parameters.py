@@ -84,6 +84,19 @@ def _checked(params: Params) -> Params:
     return params
 
 
+def check_not_meta(device: torch.device) -> None:
+    """Refuse parameters without values.
+
+    Raises:
+        ModelError: If their device is that of tensors without any.
+    """
+    if device.type == "meta":
+        raise ModelError(
+            "The parameters are on the meta device, where tensors have shapes but no values.",
+            "Move the model to another device, or see what KFAC would cost with kfs.inspect(model, sample).",
+        )
+
+
 @contextmanager
 def switched_on(params: Iterable[Tensor]) -> Iterator[None]:
     """Let parameters require gradients in this context, and leave them as before."""

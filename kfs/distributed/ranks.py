@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -74,6 +75,13 @@ class Ranks:
         if self.group is None:
             return [value]
         return cast("list[T]", [message.value for message in self._exchange(_Message(where, value))])
+
+    def device_for(self, device: torch.device) -> torch.device:
+        """Return where tensors of a device must be to travel: there, if the group's backend can send them."""
+        kinds = [part.partition(":")[0] for part in dist.get_backend_config(self.group).split(",")]
+        if device.type in kinds:
+            return device
+        return torch.device(kinds[0], torch.accelerator.current_device_index())  # pragma: no cover (tested on a GPU)
 
     @contextmanager
     def agreed(self, where: str) -> Iterator[None]:
@@ -173,16 +181,12 @@ def _pickled(error: Exception) -> bytes:
     """Return an error such that other processes can raise it: itself, or another one with its type in the text."""
     try:
         data = pickle.dumps(error)
-        if _alike(pickle.loads(data), error):
+        copy = pickle.loads(data)
+        if type(copy) is type(error) and str(copy) == str(error):
             return data
     except Exception:  # noqa: BLE001 (an error may contain anything, and its class may do anything)
         pass
     return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-
-
-def _alike(one: object, other: object) -> bool:
-    """Whether two errors have the same type and text."""
-    return type(one) is type(other) and str(one) == str(other)
 
 
 def _rank_of(item: tuple[str, int]) -> int:
