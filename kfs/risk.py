@@ -13,7 +13,7 @@ and derivatives beyond the gradient in `kfs.operators`.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -315,15 +315,14 @@ class EmpiricalRisk(Described):
         Call it before a loop over batches that needs it: not every loader can be iterated a second time meanwhile.
         """
         same_data = self._same_data
-        if same_data.counted_by_all is None:
-            with self.ranks.agreed("counting"):
-                if same_data.counted is None:
-                    for batch in self._own_batches("counting", 0):
-                        if same_data.extrapolate(batch.first, len(batch.y), batch.counted):
-                            break
-            counted = cast("tuple[int, float]", same_data.counted)
-            return same_data.count_all(counted, self.loss.reduction == "mean")
-        return same_data.counted_by_all
+        if same_data.counted_by_all is not None:
+            return same_data.counted_by_all
+        with self.ranks.agreed("counting"):
+            if same_data.counted is None:
+                for batch in self._own_batches("counting", 0):
+                    if same_data.extrapolate(batch.first, len(batch.y), batch.counted):
+                        break
+        return same_data.count_all(self.loss.reduction == "mean")
 
     def check_model(self) -> None:
         """Refuse a module whose prediction for one datum depends on chance or on other data."""

@@ -4,6 +4,7 @@ Each process counts its own data. Those of all processes together are counted by
 """
 
 from math import isclose
+from typing import cast
 
 from torch import Tensor
 
@@ -51,17 +52,16 @@ class SameData:
             return None
         return self._announced if self.counted is None else self.counted[0]
 
-    def count_all(self, counted: tuple[int, float], mean: bool) -> tuple[int, float]:
+    def count_all(self, mean: bool) -> tuple[int, float]:
         """Add up what all processes have counted, and find the place of this one's data among all of them.
 
         Args:
-            counted: Number of data of this process, and what a mean over them divides by.
             mean: Whether the loss is such a mean.
 
         Raises:
             DataError: If there are no data at all, or none that count.
         """
-        every = self._ranks.gather("counting", (*counted, self.start))
+        every = self._ranks.gather("counting", (*cast("tuple[int, float]", self.counted), self.start))
         start = 0
         for rank, (num_data, _, announced) in enumerate(every):
             if announced not in {None, start}:

@@ -99,10 +99,21 @@ def upper_triangle(matrices: Tensor) -> Iterator[Tensor]:
         >>> [list(panel.shape) for panel in upper_triangle(torch.eye(3))]
         [[1, 3], [1, 2], [1, 1]]
     """
-    size = matrices.shape[-1]
+    for start, stop in _panels(matrices.shape[-1]):
+        yield matrices[..., start:stop, start:]
+
+
+def fill_lower_triangle(matrices: Tensor) -> None:
+    """Copy what `upper_triangle` has above the diagonal of matrices `[..., D, D]` to below it, in place."""
+    for start, stop in _panels(matrices.shape[-1]):
+        matrices[..., stop:, start:stop] = matrices[..., start:stop, stop:].mT
+
+
+def _panels(size: int) -> Iterator[tuple[int, int]]:
+    """Return half-open ranges of rows."""
     height = max(1, -(-size // _PANELS))
     for start in range(0, size, height):
-        yield matrices[..., start : start + height, start:]
+        yield start, min(start + height, size)
 
 
 def _buckets(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
