@@ -4,7 +4,7 @@ Nothing here knows about KFAC, so that everything else may be built on it.
 """
 
 from kfs.distributed.ranks import Group, Ranks
-from kfs.distributed.shard import Shard, part_of, shard
+from kfs.distributed.sharding import Shard, part_of, shard
 from kfs.distributed.summing import add_up, added_up, checksum
 
 __all__ = ["Group", "Ranks", "Shard", "add_up", "added_up", "checksum", "part_of", "shard"]

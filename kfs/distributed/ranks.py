@@ -3,16 +3,17 @@
 Every exchange starts with a small message from each rank: where it is in the program, or the error that it has met. So
 an error of one rank is an error of all, with the same type and text, at once and not after a time-out. Ranks at
 different places of a program notice that, too. How tensors are added up lives in `summing`, how data are split in
-`shard`.
+`sharding`.
 """
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from kfs.errors import DistributedError
@@ -75,6 +76,20 @@ class Ranks:
         if self.group is None:
             return [value]
         return cast("list[T]", [message.value for message in self._exchange(_Message(where, value))])
+
+    def gather_tensors(self, where: str, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Return some tensors of all ranks, by name; on the CPU, if there are several processes.
+
+        Names, shapes and dtypes may differ between ranks. For sums, see `summing`.
+
+        Args:
+            where: What is exchanged, in words.
+            tensors: Those of this rank. Others get copies.
+        """
+        if self.group is None:
+            return [dict(tensors)]
+        on_host = {name: t.detach().cpu() for name, t in tensors.items()}
+        return self.gather(where, on_host)
 
     def device_for(self, device: torch.device) -> torch.device:
         """Return where tensors of a device must be to travel: there, if the group's backend can send them."""

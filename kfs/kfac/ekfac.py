@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from kfs.data import values_digest
 from kfs.describing import Description
+from kfs.distributed import checksum
 from kfs.errors import DataError, ModelError
 from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.block import Block
@@ -145,7 +145,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         basis = [Q.values for stack in self._sums for Q in (stack.structure.Q_A, stack.structure.Q_B)]  # type: ignore[attr-defined]
         risk.ranks.same(
             "Eigenvectors",
-            values_digest(basis) if risk.ranks.are_several else "",
+            [checksum(Q) for Q in basis] if risk.ranks.are_several else [],
             "Use the same kind of device and the same version of PyTorch in all processes.",
         )
         journal = None
