@@ -21,6 +21,8 @@ BUCKET_BYTES = 2**25
 _PANELS = 32
 # For numbers of so many bytes.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# The constants of splitmix64, as signed integers.
+_SCRAMBLE = tuple(number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 class _Bucket(NamedTuple):
@@ -77,19 +79,26 @@ def added_up(ranks: Ranks, where: str, tensors: Mapping[str, Tensor]) -> dict[st
     return copies
 
 
-def checksum(t: Tensor) -> tuple[int, int]:
-    """Return numbers that tell a tensor from nearly all others of its shape, exactly the same for the same bits.
+def checksum(t: Tensor) -> int:
+    """Return a number that tells a tensor from others of its shape, and is the same for the same bits.
 
     Example:
         >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([2.0, 1.0]))
         False
     """
-    flat = t.detach().contiguous().reshape(-1).view(_INTEGERS[t.element_size()]).to(torch.int64)
-    # Sums of 64-bit integers are modulo 2^64, in whatever order they are taken.
-    places = torch.arange(1, len(flat) + 1, device=flat.device)
+    z = t.detach().contiguous().reshape(-1).view(_INTEGERS[t.element_size()]).to(torch.int64)
+    # Each number is scrambled together with its place (splitmix64; integers are modulo 2^64), and all are added up: a
+    # sum of integers does not depend on the order in which a device takes it.
+    z = z + torch.arange(len(z), device=z.device) * _SCRAMBLE[0]
+    for shift, factor in zip((30, 27), _SCRAMBLE[1:], strict=True):
+        z = (z ^ _shifted(z, shift)) * factor
     with waiting_allowed():
-        first, second = torch.stack([flat.sum(), (flat * (2 * places + 1)).sum()]).tolist()
-    return first, second
+        return int((z ^ _shifted(z, 31)).sum())
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Shift to the right, as if integers had no sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def upper_triangle(matrices: Tensor) -> Iterator[Tensor]:

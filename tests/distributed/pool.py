@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+import kfs
+
 SECONDS = 60  # a rank that waits longer has an error
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -91,6 +93,8 @@ class Pool:
         if not all(process.is_alive() for process, _ in self._workers):
             self.close()
         # A process that has used a GPU cannot be forked.
+        if number and not self._workers:
+            _import_all()
         context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
         while len(self._workers) < number:
             mine, theirs = context.Pipe()
@@ -114,6 +118,14 @@ class Pool:
         return Outcome(error=error, text=str(error))
 
 
+def _import_all() -> None:
+    """Compute something, so that what is imported for it need not be imported in every process."""
+    data = torch.rand(2, 2), torch.randint(2, (2,))
+    risk = kfs.EmpiricalRisk(torch.nn.Linear(2, 2), torch.nn.CrossEntropyLoss(), data)
+    kfs.EKFAC(risk, sharing="reduce")
+    kfs.GGN(risk) @ risk.gradient()
+
+
 def _work(connection: Connection) -> None:
     """Run functions until nobody sends any more."""
     sys.settrace(None)  # nobody would read what a copy of the coverage measurement has seen
@@ -126,7 +138,7 @@ def _work(connection: Connection) -> None:
         try:
             outcome = _run(pickle.loads(job))
             answer = pickle.dumps(outcome)
-        except Exception as error:  # noqa: BLE001 (everything is reported)
+        except BaseException as error:  # noqa: BLE001 (everything is reported)
             answer = pickle.dumps(Outcome(error=RuntimeError(repr(error)), text=traceback.format_exc()))
         connection.send_bytes(answer)
 
@@ -146,5 +158,5 @@ def _run(job: Job) -> Outcome:
             return Outcome(job.function(*job.arguments))
         finally:
             dist.destroy_process_group()
-    except Exception as error:  # noqa: BLE001 (everything is reported)
+    except BaseException as error:  # noqa: BLE001 (everything is reported, also what pytest raises)
         return Outcome(error=error, text=traceback.format_exc())

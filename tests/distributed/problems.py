@@ -96,6 +96,11 @@ def risk_of_own(name: str) -> kfs.EmpiricalRisk:
     return kfs.EmpiricalRisk(model, loss, batches(X[own], y[own], 4), group=dist.group.WORLD)
 
 
+def is_first() -> bool:
+    """Whether this process has to compare what was found with one process: ranks are compared bit by bit."""
+    return dist.get_rank() == 0
+
+
 def bits(tensors: Any) -> str:
     """Return what tells tensors from others, to the last bit."""
     return digest([t.contiguous() for t in tensors])
