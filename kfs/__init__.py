@@ -1,8 +1,8 @@
 """kfs, KFAC from scratch: curvature matrices of neural networks and their Kronecker-factored approximations.
 
 Start with `EmpiricalRisk` (model, loss, data), the linear operators on it, and `KFAC`. Solvers and estimators are in
-`kfs.operators`, losses in `kfs.losses`, the optimizer in `kfs.optim`, pruning in `kfs.compress`, and the definitions,
-one runnable file each, in `kfs.basics`.
+`kfs.operators`, losses in `kfs.losses`, the optimizer in `kfs.optim`, pruning in `kfs.compress`, many processes in
+`kfs.distributed`, and the definitions, one runnable file each, in `kfs.basics`.
 """
 
 from importlib import import_module
@@ -13,7 +13,8 @@ from kfs.names import near
 from kfs.version import __version__
 
 if TYPE_CHECKING:
-    from kfs import basics, compress, laplace, losses, operators, optim  # noqa: F401
+    from kfs import basics, compress, distributed, laplace, losses, operators, optim  # noqa: F401
+    from kfs.distributed import shard
     from kfs.influence import Influence
     from kfs.kfac import EKFAC, KFAC, Checkpoint, Relative, compare, inspect, load, per_datum
     from kfs.merging import merge
@@ -37,10 +38,12 @@ __all__ = [
     "load",
     "merge",
     "per_datum",
+    "shard",
 ]
-_PACKAGES = ("basics", "compress", "laplace", "losses", "operators", "optim")
+_PACKAGES = ("basics", "compress", "distributed", "laplace", "losses", "operators", "optim")
 # Where names come from. They are imported when they are used first, so that `import kfs` takes no time.
 _FROM = {
+    "kfs.distributed": ("shard",),
     "kfs.influence": ("Influence",),
     "kfs.kfac": ("EKFAC", "KFAC", "Checkpoint", "Relative", "compare", "inspect", "load", "per_datum"),
     "kfs.merging": ("merge",),

@@ -72,6 +72,10 @@ class StorageError(KfsError, ValueError):
     """A file cannot be written, or is not what it should be."""
 
 
+class DistributedError(KfsError, RuntimeError):
+    """Processes of a group do not fit together."""
+
+
 class VerificationError(KfsError, AssertionError):
     """A numerical claim turned out to be false."""
 

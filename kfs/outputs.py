@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kfs.errors import ModelError
+from kfs.errors import DataError, ModelError
 
 
 def parts_of(output: Any) -> list[Tensor]:
@@ -43,3 +43,17 @@ def prediction_in(output: Any) -> Tensor:
             "Return a tensor, an object or mapping with `logits`, or a tuple that starts with the prediction.",
         )
     return found[0]
+
+
+def check_batch_axis(f: Tensor, y: Tensor) -> None:
+    """Refuse predictions of which there is not one for each target.
+
+    Raises:
+        DataError: If their first axes differ.
+    """
+    if f.shape[:1] != y.shape[:1]:
+        raise DataError(
+            f"The model returned shape {list(f.shape)} for targets of shape {list(y.shape)}: not one prediction for "
+            "each target.",
+            "Put the batch axis first in both, or say how batches are split with unpack=.",
+        )

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from kfs.errors import DtypeError, ModelError
@@ -82,6 +83,19 @@ def _checked(params: Params) -> Params:
             "Choose those of one kind with params=, or convert the model.",
         )
     return params
+
+
+def check_not_meta(device: torch.device) -> None:
+    """Refuse parameters without values.
+
+    Raises:
+        ModelError: If their device is that of tensors without any.
+    """
+    if device.type == "meta":
+        raise ModelError(
+            "The parameters are on the meta device, where tensors have shapes but no values.",
+            "Move the model to another device, or see what KFAC would cost with kfs.inspect(model, sample).",
+        )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ and derivatives beyond the gradient in `kfs.operators`.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import isfinite
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,14 @@ from kfs.data import (
     unpacked,
 )
 from kfs.describing import Described, Description, batches_and_data, vector
-from kfs.errors import DataError, ModelError
+from kfs.distributed import Group, added_up, part_of
+from kfs.errors import DataError
 from kfs.exact_derivatives import ExactDerivatives, WithoutGraph, explained, no_hooks_on_saved_tensors
 from kfs.flags import Flags, not_finite, refuse_not_finite
 from kfs.losses import Loss, describe
 from kfs.moving import copies_end, moved
-from kfs.outputs import prediction_in
-from kfs.parameters import Params, function_params, leaves_of, module_params, places, switched_on
+from kfs.outputs import check_batch_axis, prediction_in
+from kfs.parameters import Params, check_not_meta, function_params, leaves_of, module_params, places, switched_on
 from kfs.progress import tracked
 from kfs.same_data import SameData
 from kfs.state import UnusedDraws, check_module, evaluating, random_state, restored, unchanged
@@ -65,13 +66,19 @@ class EmpiricalRisk(Described):
         progress: Whether to show how far a computation is, in a terminal or a notebook. By default, computations that
             take longer than two seconds are shown.
         num_data: Number of data, if you know it: it saves operators a first pass over all batches, which counts them.
-            Every complete pass checks it. Data with ignored or weighted targets need to be counted.
+            Every complete pass checks it. Data with ignored or weighted targets need to be counted. With several
+            processes, it is the number of this one's data.
+        group: The processes that share the computation: a process group such as `torch.distributed.group.WORLD`, or a
+            device mesh with one axis. Then `data` are those of this process, in the order of ranks, and everything
+            that is computed is that of all data together. All of them call the same functions. Data from `kfs.shard`
+            know their group. By default this process is alone.
 
     Hooks on the model run with every pass here, since they may change what it computes. Remove those that only record.
 
     Attributes:
         loss: The description of the loss.
         params: The parameters that are considered, by name.
+        ranks: The processes that share the computation, or this one alone.
 
     Raises:
         ModelError: If the model's predictions depend on chance or on other data, or a parameter is unknown.
@@ -96,15 +103,17 @@ class EmpiricalRisk(Described):
         unpack: Callable[[Any], tuple[Any, Tensor]] | None = None,
         progress: bool | None = None,
         num_data: int | None = None,
+        group: Group | None = None,
     ) -> None:
         """Check what can be checked without running the model."""
         self.model = model
         self.loss: Loss = describe(loss)
         self.params = module_params(model, params) if isinstance(model, nn.Module) else function_params(params)
         self.progress = progress
-        self._data = as_batches(data)
+        self.ranks, own_data, start = part_of(data, group)
+        self._data = as_batches(own_data)
         self._unpack = default_unpack if unpack is None else unpack
-        self._same_data = SameData(num_data)
+        self._same_data = SameData(num_data, self.ranks, start)
         self.flags: Flags | None = None  # takes note of bad data, in passes that do not wait for an accelerator
         self._draws = UnusedDraws(self.device)
         self._without_graph = WithoutGraph()
@@ -164,10 +173,11 @@ class EmpiricalRisk(Described):
             DataError: If a prediction or the value is not finite.
         """
         total = 0.0
-        with self.untouched(), torch.no_grad():
+        with self.ranks.agreed("value"), self.untouched(), torch.no_grad():
             for batch in self.batches("value"):
                 self.finite(f := self.evaluate(batch), batch)
                 total += float(self.loss.criterion(f, batch.y).double().sum())
+        total = sum(self.ranks.gather("value", total))
         if not isfinite(total):
             raise DataError("The risk is not finite.", "Look for NaN or infinity in the targets.")
         return self.reduction_factor * total
@@ -178,7 +188,7 @@ class EmpiricalRisk(Described):
         The model's own `.grad` fields are not touched.
         """
         total = {name: torch.zeros_like(p, dtype=self.sum_dtype) for name, p in self.params.items()}
-        with self.untouched(), torch.enable_grad(), explained():
+        with self.ranks.agreed("gradient"), self.untouched(), torch.enable_grad(), explained():
             leaves = self.leaves()
             for batch in self.batches("gradient"):
                 f = self.predict(leaves, batch)
@@ -190,6 +200,7 @@ class EmpiricalRisk(Described):
                 for name, g in zip(total, gradients, strict=True):
                     if g is not None:  # a parameter that this batch does not use
                         total[name] += g
+        total = added_up(self.ranks, "gradient", total)
         return {name: (self.reduction_factor * g).to(self.dtype) for name, g in total.items()}
 
     def leaves(self) -> Params:
@@ -216,12 +227,7 @@ class EmpiricalRisk(Described):
             own = lambda: prediction_in(self._output(self.params, batch))  # noqa: E731
             self._draws.check(before, lambda: self._without_graph(own))
         f = output if isinstance(output, Tensor) else prediction_in(output)
-        if f.shape[:1] != batch.y.shape[:1]:
-            raise DataError(
-                f"The model returned shape {list(f.shape)} for targets of shape {list(batch.y.shape)}: not one "
-                "prediction for each target.",
-                "Put the batch axis first in both, or say how batches are split with unpack=.",
-            )
+        check_batch_axis(f, batch.y)
         if self.flags is None:
             self.loss.check_now(f, batch.y)
         else:
@@ -275,8 +281,15 @@ class EmpiricalRisk(Described):
     def batches(self, task: str = "") -> Iterator[Batch]:
         """Iterate over the data, on the parameters' device, with progress if asked for; empty batches are left out.
 
-        A loader that shuffles does so in the same way every time. Neither counts nor the first batch may change.
+        A loader that shuffles does so in the same way every time. Neither counts nor the first batch may change. With
+        several processes, these are the data of this one, with their indices among all data.
         """
+        if self._same_data.start is None:  # other processes have data before those of this one
+            self.count()
+        return self._own_batches(task, self._same_data.start or 0)
+
+    def _own_batches(self, task: str, start: int) -> Iterator[Batch]:
+        """Iterate over the data of this process, of which the first one has an index among all data."""
         data: Iterable[Any] = repeatably(self._data)
         if task:
             data = tracked(data, task, self.num_batches, self.progress, "batch")
@@ -289,7 +302,7 @@ class EmpiricalRisk(Described):
                 if seen is None:
                     seen = fingerprint(x, y)  # where the data are: those on a CPU need not wait for an accelerator
                     self._same_data.check_first_batch(seen)
-                batch, copied = moved(x, y, first, self.device, self.loss.count), copies_end(x, y, self.device)
+                batch, copied = moved(x, y, start + first, self.device, self.loss.count), copies_end(x, y, self.device)
                 yield batch
                 copied()
                 count = count + batch.counted
@@ -301,16 +314,15 @@ class EmpiricalRisk(Described):
 
         Call it before a loop over batches that needs it: not every loader can be iterated a second time meanwhile.
         """
-        if self._same_data.counted is None:
-            for batch in self.batches("counting"):
-                if self._same_data.extrapolate(batch.first, len(batch.y), batch.counted):
-                    break
-        return cast("tuple[int, float]", self._same_data.counted)
-
-    def tensors(self, batch: Batch) -> list[Tensor]:
-        """Return everything that the predictions for a batch depend on: parameters, buffers and data."""
-        model = [*self.model.parameters(), *self.model.buffers()] if isinstance(self.model, nn.Module) else []
-        return [*self.params.values(), *model, *tensors_in(batch.x), batch.y]
+        same_data = self._same_data
+        if same_data.counted_by_all is not None:
+            return same_data.counted_by_all
+        with self.ranks.agreed("counting"):
+            if same_data.counted is None:
+                for batch in self._own_batches("counting", 0):
+                    if same_data.extrapolate(batch.first, len(batch.y), batch.counted):
+                        break
+        return same_data.count_all(self.loss.reduction == "mean")
 
     def check_model(self) -> None:
         """Refuse a module whose prediction for one datum depends on chance or on other data."""
@@ -320,11 +332,7 @@ class EmpiricalRisk(Described):
 
     def check_values(self) -> None:
         """Refuse parameters without values."""
-        if self.device.type == "meta":
-            raise ModelError(
-                "The parameters are on the meta device, where tensors have shapes but no values.",
-                "Move the model to another device, or see what KFAC would cost with kfs.inspect(model, sample).",
-            )
+        check_not_meta(self.device)
 
     @contextmanager
     def untouched(self, first_order: bool = False) -> Iterator[None]:

@@ -1,10 +1,15 @@
-"""Data that are iterated several times must be the same every time: what is checked of that."""
+"""Data that are iterated several times must be the same every time: what is checked of that.
+
+Each process counts its own data. Those of all processes together are counted by `count_all`.
+"""
 
 from math import isclose
+from typing import cast
 
 from torch import Tensor
 
 from kfs.data import Fingerprint
+from kfs.distributed import Ranks
 from kfs.errors import DataError
 from kfs.waiting import number
 
@@ -14,12 +19,16 @@ class SameData:
 
     Args:
         announced: Number of data, if somebody knows it beforehand.
+        ranks: The processes that share the data.
+        start: Index of this process's first datum among all data; `None` if all processes have to count first.
 
     Attributes:
         counted: Number of data, and what a mean over them divides by; `None` before the first complete pass.
+        counted_by_all: The same for all processes together; `None` before `count_all`.
+        start: As above.
     """
 
-    def __init__(self, announced: int | None = None) -> None:
+    def __init__(self, announced: int | None = None, ranks: Ranks | None = None, start: int | None = 0) -> None:
         """Know nothing else.
 
         Raises:
@@ -29,12 +38,44 @@ class SameData:
             raise DataError(f"num_data is {announced!r}.", "Pass a positive integer, or leave it out.")
         self._announced = announced
         self.counted: tuple[int, float] | None = None
+        self.counted_by_all: tuple[int, float] | None = None
+        self.start = start
+        self._ranks = Ranks() if ranks is None else ranks
         self._first_batch: Fingerprint | None = None
 
     @property
     def known_number(self) -> int | None:
         """Number of data: the counted or the announced one; `None` if it is not known."""
+        if self.counted_by_all is not None:
+            return self.counted_by_all[0]
+        if self._ranks.are_several:
+            return None
         return self._announced if self.counted is None else self.counted[0]
+
+    def count_all(self, mean: bool) -> tuple[int, float]:
+        """Add up what all processes have counted, and find the place of this one's data among all of them.
+
+        Args:
+            mean: Whether the loss is such a mean.
+
+        Raises:
+            DataError: If there are no data at all, or none that count.
+        """
+        every = self._ranks.gather("counting", (*cast("tuple[int, float]", self.counted), self.start))
+        start = 0
+        for rank, (num_data, _, announced) in enumerate(every):
+            if announced not in {None, start}:
+                raise DataError(
+                    f"The ranks before rank {rank} have {start} data, but its shard starts at datum {announced}.",
+                    "Pass data to kfs.shard that give the same batches every time.",
+                )
+            if rank == self._ranks.rank:
+                self.start = start
+            start += num_data
+        count = float(sum(count for _, count, _ in every))
+        _refuse_empty(start, count, mean)
+        self.counted_by_all = start, count
+        return self.counted_by_all
 
     def extrapolate(self, first: int, num_data: int, count: float | Tensor) -> bool:
         """Count all data as the first batch of them, if their number was announced. Complete passes check that later.
@@ -88,14 +129,9 @@ class SameData:
         Raises:
             DataError: If there are no data, or others than before.
         """
-        if num_data == 0:
-            raise DataError("The data set is empty.", "Pass at least one batch with at least one datum.")
         count = number(count)
-        if mean and count == 0:
-            raise DataError(
-                "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",
-                "Pass data with targets that count, or use reduction='sum'.",
-            )
+        if not self._ranks.are_several:  # others may have data
+            _refuse_empty(num_data, count, mean)
         if self._announced not in {None, num_data}:
             raise DataError(
                 f"num_data is {self._announced}, but the data have {num_data} targets.",
@@ -122,3 +158,14 @@ class SameData:
                 "Make a new EmpiricalRisk after such a change.",
             )
         self._first_batch = first_batch
+
+
+def _refuse_empty(num_data: int, count: float, mean: bool) -> None:
+    """Refuse data of which there are none, or none that count."""
+    if num_data == 0:
+        raise DataError("The data set is empty.", "Pass at least one batch with at least one datum.")
+    if mean and count == 0:
+        raise DataError(
+            "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",
+            "Pass data with targets that count, or use reduction='sum'.",
+        )

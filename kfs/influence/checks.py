@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from kfs.errors import KfsWarning, ModelError, SolverError
+from kfs.data import fingerprint
+from kfs.errors import DistributedError, KfsWarning, ModelError, SolverError
 from kfs.kfac.structures import BlockDiagonal, Damping, Eigenbasis, Method, Relative, Stack
 from kfs.names import few, near
 from kfs.risk import EmpiricalRisk
@@ -103,6 +104,36 @@ def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:
             "Use the model that the curvature was computed for: the same layers, and the same vocabulary.",
         )
     risk.count()  # raises an error if there are no data
+
+
+def check_alone(risk: EmpiricalRisk, what: str) -> None:
+    """Refuse data that are split over several processes.
+
+    Args:
+        risk: Has the data.
+        what: What needs all of them in one process, as the start of a sentence.
+
+    Raises:
+        DistributedError: If they are split.
+    """
+    if risk.ranks.are_several:
+        raise DistributedError(
+            f"{what} of data that are split over {risk.ranks.size} processes cannot be computed.",
+            "Pass an EmpiricalRisk of all these data, without kfs.shard and group=.",
+        )
+
+
+def check_same_queries(queries: EmpiricalRisk, train: EmpiricalRisk) -> None:
+    """Refuse queries that differ between the processes that share training data.
+
+    Raises:
+        DistributedError: If they differ, or are split over processes.
+    """
+    if train.ranks.are_several:
+        check_alone(queries, "Scores of queries")
+        with train.ranks.agreed("queries"):
+            found = [fingerprint(batch.x, batch.y) for batch in queries.batches()]
+        train.ranks.same("Queries", found, "Pass the same queries in all processes; only training data are split.")
 
 
 def check_same_parameters(K: BlockDiagonal, queries: EmpiricalRisk, train: EmpiricalRisk) -> None:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from kfs.describing import Described, Description, counted, kind
 from kfs.errors import ModelError
-from kfs.influence.checks import check_choice, inverse_of
+from kfs.influence.checks import check_alone, check_choice, inverse_of
 from kfs.influence.cost import Cost, cost_of
 from kfs.influence.index import Index, settings_of
 from kfs.influence.query_error import QueryError, query_error
 from kfs.influence.ranking import Top
-from kfs.influence.scoring import BY, By, Normalize, all_scores, best, check_request
+from kfs.influence.scoring import BY, By, Normalize, all_scores, best, check_request, self_scores
 from kfs.influence.stored import Compression
 from kfs.influence.stream import Request, Stream
 from kfs.kfac.structures import BlockDiagonal, Damping, Method, Relative
@@ -134,7 +134,7 @@ class Influence(Described):
 
         Args:
             queries: Data to explain, with the same model and parameters.
-            train: Data to explain them by.
+            train: Data to explain them by. If processes share them, all pass the same queries and get all scores.
             of: Which quantity of queries is explained, as in `kfs.per_datum`: `"loss"`, `"log-probability"`,
                 `"margin"`, or a function of one datum's prediction and target.
             of_train: Which quantity of training data is differentiated. Models are trained by their `"loss"`.
@@ -169,8 +169,7 @@ class Influence(Described):
             train: The data.
             of: Which quantity is differentiated, as in `scores`.
         """
-        stream = self._stream(Request(train, train, of, of, None, 0))
-        return torch.cat([stream.own(batch) for batch in stream.train()])
+        return self_scores(self._stream(Request(train, train, of, of, None, 0)))
 
     def top(
         self,
@@ -221,6 +220,7 @@ class Influence(Described):
             of: As in `scores`.
             of_train: As in `scores`.
         """
+        check_alone(train, "The error")
         return query_error(self._stream(Request(queries, train, of, of_train, None, 0, query_rank)))
 
     def cost(
@@ -275,6 +275,7 @@ class Influence(Described):
             ------  ------------------  ----  ----  ----------  ---------  -----
             weight  1 x 3 x 5              1  rows      7.76 k  rows       560 B
         """
+        check_alone(train, "The cost")
         stream = self._stream(Request(queries, train, of, of_train, None, memory, query_rank))
         return cost_of(stream, rank, compression, dtype)
 
@@ -330,6 +331,7 @@ class Influence(Described):
             ------  ------------------  ---------
             weight  1 x 3 x 5           rows
         """
+        check_alone(train, "An index")
         settings = settings_of(self._damping, self._method, rank, compression, dtype)
         return Index(self.K, self.inverse, train, of_train, settings, file, shard_bytes)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kfs.describing import Described, Description, Table, number
+from kfs.distributed import Ranks
 
 _SHOWN = 5  # queries, and data of each
 
@@ -71,6 +72,20 @@ class Best:
     def add(self, values: Tensor, first: int) -> None:
         """Look at numbers `[queries, m]` that belong to consecutive data."""
         indices = torch.arange(first, first + values.shape[1], device=values.device).expand(values.shape)
+        self._add(values, indices)
+
+    def merge(self, ranks: Ranks, device: torch.device) -> None:
+        """Keep the largest of all ranks, which have looked at different data."""
+        if not ranks.are_several:
+            return
+        own = self._kept
+        self._kept = None
+        for one in ranks.gather_tensors("ranking", {} if own is None else own._asdict()):
+            if one:  # a rank without data has none
+                self._add(one["values"].to(device), one["indices"].to(device))
+
+    def _add(self, values: Tensor, indices: Tensor) -> None:
+        """Look at numbers with their indices."""
         if self._kept is not None:
             values = torch.cat([self._kept.values, values], 1)
             indices = torch.cat([self._kept.indices, indices], 1)

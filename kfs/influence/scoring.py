@@ -8,7 +8,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kfs.errors import DataError
-from kfs.influence.checks import check_choice, check_count, check_memory, check_risk, check_same_parameters
+from kfs.influence.checks import (
+    check_choice,
+    check_count,
+    check_memory,
+    check_risk,
+    check_same_parameters,
+    check_same_queries,
+)
 from kfs.influence.ranking import Best, Ranked, Top
 from kfs.influence.stream import Queries, Request, Stream, check_finite
 from kfs.influence.tokens import by_token, positions_of
@@ -43,20 +50,51 @@ def check_request(K: BlockDiagonal, request: Request) -> None:
 def all_scores(stream: Stream, by: By | None) -> Tensor | dict[str, Tensor]:
     """Compute the scores of all pairs, or parts of them by block, layer or token."""
     rows: dict[str, list[Tensor]] = {}
-    for chunk in stream.chunks():
-        columns: dict[str, list[Tensor]] = {}
-        for batch in stream.train():
-            found: dict[str, Tensor] = {}
-            for name, scores in _pairs(stream, chunk, batch, by):
-                key = _key(by, batch.blocks[name])
-                found[key] = scores if key not in found else found[key].add_(scores)
-            for key, scores in found.items():
-                check_finite(scores, chunk, batch)
-                columns.setdefault(key, []).append(scores)
-        for key, parts in columns.items():
-            rows.setdefault(key, []).append(_joined(parts, 1))
+    request = stream.request
+    check_same_queries(request.queries, request.train)
+    with request.train.ranks.agreed("scores"):
+        for chunk in stream.chunks():
+            for key, parts in _of_all_ranks(stream, _columns(stream, chunk, by)).items():
+                rows.setdefault(key, []).append(_joined(parts, 1))
     result = {key: _joined(parts, 0) for key, parts in rows.items()}
     return result if by in {"block", "layer"} else result[""]
+
+
+def _columns(stream: Stream, chunk: Queries, by: By | None) -> dict[str, list[Tensor]]:
+    """Return scores of some queries with all training data of this process, batch by batch."""
+    columns: dict[str, list[Tensor]] = {}
+    for batch in stream.train():
+        found: dict[str, Tensor] = {}
+        for name, scores in _pairs(stream, chunk, batch, by):
+            key = _key(by, batch.blocks[name])
+            found[key] = scores if key not in found else found[key].add_(scores)
+        for key, scores in found.items():
+            check_finite(scores, chunk, batch)
+            columns.setdefault(key, []).append(scores)
+    return columns
+
+
+def self_scores(stream: Stream) -> Tensor:
+    """Compute the score of every datum with itself."""
+    train = stream.request.train
+    with train.ranks.agreed("self-scores"):
+        own = [stream.own(batch) for batch in stream.train()]
+    # A rank without data has no scores.
+    found = train.ranks.gather_tensors("self-scores", {"own": torch.cat(own)} if own else {})
+    return torch.cat([one["own"].to(train.device) for one in found if one])
+
+
+def _of_all_ranks(stream: Stream, columns: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    """Return scores with the data of all ranks, in the order of data, given those with the data of this one."""
+    train = stream.request.train
+    if not train.ranks.are_several:
+        return columns
+    own = {key: _joined(parts, 1) for key, parts in columns.items()}
+    result: dict[str, list[Tensor]] = {}
+    for one in train.ranks.gather_tensors("scores", own):
+        for key, part in one.items():
+            result.setdefault(key, []).append(part.to(train.device))
+    return result
 
 
 def best(stream: Stream, k: int) -> Top:
@@ -71,14 +109,18 @@ def best(stream: Stream, k: int) -> Top:
         raise DataError(f"k is {k!r}, and there are {num_data:,} training data.", f"Use 1 to {num_data}.")
     sign = sign_of(request.of) * sign_of(request.of_train)
     found: list[tuple[Ranked, Ranked]] = []
-    for chunk in stream.chunks():
-        helpful, harmful = Best(k), Best(k)
-        for batch in stream.train():
-            scores = torch.stack([part for _, part in stream.pairs(chunk, batch)]).sum(0)
-            check_finite(scores, chunk, batch)
-            helpful.add(sign * scores, batch.start)
-            harmful.add(-sign * scores, batch.start)
-        found.append((helpful.ranked(sign), harmful.ranked(-sign)))
+    check_same_queries(request.queries, request.train)
+    with request.train.ranks.agreed("ranking"):
+        for chunk in stream.chunks():
+            helpful, harmful = Best(k), Best(k)
+            for batch in stream.train():
+                scores = torch.stack([part for _, part in stream.pairs(chunk, batch)]).sum(0)
+                check_finite(scores, chunk, batch)
+                helpful.add(sign * scores, batch.start)
+                harmful.add(-sign * scores, batch.start)
+            for kept in (helpful, harmful):
+                kept.merge(request.train.ranks, request.train.device)
+            found.append((helpful.ranked(sign), harmful.ranked(-sign)))
     both = [Ranked(*map(torch.cat, zip(*parts, strict=True))) for parts in zip(*found, strict=True)]
     return Top(*both)
 

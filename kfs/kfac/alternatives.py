@@ -200,6 +200,10 @@ class _PartialTraces(Statistic):
     def __init__(self, K: KFAC, block: Block) -> None:
         self.contractions = _Contraction(K, block, "A"), _Contraction(K, block, "B")
 
+    @property
+    def totals(self) -> list[Tensor]:
+        return [contraction.total for contraction in self.contractions]
+
     def add(self, gradients: Tensor) -> None:
         for contraction in self.contractions:
             contraction.add(gradients)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from kfs.distributed import added_up
 from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors
 from kfs.kfac.block import Block
@@ -99,7 +100,7 @@ def exact_diagonals(risk: EmpiricalRisk, names: Iterable[str], settings: Setting
     names = list(names)
     dtype = torch.promote_types(risk.dtype, torch.float32)
     total = {name: torch.zeros_like(risk.params[name], dtype=dtype) for name in names}
-    with risk.untouched(), torch.enable_grad():
+    with risk.ranks.agreed("diagonal"), risk.untouched(), torch.enable_grad():
         for batch in risk.batches("diagonal"):
             leaves, rest = leaves_and_rest(risk, names)
             f = risk.predict(leaves | rest, batch)
@@ -110,4 +111,4 @@ def exact_diagonals(risk: EmpiricalRisk, names: Iterable[str], settings: Setting
                     one[:, n] = vectors[:, n]
                     for name, g in pull_back(f, leaves, one, keep_graph=True).items():
                         total[name] += g.to(dtype).square().sum(0)
-    return total
+    return added_up(risk.ranks, "diagonal", total)

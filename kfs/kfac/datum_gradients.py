@@ -243,7 +243,8 @@ class _Stream:
                 _check_finite(column)
             yield result
         unused = [name for name in self.order if name not in used and name not in self._uncovered()]
-        if unused and self.operator is None and self.uncovered == "error":
+        alone = not self.risk.ranks.are_several  # otherwise data of other processes may use them
+        if unused and alone and self.operator is None and self.uncovered == "error":
             raise coverage_error(not_covered(unused, [], set(), set()))
 
     def _counted(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:

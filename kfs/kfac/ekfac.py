@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from kfs.describing import Description
+from kfs.distributed import checksum
 from kfs.errors import DataError, ModelError
 from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.block import Block
@@ -142,6 +143,11 @@ class EKFAC(ShowsFactors, BlockDiagonal):
                 Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis())) for stack in factors.stacks
             ]
         basis = [Q.values for stack in self._sums for Q in (stack.structure.Q_A, stack.structure.Q_B)]  # type: ignore[attr-defined]
+        risk.ranks.same(
+            "Eigenvectors",
+            [checksum(Q) for Q in basis] if risk.ranks.are_several else [],
+            "Use the same kind of device and the same version of PyTorch in all processes.",
+        )
         journal = None
         if checkpoint is not None:
             journal = Journal(checkpoint, risk, self.settings.with_fresh_draws(), "eigenvalues", basis)

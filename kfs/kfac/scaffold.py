@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kfs.data import Batch
+from kfs.data import Batch, values_digest
 from kfs.exact_derivatives import RightGradients, explained, has_instance_norms
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors, columns_at_once
 from kfs.kfac.capture import Audits, Replays, forward, recorder_for, send_back
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
-from kfs.kfac.storage.checkpoint import Journal, Progress
+from kfs.kfac.storage.checkpoint import Journal, Progress, details
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.interface import Sums
 from kfs.risk import EmpiricalRisk
@@ -60,7 +60,7 @@ def explain_vectors(risk: EmpiricalRisk, settings: Settings) -> None:
     Raises:
         KfsError: If something is.
     """
-    with risk.untouched():
+    with risk.ranks.agreed("explaining"), risk.untouched():
         for batch in risk.batches():
             f = risk.evaluate(batch).cpu()
             for _ in backpropagated_vectors(risk.loss, f, batch.y.cpu(), settings, batch.first, at_once=1):
@@ -86,12 +86,28 @@ def sweep(
     Returns:
         What was counted on the way.
     """
-    progress = Progress() if journal is None else journal.resume(sums)
-    for _ in passes(risk, sums, settings, task, progress, journal):
-        pass
-    if journal is not None:
-        journal.close(progress, sums)
+    ranks = risk.ranks
+    if ranks.are_several:
+        _check_same_computation(risk, settings)
+    with ranks.agreed(task):
+        progress = Progress() if journal is None else journal.resume(sums)
+        for _ in passes(risk, sums, settings, task, progress, journal):
+            pass
+        if journal is not None:
+            journal.close(progress, sums)
+    if ranks.are_several:
+        risk.count()  # refuses data that are empty on all ranks
+        progress.add_up(ranks)
+        sums.add_up(ranks, risk.device)
     return progress
+
+
+def _check_same_computation(risk: EmpiricalRisk, settings: Settings) -> None:
+    """Refuse settings and parameters that differ between ranks."""
+    way_out = "Use the same model, loss and settings in all processes. torch.distributed.broadcast copies parameters."
+    risk.ranks.same("Settings", settings.state(), way_out)
+    values = {name: values_digest([p]) for name, p in risk.params.items()}
+    risk.ranks.same("Losses and parameters", {"loss": details(risk.loss), **values}, way_out)
 
 
 def passes(

@@ -60,6 +60,12 @@ def check_names(given: Iterable[str], common: Iterable[str]) -> None:
     """
     for name in given:
         if name not in Advanced.__annotations__:
+            if name == "group":
+                raise DtypeError(
+                    "KFAC has no argument 'group': it takes the processes that share the risk's data.",
+                    "Pass them to the risk: EmpiricalRisk(..., kfs.shard(data, group)), or EmpiricalRisk(..., "
+                    "group=group) for data that are split already.",
+                )
             known = [*common, *Advanced.__annotations__]
             all_of_them = f"Choose from {', '.join(known)}."
             raise DtypeError(f"KFAC has no argument {name!r}.", guess([name], known) or all_of_them)

@@ -114,7 +114,9 @@ def log_likelihood(risk: EmpiricalRisk, likelihood: Likelihood) -> float:
 
 def _num_targets(risk: EmpiricalRisk) -> int:
     """Return how many numbers are predicted, of all data together."""
-    return sum(batch.y.numel() for batch in risk.batches())
+    with risk.ranks.agreed("counting targets"):
+        own = sum(batch.y.numel() for batch in risk.batches())
+    return sum(risk.ranks.gather("counting targets", own))
 
 
 def tune_prior(

@@ -6,18 +6,18 @@ in prediction space, which the loss knows. The Hessian is differentiated twice.
 """
 
 from abc import abstractmethod
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.conv import _ConvNd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfs.data import Batch, tensors_in
+from kfs.distributed import Ranks, added_up, checksum
 from kfs.errors import LossError, ModelError
 from kfs.exact_derivatives import explained
 from kfs.losses.counter import Draws
+from kfs.operators.chunks import choose_chunk_size
 from kfs.operators.derivatives import (
     Linearization,
     enabled_kernels,
@@ -85,9 +85,12 @@ class Curvature(LinearOperator):
         """Multiply the block that has some parameters' columns (those given) and some parameters' rows."""
         total: Columns = {}
         wide, dtype = self.risk.sum_dtype, self.codomain.dtype
+        ranks = self.risk.ranks
+        task = type(self).__name__
         self.risk.count()
-        with self.risk.untouched(), torch.enable_grad(), explained():
-            for batch in self.risk.batches(type(self).__name__):
+        check_same_columns(ranks, columns)
+        with ranks.agreed(task), self.risk.untouched(), torch.enable_grad(), explained():
+            for batch in self.risk.batches(task):
                 for names in self.blocks:
                     inside = {name: columns[name] for name in names if name in columns}
                     wanted = [name for name in names if name in rows]
@@ -95,8 +98,11 @@ class Curvature(LinearOperator):
                         for name, t in self.product(batch, inside, wanted).items():
                             total[name] = total[name] + t if name in total else t.to(wide)  # may be shared: not +=
         some = next(iter(columns.values()))
-        zeros = {n: some.new_zeros(len(some), *self.codomain.shapes[n]) for n in rows if n not in total}
-        return {name: zeros[name] if name in zeros else total[name].to(dtype) for name in rows}
+        for name in rows:
+            if name not in total:
+                total[name] = some.new_zeros(len(some), *self.codomain.shapes[name], dtype=wide)
+        total = added_up(ranks, task, {name: total[name] for name in rows})
+        return {name: t.to(dtype) for name, t in total.items()}
 
     def _block_of(self, rows: list[str], columns: list[str]) -> LinearOperator:
         """Return the block with some parameters' rows and columns; nothing else is computed."""
@@ -214,7 +220,7 @@ class Sandwich(Curvature):
 
     def _linearization(self, batch: Batch) -> Linearization:
         """Return the batch's graphs; new ones if the data, or any parameter or buffer, have changed in the meantime."""
-        now = self.risk.tensors(batch)
+        now = _inputs_of(self.risk, batch)
         if batch.first in self._kept:
             linearization, before = self._kept[batch.first]
             if len(now) == len(before) and all(map(torch.equal, now, before)):
@@ -227,9 +233,10 @@ class Sandwich(Curvature):
         """Compute the diagonal exactly, as a flat vector: sums of squared per-datum gradients, one datum at a time."""
         wide = self.risk.sum_dtype
         total = {name: torch.zeros_like(p, dtype=wide) for name, p in self.risk.params.items()}
-        with self.risk.untouched(), torch.enable_grad(), explained():
+        task = f"{type(self).__name__} diagonal"
+        with self.risk.ranks.agreed(task), self.risk.untouched(), torch.enable_grad(), explained():
             leaves = self.risk.leaves()
-            for batch in self.risk.batches(f"{type(self).__name__} diagonal"):
+            for batch in self.risk.batches(task):
                 f = self.risk.predict(leaves, batch)
                 self.risk.finite(f.detach(), batch)
                 S = self.factor(f.detach(), batch)
@@ -239,6 +246,7 @@ class Sandwich(Curvature):
                         u[:, n] = S[start : start + self.chunk_size, n]
                         for name, g in pull_back(f, leaves, u, keep_graph=True).items():
                             total[name] += (g.to(wide) ** 2).sum(0)
+        total = added_up(self.risk.ranks, task, total)
         flat = self.domain.flatten({name: t.unsqueeze(0) for name, t in total.items()})
         return (self.risk.reduction_factor * flat.squeeze(0)).to(self.domain.dtype)
 
@@ -339,47 +347,25 @@ class Fisher(Sandwich):
         return gradients.div(self.mc_samples**0.5)
 
 
-def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None, memory: int | None, reuse: bool = False) -> int:
-    """Return how many columns to multiply at once: what the user says, or what is fast for the model and fits."""
-    for name, value in {"chunk_size": chunk_size, "memory": memory}.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ModelError(f"{name} is {value!r}.", "Multiply at least one column at once.")
-    if chunk_size is None:
-        modules = risk.model.modules() if isinstance(risk.model, Module) and risk.device.type == "cpu" else ()
-        groups = [module.groups for module in modules if isinstance(module, _ConvNd)]
-        with_convolutions = 1 if reuse or any(number > 1 for number in groups) else 4
-        chunk_size = with_convolutions if groups else 16
-    return chunk_size if memory is None else max(1, min(chunk_size, memory // bytes_per_column(risk)))
-
-
-def bytes_per_column(risk: EmpiricalRisk) -> int:
-    """Estimate what a column takes: all that a forward pass makes for the largest batch, and the parameters twice."""
-    with risk.untouched(), torch.no_grad():
-        largest = max(risk.batches("counting bytes"), key=lambda batch: batch.y.numel())
-        made = CountBytes()
-        with made:
-            risk.evaluate(largest)
-    return sum(made.bytes.values()) + 2 * sum(p.numel() * p.element_size() for p in risk.params.values())
-
-
-class CountBytes(TorchDispatchMode):
-    """Collects the sizes of all tensors that are made, by their addresses: views do not count."""
-
-    def __init__(self) -> None:
-        """Start with nothing."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
-        result = func(*args, **(kwargs or {}))
-        for t in tensors_in(result):
-            self.bytes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return result
-
-
 def parameter_space(risk: EmpiricalRisk) -> Space:
     """Return the space of a risk's parameters."""
     return Space({name: p.shape for name, p in risk.params.items()}, risk.dtype, risk.device)
+
+
+def check_same_columns(ranks: Ranks, columns: Columns) -> None:
+    """Refuse vectors that differ between processes: each would multiply its part of the matrix with another one."""
+    if ranks.are_several:
+        ranks.same(
+            "The vectors to multiply with",
+            [(name, list(t.shape), checksum(t)) for name, t in columns.items()],
+            "Multiply with the same vectors in all processes: broadcast them, or draw them from the same seed.",
+        )
+
+
+def _inputs_of(risk: EmpiricalRisk, batch: Batch) -> list[Tensor]:
+    """Return everything that the predictions for a batch depend on: parameters, buffers and data."""
+    model = [*risk.model.parameters(), *risk.model.buffers()] if isinstance(risk.model, Module) else []
+    return [*risk.params.values(), *model, *tensors_in(batch.x), batch.y]
 
 
 def _blocks(names: list[str], block_diagonal: Blocks) -> list[list[str]]:

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from kfs import storage
 from kfs.data import Batch, plain, tensors_in
+from kfs.distributed import Ranks
 from kfs.errors import StorageError
 from kfs.kfac.capture import Audit
 from kfs.kfac.settings import Settings
@@ -80,6 +82,16 @@ class Progress:
         self.count += number(self.counted)
         self.counted = 0
 
+    def add_up(self, ranks: Ranks) -> None:
+        """Replace all of it by that of all ranks together, after the last batch."""
+        found = ranks.gather("progress", (self.batches, self.num_data, self.count, self.unexplained, self.audit))
+        self.batches = sum(one[0] for one in found)
+        self.num_data = sum(one[1] for one in found)
+        self.count = float(sum(one[2] for one in found))
+        self.unexplained = set().union(*(one[3] for one in found))
+        audits = [one[4] for one in found if one[4] is not None]  # ranks without data have none
+        self.audit = reduce(Audit.merged, audits) if audits else None
+
     def state(self) -> dict[str, Any]:
         """Return what has to be known to continue, for a file."""
         self.settle()
@@ -108,6 +120,9 @@ class Journal:
         """Describe what the sums belong to."""
         path = Path(checkpoint.path)
         self.path = path if stage == "factors" else path.with_name(f"{path.name}.{stage}")
+        ranks = risk.ranks
+        if ranks.are_several:  # each rank keeps the sums over its own data
+            self.path = self.path.with_name(f"{self.path.name}.rank-{ranks.rank}-of-{ranks.size}")
         self.checkpoint = checkpoint
         self._device = settings.factor_device or str(risk.device)
         module = risk.model if isinstance(risk.model, torch.nn.Module) else torch.nn.Module()

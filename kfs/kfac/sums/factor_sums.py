@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from kfs import waiting
+from kfs.distributed import Ranks
 from kfs.errors import DataError
 from kfs.kfac.layout import Key, Side
 from kfs.kfac.settings import Settings
+from kfs.kfac.sums.across_ranks import add_up_blocks
 from kfs.kfac.sums.block_sums import BlockSums, RoleSums, settle_counts
 from kfs.kfac.sums.inputs import Vectors
 from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums, ignore
@@ -126,6 +128,14 @@ class FactorSums(Sums):
     def settle_counts(self) -> None:
         """Let the host know what was counted on an accelerator, which is asked once for all blocks."""
         settle_counts(role for _, _, role in self._roles())
+
+    def add_up(self, ranks: Ranks, device: torch.device) -> None:
+        """Add up all blocks, also those that only other ranks have."""
+        self.settle_counts()
+        conflicts = ranks.gather("conflicts", self.conflicts)
+        where = self.settings.factor_device or device
+        self.blocks, more = add_up_blocks(ranks, self.blocks, where, self.settings.products)
+        self.conflicts = more.union(*conflicts)
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and convert them to another precision if asked for."""

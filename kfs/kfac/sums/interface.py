@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kfs.distributed import Ranks
 from kfs.kfac.layout import Layout, Side
 from kfs.kfac.sums.inputs import Inputs
 from kfs.kfac.sums.owners import Owners
@@ -96,6 +97,14 @@ class Sums(ABC):
 
     def add_counts(self, more: Mapping[Any, float]) -> None:  # noqa: B027 (most have nothing to do)
         """Add differences of `counts`, which may be negative, to take a pass back that was only recorded."""
+
+    def add_up(self, ranks: Ranks, device: torch.device) -> None:  # noqa: B027 (most are for one process)
+        """Replace all sums by those of all ranks together, after the last batch.
+
+        Args:
+            ranks: Who has sums of the same blocks, or of some of them.
+            device: Of the model, for sums of blocks that only other ranks have.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

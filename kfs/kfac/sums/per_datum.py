@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfs.distributed import Ranks, add_up
 from kfs.errors import ModelError
 from kfs.kfac.layout import Key, Layout
 from kfs.kfac.settings import Settings
@@ -34,6 +35,11 @@ class Statistic(ABC):
     """
 
     total: Tensor
+
+    @property
+    def totals(self) -> list[Tensor]:
+        """All sums, if there are several."""
+        return [self.total]
 
     @abstractmethod
     def add(self, gradients: Tensor) -> None:
@@ -138,6 +144,14 @@ class PerDatumSums(Sums):
                 f"The blocks differ from those of the factors: {missing} are not used, and {new} are new.",
                 "Use the same model and parameters, and data that use all of them.",
             )
+
+    def add_up(self, ranks: Ranks, device: torch.device) -> None:
+        """Add up the statistics of all blocks. Some ranks may have seen a block that others have not."""
+        seen = ranks.gather("blocks of per-datum gradients", (self._seen, self._unknown))
+        self._seen = set().union(*(keys for keys, _ in seen))
+        self._unknown = set().union(*(names for _, names in seen))
+        totals = [total for statistic in self._statistics.values() for total in statistic.totals]
+        add_up(ranks, "per-datum gradients", totals)
 
     def state(self) -> dict[str, Any]:
         """Return all sums, between two batches, for a file."""

@@ -1,0 +1,214 @@
+"""The processes that share a computation, and how they agree before any tensor travels.
+
+Every exchange starts with a small message from each rank: where it is in the program, or the error that it has met. So
+an error of one rank is an error of all, with the same type and text, at once and not after a time-out. Ranks at
+different places of a program notice that, too. How tensors are added up lives in `summing`, how data are split in
+`sharding`.
+"""
+
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from kfs.errors import DistributedError
+
+Group = dist.ProcessGroup | DeviceMesh
+T = TypeVar("T")
+
+
+class _Message(NamedTuple):
+    """What every rank tells all others."""
+
+    where: str  # the place in the program
+    value: Any = None
+    error: bytes | None = None  # a pickled exception
+
+
+class Ranks:
+    """The processes of a group, or this one alone.
+
+    Args:
+        group: A process group, a device mesh with one axis, or `None` for this process alone: then nothing is
+            exchanged.
+
+    Attributes:
+        group: The process group; `None` for this process alone.
+        rank: Index of this process in the group.
+        size: Number of processes.
+
+    Raises:
+        DistributedError: If this process does not belong to the group, or the mesh has several axes.
+
+    Example:
+        >>> ranks = Ranks(None)
+        >>> ranks.rank, ranks.size, ranks.gather("numbers of data", 7)
+        (0, 1, [7])
+    """
+
+    def __init__(self, group: Group | None = None) -> None:
+        """Find this process in the group."""
+        self.group = _process_group(group)
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self.size = 1 if self.group is None else dist.get_world_size(self.group)
+
+    @property
+    def are_several(self) -> bool:
+        """Whether a group was given, even one with a single process."""
+        return self.group is not None
+
+    def gather(self, where: str, value: T) -> list[T]:
+        """Return the values of all ranks, in the order of ranks.
+
+        Args:
+            where: What is exchanged, in words. It must be the same on all ranks.
+            value: Anything that can be pickled, and is small.
+
+        Raises:
+            DistributedError: If another rank exchanges something else.
+            Exception: The error that another rank has met instead of getting here.
+        """
+        if self.group is None:
+            return [value]
+        return cast("list[T]", [message.value for message in self._exchange(_Message(where, value))])
+
+    def gather_tensors(self, where: str, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Return some tensors of all ranks, by name; on the CPU, if there are several processes.
+
+        Names, shapes and dtypes may differ between ranks. For sums, see `summing`.
+
+        Args:
+            where: What is exchanged, in words.
+            tensors: Those of this rank. Others get copies.
+        """
+        if self.group is None:
+            return [dict(tensors)]
+        on_host = {name: t.detach().cpu() for name, t in tensors.items()}
+        return self.gather(where, on_host)
+
+    def device_for(self, device: torch.device) -> torch.device:
+        """Return where tensors of a device must be to travel: there, if the group's backend can send them."""
+        kinds = [part.partition(":")[0] for part in dist.get_backend_config(self.group).split(",")]
+        if device.type in kinds:
+            return device
+        return torch.device(kinds[0], torch.accelerator.current_device_index())  # pragma: no cover (tested on a GPU)
+
+    @contextmanager
+    def agreed(self, where: str) -> Iterator[None]:
+        """Leave this context in the same way on all ranks: with the error of the first rank that has one, or without.
+
+        Contexts may be nested, and values may be exchanged inside. Nothing may raise on one rank alone outside of them.
+
+        Args:
+            where: What is done in here, in words.
+
+        Raises:
+            Exception: The error of the first rank that has one. A note says which rank that was.
+
+        Example:
+            >>> with Ranks(None).agreed("nothing"):
+            ...     pass
+        """
+        if self.group is None:
+            yield
+            return
+        try:
+            yield
+        except Exception as error:
+            if getattr(error, "_kfs_agreed_in", None) is not self.group:  # otherwise all ranks know it
+                self._exchange(_Message(where, error=_pickled(error)))
+            raise
+        self._exchange(_Message(where))
+
+    def same(self, where: str, value: object, way_out: str) -> None:
+        """Refuse values that differ between ranks, on all of them.
+
+        Args:
+            where: What must be the same, as the start of a sentence: `"The settings"`.
+            value: Anything small with a `repr` that shows what differs.
+            way_out: What to do about it.
+
+        Raises:
+            DistributedError: If they differ.
+        """
+        values = self.gather(where, value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise DistributedError(
+                    f"{where} differ between processes: rank 0 has {_shown(values[0])}, and rank {rank} has "
+                    f"{_shown(other)}.",
+                    way_out,
+                )
+
+    def _exchange(self, mine: _Message) -> list[_Message]:
+        """Send a message to all ranks, and return theirs if none of them has an error."""
+        messages: list[_Message] = [mine] * self.size
+        dist.all_gather_object(messages, mine, group=self.group)
+        failed = [(rank, message.error) for rank, message in enumerate(messages) if message.error is not None]
+        if failed:
+            rank, found = failed[0]
+            raise self._marked(found, rank)
+        places = {message.where: rank for rank, message in reversed(list(enumerate(messages)))}
+        if len(places) > 1:
+            listed = ", ".join(f"rank {rank} at {where!r}" for where, rank in sorted(places.items(), key=_rank_of))
+            raise DistributedError(
+                f"The processes are at different places of the program: {listed}.",
+                "Call the same functions in the same order in all processes of the group.",
+            )
+        return messages
+
+    def _marked(self, found: bytes, rank: int) -> Exception:
+        """Return the error of a rank, with a note, such that outer contexts know that all ranks have it."""
+        # A new object also where it comes from: somebody may raise the old one again, and that must be told to others.
+        error = cast("Exception", pickle.loads(found))
+        error.add_note(f"Rank {rank} of {self.size} has raised this.")
+        vars(error)["_kfs_agreed_in"] = self.group
+        return error
+
+
+def _process_group(group: Group | None) -> dist.ProcessGroup | None:
+    """Return the process group of what the user has given."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise DistributedError(
+                f"The device mesh has {group.ndim} axes {group.mesh_dim_names or ''}.",
+                "Choose the one along which data differ, such as mesh['data'].",
+            )
+        group = group.get_group()
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return group
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise DistributedError(
+            "This process does not belong to the group.", "Call this in the processes of the group only."
+        )
+    raise DistributedError(
+        f"group is a {type(group).__name__}.",
+        "Pass torch.distributed.group.WORLD, another process group, a device mesh with one axis, or None.",
+    )
+
+
+def _pickled(error: Exception) -> bytes:
+    """Return an error such that other processes can raise it: itself, or another one with its type in the text."""
+    try:
+        data = pickle.dumps(error)
+        copy = pickle.loads(data)
+        if type(copy) is type(error) and str(copy) == str(error):
+            return data
+    except Exception:  # noqa: BLE001 (an error may contain anything, and its class may do anything)
+        pass
+    return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _rank_of(item: tuple[str, int]) -> int:
+    return item[1]
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message, shortened in the middle."""
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:150]} ... {text[-150:]}"

@@ -1,0 +1,164 @@
+"""Sums for Kronecker factors, added up over ranks that may have seen different blocks.
+
+Ranks first tell each other which blocks they have, how these are stored, and their counts on the host. A rank without
+data, or one whose data do not use an expert, starts the missing sums with zeros. Then all of them travel together, and
+of dense ones only the upper triangle.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfs.distributed import Ranks, add_up
+from kfs.distributed.summing import fill_lower_triangle, upper_triangle
+from kfs.kfac.layout import Key, Layout, Side
+from kfs.kfac.settings import Products
+from kfs.kfac.sums.block_sums import BlockSums, RoleSums
+from kfs.kfac.sums.outer_products import OuterProductSum
+from kfs.kfac.sums.placement import Placement
+from kfs.waiting import numbers
+
+
+class _Stored(NamedTuple):
+    """How a sum is stored."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    diagonal: bool
+    bias: bool
+
+    @classmethod
+    def of(cls, s: OuterProductSum) -> "_Stored":
+        return cls(tuple(s.total.shape), s.total.dtype, s.diagonal, s.bias)
+
+    def zeros(self, device: torch.device | str, products: Products) -> OuterProductSum:
+        size, groups = self.shape[-1] - self.bias, self.shape[0]
+        return OuterProductSum.zeros(size, groups, self.diagonal, self.bias, self.dtype, device, products)
+
+
+@dataclass(frozen=True)
+class _Role:
+    """What other ranks have to know about the sums of a role."""
+
+    input: _Stored
+    gradient: _Stored
+    counted: float
+    ones: tuple[float, float]
+    inverse_squares: float | None
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What other ranks have to know about a block."""
+
+    layout: Layout
+    sharing: str
+    forward_only: bool
+    operations: tuple[str, ...]
+    roles: dict[Side, _Role]
+
+
+def add_up_blocks(
+    ranks: Ranks, blocks: dict[Key, BlockSums], device: torch.device | str, products: Products
+) -> tuple[dict[Key, BlockSums], set[tuple[str, str]]]:
+    """Add up the sums of all blocks, in place.
+
+    Args:
+        ranks: Who takes part.
+        blocks: Those of this rank, before they are completed, with settled counts.
+        device: For sums that only other ranks have.
+        products: Precision in which further vectors are multiplied.
+
+    Returns:
+        The blocks of all ranks, in the same order on all of them, and `(parameter, operation)` of those that do not fit
+        together with what other ranks have seen.
+    """
+    found = [block for some in ranks.gather("blocks", _described(blocks)) for block in some]
+    agreed, conflicts = _agreed(found)
+    result = {key: _with_roles(blocks.get(key), block, device, products) for key, block in agreed.items()}
+    for block in result.values():
+        for side, role in block.roles.items():
+            _set_counts(role, [one.roles[side] for one in found if _belongs(one, block.layout) and side in one.roles])
+    add_up(ranks, "factors", (part for block in result.values() for part in parts_of(block)))
+    for block in result.values():
+        for s in block.sums:
+            if not s.diagonal:
+                fill_lower_triangle(s.total)
+    return result, conflicts
+
+
+def parts_of(block: BlockSums) -> Iterator[Tensor]:
+    """Yield all tensors of a block that have to be added up; of symmetric ones the upper triangle."""
+    for _, role in sorted(block.roles.items()):
+        for s in (role.input, role.gradient):
+            yield from [s.total] if s.diagonal else upper_triangle(s.total)
+
+
+def _described(blocks: dict[Key, BlockSums]) -> list[_Block]:
+    """Describe all blocks of this rank."""
+    squares = [r.inverse_squares for block in blocks.values() for r in block.roles.values()]
+    on_host = iter(numbers([one for one in squares if isinstance(one, Tensor)]))
+    described = []
+    for block in blocks.values():
+        roles = {}
+        for side, role in block.roles.items():
+            more = role.inverse_squares
+            roles[side] = _Role(
+                _Stored.of(role.input),
+                _Stored.of(role.gradient),
+                role.terms,
+                (role.input.ones, role.gradient.ones),
+                next(on_host) if isinstance(more, Tensor) else more,
+            )
+        operations = tuple(sorted(block.operations))
+        described.append(_Block(block.layout, block.sharing, block.forward_only, operations, roles))
+    return described
+
+
+def _agreed(found: list[_Block]) -> tuple[dict[Key, _Block], set[tuple[str, str]]]:
+    """Return one description of every block, and the uses that do not fit together with those of ranks before."""
+    placement = Placement()
+    agreed: dict[Key, _Block] = {}
+    conflicts: set[tuple[str, str]] = set()
+    for block in found:
+        key = block.layout.key
+        before = agreed.get(key, block)
+        both = before.roles.keys() & block.roles.keys()
+        same = all(_storage(before.roles[side]) == _storage(block.roles[side]) for side in both)
+        if not placement.admit(block.layout) or not same:
+            conflicts |= {(block.layout.weight, operation) for operation in block.operations}
+            continue
+        operations = tuple(sorted({*before.operations, *block.operations}))
+        agreed[key] = replace(before, operations=operations, roles=block.roles | before.roles)
+    return agreed, conflicts
+
+
+def _storage(role: _Role) -> Any:
+    return role.input, role.gradient
+
+
+def _belongs(block: _Block, layout: Layout) -> bool:
+    return block.layout == layout
+
+
+def _with_roles(mine: BlockSums | None, block: _Block, device: torch.device | str, products: Products) -> BlockSums:
+    """Return the sums of this rank for a block, with zeros for what only other ranks have."""
+    result = BlockSums(block.layout, block.sharing, block.forward_only, operations=set(block.operations))
+    for side, role in sorted(block.roles.items()):
+        own = None if mine is None or mine.layout != block.layout else mine.roles.get(side)
+        if own is None or (_Stored.of(own.input), _Stored.of(own.gradient)) != _storage(role):
+            own = RoleSums(role.input.zeros(device, products), role.gradient.zeros(device, products))
+        result.roles[side] = own
+    return result
+
+
+def _set_counts(role: RoleSums, found: list[_Role]) -> None:
+    """Let the host know what all ranks together have counted."""
+    role.counted = sum(one.counted for one in found)
+    role.input.ones = sum(one.ones[0] for one in found)
+    role.gradient.ones = sum(one.ones[1] for one in found)
+    squares = [one.inverse_squares for one in found]
+    role.inverse_squares = None if None in squares else sum(one for one in squares if one is not None)

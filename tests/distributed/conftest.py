@@ -1,0 +1,15 @@
+"""A fixture that runs functions on several ranks."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pool]:
+    """Return what runs a function on several ranks: `ranks(2, function, *arguments)`; see `Pool`."""
+    pool = Pool()
+    yield pool
+    pool.close()

@@ -1,0 +1,168 @@
+"""Ranks agree: on errors, on values, and on where they are in the program."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from kfs.distributed import Ranks
+from kfs.errors import DataError, DistributedError
+from tests.distributed.pool import Pool
+
+WORLDS = (1, 2, 4)
+
+
+def values() -> list[int]:
+    return Ranks(dist.group.WORLD).gather("squares", dist.get_rank() ** 2)
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_values_come_in_the_order_of_ranks(ranks: Pool, size: int) -> None:
+    assert ranks(size, values) == [[rank**2 for rank in range(size)]] * size
+
+
+def failing(bad: list[int]) -> tuple[type, str, list[str], float]:
+    everybody = Ranks(dist.group.WORLD)
+    start = time.monotonic()
+    error = DataError(f"Datum {everybody.rank} is bad.", "Leave it out.") if everybody.rank in bad else None
+    with pytest.raises(DataError) as caught, everybody.agreed("reading"):
+        raise_it(error)
+    return type(caught.value), str(caught.value), caught.value.__notes__, time.monotonic() - start
+
+
+def raise_it(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize(("size", "bad"), [(1, [0]), (2, [1]), (4, [1, 3]), (3, [0, 1, 2])])
+def test_an_error_of_one_rank_is_that_of_all(ranks: Pool, size: int, bad: list[int]) -> None:
+    for kind, text, notes, seconds in ranks(size, failing, bad):
+        assert kind is DataError
+        assert text == f"Datum {bad[0]} is bad. Leave it out."
+        assert notes == [f"Rank {bad[0]} of {size} has raised this."]
+        assert seconds < 5
+
+
+class OddError(Exception):
+    """Cannot be made anew from its arguments."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+class OtherError(Exception):
+    """Does not come back as it was."""
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return ValueError, ("lost",)
+
+
+def odd(bad: int, other: bool) -> str:
+    everybody = Ranks(dist.group.WORLD)
+    error = OtherError("text") if other else OddError(1, 2)
+    with pytest.raises(RuntimeError) as caught, everybody.agreed("reading"):
+        raise_it(error if everybody.rank == bad else None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("other", [False, True])
+def test_an_error_that_cannot_travel_is_described(ranks: Pool, bad: int, other: bool) -> None:
+    assert ranks(2, odd, bad, other) == ["OtherError: text" if other else "OddError: 1 and 2"] * 2
+
+
+def nested(inside: bool) -> list[str]:
+    everybody = Ranks(dist.group.WORLD)
+    error = DataError("Bad.", "Leave it out.") if everybody.rank == 1 else None
+    texts = []
+    for _ in range(2):  # nobody waits for a message that was left over
+        with pytest.raises(DataError) as caught, everybody.agreed("outer"), everybody.agreed("middle"):
+            steps(everybody, error, inside)
+        texts.append(str(caught.value))
+    return texts
+
+
+def steps(everybody: Ranks, error: Exception | None, inside: bool) -> None:
+    raise_it(None if inside else error)  # rank 1 never gets to where the others are
+    with everybody.agreed("inner"):
+        raise_it(error)
+    everybody.gather("a number", 1)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_errors_in_nested_contexts_are_exchanged_once(ranks: Pool, inside: bool) -> None:
+    assert ranks(3, nested, inside) == [["Bad. Leave it out."] * 2] * 3
+
+
+def elsewhere() -> str:
+    everybody = Ranks(dist.group.WORLD)
+    with pytest.raises(DistributedError) as caught:
+        everybody.gather("first" if everybody.rank < 2 else "second", 0)
+    return str(caught.value)
+
+
+def test_ranks_at_different_places_notice(ranks: Pool) -> None:
+    for text in ranks(3, elsewhere):
+        assert "rank 0 at 'first', rank 2 at 'second'" in text
+
+
+def different(value: int) -> str:
+    everybody = Ranks(dist.group.WORLD)
+    everybody.same("The numbers", 1, "Use one.")
+    with pytest.raises(DistributedError) as caught:
+        everybody.same("The numbers", value if everybody.rank == 1 else 1, "Use one.")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("value", [2, 10**400])
+def test_values_that_must_be_the_same(ranks: Pool, value: int) -> None:
+    for text in ranks(2, different, value):
+        assert text.startswith("The numbers differ between processes: rank 0 has 1, and rank 1 has ")
+        assert text.endswith(" Use one.")
+        assert len(text) < 500
+
+
+def members() -> str:
+    some = dist.new_group([1])
+    mesh = init_device_mesh("cpu", (2,))
+    assert Ranks(mesh).gather("ranks", dist.get_rank()) == [0, 1]
+    with pytest.raises(DistributedError, match=r"2 axes .* mesh\['data'\]"):
+        Ranks(init_device_mesh("cpu", (1, 2), mesh_dim_names=("model", "data")))
+    if dist.get_rank() == 1:
+        assert Ranks(some).gather("ranks", 1) == [1]
+        return ""
+    with pytest.raises(DistributedError) as caught:
+        Ranks(some)
+    return str(caught.value)
+
+
+def test_groups_and_meshes(ranks: Pool) -> None:
+    assert "does not belong to the group" in ranks(2, members)[0]
+
+
+def test_this_process_alone() -> None:
+    alone = Ranks(None)
+    assert (alone.rank, alone.size, alone.are_several) == (0, 1, False)
+    alone.same("The numbers", 1, "Use one.")
+    with pytest.raises(DataError) as caught, alone.agreed("reading"):
+        raise DataError("Bad.", "Leave it out.")
+    assert not hasattr(caught.value, "__notes__")
+    with pytest.raises(DistributedError, match="group is a str"):
+        Ranks("world")  # type: ignore[arg-type]
+
+
+def lost() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("this one")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_the_pool_reports_who_has_failed_first(ranks: Pool) -> None:
+    """And goes on with the next function."""
+    for _ in range(2):
+        with pytest.raises(KeyError, match="this one"):
+            ranks(2, lost)
+    assert ranks(2, values) == [[0, 1]] * 2

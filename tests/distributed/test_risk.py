@@ -1,0 +1,189 @@
+"""Value, gradient and products of several ranks are those of one process that has all data."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import kfs
+from kfs.distributed import Ranks
+from kfs.errors import DataError, DistributedError
+from kfs.laplace import posterior
+from kfs.operators import trace
+from tests.distributed.pool import Pool
+from tests.distributed.problems import NUM_DATA, batches, bits, is_first, problem, risk_of_all, risk_of_own
+
+MODELS = ("mlp", "convolution", "experts", "tokens")
+CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-14}  # sums of 23 data in another order
+
+
+def compare_risks(name: str) -> tuple[float, str]:
+    risk = risk_of_own(name)
+    value, gradient = risk.value(), risk.gradient()
+    plural = "" if risk.num_batches == 1 else "es"
+    assert risk.about_data == f"{risk.num_batches} batch{plural}, 23 data"
+    if is_first():
+        one = risk_of_all(name)
+        assert value == pytest.approx(one.value(), rel=1e-13)
+        assert (risk.num_data, risk.reduction_factor) == (one.num_data, one.reduction_factor)
+        for parameter, g in one.gradient().items():
+            torch.testing.assert_close(gradient[parameter], g, **CLOSE)
+    return value, bits(gradient.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_value_and_gradient(ranks: Pool, name: str) -> None:
+    """Also bit by bit the same on all ranks."""
+    assert len(set(ranks(4, compare_risks, name))) == 1
+
+
+OPERATORS: dict[str, Callable[[kfs.EmpiricalRisk], Any]] = {
+    "Hessian": kfs.Hessian,
+    "blocks of the Hessian": lambda risk: kfs.Hessian(risk, block_diagonal="layer"),
+    "GGN": kfs.GGN,
+    "GGN, graphs reused": lambda risk: kfs.GGN(risk, reuse=True),
+    "GGN with little memory": lambda risk: kfs.GGN(risk, memory=2000),
+    "Fisher": kfs.Fisher,
+    "Monte Carlo Fisher": lambda risk: kfs.Fisher(risk, "mc", mc_samples=2, seed=3),
+    "empirical Fisher": lambda risk: kfs.Fisher(risk, "empirical"),
+}
+
+
+def products(risk: kfs.EmpiricalRisk, name: str) -> list[torch.Tensor]:
+    A = OPERATORS[name](risk)
+    v = torch.linspace(-1, 1, A.shape[1], dtype=torch.float64)
+    found = [A @ v, A @ torch.stack([v, v.flip(0), v**2], 1)]
+    if name == "GGN":
+        first = next(iter(risk.params))
+        found += [A.diagonal(), A.submatrix([first]).to_dense(), trace(A, products=6).value]
+    return found
+
+
+def compare_products(problem_name: str) -> str:
+    results = []
+    for name in OPERATORS:
+        found = products(risk_of_own(problem_name), name)
+        if is_first():
+            for one, other in zip(found, products(risk_of_all(problem_name), name), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13, msg=name)
+        results += found
+    return bits(results)
+
+
+@pytest.mark.parametrize(("name", "size"), [("mlp", 3), ("experts", 2)])
+def test_products(ranks: Pool, name: str, size: int) -> None:
+    """Also bit by bit the same on all ranks."""
+    assert len(set(ranks(size, compare_products, name))) == 1
+
+
+def compare_jacobians() -> str:
+    J = kfs.Jacobian(risk_of_own("mlp"))
+    v = torch.linspace(-1, 1, J.shape[1], dtype=torch.float64)
+    u = torch.linspace(-1, 1, J.shape[0], dtype=torch.float64)
+    found = [J @ v, J.T @ u]
+    if is_first():
+        one = kfs.Jacobian(risk_of_all("mlp"))
+        assert J.shape == one.shape
+        torch.testing.assert_close(found, [one @ v, one.T @ u], **CLOSE)
+    return bits(found)
+
+
+def test_jacobians(ranks: Pool) -> None:
+    """Rank 0 has no data."""
+    assert len(set(ranks(3, compare_jacobians))) == 1
+
+
+def compare_posteriors() -> None:
+    risk, one = risk_of_own("convolution"), risk_of_all("convolution")
+    found = posterior(kfs.KFAC(risk), risk, prior_precision=2.0, noise=0.5)
+    expected = posterior(kfs.KFAC(one), one, prior_precision=2.0, noise=0.5)
+    torch.testing.assert_close(found.log_marginal_likelihood(), expected.log_marginal_likelihood(), rtol=1e-10, atol=0)
+
+
+def test_marginal_likelihood(ranks: Pool) -> None:
+    ranks(2, compare_posteriors)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    with pytest.raises((DataError, DistributedError)) as caught:
+        call()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def with_a_bad_datum() -> list[str]:
+    model, loss, X, y = problem("mlp")
+    X[20, 1] = torch.nan
+    risk = kfs.EmpiricalRisk(model, loss, kfs.shard(batches(X, y, 4), dist.group.WORLD))
+    v = torch.ones(43, dtype=torch.float64)
+    calls = [risk.value, risk.gradient, lambda: kfs.Hessian(risk) @ v, kfs.GGN(risk).diagonal]
+    errors = [error_of(call) for call in calls]
+    # Nothing is left behind, and the next computation is not disturbed.
+    assert all(p.grad is None for p in model.parameters())
+    assert Ranks(dist.group.WORLD).gather("ranks", dist.get_rank()) == [0, 1]
+    return errors
+
+
+def test_errors_name_the_datum_on_all_ranks(ranks: Pool) -> None:
+    one, other = ranks(2, with_a_bad_datum)
+    assert one == other
+    assert len(set(one)) == 1
+    assert one[0].startswith("DataError: The prediction for datum 20 is not finite.")
+
+
+def with_other_vectors(bits_differ: bool) -> list[str]:
+    risk = risk_of_own("mlp")
+    J = kfs.Jacobian(risk)
+    v = torch.linspace(-1, 1, 43, dtype=torch.float64)
+    u = torch.linspace(-1, 1, J.shape[0], dtype=torch.float64)
+    if dist.get_rank() == 1:
+        v = v + 1e-15 * (v == v[3]) if bits_differ else v.flip(0)
+        u = u.flip(0)
+    return [error_of(call) for call in (lambda: kfs.Hessian(risk) @ v, lambda: J @ v, lambda: J.T @ u)]
+
+
+@pytest.mark.parametrize("bits_differ", [False, True])
+def test_vectors_must_be_the_same(ranks: Pool, bits_differ: bool) -> None:
+    one, other = ranks(2, with_other_vectors, bits_differ)
+    assert one == other
+    for text in one:
+        assert text.startswith("DistributedError: The vectors to multiply with differ between processes: ")
+
+
+def announced(num_data: int) -> Any:
+    model, loss, X, y = problem("mlp")
+    own = slice(0, 15) if dist.get_rank() == 0 else slice(15, NUM_DATA)
+    loader = Counting(batches(X[own], y[own], 4))
+    risk = kfs.EmpiricalRisk(model, loss, loader, num_data=len(y[own]) + num_data, group=dist.group.WORLD)
+    assert risk.about_data == f"{len(loader.batches)} batches, not counted yet"
+    if num_data == 0:
+        factor = risk.reduction_factor
+        return factor, risk.num_data, loader.given
+    with pytest.raises(DataError) as caught:
+        risk.value()
+    return str(caught.value)
+
+
+class Counting:
+    """Counts the batches that it gives."""
+
+    def __init__(self, raw: list[Any]) -> None:
+        self.batches = raw
+        self.given = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            self.given += 1
+            yield batch
+
+
+def test_announced_numbers_of_data(ranks: Pool) -> None:
+    """No pass over all data is needed to count them."""
+    for factor, num_data, given in ranks(2, announced, 0):
+        assert (factor, num_data, given) == (1 / NUM_DATA, NUM_DATA, 1)
+    one, other = ranks(2, announced, 1)
+    assert one == other == "num_data is 16, but the data have 15 targets. " + one.partition("targets. ")[2]
