@@ -4,11 +4,11 @@ What has an owner is a *part*: a factor of a block, or its eigenvalues. A factor
 have one owner where that is possible, so that a product with the block needs one rank. A block that fits nowhere is
 divided into its parts, which may then have different owners.
 
-`place` goes from the largest block to the smallest one. Each goes to the rank that then has the smallest load, among those
-with room. The load of a rank is its share of all bytes or of all work, whichever is larger. There is room as long as a
-rank holds at most `limit` times the mean of all ranks. If a part fits nowhere, blocks go to the first rank with room
-instead, which packs more tightly and balances less. If that fails, too, as it must if one part has more bytes than that,
-the limit rises until one of both ways works.
+`place` goes from the largest block to the smallest one. Each goes to the rank that then has the smallest load, among
+those with room. The load of a rank is its share of all bytes or of all work, whichever is larger. There is room as long
+as a rank holds at most `limit` times the mean of all ranks. If a part fits nowhere, blocks go to the first rank with
+room instead, which packs more tightly and balances less. If that fails, too, as it must if one part has more bytes than
+that, the limit rises until one of both ways works.
 
 All of it depends on names, bytes and work alone. So all ranks compute the same owners, and need not talk about them.
 """
@@ -25,6 +25,7 @@ from kfs.describing import readable_size
 from kfs.errors import ModelError
 
 LIMIT = 1.05
+EIGENVALUES = "eigenvalues"  # the side of a part that is no factor
 # An inverse takes d^3 operations: a third of them each for the Cholesky factor, for its inverse, and for the product of
 # that with its transpose. All eigenvalues and eigenvectors take about so many times as much (Golub and Van Loan, Matrix
 # Computations, section 8.3).
@@ -75,13 +76,23 @@ class Part:
         """Whether it is stored as matrices."""
         return not all(self.diagonal)
 
+    @property
+    def is_factor(self) -> bool:
+        """Whether it is a factor, or a piece of one."""
+        return self.side != EIGENVALUES
+
+    @property
+    def computed(self) -> int:
+        """Bytes of what is computed from it: an inverse, or eigenvectors."""
+        if self.is_dense:
+            return self.itemsize * self.groups * self.size**2
+        # The eigenvectors of a diagonal are unit vectors, which nobody stores.
+        return 0 if self.eigen else self.itemsize * self.groups * self.size
+
     @cached_property
     def nbytes(self) -> int:
-        """Bytes that the owner holds in the end: the factor, and what is computed from it."""
-        numbers = self.groups * self.size ** (2 if self.is_dense else 1)
-        # The eigenvectors of a diagonal are unit vectors, which nobody stores.
-        computed = 0 if self.eigen and not self.is_dense else numbers
-        return self.itemsize * (numbers + computed)
+        """Bytes that the owner holds in the end: sums, and what is computed from them."""
+        return self.summed + self.computed
 
     @cached_property
     def work(self) -> float:
@@ -146,12 +157,15 @@ class Summed(Protocol):
     """The sums of a block: `kfs.kfac.sums.block_sums.BlockSums`, with or without numbers."""
 
     @property
-    def layout(self) -> _Layout: ...
+    def layout(self) -> _Layout:
+        """How its parameters become matrices."""
 
     @property
-    def terms(self) -> float: ...
+    def terms(self) -> float:
+        """Over how many positions gradients were summed."""
 
-    def on_side(self, side: _Side, /) -> Sequence[_Sum]: ...
+    def on_side(self, side: _Side, /) -> Sequence[_Sum]:
+        """Return the sums on one side."""
 
 
 def parts_of(block: Summed, num_data: int = 1, eigen: bool = False) -> list[Part]:
@@ -177,7 +191,7 @@ def parts_of(block: Summed, num_data: int = 1, eigen: bool = False) -> list[Part
 
 def eigenvalues(block: str, count: int, itemsize: int = 4) -> Part:
     """Describe the corrected eigenvalues of a block."""
-    return Part(block, "eigenvalues", count, diagonal=(True,), itemsize=itemsize, eigen=True)
+    return Part(block, EIGENVALUES, count, diagonal=(True,), itemsize=itemsize, eigen=True)
 
 
 @dataclass(frozen=True)
@@ -213,7 +227,7 @@ class Placement:
     def imbalance(self) -> float:
         """The most bytes that a rank holds, in units of the mean over ranks."""
         held = self.total(lambda part: part.nbytes)
-        return max(held) * self.ranks / sum(held) if any(held) else 1.0
+        return max(held) * self.ranks / sum(held)
 
 
 def place(parts: Iterable[Part], ranks: int, limit: float = LIMIT) -> Placement:
@@ -226,7 +240,7 @@ def place(parts: Iterable[Part], ranks: int, limit: float = LIMIT) -> Placement:
             keep it was found.
 
     Raises:
-        ModelError: If there is no rank, or a part comes twice.
+        ModelError: If there is no rank or no part, or a part comes twice.
 
     Example:
         >>> placement = place([Part("1", "A", 4), Part("1", "B", 3), Part("2", "A", 5)], ranks=2)
@@ -237,10 +251,12 @@ def place(parts: Iterable[Part], ranks: int, limit: float = LIMIT) -> Placement:
         raise ModelError(f"ranks is {ranks!r}.", "Use an integer of at least 1.")
     # The order of names, and not that of the caller: it decides between parts of one size.
     ordered = sorted(parts, key=lambda part: part.key)
+    if not ordered:
+        raise ModelError("There is no block to place.", "kfs.inspect says which parameters are covered.")
     if len({part.key for part in ordered}) < len(ordered):
         raise ModelError("A part comes twice.", "Give blocks names of their own.")
     # No limit below the largest part can be kept.
-    largest = ranks * max((part.nbytes for part in ordered), default=0) / max(1, sum(part.nbytes for part in ordered))
+    largest = ranks * max(part.nbytes for part in ordered) / sum(part.nbytes for part in ordered)
     low = max(limit, largest)
     found = _within(ordered, ranks, low)
     if found is None:
@@ -285,8 +301,8 @@ class _Room:
         self.first_fit = first_fit
         self.held = np.zeros(ranks)
         self.work = np.zeros(ranks)
-        self.share_of_bytes = ranks / max(1, sum(part.nbytes for part in parts))
-        self.share_of_work = ranks / max(1.0, sum(part.work for part in parts))
+        self.share_of_bytes = ranks / sum(part.nbytes for part in parts)
+        self.share_of_work = ranks / sum(part.work for part in parts)
 
     def owners(self, parts: Iterable[Part]) -> dict[tuple[str, str], int] | None:
         """Place all parts; `None` if one of them fits nowhere."""
@@ -332,38 +348,36 @@ class _Room:
         return rank
 
 
-def passes(parts: Iterable[Part], memory: float) -> list[list[str]]:
-    """Divide blocks into subsets, whose sums fit into memory one subset at a time; there is a sweep for each.
+def passes(sizes: Mapping[str, int], memory: float) -> list[list[str]]:
+    """Divide blocks into subsets that fit into memory, one subset at a time. There is one pass over the data for each.
 
     Args:
-        parts: Parts of all blocks, in any order.
-        memory: Bytes for sums.
+        sizes: Bytes that a block needs in its pass, by name.
+        memory: Bytes that a pass may use.
 
     Returns:
         Names of blocks, subset by subset.
 
     Raises:
-        ModelError: If the sums of one block do not fit.
+        ModelError: If one block does not fit.
 
     Example:
-        >>> passes([Part("1", "A", 4), Part("2", "A", 5), Part("3", "A", 2)], memory=100)
+        >>> passes({"1": 64, "2": 100, "3": 16}, memory=100)
         [['2'], ['1', '3']]
     """
-    sizes: dict[str, int] = {}
-    for part in sorted(parts, key=lambda part: part.key):
-        sizes[part.block] = sizes.get(part.block, 0) + part.summed
     subsets: list[list[str]] = []
     room: list[float] = []
-    for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         if sizes[name] > memory:
+            needs = f"Block {name!r} needs {readable_size(sizes[name])}"
             raise ModelError(
-                f"The sums of block {name!r} take {readable_size(sizes[name])}, and there are {readable_size(memory)}.",
-                "Allow more memory, or a smaller max_dim.",
+                f"{needs}, and a pass may use {readable_size(max(0, memory))}.",
+                "Allow more memory, or use a smaller max_dim.",
             )
-        place_of_it = next((i for i, free in enumerate(room) if sizes[name] <= free), len(room))
-        if place_of_it == len(room):
+        subset = next((number for number, free in enumerate(room) if sizes[name] <= free), len(room))
+        if subset == len(room):
             subsets.append([])
             room.append(memory)
-        subsets[place_of_it].append(name)
-        room[place_of_it] -= sizes[name]
+        subsets[subset].append(name)
+        room[subset] -= sizes[name]
     return subsets
