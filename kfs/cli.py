@@ -1,4 +1,4 @@
-"""The command line, `kfs tour | inspect | check | influence | plan`: commands parse arguments; work is done elsewhere."""
+"""The command line, `kfs tour | inspect | check | influence | plan`. Commands parse arguments; others do the work."""
 
 import json
 import sys

@@ -205,12 +205,10 @@ class Plan(DescribedByTables):
         notes = []
         idle = self.nbytes.count(0)
         if idle:
-            notes.append(f"{counted(idle, 'rank')} of {self.ranks:,} own nothing.")
+            notes.append(f"Ranks that own nothing: {idle:,} of {self.ranks:,}.")
         divided = self.placement.divided
         if divided:
-            notes.append(
-                f"{counted(len(divided), 'block')} have parts on several ranks; products with them need all of these."
-            )
+            notes.append(f"Blocks with parts on several ranks, which products need: {len(divided):,}.")
         if self.ranks > 1 and self.batches_for_sums:
             notes.append(self._about_vectors())
         if self.memory is not None:
@@ -248,11 +246,12 @@ class Plan(DescribedByTables):
     def _about_split(self, whole: Placement) -> str:
         """Say what splitting changes and buys."""
         names = {part.key for part in self.placement.parts}
-        gone = [part for part in whole.parts if part.key not in names]
+        factors = [part for part in whole.parts if part.is_factor]
+        gone = [part for part in factors if part.key not in names]
         before = [max(whole.total(lambda part: part.nbytes)), max(whole.total(lambda part: part.work))]
         after = [float(max(self.nbytes)), max(self.work)]
         return (
-            f"{counted(len(gone), 'factor')} of {len(whole.parts):,} are split into diagonal pieces. This changes the "
+            f"Factors that are split into diagonal pieces: {len(gone):,} of {len(factors):,}. This changes the "
             "approximation: entries between pieces count as zero, and KFAC computes no such factors so far. It buys: "
             f"the most that a rank holds falls from {readable_size(before[0])} to {readable_size(after[0])}, and its "
             f"operations from {readable_count(before[1])} to {readable_count(after[1])}."

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,8 +78,8 @@ class Inspection(DescribedByTables):
     rows: tuple[Row, ...]
     audit: Audit | None = None
     model: str = ""
-    blocks: tuple[BlockSums, ...] = ()
-    num_data: int = 0
+    blocks: tuple[BlockSums, ...] = field(default=(), compare=False)
+    num_data: int = field(default=0, compare=False)
 
     @property
     def uncovered(self) -> dict[str, str]:
