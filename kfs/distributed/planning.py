@@ -208,7 +208,9 @@ class Plan(DescribedByTables):
             notes.append(f"Ranks that own nothing: {idle:,} of {self.ranks:,}.")
         divided = self.placement.divided
         if divided:
-            notes.append(f"Blocks with parts on several ranks, which products need: {len(divided):,}.")
+            notes.append(
+                f"Blocks with parts on several ranks: {len(divided):,}. Products with them need all of these ranks."
+            )
         if self.ranks > 1 and self.batches_for_sums:
             notes.append(self._about_vectors())
         if self.memory is not None:
@@ -223,12 +225,12 @@ class Plan(DescribedByTables):
     def _about_vectors(self) -> str:
         """Say when it pays to send inputs and gradients."""
         text = "Sending inputs and gradients to owners takes fewer bytes than sending sums if there are fewer than "
-        text += f"{self.batches_for_sums:.1f} batches of {self.batch:,} for each reduction"
+        text += f"{self.batches_for_sums:.2g} batches of {self.batch:,} for each reduction"
         if self.same_input:
             parts = self.placement.parts
             once = [part for part in parts if part.side[0] != "A" or part.block not in self.same_input]
             triangles = sum(part.sent for part in once if part.is_factor)
-            text += f" ({self._batches_for_sums(once):.1f} if inputs that layers share were sent and added up once, "
+            text += f" ({self._batches_for_sums(once):.2g} if inputs that layers share were sent and added up once, "
             text += f"which would leave {readable_size(triangles)} of triangles)"
         return text + "."
 
