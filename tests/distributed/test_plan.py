@@ -1,8 +1,10 @@
 """Plans: blocks are those of the models, and what is held and sent is what loops over ranks and parts count."""
 
+import re
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import kfs
+from docs.blocks import blocks
 from kfs.cli import app
 from kfs.distributed import Plan, plan
 from kfs.distributed.model_parts import source_of
@@ -297,3 +300,15 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
         failed = runner.invoke(app, ["plan", arguments[0], "--ranks", arguments[1]])
         assert failed.exit_code == 2
         assert message in failed.stderr
+
+
+def test_the_page_shows_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parent.parent.parent / "docs" / "many_processes_plan.md"
+    text = page.read_text(encoding="utf-8")
+    shown = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", text, flags=re.DOTALL | re.MULTILINE)
+    assert len(shown) == len(blocks(page))
+    namespace: dict[str, object] = {}
+    for code, output in shown:
+        exec(compile(code, page.name, "exec"), namespace)
+        printed = capsys.readouterr().out
+        assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()
