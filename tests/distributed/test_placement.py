@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kfs
-from kfs.distributed.named_models import NAMED
 from kfs.distributed.placement import LIMIT, Part, Placement, eigenvalues, parts_of, passes, place
 from kfs.errors import ModelError
 from kfs.kfac.block import Block
 from kfs.losses import TokenCrossEntropy
 from kfs.optim.averages import Average
+from kfs.planning.model_parts import source_of
+from kfs.planning.named_models import NAMED
 from tests.language_models import gpt2_without_dropout
 
 
@@ -76,8 +77,6 @@ def test_the_bound_rejects_another_order() -> None:
 
 
 def named_parts(name: str, eigen: bool) -> list[Part]:
-    from kfs.distributed.model_parts import source_of  # noqa: PLC0415 (it is about KFAC, which placement is not)
-
     return source_of(name, None, None, eigen).parts
 
 

@@ -1,8 +1,8 @@
 """What many processes will hold, compute and send, before any of them runs.
 
-The owners in a plan are those that `place` chooses, so they are the ones that ranks will have. All bytes that are sent
-are those of one rank. A ring of `W` ranks adds up `T` bytes for all of them by sending `2 (W - 1) / W * T` each, and
-half as many if each number is wanted by one rank only.
+Owners are those that `kfs.distributed.placement` chooses. Bytes that are sent are those of one rank. A ring of `W` ranks
+adds up `T` bytes for all of them by sending `2 (W - 1) / W * T` each, and half as many if each number is wanted by one
+rank only.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,9 +13,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from kfs.describing import DescribedByTables, Description, Table, counted, readable_count, readable_size
-from kfs.distributed.model_parts import source_of
 from kfs.distributed.placement import DECOMPOSITION, Part, Placement, passes, place
 from kfs.errors import ModelError
+from kfs.planning.model_parts import source_of
 
 Split = int | Literal["share"] | None
 _SHOWN = 8  # ranks, if there are many

@@ -16,10 +16,10 @@ import kfs
 from docs.blocks import blocks
 from kfs.cli import app
 from kfs.distributed import Plan, plan
-from kfs.distributed.model_parts import source_of
-from kfs.distributed.named_models import NAMED, LanguageModel
 from kfs.distributed.placement import Part, place
 from kfs.errors import DtypeError, ModelError, UnknownAttributeError
+from kfs.planning.model_parts import source_of
+from kfs.planning.named_models import NAMED, LanguageModel
 
 SHAPES = {"fc1": (3, 5), "fc2": (2, 4), "fc3": (6, 6)}
 SIZES: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}

@@ -7,12 +7,12 @@ import torch
 from torch.nn import Module
 
 from kfs.describing import counted
-from kfs.distributed.named_models import NAMED, BlockShape
 from kfs.distributed.placement import Part, eigenvalues, parts_of
 from kfs.errors import DtypeError, ModelError
 from kfs.kfac import inspect
 from kfs.kfac.settings import Settings
 from kfs.names import near
+from kfs.planning.named_models import NAMED, BlockShape
 
 TOKENS = 2048  # in a batch of a rank, if nobody says how many
 
