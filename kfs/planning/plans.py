@@ -1,8 +1,8 @@
 """What many processes will hold, compute and send, before any of them runs.
 
-Owners are those that `kfs.distributed.placement` chooses. Bytes that are sent are those of one rank. A ring of `W` ranks
-adds up `T` bytes for all of them by sending `2 (W - 1) / W * T` each, and half as many if each number is wanted by one
-rank only.
+Owners are those that `kfs.distributed.placement` chooses. Bytes that are sent are those of one rank. A ring of `W`
+ranks adds up `T` bytes for all of them by sending `2 (W - 1) / W * T` each, and half as many if each number is wanted
+by one rank only.
 """
 
 from collections.abc import Callable, Iterable
