@@ -24,6 +24,7 @@ ENGINE = {
     "Merging models": ("merging/*.py",),
     "Smaller models": ("compress/*.py",),
     "The Laplace approximation": ("laplace/*.py",),
+    "Many processes": ("distributed/*.py", "planning/*.py"),
     "The conformance kit": ("conformance/*.py", "conformance/adapters/kfs.py"),
     "Files and checkpoints": ("storage.py", "kfac/storage/*.py"),
 }

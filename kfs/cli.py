@@ -1,4 +1,4 @@
-"""The command line, `kfs tour | inspect | check | influence`: commands parse arguments; work is done elsewhere."""
+"""The command line, `kfs tour | inspect | check | influence | plan`. Commands parse arguments; others do the work."""
 
 import json
 import sys
@@ -13,6 +13,7 @@ from rich.live import Live
 
 from kfs import __version__
 from kfs.conformance import Result, checks, find, report, run_one, script, select
+from kfs.distributed import plan as plan_ranks
 from kfs.errors import KfsError, ModelError
 from kfs.influence import Influence
 from kfs.kfac import EKFAC, Relative
@@ -173,6 +174,40 @@ def influence(
     if html_file is not None:
         html_file.write_text(attribution.page(found), encoding="utf-8")
         console.print(f"Written: {html_file}", markup=False)
+
+
+@app.command()
+def plan(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="7B, 70B, 405B or 8x7B; or package.module:name of (model, sample), or of a function returning it."
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(help="How many processes there are.")],
+    max_dim: Annotated[int | None, typer.Option(help="Factors wider than this are diagonal.")] = None,
+    eigen: Annotated[bool, typer.Option(help="Plan for EKFAC instead of KFAC.")] = False,
+    memory: Annotated[float | None, typer.Option(help="GiB of each process; shows how many passes they allow.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Data in a batch of one process, or tokens.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split factors wider than this number, or than share.")] = None,
+) -> None:
+    """Show which process would own which block, and what they would hold, compute and send."""
+    try:
+        model, sample = _load(target, "model, sample") if ":" in target else (target, None)
+        table = plan_ranks(
+            model,
+            ranks,
+            sample=sample,
+            max_dim=max_dim,
+            eigen=eigen,
+            memory=None if memory is None else int(memory * 2**30),
+            batch=batch,
+            split=int(split) if split is not None and split.isdigit() else split,  # type: ignore[arg-type]
+        )
+    except KfsError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(code=2) from error
+    typer.echo(str(table))
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -3,8 +3,25 @@
 Nothing here knows about KFAC, so that everything else may be built on it.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kfs.distributed.ranks import Group, Ranks
 from kfs.distributed.sharding import Shard, part_of, shard
 from kfs.distributed.summing import add_up, added_up, checksum
+from kfs.errors import UnknownAttributeError
+from kfs.names import near
 
-__all__ = ["Group", "Ranks", "Shard", "add_up", "added_up", "checksum", "part_of", "shard"]
+if TYPE_CHECKING:
+    from kfs.planning import Plan, plan
+
+__all__ = ["Group", "Plan", "Ranks", "Shard", "add_up", "added_up", "checksum", "part_of", "plan", "shard"]
+_PLANNING = ("Plan", "plan")
+
+
+def __getattr__(name: str) -> Any:
+    """Import what plans need when it is used first: that is all of KFAC, and KFAC itself imports this package."""
+    if name in _PLANNING:
+        globals()[name] = value = getattr(import_module("kfs.planning"), name)
+        return value
+    raise UnknownAttributeError(f"{__name__} has no {name!r}.", near([name], __all__))

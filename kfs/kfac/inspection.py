@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,11 +71,15 @@ class Inspection(DescribedByTables):
         rows: One per parameter and block.
         model: The class of the model.
         audit: What was checked, and how closely; `None` if nothing was.
+        blocks: Sums of all blocks that are covered, without numbers: layouts, sizes, how many positions.
+        num_data: Number of data that these positions belong to.
     """
 
     rows: tuple[Row, ...]
     audit: Audit | None = None
     model: str = ""
+    blocks: tuple[BlockSums, ...] = field(default=(), compare=False)
+    num_data: int = field(default=0, compare=False)
 
     @property
     def uncovered(self) -> dict[str, str]:
@@ -195,7 +199,8 @@ def inspect(
         rows += [_row(name, p, block, audits.report, len(used.y)) for block in blocks]
         if not blocks:
             rows.append(Row(name, tuple(p.shape), why_not=why_not[name]))
-    return Inspection(tuple(rows), audits.report, risk.about.partition(" ")[0])
+    covered = tuple(block for block in sums.blocks.values() if not why_not.keys() & set(block.layout.params))
+    return Inspection(tuple(rows), audits.report, risk.about.partition(" ")[0], covered, len(used.y))
 
 
 def _audited_part(batch: Batch, known: Known | None, report: Audit | None, batch_axis: int | None) -> Batch | None:

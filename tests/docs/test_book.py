@@ -50,7 +50,7 @@ def test_engine_module(site: Path, module: sources.Module) -> None:
 
 def test_every_engine_module_has_a_page() -> None:
     paths = {module.path for module in ENGINE} | {file.relative_to(ROOT).as_posix() for file in definitions()}
-    for folder in ("kfac", "operators", "optim", "merging", "losses"):
+    for folder in ("kfac", "operators", "optim", "merging", "distributed", "planning", "losses"):
         for file in (ROOT / "kfs" / folder).rglob("*.py"):
             assert file.relative_to(ROOT).as_posix() in paths
     for file in (ROOT / "kfs" / "conformance").glob("*.py"):  # adapters of other libraries have no page

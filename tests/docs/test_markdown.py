@@ -12,7 +12,7 @@ from benchmarks import other_libraries
 from docs.blocks import blocks, draw_pictures, installed, libraries, run
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-RUN_ELSEWHERE = {"test_your_kfac"}  # in a file of its own, with more to say about the results
+RUN_ELSEWHERE = {"test_your_kfac", "many_processes_plan"}  # in files of their own, with more to say about the results
 PAGES = {file.stem: file for file in sorted(DOCS.glob("*.md")) if blocks(file) and file.stem not in RUN_ELSEWHERE}
 PEERS = [(page, name) for page, file in PAGES.items() for name in libraries(file)]
 
