@@ -10,8 +10,8 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-tour: $(VENV)/.tour  ## run and verify everything, draw the figures, and write one page about it
-	@$(BIN)/kfs tour
+tour: $(VENV)/.tour  ## run and verify everything, draw the figures, and write one page about it; QUICK=1 takes seconds
+	@$(BIN)/kfs tour $(if $(QUICK),--quick)
 
 test: $(VENV)/.dev  ## run all tests
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile

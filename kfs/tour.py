@@ -4,9 +4,11 @@ It knows how to run and report. What is verified, and how, is said by each defin
 """
 
 import runpy
+import shlex
+import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -16,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch import get_num_threads, set_num_threads
 from torch.random import fork_rng
 
 from kfs import basics, kfac_tests
@@ -90,8 +93,29 @@ def run_tour(console: Console) -> list[Report]:
     verdict = f"{len(failed)} failed" if failed else "all as they should be"
     console.print(f"{len(reports)} definitions, {num_checks} verified claims, {seconds:.1f} s: {verdict}.")
     if not failed:
-        console.print("Read one and run it yourself: .venv/bin/python kfs/basics/ggns.py", markup=False)
+        console.print(f"Read one and run it yourself: {_command()}", markup=False, highlight=False, soft_wrap=True)
     return reports
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread in this context.
+
+    Tensors of the tour are small. On two busy cores, threads that wait for each other took five times as long.
+    """
+    before = get_num_threads()
+    set_num_threads(1)
+    try:
+        yield
+    finally:
+        set_num_threads(before)
+
+
+def _command() -> str:
+    """Return a command that runs a definition here: with this interpreter, from the folder that the user is in."""
+    paths = (Path(sys.executable), Path(basics.__file__).parent / "ggns.py")
+    here = Path.cwd()
+    return shlex.join(str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths)
 
 
 def _with_progress(files: list[Path], console: Console) -> Iterator[Report]:
