@@ -43,15 +43,13 @@ def main(
 @app.command()
 def tour(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Draw fewer figures, and train on fewer digits; everything is verified.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out what takes long, and say what that is.")] = False,
     show: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
 ) -> None:
     """Run every definition, verify it, draw the figures, and write one page about it. Fails if anything is wrong."""
     console = Console()
     with one_thread():
-        reports = run_tour(console)
+        reports = run_tour(console, quick)
         with console.status("report") as status:
             page = write_report(out, reports, quick, lambda what: status.update(f"report: {what}"))
     console.print(f"Report: {page}", markup=False, highlight=False, soft_wrap=True)

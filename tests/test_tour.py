@@ -88,6 +88,19 @@ def test_one_thread() -> None:
         torch.set_num_threads(1)  # as in conftest.py
 
 
+def test_quick_leaves_out_what_is_slow(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = StringIO()
+    monkeypatch.setattr(tour, "SLOW", ("wrong", "broken", "lazy"))
+    (report,) = tour.run_tour(Console(file=out, width=120), quick=True)
+    assert report.name == "good"
+    assert "Left out by --quick: wrong, broken, lazy.\n" in out.getvalue()
+    assert len(tour.run_tour(Console(file=out), quick=False)) == len(files)
+
+
+def test_slow_files_are_definitions() -> None:
+    assert set(tour.SLOW) < {file.stem for file in tour.definitions()}
+
+
 def test_command_line(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runner, opened = CliRunner(), list[str]()
 

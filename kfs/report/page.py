@@ -137,10 +137,10 @@ def _exact() -> str:
 
 def _figures(quick: bool) -> str:
     """Draw all figures, and put them into the page itself."""
-    modules = (linearized_rosenbrock, synthetic_hessian, synthetic_fisher, synthetic_kfac)
+    modules = (linearized_rosenbrock, synthetic_hessian, synthetic_fisher, synthetic_kfac)[: 1 if quick else None]
     parts = []
     with tempfile.TemporaryDirectory() as folder:
-        paths = [path for module in modules[: 2 if quick else None] for path in module.draw(folder, ("png",))]
+        paths = [path for module in modules for path in module.draw(folder, ("png",))]
         if not quick:
             structure_errors.draw(Path(folder) / "structure_errors.png")
             paths.append(Path(folder) / "structure_errors.png")

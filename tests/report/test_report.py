@@ -99,7 +99,7 @@ def test_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"kfs.plots.{module}.draw", drawn)
     monkeypatch.setattr("kfs.plots.structure_errors.draw", lambda path: path.write_bytes(b"picture"))
     assert page._figures(quick=False).count("<figure>") == 5
-    assert page._figures(quick=True).count("<figure>") == 2
+    assert page._figures(quick=True).count("<figure>") == 1
 
 
 @needs_chromium
