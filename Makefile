@@ -2,16 +2,18 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Another file here tests other versions: CI does so for PyTorch.
+CONSTRAINTS ?= constraints.txt
+INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help tour test lint format docs bench clean
+.PHONY: help tour test lint format docs bench dist clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-tour: $(VENV)/.tour  ## run and verify everything, draw the figures, and write one page about it
-	@$(BIN)/kfs tour
+tour: $(VENV)/.tour  ## run and verify everything, draw the figures, and write one page about it; QUICK=1 takes seconds
+	@$(BIN)/kfs tour $(if $(QUICK),--quick)
 
 test: $(VENV)/.dev  ## run all tests
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
@@ -44,8 +46,14 @@ bench: .venv-bench/.peers  ## measure our products, factors, overhead, inverses 
 	@.venv-bench/bin/python -m benchmarks.long_runs
 	@.venv-bench/bin/python -m benchmarks.applications
 
+dist: $(VENV)/.dev  ## build sdist and wheel into dist, check them, and run the tour from the wheel, elsewhere
+	@rm -rf dist
+	@$(BIN)/python -m hatchling build
+	@$(BIN)/twine check --strict dist/*
+	@PYTHON=$(abspath $(BIN)/python) .ci/try_wheel
+
 clean:  ## remove .venv and everything that is built
-	rm -rf $(VENV) .venv-bench docs/site report benchmarks/results .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-bench dist docs/site report benchmarks/results .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -53,7 +61,7 @@ $(BIN)/python:
 	@echo "Making $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.dev $(VENV)/.docs $(VENV)/.tour: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev $(VENV)/.docs $(VENV)/.tour: $(VENV)/.%: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing kfs[$*] into $(VENV) (once; PyTorch is large) ..."
 	@$(INSTALL) --editable '.[$*]'
 	@touch $@

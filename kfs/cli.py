@@ -18,9 +18,9 @@ from kfs.errors import KfsError, ModelError
 from kfs.influence import Influence
 from kfs.kfac import EKFAC, Relative
 from kfs.kfac import inspect as inspect_model
-from kfs.report import attribution, write_report
+from kfs.report import attribution, left_out, write_report
 from kfs.risk import EmpiricalRisk
-from kfs.tour import run_tour
+from kfs.tour import one_thread, run_tour
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -44,15 +44,18 @@ def main(
 @app.command()
 def tour(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("report"),
-    quick: Annotated[bool, typer.Option(help="Leave out what takes long.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Leave out what takes long, and say what that is.")] = False,
     show: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
 ) -> None:
     """Run every definition, verify it, draw the figures, and write one page about it. Fails if anything is wrong."""
     console = Console()
-    reports = run_tour(console)
-    with console.status("report") as status:
-        page = write_report(out, reports, quick, lambda what: status.update(f"report: {what}"))
+    with one_thread():
+        reports = run_tour(console, quick)
+        with console.status("report") as status:
+            page = write_report(out, reports, quick, lambda what: status.update(f"report: {what}"))
     console.print(f"Report: {page}", markup=False, highlight=False, soft_wrap=True)
+    for note in left_out():
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     if show:
         typer.launch(str(page))
     if any(report.failure is not None for report in reports):

@@ -4,9 +4,11 @@ It knows how to run and report. What is verified, and how, is said by each defin
 """
 
 import runpy
+import shlex
+import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -16,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch import get_num_threads, set_num_threads
 from torch.random import fork_rng
 
 from kfs import basics, kfac_tests
@@ -25,6 +28,8 @@ from kfs.verification import Check, recording
 # Files of kfs/kfac that run, in reading order.
 LISTINGS = ("scaffold", "backpropagated_vectors", "expand_Linear", "reduce_Linear", "expand_Conv", "reduce_Conv")
 ALGEBRA = ("structures/kronecker", "structures/damping", "ekfac", "alternatives")
+# What a quick tour leaves out: half of the time. Most claims there are about averages and shared weights.
+SLOW = ("mc_fisher_convergence", "deep_linear_regression", "weight_sharing_expand", "weight_sharing_reduce")
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,19 @@ def run_definition(file: Path) -> Report:
     return Report(file.stem, tuple(checks), time.perf_counter() - start, failure)
 
 
-def run_tour(console: Console) -> list[Report]:
-    """Run all definitions with a live progress display, print the table, and return the reports."""
-    reports = list(_with_progress(definitions(), console))
+def run_tour(console: Console, quick: bool = False) -> list[Report]:
+    """Run all definitions with a live progress display, print the table, and return the reports.
+
+    Args:
+        console: Where to print.
+        quick: Whether to leave out what takes long, and say so.
+
+    Returns:
+        What running each definition gave, in reading order.
+    """
+    files = definitions()
+    left_out = [file.stem for file in files if quick and file.stem in SLOW]
+    reports = list(_with_progress([file for file in files if file.stem not in left_out], console))
     console.print(_table(reports))
     num_checks, seconds = sum(len(r.checks) for r in reports), sum(r.seconds for r in reports)
     failed = [r for r in reports if r.failure is not None]
@@ -89,9 +104,32 @@ def run_tour(console: Console) -> list[Report]:
         console.print(f"FAILED {report.name}: {report.failure}", style="bold red", markup=False)
     verdict = f"{len(failed)} failed" if failed else "all as they should be"
     console.print(f"{len(reports)} definitions, {num_checks} verified claims, {seconds:.1f} s: {verdict}.")
+    if left_out:
+        console.print(f"Left out by --quick: {', '.join(left_out)}.", markup=False, highlight=False)
     if not failed:
-        console.print("Read one and run it yourself: .venv/bin/python kfs/basics/ggns.py", markup=False)
+        console.print(f"Read one and run it yourself: {_command()}", markup=False, highlight=False, soft_wrap=True)
     return reports
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread in this context.
+
+    Tensors of the tour are small. On two busy cores, threads that wait for each other took five times as long.
+    """
+    before = get_num_threads()
+    set_num_threads(1)
+    try:
+        yield
+    finally:
+        set_num_threads(before)
+
+
+def _command() -> str:
+    """Return a command that runs a definition here: with this interpreter, from the folder that the user is in."""
+    paths = (Path(sys.executable), Path(basics.__file__).parent / "ggns.py")
+    here = Path.cwd()
+    return shlex.join(str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths)
 
 
 def _with_progress(files: list[Path], console: Console) -> Iterator[Report]:

@@ -1,3 +1,3 @@
 """The library's version, below everything that writes it into files."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -16,17 +16,32 @@ def test_python_blocks_run_in_order(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # files are written
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     namespace: dict[str, object] = {"__name__": "readme"}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
     assert "Pass the very tensor that entered the computation" in capsys.readouterr().out
 
 
+def test_ten_lines_are_ten_lines() -> None:
+    first = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
+    assert len([line for line in first.splitlines() if line]) == 10
+
+
+def test_links_and_pictures_exist() -> None:
+    targets = [target for target in re.findall(r"\]\(([^)]+)\)", README) if "://" not in target]
+    for target in targets:
+        assert (ROOT / target.partition("#")[0]).is_file(), target
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.*)$", contributing, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert {target.partition("#")[2] for target in targets} - {""} <= anchors
+
+
 def test_make_targets_exist() -> None:
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
     mentioned = set(re.findall(r"\bmake ([a-z]+)\b", README)) - {"kfs"}
-    assert {"tour", "test", "lint", "docs", "bench", "help"} <= mentioned <= set(targets)
+    assert {"tour", "test", "lint", "docs", "bench", "dist", "help"} <= mentioned <= set(targets)
 
 
 def test_files_exist() -> None:

@@ -1,4 +1,6 @@
 import runpy
+import shlex
+import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,42 @@ def test_table_and_verdict() -> None:
     assert text.rstrip().endswith("3 failed.")
 
 
+def test_the_hint_is_a_command_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names this interpreter and an installed file, as short as the current folder allows."""
+    package = Path(tour.__file__).parent
+    monkeypatch.setattr("sys.executable", str(package.parent / "some bin" / "python"))
+    monkeypatch.chdir(package.parent)
+    assert tour._command() == "'some bin/python' kfs/basics/ggns.py"
+    monkeypatch.chdir(tmp_path)
+    interpreter, file = shlex.split(tour._command())
+    assert interpreter == sys.executable
+    assert Path(file).is_absolute()
+    assert tour.run_definition(Path(file)).failure is None
+
+
+def test_one_thread() -> None:
+    torch.set_num_threads(2)
+    try:
+        with tour.one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)  # as in conftest.py
+
+
+def test_quick_leaves_out_what_is_slow(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = StringIO()
+    monkeypatch.setattr(tour, "SLOW", ("wrong", "broken", "lazy"))
+    (report,) = tour.run_tour(Console(file=out, width=120), quick=True)
+    assert report.name == "good"
+    assert "Left out by --quick: wrong, broken, lazy.\n" in out.getvalue()
+    assert len(tour.run_tour(Console(file=out), quick=False)) == len(files)
+
+
+def test_slow_files_are_definitions() -> None:
+    assert set(tour.SLOW) < {file.stem for file in tour.definitions()}
+
+
 def test_command_line(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     runner, opened = CliRunner(), list[str]()
 
@@ -71,13 +109,14 @@ def test_command_line(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, t
         return out / "report.html"
 
     monkeypatch.setattr("kfs.cli.write_report", written)
+    monkeypatch.setattr("kfs.cli.left_out", lambda: ["Left out: [figures]."])
     monkeypatch.setattr("typer.launch", opened.append)
     assert runner.invoke(app, ["tour"]).exit_code == 1
     monkeypatch.setattr(tour, "definitions", lambda: [files["good"]])
     result = runner.invoke(app, ["tour", "--out", str(tmp_path), "--quick", "--open"])
     assert result.exit_code == 0
     assert "all as they should be" in result.output
-    assert f"Report: {tmp_path / 'report.html'}" in result.output
+    assert f"Report: {tmp_path / 'report.html'}\nLeft out: [figures].\n" in result.output
     assert opened == [str(tmp_path / "report.html")]
     result = runner.invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"kfs {__version__}\n")

@@ -77,7 +77,7 @@ if __name__ == "__main__":
     F = type1_fisher(model, loss, X, y, "weight")
     V = one_sample_variance(model, loss, X, y, "weight")
 
-    samples, repeats = (1, 4, 16, 64), 24
+    samples, repeats = (1, 4, 16), 24
     errors = []
     for M in samples:
         draws = torch.stack([mc_fisher(model, loss, X, y, "weight", M, seed) for seed in range(repeats)])
@@ -88,5 +88,5 @@ if __name__ == "__main__":
 
     log_M, log_error = torch.tensor(samples).log(), torch.stack(errors).log()
     slope = torch.stack([log_M, log_error]).cov()[0, 1] / log_M.var()
-    # The four errors scatter by 10 percent each and M spans a factor 64: the slope scatters by some 0.03.
-    verify_at_most("the error falls like M^(-1/2)", abs(slope.item() + 0.5), tolerance=0.1)
+    # The three errors scatter by 10 percent each and M spans a factor 16: the slope scatters by some 0.05.
+    verify_at_most("the error falls like M^(-1/2)", abs(slope.item() + 0.5), tolerance=0.15)

@@ -1,6 +1,6 @@
 """Charts: numbers drawn into matplotlib's axes. Objects have `plot` methods, which call these.
 
-They need matplotlib, `pip install 'kfs[plots]'`, which is imported when something is drawn. Figures of the book, which
+They need matplotlib, `pip install matplotlib`, which is imported when something is drawn. Figures of the book, which
 compute what they show, are in `kfs.plots`.
 """
 

@@ -21,7 +21,7 @@ def new_figure(width: float, height: float) -> "Figure":
     try:
         from matplotlib import pyplot  # noqa: PLC0415 (optional, and slow to import)
     except ImportError as error:
-        raise ModelError("matplotlib is not installed.", "Install it: pip install 'kfs[plots]'.") from error
+        raise ModelError("matplotlib is not installed.", "Install it: pip install matplotlib.") from error
     return pyplot.figure(figsize=(width, height), layout="constrained")
 
 

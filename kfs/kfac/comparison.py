@@ -149,7 +149,11 @@ def compare(
             operator, seconds = _seconds(partial(make, risk, **settings))
             found[name] = operator.structures
             costs[name] = seconds / unit
-    rows = [_row(layer, name, found[name][layer], C.double()) for layer, C in exact.items() for name in found]
+    rows = []
+    for layer, block in exact.items():
+        C = block.double()
+        sizes = (torch.linalg.matrix_norm(C), torch.linalg.matrix_norm(C, 2))
+        rows += [_row(layer, name, found[name][layer], C, sizes) for name in found]
     return Comparison(tuple(rows), costs, left_out)
 
 
@@ -164,17 +168,15 @@ def _makers(structures: Iterable[str] | Mapping[str, Callable[..., BlockDiagonal
     return {name: STRUCTURES[name] for name in names}
 
 
-def _row(layer: str, name: str, structure: Structure, C: Tensor) -> Row:
-    """Measure one structure of one layer, whose exact block is `C`."""
+def _row(layer: str, name: str, structure: Structure, C: Tensor, sizes: tuple[Tensor, Tensor]) -> Row:
+    """Measure one structure of one layer, whose exact block is `C`, with these Frobenius and spectral norms."""
     # Groups of channels make smaller blocks on the diagonal of a layer's matrix.
     difference = torch.block_diag(*structure.to_dense()).to(C) - C
-
-    def relative_error(order: Any) -> float:
-        error = torch.linalg.matrix_norm(difference, order)
-        size = torch.linalg.matrix_norm(C, order)
-        return float(error / size if size > 0 else error)
-
-    return Row(layer, name, relative_error("fro"), relative_error(2), structure.nbytes)
+    errors = (torch.linalg.matrix_norm(difference), torch.linalg.matrix_norm(difference, 2))
+    frobenius, spectral = (
+        float(error / size if size > 0 else error) for error, size in zip(errors, sizes, strict=True)
+    )
+    return Row(layer, name, frobenius, spectral, structure.nbytes)
 
 
 def _seconds(call: Callable[[], Any]) -> tuple[Any, float]:

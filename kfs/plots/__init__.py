@@ -1,1 +1,1 @@
-"""Figures: one file each, which draws it when it runs. They need matplotlib: `pip install 'kfs[plots]'`."""
+"""Figures: one file each, which draws it when it runs. They need matplotlib: `pip install matplotlib`."""

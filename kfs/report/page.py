@@ -30,6 +30,10 @@ CAPTIONS = {
     "synthetic_kfac_rvec": "The same, flattened by rows.",
     "structure_errors": "Errors of structures against exact blocks of a small convolutional network.",
 }
+_MISSING = {
+    "matplotlib": "Left out: figures. They need matplotlib: pip install matplotlib",
+    "sklearn": "Left out: digits. They need scikit-learn: pip install scikit-learn",
+}
 Step = Callable[[str], None]
 
 
@@ -48,7 +52,7 @@ def write_report(out: Path, reports: Sequence[Report], quick: bool = False, step
     out.mkdir(parents=True, exist_ok=True)
     sections = {"What was verified": _verified(reports), "Where KFAC is exact, and why": _exact()}
     if find_spec("matplotlib") is None:
-        sections["Figures"] = "<p>Left out: matplotlib is not installed (<code>pip install 'kfs[tour]'</code>).</p>"
+        sections["Figures"] = f"<p>{escape(_MISSING['matplotlib'])}</p>"
     else:
         step("figures")
         sections["Figures"] = _figures(quick)
@@ -56,7 +60,7 @@ def write_report(out: Path, reports: Sequence[Report], quick: bool = False, step
     data = play.play_data(quick)
     sections["Play"] = "\n".join(play.fragment(name, data[name]) for name in play.TITLES)
     if find_spec("sklearn") is None:
-        sections["Digits"] = "<p>Left out: scikit-learn is not installed (<code>pip install 'kfs[tour]'</code>).</p>"
+        sections["Digits"] = f"<p>{escape(_MISSING['sklearn'])}</p>"
     else:
         step("digits")
         sections["Digits"] = _digits(digits.examine(quick))
@@ -65,6 +69,11 @@ def write_report(out: Path, reports: Sequence[Report], quick: bool = False, step
     target = out / "report.html"
     target.write_text(_page(sections), encoding="utf-8")
     return target
+
+
+def left_out() -> list[str]:
+    """Return what the page leaves out because a package is missing, and how to install it."""
+    return [sentence for package, sentence in _MISSING.items() if find_spec(package) is None]
 
 
 def _page(sections: dict[str, str]) -> str:
@@ -128,10 +137,10 @@ def _exact() -> str:
 
 def _figures(quick: bool) -> str:
     """Draw all figures, and put them into the page itself."""
-    modules = (linearized_rosenbrock, synthetic_hessian, synthetic_fisher, synthetic_kfac)
+    modules = (linearized_rosenbrock, synthetic_hessian, synthetic_fisher, synthetic_kfac)[: 1 if quick else None]
     parts = []
     with tempfile.TemporaryDirectory() as folder:
-        paths = [path for module in modules[: 2 if quick else None] for path in module.draw(folder, ("png",))]
+        paths = [path for module in modules for path in module.draw(folder, ("png",))]
         if not quick:
             structure_errors.draw(Path(folder) / "structure_errors.png")
             paths.append(Path(folder) / "structure_errors.png")
@@ -174,7 +183,9 @@ def _digits(found: digits.Digits) -> str:
     ]
     head = ("layer", "structure", "Frobenius error", "spectral error", "bytes")
     ratios = _table(
-        ("program", "time / (forward and backward pass)"), [(n, f"{r:.2f}") for n, r in found.ratios.items()], (1,)
+        ("program", "time on one thread / (forward and backward pass)"),
+        [(n, f"{r:.2f}") for n, r in found.ratios.items()],
+        (1,),
     )
     return (
         f"<p>A net with two hidden layers, trained on half of scikit-learn's digits; it gets {found.accuracy:.1%} of "
