@@ -18,6 +18,7 @@ from kfs.errors import ShapeError, SolverError
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import Probes, normal, random_columns
 from kfs.operators.solve import product
+from kfs.precision import at_least_float32
 from kfs.progress import Line, show_progress
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def eigenvalues(
     if by not in {"value", "magnitude"}:
         raise ShapeError(f"by is {by!r}.", "Choose 'value' or 'magnitude'.")
     which = ("L" if largest else "S") + ("A" if by == "value" else "M")  # as ARPACK calls them
-    wide = torch.promote_types(A.dtype, torch.float32)
+    wide = at_least_float32(A.dtype)
     start = normal(A.shape[0], wide, seed).numpy()  # signs may be orthogonal to an eigenvector of signs
     try:
         with show_progress("eigenvalues", None, progress, "product") as line:
@@ -195,7 +196,7 @@ def spectral_density(
     """
     _check_symmetric(A)
     # Half precision would not keep directions orthogonal, and has no decompositions.
-    wide = torch.promote_types(A.dtype, torch.float32)
+    wide = at_least_float32(A.dtype)
     V = random_columns(probes, A.shape[0], num_vectors, wide, A.device, seed)
     steps = min(num_steps, A.shape[0])
     with show_progress("spectral density", num_vectors * steps, progress, "product") as line:
