@@ -382,7 +382,7 @@ def _names(chosen: Index) -> list[str]:
     if isinstance(chosen, str):
         return [chosen]
     if isinstance(chosen, Iterable):
-        return list(chosen)  # type: ignore[arg-type]
+        return list(chosen)
     raise ShapeError(
         f"{chosen!r} does not choose rows or columns.",
         "Give a parameter's name, or several; or entries as a list of integers ([3] for one), a mask or a slice.",
