@@ -34,7 +34,7 @@ class Digits:
     comparison: Comparison
     inspection: Inspection
     density: Density
-    solution: Solution
+    solution: Solution[dict[str, Tensor]]
     ratios: dict[str, float]
 
 
