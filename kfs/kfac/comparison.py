@@ -60,6 +60,16 @@ class Comparison(DescribedByTables):
         rows: One for every layer and structure.
         costs: Time that each structure took for all layers, in units of one gradient of the risk.
         left_out: Layers that are too large for an exact block.
+
+    Example:
+        >>> rows = Row("fc", "KFAC", 0.25, 0.125, nbytes=256), Row("fc", "EKFAC", 0.2, 0.1, nbytes=384)
+        >>> Comparison(rows, {"KFAC": 1.5, "EKFAC": 2.0}, left_out=("head",))
+        Errors against exact blocks, relative to them
+        layer  structure  Frobenius  spectral  bytes  cost / gradient
+        -----  ---------  ---------  --------  -----  ---------------
+        fc     KFAC        2.50e-01  1.25e-01  256 B              1.5
+               EKFAC       2.00e-01  1.00e-01  384 B              2.0
+        Too large for exact blocks: head.
     """
 
     rows: tuple[Row, ...]
