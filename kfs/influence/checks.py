@@ -57,10 +57,12 @@ def check_memory(memory: object, what: str = "memory") -> None:
         raise ModelError(f"{what} is {memory!r}.", "Use a number of bytes, such as 2**30.")
 
 
-def check_count(what: str, number: object) -> None:
-    """Refuse what is neither `None` nor a positive integer."""
-    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-        raise ModelError(f"{what} is {number!r}.", "Use a positive integer, or leave it out.")
+def check_count(what: str, number: object, optional: bool = True) -> None:
+    """Refuse what is no positive integer, nor `None` where that is allowed."""
+    if number is None and optional:
+        return
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ModelError(f"{what} is {number!r}.", f"Use a positive integer{', or leave it out' if optional else ''}.")
 
 
 def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:
