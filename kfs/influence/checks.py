@@ -8,6 +8,7 @@ import torch
 from kfs.errors import KfsWarning, ModelError, SolverError
 from kfs.kfac.structures import BlockDiagonal, Damping, Eigenbasis, Method, Relative, Stack
 from kfs.names import few, near
+from kfs.operators.same_parameters import check_parameters
 from kfs.risk import EmpiricalRisk
 
 
@@ -81,28 +82,15 @@ def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:
         raise ModelError(
             f"{what} is a {type(risk).__name__}.", "Pass kfs.EmpiricalRisk(model, loss, data) with these data."
         )
-    mine = {name: tuple(p.shape) for name, p in risk.params.items()}
-    theirs = {name: tuple(shape) for name, shape in K.domain.shapes.items()}
-    missing = [name for name in theirs if name not in mine]
+    check_parameters(K, {name: p.shape for name, p in risk.params.items()}, owner=what)
     settings = getattr(K, "settings", None)
     # Operators may leave parameters out that no rule covers.
     exhaustive = settings is not None and settings.uncovered != "skip"
-    extra = [name for name in mine if name not in theirs] if exhaustive else []
-    if missing or extra:
+    extra = [name for name in risk.params if name not in K.domain.shapes] if exhaustive else []
+    if extra:
         raise ModelError(
-            f"The parameters of {what} are not those of the curvature: it lacks {few(missing) or 'none'}, and has "
-            f"{few(extra) or 'none'} too many.",
+            f"{what} has the parameters {few(extra)}, which the curvature lacks.",
             "Use the same model, and the same params= for both.",
-        )
-    differing = [
-        f"{name!r} ({list(mine[name])} instead of {list(theirs[name])})"
-        for name in theirs
-        if mine[name] != theirs[name]
-    ]
-    if differing:
-        raise ModelError(
-            f"Parameters of {what} have other shapes than in the curvature: {', '.join(differing[:3])}.",
-            "Use the model that the curvature was computed for: the same layers, and the same vocabulary.",
         )
     risk.count()  # raises an error if there are no data
 
