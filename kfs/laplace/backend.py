@@ -4,7 +4,7 @@ That library is needed only where the backend is used. It asks for the curvature
 them up. Its `Kron` holds one Kronecker product for each parameter, of rows and of all other axes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -69,10 +69,8 @@ class BackendMethods:
             name: torch.zeros(1, *shape, dtype=first.dtype, device=first.device)
             for name, shape in columns[0].shapes.items()
         }
-        for column in columns:
-            for block in column.blocks.values():
-                before = block.layout.matrix(total)
-                block.layout.write(before + _sum_of_squares(block), total)
+        for name, block in columns[0].blocks.items():
+            block.layout.write(_sum_of_squares([column.blocks[name] for column in columns]), total)
         flat = torch.cat([t.flatten() for t in total.values()])
         return self._loss(x, y), self._chosen(scale * flat).to(self.params[0].dtype)
 
@@ -111,13 +109,19 @@ class BackendMethods:
         return self.factor * loss
 
 
-def _sum_of_squares(block: BlockGradients) -> Tensor:
-    """Sum squared gradients over data, `[1, groups, d_B, d_A]`."""
-    if len(block.uses) == 1 and block.whole is None and block.shared == 1:
-        # The square of an outer product is the outer product of squares.
-        x, g = (side.dense().squeeze(2).square() for side in (block.parts[0].x, block.parts[0].g))
+def _sum_of_squares(columns: Sequence[BlockGradients]) -> Tensor:
+    """Sum squared gradients of all columns over data, `[1, groups, d_B, d_A]`."""
+    first = columns[0]
+    if len(first.uses) == 1 and first.whole is None and first.shared == 1:
+        # The square of an outer product is the outer product of squares, and columns have the same inputs.
+        x = first.parts[0].x.dense().squeeze(2).square()
+        g = sum(column.parts[0].g.dense().squeeze(2).square() for column in columns)
+        assert isinstance(g, Tensor)  # noqa: S101 (there are columns)
         return (g.transpose(1, 2) @ x).unsqueeze(0)
-    return block.dense().square().sum(0, keepdim=True)
+    total = first.dense().square().sum(0, keepdim=True)
+    for column in columns[1:]:
+        total += column.dense().square().sum(0, keepdim=True)
+    return total
 
 
 def _kron_factors(
