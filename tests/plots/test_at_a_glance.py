@@ -30,7 +30,7 @@ def test_panels_are_those_of_the_figure(tmp_path: Path, monkeypatch: pytest.Monk
     assert [axes.get_title() for axes in panels] == list(matrices)[:3]
     for axes in panels:
         (image,) = axes.images
-        assert np.array_equal(image.get_array(), matrices[axes.get_title()].numpy())
+        assert np.array_equal(np.asarray(image.get_array()), matrices[axes.get_title()].numpy())
 
 
 def test_command_draws_what_is_committed(
