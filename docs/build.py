@@ -38,6 +38,7 @@ PAGES = {
     "howto_compare": "How to compare structures",
     "howto_compress": "How to make a model smaller",
     "howto_checkpoints": "How to save, load and resume",
+    "howto_many_processes": "How to compute with many processes",
     "coming_from": "Coming from another library",
     "right": "How do I know that it is right?",
     "gpu": "At the speed of the GPU",
