@@ -19,7 +19,6 @@ ENGINE = {
     "Sums over data": ("kfac/sums/*.py",),
     "Structures: algebra on blocks": ("kfac/structures/*.py",),
     "Not waiting for a GPU": ("waiting.py", "flags.py", "moving.py", "tf32.py"),
-    "Many processes": ("distributed/*.py",),
     "The optimizer": ("optim/*.py",),
     "Influence functions": ("influence/*.py",),
     "Merging models": ("merging/*.py",),
