@@ -13,6 +13,7 @@ operation, `expand_Linear` for the rule in its simplest form, `capture` for how 
 their inputs and gradients are added up.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -23,14 +24,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kfs.data import Batch, values_digest
 from kfs.exact_derivatives import RightGradients, explained, has_instance_norms
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors, columns_at_once
-from kfs.kfac.capture import Audits, Replays, forward, recorder_for, send_back
+from kfs.kfac.capture import Audits, forward, recorder_for, send_back
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Journal, Progress, details
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.interface import Sums
+from kfs.recording import Replays
 from kfs.risk import EmpiricalRisk
 
+log = logging.getLogger("kfs.kfac")
 # From predictions and targets to what is sent back: vectors of all data, some columns at a time, [columns, *f.shape].
 Vectors = Callable[[Tensor, Tensor], Iterable[Tensor]]
 
@@ -169,7 +172,7 @@ def passes(
         with around_each(risk, at_once):  # all parameters require gradients in there
             session = new_session(risk.params, settings.joint_bias)
             audits = Audits(risk.model, session, settings.batch_axis)
-        with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model) as replays:
+        with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model, log) as replays:
             for place, batch in enumerate(risk.batches(task)):
                 if skip is not None and skip(place, batch):
                     continue
