@@ -4,6 +4,7 @@ from kfs.recording.model_state import ModelState, has_hooks
 from kfs.recording.reads import Reads
 from kfs.recording.recorder import CudaRecorder, Graph, Recorder, why_not
 from kfs.recording.replays import Host, Nothing, Recorded, Replays, shape_of
+from kfs.recording.surroundings import is_watched, surroundings
 
 __all__ = [
     "CudaRecorder",
@@ -16,6 +17,8 @@ __all__ = [
     "Recorder",
     "Replays",
     "has_hooks",
+    "is_watched",
     "shape_of",
+    "surroundings",
     "why_not",
 ]

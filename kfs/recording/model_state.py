@@ -1,6 +1,6 @@
 """What a recorded computation takes for granted of a model, and whether that still holds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import is_
 from typing import Any
 
@@ -22,15 +22,17 @@ class ModelState:
 
     Args:
         model: The model.
+        settings: What else counts, such as attributes of a loss.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, settings: Mapping[str, Any] | None = None) -> None:
         """Hold all attributes, so that no other object can get the id of one of them."""
-        self._before = _contents(model)
+        self._before = _contents(model, settings)
 
-    def difference(self, model: nn.Module) -> str:
+    def difference(self, model: nn.Module, settings: Mapping[str, Any] | None = None) -> str:
         """Return what is different now; an empty text if nothing is."""
-        before, now = self._before, _contents(model)
+        before = self._before
+        now = _contents(model, settings)
         if len(before) != len(now):
             return _CHANGED
         # The first comparison is fast, and nearly always enough.
@@ -44,9 +46,9 @@ def has_hooks(model: nn.Module) -> bool:
     return any(getattr(module, kind) for module in model.modules() for kind in kinds)
 
 
-def _contents(model: nn.Module) -> list[Any]:
-    """Return all modules, and names and values of their attributes, one after the other."""
-    result: list[Any] = []
+def _contents(model: nn.Module, settings: Mapping[str, Any] | None) -> list[Any]:
+    """Return settings, all modules, and names and values of their attributes, one after the other."""
+    result = list(_leaves(settings))
     for module in model.modules():
         result.append(module)
         for name, value in module.__dict__.items():

@@ -124,6 +124,11 @@ class Replays:
         self._waits = ""  # what waits for the device in a pass that is not recorded
         self._tried = False  # whether such a pass could not be recorded once
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether all further passes run as they are."""
+        return self._recorder is None
+
     def run(self, batch: Batch) -> None:
         """Run the pass over a batch."""
         if self._left is not None:
