@@ -7,6 +7,7 @@ in prediction space, which the loss knows. The Hessian is differentiated twice.
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Literal
 
 import torch
@@ -97,13 +98,14 @@ class Curvature(LinearOperator):
         task = type(self).__name__
         self.risk.count()
         check_same_columns(ranks, columns)
-        with ranks.agreed(task), self.risk.untouched(), torch.enable_grad(), explained():
+        with ranks.agreed(task):
             total = self._recorded.multiply(self, columns, rows, task)
             if total is None:
                 total = {}
-                for batch in self.risk.batches(task):
-                    for name, t in self.products(batch, columns, rows):
-                        total[name] = total[name] + t if name in total else t.to(wide)  # may be shared: not +=
+                with self.running():
+                    for batch in self.risk.batches(task):
+                        for name, t in self.products(batch, columns, rows):
+                            total[name] = total[name] + t if name in total else t.to(wide)  # may be shared: not +=
                 self._recorded.note(columns, rows)
         some = next(iter(columns.values()))
         for name in rows:
@@ -111,6 +113,12 @@ class Curvature(LinearOperator):
                 total[name] = some.new_zeros(len(some), *self.codomain.shapes[name], dtype=wide)
         total = added_up(ranks, task, {name: total[name] for name in rows})
         return {name: t.to(dtype) for name, t in total.items()}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the model run in this context, and leave nothing behind."""
+        with self.risk.untouched(), torch.enable_grad(), explained():
+            yield
 
     def products(self, batch: Batch, columns: Columns, rows: list[str]) -> Iterator[tuple[str, Tensor]]:
         """Multiply a batch's matrix, block by block, and yield names of rows with their products."""
@@ -239,7 +247,7 @@ class Sandwich(Curvature):
         wide = self.risk.sum_dtype
         total = {name: torch.zeros_like(p, dtype=wide) for name, p in self.risk.params.items()}
         task = f"{type(self).__name__} diagonal"
-        with self.risk.ranks.agreed(task), self.risk.untouched(), torch.enable_grad(), explained():
+        with self.risk.ranks.agreed(task), self.running():
             leaves = self.risk.leaves()
             for batch in self.risk.batches(task):
                 f = self.risk.predict(leaves, batch)

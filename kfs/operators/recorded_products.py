@@ -12,8 +12,8 @@ operator, modes, and settings of PyTorch. What nobody can look into is not recor
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
-from itertools import chain
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,6 +26,7 @@ from kfs.losses import Custom, Loss
 from kfs.operators.space import Columns
 from kfs.recording import CudaRecorder, ModelState, Nothing, Recorder, Replays, has_hooks, is_watched, surroundings
 from kfs.risk import EmpiricalRisk
+from kfs.state import same_random_state
 
 log = logging.getLogger("kfs.operators")
 # So many kinds of products are recorded at the same time: many columns come in chunks of two sizes, and single ones
@@ -43,6 +44,9 @@ class Multiplies(Protocol):
 
     def products(self, batch: Batch, columns: Columns, rows: list[str]) -> Iterator[tuple[str, Tensor]]:
         """Return names of rows, and the batch's products for them."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context in which products are computed."""
 
 
 def recorder_for(device: torch.device) -> Callable[[], Recorder] | None:
@@ -68,26 +72,32 @@ class RecordedKind:
         shapes = {name: (len(some), *risk.params[name].shape) for name in rows}
         self._totals = {name: some.new_empty(shape, dtype=risk.sum_dtype) for name, shape in shapes.items()}
         self._flags = Flags(risk.device)
-        add = _adder(operator, self._columns, self._totals)
-        self._replays = Replays(add, Nothing(), recorder, None, risk.model, log)
+        reference = weakref.ref(operator)
+        add = _adder(reference, self._columns, self._totals)
+        self._replays = Replays(
+            add, Nothing(), recorder, model=risk.model, log=log, around=lambda: _alive(reference).running()
+        )
 
     @property
     def has_given_up(self) -> bool:
         """Whether such products cannot be recorded."""
         return self._replays.has_given_up
 
-    def multiply(self, columns: Columns, risk: EmpiricalRisk, task: str) -> Columns:
+    def multiply(self, operator: Multiplies, columns: Columns, task: str) -> Columns:
         """Multiply columns, and return sums over all batches, one for each row."""
+        risk = operator.risk
         with torch.no_grad():
             torch._foreach_copy_(list(self._columns.values()), list(columns.values()))
             torch._foreach_zero_(list(self._totals.values()))
             self._flags.clear()
-        with risk.checking_later(self._flags) as check_values:
+        with risk.checking_later(self._flags) as explain, same_random_state(risk.device):
             for batch in risk.batches(task):
                 self._replays.run(batch)
             results = {name: t.clone() for name, t in self._totals.items()}
             # This waits. So nothing is left to do for the GPU when a product is returned, whatever stream comes next.
-            check_values()
+            if self._flags.first_bad() is not None:
+                with operator.running():
+                    explain()
         return results
 
     def close(self) -> None:
@@ -95,17 +105,21 @@ class RecordedKind:
         self._replays.close()
 
 
-def _adder(operator: Multiplies, columns: Columns, totals: Columns) -> Callable[[Batch], None]:
+def _adder(reference: "weakref.ref[Multiplies]", columns: Columns, totals: Columns) -> Callable[[Batch], None]:
     """Return what adds the products of a batch to totals."""
-    reference = weakref.ref(operator)
 
     def add(batch: Batch) -> None:
-        multiplying = reference()
-        assert multiplying is not None  # noqa: S101 (somebody multiplies with it)
-        for name, t in multiplying.products(batch, columns, list(totals)):
+        for name, t in _alive(reference).products(batch, columns, list(totals)):
             totals[name].add_(t)
 
     return add
+
+
+def _alive(reference: "weakref.ref[Multiplies]") -> Multiplies:
+    """Return the operator that multiplies. Recordings belong to it, and must not keep it alive."""
+    operator = reference()
+    assert operator is not None  # noqa: S101 (somebody multiplies with it)
+    return operator
 
 
 class RecordedProducts:
@@ -149,11 +163,12 @@ class RecordedProducts:
         make = recorder_for(operator.risk.device) if self._replay else None
         if make is None:
             return None
-        why = _why_not(operator.risk)
+        tensors = _tensors_of(operator.risk)
+        why = _why_not(operator.risk, tensors)
         if why:
             self._say(why)
             return None
-        self._forget_if_changed(operator)
+        self._forget_if_changed(operator, tensors)
         kind = _kind_of(columns, rows)
         if kind not in self._seen or kind in self._refused:
             return None
@@ -165,7 +180,7 @@ class RecordedProducts:
             self._fruitless = 0
         recorded = self._kinds[kind]
         try:
-            results = recorded.multiply(columns, operator.risk, task)
+            results = recorded.multiply(operator, columns, task)
         except BaseException:
             self._forget()
             raise
@@ -179,13 +194,13 @@ class RecordedProducts:
         if self._state is not None and len(self._seen) < _MOST_SEEN:
             self._seen.add(_kind_of(columns, rows))
 
-    def _forget_if_changed(self, operator: Multiplies) -> None:
+    def _forget_if_changed(self, operator: Multiplies, tensors: list[Tensor]) -> None:
         """Free all recordings if anything is different from what they take for granted."""
         model = cast("Module", operator.risk.model)
         # Recordings must not keep the operator alive, which has them.
         own = {name: value for name, value in vars(operator).items() if value is not self}
         settings = {"operator": own, "losses": [vars(loss) for loss in _losses_in(operator.risk.loss)]}
-        place = weakref.ref(operator), _place(operator.risk)
+        place = weakref.ref(operator), _place(operator.risk, tensors)
         difference = "" if self._state is None else self._state.difference(model, settings)
         if place == self._place and not difference:
             return
@@ -221,26 +236,26 @@ def _kind_of(columns: Columns, rows: list[str]) -> Hashable:
     return tuple((name, t.shape, t.dtype) for name, t in columns.items()), tuple(rows)
 
 
-def _why_not(risk: EmpiricalRisk) -> str:
+def _why_not(risk: EmpiricalRisk, tensors: list[Tensor]) -> str:
     """Return why products are not recorded; an empty text if they may be."""
     model = risk.model
     if not isinstance(model, Module) or isinstance(risk.loss, Custom):
         return "the model or the loss is a function, and what it looks at may change unnoticed"
     if has_hooks(model):
         return "the model has hooks"
-    if is_watched():
-        return "somebody watches all operations by a mode of PyTorch"
-    for t in _tensors_of(risk):
+    if is_watched() or torch.is_inference_mode_enabled():
+        return "a mode of PyTorch is on that watches all operations, or is for inference"
+    for t in tensors:
         special = type(t) not in {Tensor, Parameter} or t.layout is not torch.strided
         if special or t.device != risk.device:
             return "parameters or buffers are on several devices, or are special tensors"
     return ""
 
 
-def _tensors_of(risk: EmpiricalRisk) -> Iterator[Tensor]:
-    """Yield all parameters and buffers."""
-    model = cast("Module", risk.model)
-    return chain(risk.params.values(), model.parameters(), model.buffers())
+def _tensors_of(risk: EmpiricalRisk) -> list[Tensor]:
+    """Return all parameters and buffers."""
+    model = risk.model
+    return [*risk.params.values(), *((*model.parameters(), *model.buffers()) if isinstance(model, Module) else ())]
 
 
 def _losses_in(loss: Loss) -> Iterator[Loss]:
@@ -251,11 +266,11 @@ def _losses_in(loss: Loss) -> Iterator[Loss]:
             yield from _losses_in(part)
 
 
-def _place(risk: EmpiricalRisk) -> Hashable:
+def _place(risk: EmpiricalRisk, tensors: list[Tensor]) -> Hashable:
     """Return what else recordings take for granted: where parameters are, modes, numbers and settings of PyTorch."""
-    tensors = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in _tensors_of(risk))
+    memory = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors)
     modes = tuple(module.training for module in cast("Module", risk.model).modules())
     settings = (t for loss in _losses_in(risk.loss) for t in vars(loss).values() if isinstance(t, Tensor))
     # Settings of a loss may be on the host, from where changed ones have to be copied again.
     versions = tuple(0 if t.is_inference() else t._version for t in settings)
-    return tensors, modes, versions, risk.reduction_factor, surroundings(risk.device)
+    return memory, modes, versions, risk.reduction_factor, surroundings(risk.device)

@@ -16,6 +16,7 @@ A graph reads memory that was there before it, and does not know whose that is. 
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -101,6 +102,7 @@ class Replays:
         expected: How many batches there will be, if known.
         model: What runs.
         log: Is told why passes cannot be recorded.
+        around: Makes a context for passes that Python runs; a graph needs none. By default, there is one already.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Replays:
         expected: int | None = None,
         model: object = None,
         log: logging.Logger | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Start without graphs."""
         self._run = run
@@ -119,6 +122,7 @@ class Replays:
         self._recorder = recorder
         self._left = expected
         self._log = logging.getLogger("kfs.recording") if log is None else log
+        self._around = around
         self._times: dict[Any, int] = {}  # how often shapes were seen
         self._recorded: dict[Any, Recorded] = {}
         self._waits = ""  # what waits for the device in a pass that is not recorded
@@ -133,14 +137,18 @@ class Replays:
         """Run the pass over a batch."""
         if self._left is not None:
             self._left -= 1
-        recorder = self._recorder
-        shape = None if recorder is None else shape_of(batch)
-        if recorder is None or shape is None:
-            self._run(batch)
-            return
+        shape = None if self._recorder is None else shape_of(batch)
         if shape in self._recorded:
             self._recorded[shape].replay(batch, self._sums)
             return
+        with self._around():
+            if self._recorder is None or shape is None:
+                self._run(batch)
+            else:
+                self._run_or_record(self._recorder, shape, batch)
+
+    def _run_or_record(self, recorder: Recorder, shape: Any, batch: Batch) -> None:
+        """Run, rehearse or record the pass over a batch, by how many of its shape came before."""
         times = self._times[shape] = self._times.get(shape, 0) + 1
         worth = self._left is None or self._left + 1 >= _WORTH
         if times == 1 or not worth or len(self._recorded) == _MOST_GRAPHS:

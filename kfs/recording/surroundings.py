@@ -21,7 +21,6 @@ def surroundings(device: torch.device) -> Hashable:
         torch.is_autocast_enabled(device.type),
         torch.get_autocast_dtype(device.type),
         torch.get_default_dtype(),
-        torch.get_default_device(),
         uses_tf32(),
         getattr(_convolutions, _SWITCH),
         cudnn.enabled,

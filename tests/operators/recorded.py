@@ -32,8 +32,8 @@ def make_risk(model: nn.Module | None = None, batches: int = 4, loss: Any = None
     net = (Net() if model is None else model).double().eval()
     X = torch.randn(3 * batches + 2, 4, dtype=torch.float64)
     y = torch.randint(3, (len(X),))
-    batches = list(zip(X.split(3), y.split(3), strict=True))
-    return EmpiricalRisk(net, nn.CrossEntropyLoss() if loss is None else loss, batches)
+    data = list(zip(X.split(3), y.split(3), strict=True))
+    return EmpiricalRisk(net, nn.CrossEntropyLoss() if loss is None else loss, data)
 
 
 def columns_for(A: Any, number: int = 3, seed: int = 0) -> Tensor:

@@ -20,6 +20,8 @@ from tests.operators.recorded import Net, columns_for, make_risk, recorded, reco
 class Tokens(Net):
     """Predicts at three positions, from the last of which nothing follows."""
 
+    scales: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scales", torch.tensor([1.0, 2.0, 3.0]))
@@ -140,7 +142,7 @@ class TestSurroundings:
     def test_settings(self, switch: str) -> None:
         device = torch.device("cpu")
         before = surroundings(device)
-        with torch.backends.cudnn.flags(**{switch: not getattr(torch.backends.cudnn, switch)}):  # type: ignore[no-untyped-call]
+        with torch.backends.cudnn.flags(**{switch: not getattr(torch.backends.cudnn, switch)}):
             assert surroundings(device) != before
         assert surroundings(device) == before
 
@@ -167,6 +169,8 @@ class TestErrors:
 
     def test_nan_of_a_later_datum(self, tapes: list[Tapes]) -> None:
         class Limited(Net):
+            most: Tensor
+
             def __init__(self) -> None:
                 super().__init__()
                 self.register_buffer("most", torch.tensor(100.0))
