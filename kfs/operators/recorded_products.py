@@ -172,22 +172,31 @@ class RecordedProducts:
         kind = _kind_of(columns, rows)
         if kind not in self._seen or kind in self._refused:
             return None
-        if kind not in self._kinds:
-            if len(self._kinds) == _MOST_KINDS:
-                self._free()
-            self._recorder = self._recorder or make()
-            self._kinds[kind] = RecordedKind(operator, columns, rows, self._recorder)
-            self._fruitless = 0
-        recorded = self._kinds[kind]
         try:
+            recorded = self._kinds.get(kind) or self._new(make, kind, operator, columns, rows)
             results = recorded.multiply(operator, columns, task)
+        except torch.OutOfMemoryError:
+            # Without recordings, there is more of it.
+            self._refuse(kind)
+            self._say("there is not enough memory")
+            return None
         except BaseException:
             self._forget()
             raise
         if recorded.has_given_up:
-            self._refused.add(kind)
-            self._free()
+            self._refuse(kind)
         return results
+
+    def _new(
+        self, make: Callable[[], Recorder], kind: Hashable, operator: Multiplies, columns: Columns, rows: list[str]
+    ) -> RecordedKind:
+        """Start to record a kind of products."""
+        if len(self._kinds) == _MOST_KINDS:
+            self._free()
+        self._recorder = self._recorder or make()
+        self._kinds[kind] = RecordedKind(operator, columns, rows, self._recorder)
+        self._fruitless = 0
+        return self._kinds[kind]
 
     def note(self, columns: Columns, rows: list[str]) -> None:
         """Take note of a product that has run as it is."""
@@ -216,6 +225,11 @@ class RecordedProducts:
         self._free()
         self._seen.clear()
         self._refused.clear()
+
+    def _refuse(self, kind: Hashable) -> None:
+        """Let a kind of products run as it is."""
+        self._refused.add(kind)
+        self._free()
 
     def _free(self) -> None:
         """Free all recordings. PyTorch does not let memory be shared with graphs that are gone: so all go together."""

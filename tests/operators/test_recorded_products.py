@@ -211,6 +211,23 @@ class TestWhatIsRecorded:
         assert len(messages(caplog)) == 1
         assert "waits for the GPU" in messages(caplog)[0]
 
+    def test_little_memory(
+        self, tapes: list[Tapes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Tensors for columns do not fit."""
+        risk = make_risk()
+        A = GGN(risk)
+
+        def fails(*_: Any) -> None:
+            raise torch.OutOfMemoryError("large")
+
+        monkeypatch.setattr(recorded_products, "RecordedKind", fails)
+        with caplog.at_level(logging.INFO, "kfs.operators"):
+            V = recorded(A)
+            same(A @ V, GGN(risk, replay=False) @ V)
+        assert recordings(tapes) == 0
+        assert messages(caplog) == ["Products are not replayed as CUDA graphs: there is not enough memory."]
+
     def test_attributes_that_change_in_every_pass(self, tapes: list[Tapes], caplog: pytest.LogCaptureFixture) -> None:
         class Counts(Net):
             count = 0
