@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from kfs import GGN, EmpiricalRisk, Fisher, Hessian
+from kfs import GGN, EmpiricalRisk, Fisher, Hessian, waiting
 from kfs.operators import curvature, recorded_products
 from tests.kfac.tape import Tapes
 from tests.operators.recorded import Net, columns_for, make_risk, messages, recorded, recordings, same
@@ -57,6 +57,12 @@ class TestSameProducts:
             calls.append(Net.calls)
         assert calls[0] == calls[1]
         assert tapes
+
+    def test_constants_that_others_use(self, tapes: list[Tapes]) -> None:
+        """What is kept for further use does not belong to a transform of `torch.func`."""
+        A = GGN(make_risk())
+        recorded(A)
+        assert all(t.untyped_storage().nbytes() for t in waiting._constants.values())
 
     def test_half_precision(self, tapes: list[Tapes]) -> None:
         risk = make_risk()
