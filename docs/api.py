@@ -83,6 +83,7 @@ def public_names() -> tuple[Name, ...]:
     return tuple(found)
 
 
+@cache
 def addresses() -> dict[str, str]:
     """Return under which name a name is explained; classes are found by their short name, too, the first such."""
     found = {name.full: name.home for name in public_names() if name.kind != "module"}
@@ -109,7 +110,8 @@ def write_pages(folder: Path) -> None:
 def _page(name: Name) -> str:
     options = {"class": "   :members:\n   :show-inheritance:\n", "exception": "   :show-inheritance:\n"}
     directive = f".. auto{name.kind}:: {name.home}\n{options.get(name.kind, '')}"
-    return f"# {name.home}\n\n```{{eval-rst}}\n{directive}```\n"
+    title = name.home.replace("_", r"\_")
+    return f"# {title}\n\n```{{eval-rst}}\n{directive}```\n"
 
 
 def _index() -> str:

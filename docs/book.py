@@ -10,7 +10,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from docs import api, links, notebooks, results, runs
-from docs.modules import read_module, module_page
+from docs.modules import module_page, read_module, toctree
+from docs.sidebar import use_sidebar
 from kfs.report import play
 from kfs.tour import chapters
 
@@ -29,13 +30,15 @@ class ModuleParser(MystParser):
 
     def parse(self, inputstring: str, document: nodes.document) -> None:
         """Parse a page that is a module."""
-        path = f"{self.env.docname}.py"
+        env = document.settings.env
+        path = f"{env.docname}.py"
         verified = None
-        if any(path in paths for paths in definition_paths().values()):
+        defined = {path for paths in definition_paths().values() for path in paths}
+        if path in defined:
             job = runs.definition_job(path)
             verified = runs.result(job)
-            self.env.note_dependency(job.file)
-        super().parse(module_page(read_module(inputstring, path), verified), document)
+            env.note_dependency(job.file)
+        super().parse(module_page(read_module(inputstring, path), verified, defined), document)
 
 
 class ModuleCode(SphinxDirective):
@@ -52,41 +55,21 @@ class ModuleCode(SphinxDirective):
         return [block]
 
 
-class Toctree(SphinxDirective):
-    """A directive that becomes Markdown with tables of contents."""
-
-    def toctree(self, paths: list[str]) -> str:
-        """Return a table of contents of modules."""
-        return "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(f"/{path.removesuffix('.py')}" for path in paths) + "\n```"
+class MarkdownDirective(SphinxDirective):
+    """A directive that becomes Markdown."""
 
     def markdown(self, text: str) -> list[nodes.Node]:
         """Parse Markdown; it may have headings."""
         return self.parse_text_to_nodes(text, allow_section_headings=True)
 
 
-class Chapters(Toctree):
+class Chapters(MarkdownDirective):
     """All definitions in reading order, with a heading for each chapter."""
 
     def run(self) -> list[nodes.Node]:
         """Return sections."""
-        parts = [f"## {title}\n\n{self.toctree(paths)}" for title, paths in definition_paths().items()]
+        parts = [f"## {title}\n\n{toctree(paths)}" for title, paths in definition_paths().items()]
         return self.markdown("\n\n".join(parts))
-
-
-class ModuleList(Toctree):
-    """Modules by patterns, such as `kfs/losses/*.py`, one in each line; neither definitions nor what is listed above."""
-
-    has_content = True
-
-    def run(self) -> list[nodes.Node]:
-        """Return a table of contents."""
-        listed: set[str] = self.env.temp_data.setdefault("kfs_listed", set())
-        defined = {path for paths in definition_paths().values() for path in paths}
-        files = [file for pattern in self.content for file in sorted(ROOT.glob(pattern))]
-        paths = [file.relative_to(ROOT).as_posix() for file in files if file.name != "__main__.py"]
-        new = [path for path in dict.fromkeys(paths) if path not in defined | listed]
-        listed.update(new)
-        return self.markdown(self.toctree(new))
 
 
 class Play(SphinxDirective):
@@ -106,7 +89,7 @@ class Play(SphinxDirective):
         return parts
 
 
-class Results(Toctree):
+class Results(MarkdownDirective):
     """What benchmarks have measured: a section for each file of results."""
 
     def run(self) -> list[nodes.Node]:
@@ -177,7 +160,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     for name, directive in {
         "chapters": Chapters,
         "module-code": ModuleCode,
-        "modules": ModuleList,
         "play": Play,
         "results": Results,
     }.items():
@@ -190,5 +172,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("missing-reference", links.resolve_ours, priority=100)  # before intersphinx
     app.connect("missing-reference", links.resolve_pytorch, priority=100)
     app.connect("html-page-context", add_play)
+    app.connect("html-page-context", use_sidebar, priority=400)  # before the theme draws it
     app.connect("build-finished", write_notebooks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -56,7 +56,7 @@ python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 add_module_names = False
 toc_object_entries_show_parents = "hide"
-intersphinx_mapping = {"torch": ("https://docs.pytorch.org/docs/stable", "torch.inv.txt")}
+intersphinx_mapping = {"torch": ("https://docs.pytorch.org/docs/stable", "docs/torch.inv.txt")}
 linkcode_resolve = source_address
 
 # Formulas: one script, which has its fonts inside.
@@ -66,7 +66,7 @@ if _mathjax is None or _mathjax.origin is None:
 mathjax_path = "tex-svg.js"
 mathjax3_config = {
     "options": {"enableMenu": False},
-    "svg": {"fontCache": "local", "mtextInheritFont": True},
+    "svg": {"fontCache": "local", "mtextInheritFont": True, "scale": 0.95},
 }
 
 # HTML

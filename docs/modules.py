@@ -4,7 +4,7 @@ Files are taken apart by `ast`; nothing is imported or run here. What running a 
 """
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -98,12 +98,18 @@ def tests_of(path: str) -> list[str]:
     return [name for name in candidates if (ROOT / name).is_file()][:1]
 
 
-def module_page(module: Module, verified: Verified | None) -> str:
+def toctree(paths: Iterable[str]) -> str:
+    """Return a table of contents of modules, as Markdown."""
+    return "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(f"/{path.removesuffix('.py')}" for path in paths) + "\n```"
+
+
+def module_page(module: Module, verified: Verified | None, elsewhere: Collection[str] = ()) -> str:
     """Return a module's page as Markdown: prose, figures, what running it verified, relations; and its code beside.
 
     Args:
         module: The module.
         verified: What running it as a program verified; `None` if it is not a definition.
+        elsewhere: Paths of modules that other tables of contents have. A package has one of the others that lie in it.
     """
     parts = [module.prose, *(_figure(figure) for figure in figures_of(module.docname))]
     if verified is not None:
@@ -111,10 +117,21 @@ def module_page(module: Module, verified: Verified | None) -> str:
     parts.append(_relations(module))
     prose = "\n\n".join(part for part in parts if part)
     code = "" if not module.code else f"::::{{div}} code\n`{module.path}`\n```{{module-code}} {module.path}\n```\n::::"
+    inside = [path for path in _inside(module) if path not in elsewhere]
+    below = f"\n{toctree(inside)}\n" if inside else ""
     return (
         f"---\nhide-toc: true\n---\n# {module.title}\n\n"
-        f":::::{{div}} module\n::::{{div}} prose\n{prose}\n::::\n{code}\n:::::\n"
+        f":::::{{div}} module\n::::{{div}} prose\n{prose}\n::::\n{code}\n:::::\n{below}"
     )
+
+
+def _inside(package: Module) -> list[str]:
+    """Return the paths of modules and packages that lie in a package; none if it is a module."""
+    if not package.path.endswith("__init__.py"):
+        return []
+    depth = package.dotted.count(".") + 1
+    others = (module for module in all_modules() if module.dotted.startswith(f"{package.dotted}."))
+    return [module.path for module in others if module.dotted.count(".") == depth]
 
 
 def _figure(figure: Figure) -> str:
@@ -137,7 +154,7 @@ def _verified(module: Module, checks: Verified) -> str:
             cases = [(f"{len(found)} cases", max(errors) if errors else None)]
         rows += [f"| {cell(claim)} | {cell(case)} | {_error(error)} |" for case, error in cases]
     return (
-        "```{rubric} What running it verified\n:name: what-running-it-verified\n:heading-level: 2\n```\n\n"
+        "```{rubric} What running it verified\n:heading-level: 2\n```\n\n"
         f"```console\n$ python {module.path}\n```\n\n" + "\n".join(rows)
     )
 
