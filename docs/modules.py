@@ -165,7 +165,7 @@ def _error(error: float | None) -> str:
 
 def cell(text: str) -> str:
     """Return plain text for a cell of a Markdown table: no sign in it means anything."""
-    return "".join(f"\\{letter}" if letter in "\\`*_{}[]<>()#+-.!|$~^" else letter for letter in text)
+    return "".join(f"\\{letter}" if letter in "\\`*_[]<|$~" else letter for letter in text)
 
 
 def _relations(module: Module) -> str:

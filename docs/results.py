@@ -34,8 +34,10 @@ def _provenance(environment: dict[str, Any]) -> str:
     said = dict(environment)
     command = said.pop("command", None)
     date = said.pop("date", None)
+    note = said.pop("note", None)
     first = [f"`{command}`" if command else "", cell(str(date)) if date else ""]
-    return ", ".join([*filter(None, first), *(cell(f"{key} {value}") for key, value in said.items())])
+    line = ", ".join([*filter(None, first), *(cell(f"{key} {value}") for key, value in said.items())])
+    return f"{line}. Note: {cell(str(note))}." if note else line
 
 
 def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
@@ -43,6 +45,7 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
     # By a field that only they have; the benchmark of influence functions has units of its own.
     kinds = {
         "runs": _trainings,
+        "quarter": _long_runs,
         "task": _tasks,
         "nll": _predictions,
         "keep": _compressed,
@@ -111,6 +114,15 @@ def _trainings(rows: list[dict[str, Any]]) -> str:
         shown = [f"{steps:g}" if reached else None, seconds if reached else None]
         lines.append([row["optimizer"], ", ".join(filter(None, notes)), lr, *shown])
     return _table(["optimizer", ""], ["learning rate", "steps", "seconds"], lines)
+
+
+def _long_runs(rows: list[dict[str, Any]]) -> str:
+    """Return a row per optimizer and learning rate: the loss after a quarter, a half and all of the steps."""
+    lines: list[Cells] = []
+    for row in rows:
+        losses = [None if row[key] is None else f"{row[key]:.3g}" for key in ("quarter", "half", "end")]
+        lines.append([row["optimizer"], f"{row['lr']:g}", *losses, row["seconds"]])
+    return _table(["optimizer"], ["learning rate", "loss at a quarter", "at a half", "at the end", "seconds"], lines)
 
 
 def _steps(rows: list[dict[str, Any]]) -> str:

@@ -83,7 +83,7 @@ def digest(job: Job) -> str:
 
 @cache
 def _library() -> bytes:
-    files = [*sorted((ROOT / "kfs").rglob("*.py")), DOCS / "blocks.py", DOCS / "drawings.py"]
+    files = [*sorted((ROOT / "kfs").rglob("*.py")), ROOT / "docs" / "blocks.py", ROOT / "docs" / "drawings.py"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 
 
