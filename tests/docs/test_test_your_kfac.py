@@ -1,5 +1,6 @@
 """The page about the kit: its code runs, its adapter passes, and its matrix is what the README counts."""
 
+import re
 from pathlib import Path
 
 from benchmarks import conformance
