@@ -13,7 +13,26 @@ from kfs.names import few, near
 Params = dict[str, Tensor]
 
 
-def places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:
+class Places:
+    """Knows where parameters are in a model, so that it is fast to ask whether they are still there."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._known: list[tuple[dict[str, Any], str, Any]] = []
+
+    def have(self, model: nn.Module, params: Params) -> bool:
+        """Whether a model has these very parameters. The model must be the same one in every call."""
+        if not all([owner.get(name) is part for owner, name, part in self._known]):  # noqa: C419 (asked for every batch)
+            self._known = []
+        if not self._known:
+            own = dict(model.named_parameters())
+            if not all(p is own[name] for name, p in params.items()):
+                return False
+            self._known = _places(model, params)
+        return True
+
+
+def _places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:
     """Return where parameters, and the modules on the way to them, are: in which dictionary, by which name."""
     found: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
     for full_name in params:

@@ -41,9 +41,10 @@ from kfs.flags import Flags, not_finite, refuse_not_finite
 from kfs.losses import Loss, describe
 from kfs.moving import copies_end, moved
 from kfs.outputs import check_batch_axis, prediction_in
-from kfs.parameters import Params, check_not_meta, function_params, leaves_of, module_params, places, switched_on
+from kfs.parameters import Params, Places, check_not_meta, function_params, leaves_of, module_params, switched_on
 from kfs.progress import tracked
 from kfs.same_data import SameData
+from kfs.sharded import WholeParameters, check_group, model_to_run
 from kfs.state import UnusedDraws, check_module, evaluating, random_state, restored, unchanged
 
 
@@ -106,11 +107,12 @@ class EmpiricalRisk(Described):
         group: Group | None = None,
     ) -> None:
         """Check what can be checked without running the model."""
-        self.model = model
+        self.model = model_to_run(model)
         self.loss: Loss = describe(loss)
-        self.params = module_params(model, params) if isinstance(model, nn.Module) else function_params(params)
+        self.params = module_params(self.model, params) if isinstance(model, nn.Module) else function_params(params)
         self.progress = progress
         self.ranks, own_data, start = part_of(data, group)
+        self.whole = WholeParameters(self.model)
         self._data = as_batches(own_data)
         self._unpack = default_unpack if unpack is None else unpack
         self._same_data = SameData(num_data, self.ranks, start)
@@ -118,7 +120,7 @@ class EmpiricalRisk(Described):
         self._draws = UnusedDraws(self.device)
         self._without_graph = WithoutGraph()
         self._leaves: Params = {}  # stand for parameters that are not the model's own
-        self._places: list[tuple[dict[str, Any], str, Any]] = []  # where parameters were when they were the model's
+        self._places = Places()
         self.check_model()
 
     @property
@@ -187,9 +189,9 @@ class EmpiricalRisk(Described):
 
         The model's own `.grad` fields are not touched.
         """
-        total = {name: torch.zeros_like(p, dtype=self.sum_dtype) for name, p in self.params.items()}
         with self.ranks.agreed("gradient"), self.untouched(), torch.enable_grad(), explained():
             leaves = self.leaves()
+            total = {name: torch.zeros_like(p, dtype=self.sum_dtype) for name, p in leaves.items()}
             for batch in self.batches("gradient"):
                 f = self.predict(leaves, batch)
                 self.finite(f.detach(), batch)
@@ -331,8 +333,9 @@ class EmpiricalRisk(Described):
             check_module(self.model)
 
     def check_values(self) -> None:
-        """Refuse parameters without values."""
+        """Refuse parameters without values, and those of other processes that nobody mentions."""
         check_not_meta(self.device)
+        check_group(self.model, self.ranks)
 
     @contextmanager
     def untouched(self, first_order: bool = False) -> Iterator[None]:
@@ -352,6 +355,7 @@ class EmpiricalRisk(Described):
         # The faster attention kernels cannot be differentiated twice or forward. A checkpoint runs the module again
         # during the backward pass: with the same operations as before, but with the module's own parameters.
         with (
+            self._with_whole_params(),
             restored(self.model, self.device),
             nullcontext() if first_order else sdpa_kernel(SDPBackend.MATH),
             nullcontext() if first_order else ExactDerivatives(),
@@ -359,6 +363,17 @@ class EmpiricalRisk(Described):
             self._trainable() if first_order else nullcontext(),
         ):
             yield
+
+    @contextmanager
+    def _with_whole_params(self) -> Iterator[None]:
+        """Let the model, and `params`, have all numbers of what is spread over processes."""
+        given = self.params
+        try:
+            with self.whole.in_place(given) as self.params:
+                yield
+        finally:
+            if self.params is not given:  # nobody holds what was gathered
+                self.params, self._leaves, self._places = given, {}, Places()
 
     @contextmanager
     def _trainable(self) -> Iterator[None]:
@@ -369,8 +384,7 @@ class EmpiricalRisk(Described):
         own = isinstance(self.model, nn.Module) and self._at_own_params(frozen=True)
         try:
             if not own:
-                self._leaves = leaves_of(given, self._leaves)
-            self.params = given if own else self._leaves
+                self.params = self._leaves = leaves_of(given, self._leaves)
             with switched_on(given.values()) if own else nullcontext():
                 yield
         finally:
@@ -390,11 +404,5 @@ class EmpiricalRisk(Described):
         """Whether parameters are the model's own tensors as it uses them: not other values, frozen only if allowed."""
         if not isinstance(self.model, nn.Module):
             return True
-        if not all([owner.get(name) is part for owner, name, part in self._places]):  # noqa: C419 (asked for every batch)
-            self._places = []
-        if not self._places:
-            own = dict(self.model.named_parameters())
-            if not all(p is own[name] for name, p in self.params.items()):
-                return False
-            self._places = places(self.model, self.params)
-        return frozen or all(p.requires_grad for p in self.params.values())
+        has_them = self._places.have(self.model, self.params)
+        return has_them and (frozen or all(p.requires_grad for p in self.params.values()))
