@@ -130,6 +130,17 @@ def switched_on(params: Iterable[Tensor]) -> Iterator[None]:
             p.requires_grad_(False)
 
 
+@contextmanager
+def exchanged(owner: Any, params: Params) -> Iterator[None]:
+    """Let an object have other `params` in this context."""
+    before = owner.params
+    try:
+        owner.params = params
+        yield
+    finally:
+        owner.params = before
+
+
 def has_memory_of(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same numbers in the same memory."""
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata or one.dtype != other.dtype:

@@ -41,7 +41,16 @@ from kfs.flags import Flags, not_finite, refuse_not_finite
 from kfs.losses import Loss, describe
 from kfs.moving import copies_end, moved
 from kfs.outputs import check_batch_axis, prediction_in
-from kfs.parameters import Params, Places, check_not_meta, function_params, leaves_of, module_params, switched_on
+from kfs.parameters import (
+    Params,
+    Places,
+    check_not_meta,
+    exchanged,
+    function_params,
+    leaves_of,
+    module_params,
+    switched_on,
+)
 from kfs.progress import tracked
 from kfs.same_data import SameData
 from kfs.sharded import WholeParameters, check_group, model_to_run
@@ -112,7 +121,7 @@ class EmpiricalRisk(Described):
         self.params = module_params(self.model, params) if isinstance(model, nn.Module) else function_params(params)
         self.progress = progress
         self.ranks, own_data, start = part_of(data, group)
-        self.whole = WholeParameters(self.model)
+        self.whole = WholeParameters(self.model, self.ranks)
         self._data = as_batches(own_data)
         self._unpack = default_unpack if unpack is None else unpack
         self._same_data = SameData(num_data, self.ranks, start)
@@ -224,8 +233,7 @@ class EmpiricalRisk(Described):
         before = [] if recorded else random_state(self.device)
         with unchanged(tensors_in(batch.x)), within or nullcontext():
             output = self._output(params, batch)
-        if not recorded:
-            # At the parameters as they are: those given may be tracked by autograd, `vmap` or a capture.
+        if not recorded:  # at the parameters as they are: those given may be tracked by autograd, `vmap` or a capture
             own = lambda: prediction_in(self._output(self.params, batch))  # noqa: E731
             self._draws.check(before, lambda: self._without_graph(own))
         f = output if isinstance(output, Tensor) else prediction_in(output)
@@ -256,8 +264,7 @@ class EmpiricalRisk(Described):
             KfsError: When flags are read, if a datum has failed a check: what is wrong with it.
         """
         outer = self.flags  # a hook of the model may compute something with the same risk
-        flags = Flags(self.device) if waiting.runs_behind(self.device) else None
-        self.flags = flags
+        self.flags = flags = Flags(self.device) if waiting.runs_behind(self.device) else None
 
         def check() -> None:
             datum = None if flags is None else flags.first_bad()
@@ -366,7 +373,7 @@ class EmpiricalRisk(Described):
 
     @contextmanager
     def _with_whole_params(self) -> Iterator[None]:
-        """Let the model, and `params`, have all numbers of what is spread over processes."""
+        """Let the model, and `params`, have all numbers of parameters that are spread over processes."""
         given = self.params
         try:
             with self.whole.in_place(given) as self.params:
@@ -375,20 +382,14 @@ class EmpiricalRisk(Described):
             if self.params is not given:  # nobody holds what was gathered
                 self.params, self._leaves, self._places = given, {}, Places()
 
-    @contextmanager
-    def _trainable(self) -> Iterator[None]:
-        """Let all parameters require gradients, and leave them as before."""
+    def _trainable(self) -> AbstractContextManager[None]:
+        """Return a context in which all parameters require gradients; after it, they are as before."""
         # Those of the model are switched on, so that a checkpoint, which runs it again, finds them so, too. Others are
         # replaced by leaves with the same values.
-        given = self.params
-        own = isinstance(self.model, nn.Module) and self._at_own_params(frozen=True)
-        try:
-            if not own:
-                self.params = self._leaves = leaves_of(given, self._leaves)
-            with switched_on(given.values()) if own else nullcontext():
-                yield
-        finally:
-            self.params = given
+        if isinstance(self.model, nn.Module) and self._at_own_params(frozen=True):
+            return switched_on(self.params.values())
+        self._leaves = leaves_of(self.params, self._leaves)
+        return exchanged(self, self._leaves)
 
     def _output(self, params: Params, batch: Batch) -> Any:
         """Evaluate the model, and return what it returns."""

@@ -101,10 +101,10 @@ def check_group(model: Any, ranks: Ranks) -> None:
     if ranks.are_several or not isinstance(model, nn.Module) or "torch.distributed.tensor" not in sys.modules:
         return
     for name, p in model.named_parameters():
-        if is_spread(p) and cast("Any", p).device_mesh.size() > 1:
+        size = cast("Any", p).device_mesh.size() if is_spread(p) else 1
+        if size > 1:
             raise ModelError(
-                f"Parameter {name!r} is spread over {cast('Any', p).device_mesh.size()} processes, but the risk is that "
-                "of one process alone.",
+                f"Parameter {name!r} is spread over {size} processes, but the risk is that of one process alone.",
                 "Pass kfs.shard(data, group) if all processes have all data, and group=group if each has data of its "
                 "own, with torch.distributed.group.WORLD for example.",
             )
@@ -115,11 +115,13 @@ class WholeParameters:
 
     Args:
         model: A module, or a function, which has none.
+        ranks: Processes that agree before they gather.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, ranks: Ranks) -> None:
         """Gather nothing yet."""
         self._model = model
+        self._ranks = ranks
         self._held: dict[int, tuple[Tensor, Tensor]] | None = None  # by identity: what is spread, and all of it
 
     @contextmanager
@@ -132,11 +134,21 @@ class WholeParameters:
         if self._held is not None or "torch.distributed.tensor" not in sys.modules:
             yield
             return
+        _reshard(self._model)
+        self._agree(params)
         self._held = _gathered(self._model, params.values())
         try:
             yield
         finally:
             self._held = None
+
+    def _agree(self, params: Params) -> None:
+        """Make sure that all processes are about to gather the same tensors, if there is one to gather."""
+        places = list(_places(self._model))
+        tensors = [(place.name, place.owner[place.name]) for place in places]
+        spread = [(name, list(t.shape)) for name, t in [*tensors, *params.items()] if is_spread(t)]
+        if spread:
+            self._ranks.same("Parameters", spread, "Shard the same model, in the same way, in all processes.")
 
     @contextmanager
     def in_place(self, params: Params) -> Iterator[Params]:
@@ -169,7 +181,6 @@ class _Place(NamedTuple):
 
 def _gathered(model: Any, others: Iterable[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
     """Return all that is spread over processes, by identity, and all of its numbers."""
-    _reshard(model)
     found: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for place in _places(model):
@@ -217,7 +228,7 @@ def _reshard(model: Any) -> None:
     """Let modules have their sharded parameters, if they have whole ones after a forward pass."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if _is_sharded(module):
-            module.reshard()
+            cast("Any", module).reshard()
 
 
 @contextmanager
