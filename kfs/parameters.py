@@ -55,7 +55,7 @@ def module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor]
                 "No parameter of the model requires gradients, so there is nothing to differentiate.",
                 f"Name those to consider: params=[...] with names from {few(named)}.",
             )
-        return _checked(chosen)
+        return checked(chosen)
     if isinstance(params, str):
         params = [params]
     if not isinstance(params, Iterable):
@@ -71,7 +71,7 @@ def module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor]
                 f"{list(values[name].shape)}.",
                 "Pass values shaped like the model's.",
             )
-    return _checked({name: values[name] for name in params})
+    return checked({name: values[name] for name in params})
 
 
 def function_params(params: object) -> Params:
@@ -81,10 +81,10 @@ def function_params(params: object) -> Params:
             f"The model is a function, but params is {type(params).__name__}.",
             "Pass its parameters as a dictionary: params={'W': W, ...}; the function is called as f(params, x).",
         )
-    return _checked(dict(params))
+    return checked(dict(params))
 
 
-def _checked(params: Params) -> Params:
+def checked(params: Params) -> Params:
     """Refuse no parameters, integers, and mixed dtypes or devices."""
     if not params:
         raise ModelError("There are no parameters to consider.", "Name at least one with params=.")
@@ -128,17 +128,6 @@ def switched_on(params: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for p in frozen:
             p.requires_grad_(False)
-
-
-@contextmanager
-def exchanged(owner: Any, params: Params) -> Iterator[None]:
-    """Let an object have other `params` in this context."""
-    before = owner.params
-    try:
-        owner.params = params
-        yield
-    finally:
-        owner.params = before
 
 
 def has_memory_of(one: Tensor, other: Tensor) -> bool:

@@ -41,20 +41,11 @@ from kfs.flags import Flags, not_finite, refuse_not_finite
 from kfs.losses import Loss, describe
 from kfs.moving import copies_end, moved
 from kfs.outputs import check_batch_axis, prediction_in
-from kfs.parameters import (
-    Params,
-    Places,
-    check_not_meta,
-    exchanged,
-    function_params,
-    leaves_of,
-    module_params,
-    switched_on,
-)
+from kfs.parameters import Params, Places, check_not_meta, function_params, leaves_of, module_params, switched_on
 from kfs.progress import tracked
 from kfs.same_data import SameData
-from kfs.sharded import WholeParameters, check_group, model_to_run
-from kfs.state import UnusedDraws, check_module, evaluating, random_state, restored, unchanged
+from kfs.sharded import WholeParameters, check_same_data, model_to_run
+from kfs.state import UnusedDraws, check_module, evaluating, exchanged, random_state, restored, unchanged
 
 
 class EmpiricalRisk(Described):
@@ -124,6 +115,7 @@ class EmpiricalRisk(Described):
         self.whole = WholeParameters(self.model, self.ranks)
         self._data = as_batches(own_data)
         self._unpack = default_unpack if unpack is None else unpack
+        check_same_data(self.model, self.ranks, self._data, self._unpack)
         self._same_data = SameData(num_data, self.ranks, start)
         self.flags: Flags | None = None  # takes note of bad data, in passes that do not wait for an accelerator
         self._draws = UnusedDraws(self.device)
@@ -340,9 +332,8 @@ class EmpiricalRisk(Described):
             check_module(self.model)
 
     def check_values(self) -> None:
-        """Refuse parameters without values, and those of other processes that nobody mentions."""
+        """Refuse parameters without values."""
         check_not_meta(self.device)
-        check_group(self.model, self.ranks)
 
     @contextmanager
     def untouched(self, first_order: bool = False) -> Iterator[None]:

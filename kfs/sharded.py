@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from kfs.data import mapped
+from kfs.data import fingerprint, mapped, repeatably, unpacked
 from kfs.distributed import Ranks
-from kfs.errors import ModelError
-from kfs.parameters import Params
+from kfs.distributed.sharding import Unpack
+from kfs.errors import DistributedError, ModelError
+from kfs.parameters import Params, checked
 
 # Where the hooks come from that distribute a model.
 _PYTORCH = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
@@ -92,22 +93,46 @@ def model_to_run(model: Any) -> Any:
     return model
 
 
-def check_group(model: Any, ranks: Ranks) -> None:
-    """Refuse a model that is spread over several processes without a group.
+def check_same_data(model: Any, ranks: Ranks, data: Iterable[Any], unpack: Unpack) -> None:
+    """Refuse data that differ between the processes of a model that is spread over them, if there is no group.
+
+    Without a group, a risk is about the data of one process. Each process would get another result.
+
+    Args:
+        model: A module, or a function.
+        ranks: The group, if there is one.
+        data: Batches. The first one is looked at.
+        unpack: Splits a batch.
 
     Raises:
-        ModelError: If there is none.
+        DistributedError: If they differ.
     """
-    if ranks.are_several or not isinstance(model, nn.Module) or "torch.distributed.tensor" not in sys.modules:
+    mesh = None if ranks.are_several else _mesh_of([place.owner[place.name] for place in _places(model)])
+    if mesh is None:
         return
-    for name, p in model.named_parameters():
-        size = cast("Any", p).device_mesh.size() if is_spread(p) else 1
-        if size > 1:
-            raise ModelError(
-                f"Parameter {name!r} is spread over {size} processes, but the risk is that of one process alone.",
-                "Pass kfs.shard(data, group) if all processes have all data, and group=group if each has data of its "
-                "own, with torch.distributed.group.WORLD for example.",
-            )
+    first = None
+    for batch in repeatably(data):
+        first = fingerprint(*unpacked(unpack, batch))
+        break
+    if any(other != first for other in _gathered_over(mesh, "first batches", first)):
+        raise DistributedError(
+            f"The model is spread over {mesh.size()} processes, which have different data, but the risk has no group.",
+            "Pass group=torch.distributed.group.WORLD if each process has data of its own, or kfs.shard(data, group) "
+            "if all processes have all data.",
+        )
+
+
+def _mesh_of(tensors: Iterable[Any]) -> Any:
+    """Return the device mesh of tensors that are spread over several processes; `None` if there is none."""
+    return next((t.device_mesh for t in tensors if is_spread(t) and t.device_mesh.size() > 1), None)
+
+
+def _gathered_over(mesh: Any, where: str, value: Any) -> list[Any]:
+    """Return the values of all processes of a mesh."""
+    values = [value]
+    for axis in range(mesh.ndim):
+        values = [one for some in Ranks(mesh.get_group(axis)).gather(where, values) for one in some]
+    return values
 
 
 class WholeParameters:
@@ -147,8 +172,17 @@ class WholeParameters:
         places = list(_places(self._model))
         tensors = [(place.name, place.owner[place.name]) for place in places]
         spread = [(name, list(t.shape)) for name, t in [*tensors, *params.items()] if is_spread(t)]
-        if spread:
-            self._ranks.same("Parameters", spread, "Shard the same model, in the same way, in all processes.")
+        if not spread:
+            return
+        mesh = _mesh_of([t for _, t in [*tensors, *params.items()]])
+        if self._ranks.are_several or mesh is None:
+            found = self._ranks.gather("gathering parameters", spread)
+        else:
+            found = _gathered_over(mesh, "gathering parameters", spread)
+        if any(other != spread for other in found):
+            raise DistributedError(
+                "Names or shapes of parameters differ between processes.", "Shard the same model in all of them."
+            )
 
     @contextmanager
     def in_place(self, params: Params) -> Iterator[Params]:
@@ -168,7 +202,7 @@ class WholeParameters:
             with _replaced(self._model, replaced), _without_distribution(self._model):
                 own = dict(self._model.named_parameters()) if isinstance(self._model, nn.Module) else {}
                 found = {name: replaced.get(id(p), (p, p))[1] for name, p in params.items()}
-                yield {name: p.to(own[name].dtype) if name in own else p for name, p in found.items()}
+                yield checked({name: p.to(own[name].dtype) if name in own else p for name, p in found.items()})
 
 
 class _Place(NamedTuple):
