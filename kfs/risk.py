@@ -42,6 +42,7 @@ from kfs.losses import Loss, describe
 from kfs.moving import copies_end, moved
 from kfs.outputs import check_batch_axis, prediction_in
 from kfs.parameters import Params, Places, check_not_meta, function_params, leaves_of, module_params, switched_on
+from kfs.precision import at_least_float32
 from kfs.progress import tracked
 from kfs.same_data import SameData
 from kfs.sharded import WholeParameters, check_same_data, model_to_run
@@ -152,7 +153,7 @@ class EmpiricalRisk(Described):
     @property
     def sum_dtype(self) -> torch.dtype:
         """The dtype to sum over data in: half precision would lose all but the first few hundred terms."""
-        return torch.promote_types(self.dtype, torch.float32)
+        return at_least_float32(self.dtype)
 
     @property
     def about(self) -> str:
@@ -375,8 +376,7 @@ class EmpiricalRisk(Described):
 
     def _trainable(self) -> AbstractContextManager[None]:
         """Return a context in which all parameters require gradients; after it, they are as before."""
-        # Those of the model are switched on, so that a checkpoint, which runs it again, finds them so, too. Others are
-        # replaced by leaves with the same values.
+        # A checkpoint, which runs the model again, has to find its own parameters so. Others are replaced by leaves.
         if isinstance(self.model, nn.Module) and self._at_own_params(frozen=True):
             return switched_on(self.params.values())
         self._leaves = leaves_of(self.params, self._leaves)
