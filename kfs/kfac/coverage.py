@@ -99,12 +99,7 @@ def exact_diagonals(risk: EmpiricalRisk, names: Iterable[str], settings: Setting
         By name, tensors shaped like the parameters.
     """
     names = list(names)
-<<<<<<< HEAD
-    dtype = torch.promote_types(risk.dtype, torch.float32)
-=======
     dtype = at_least_float32(risk.dtype)
-    total = {name: torch.zeros_like(risk.params[name], dtype=dtype) for name in names}
->>>>>>> origin/main
     with risk.ranks.agreed("diagonal"), risk.untouched(), torch.enable_grad():
         total = {name: torch.zeros_like(risk.params[name], dtype=dtype) for name in names}
         for batch in risk.batches("diagonal"):

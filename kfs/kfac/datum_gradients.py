@@ -371,7 +371,7 @@ def _explaining_indices(risk: EmpiricalRisk, batches: Iterator[Batch]) -> Iterat
                 for batch in risk.batches():
                     with _CheckedEmbeddings(risk, batch):
                         risk.evaluate(batch)
-            raise DataError(f"An index is out of range: {error}.", "Look for one in the data that is too large.") from error
+            raise DataError(f"An index is out of range: {error}.", "Look for one that is too large.") from error
 
 
 class _CheckedEmbeddings(TorchFunctionMode):
