@@ -1,14 +1,19 @@
 """Risks, factors and products of sharded models are those of the plain model in one process."""
 
+import gc
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Shard as Split
 
 import kfs
 from kfs.kfac.kfac import KFAC
@@ -262,3 +267,51 @@ def compare_sharded_later() -> None:
 def test_sharding_after_the_risk_was_made(ranks: Pool) -> None:
     ranks(1, compare_sharded_later)
     ranks(2, compare_sharded_later)
+
+
+def compare_function() -> None:
+    """Parameters of a function may be spread, too."""
+    _, loss, X, y = model_and_data("mlp")
+    torch.manual_seed(3)
+    params = {"W": torch.randn(4, 3, dtype=torch.float64), "b": torch.randn(3, dtype=torch.float64)}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    spread = {name: distribute_tensor(p, mesh, [Split(0)]) for name, p in params.items()}
+    found, one = (
+        kfs.EmpiricalRisk(lambda p, x: x @ p["W"] + p["b"], loss, data, params=given)
+        for data, given in ((kfs.shard((X, y), dist.group.WORLD), spread), ((X, y), params))
+    )
+    torch.testing.assert_close(found.gradient(), one.gradient(), **CLOSE)
+    torch.testing.assert_close(kfs.KFAC(found).to_dense(), kfs.KFAC(one).to_dense(), **CLOSE)
+
+
+def test_functions(ranks: Pool) -> None:
+    ranks(2, compare_function)
+
+
+def compare_memory() -> None:
+    """Whole parameters are gone afterwards, even if the risk and what was computed are still there."""
+    risk = sharded_risk("tied", problems.whole_blocks)
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def look(module: nn.Module, args: Any) -> None:  # noqa: ARG001
+        assert not any(isinstance(p, DTensor) for p in module.parameters())
+        seen.extend(map(weakref.ref, module.parameters()))
+
+    handle = risk.model.register_forward_pre_hook(look)
+    computed = [risk.gradient(), kfs.KFAC(risk, uncovered="skip"), kfs.GGN(risk) @ risk.gradient()]
+    handle.remove()
+    gc.collect()
+    assert len(computed) == 3
+    assert len(seen) >= 3 * len(risk.params)
+    assert all(alive() is None for alive in seen)
+
+
+def test_memory(ranks: Pool) -> None:
+    ranks(2, compare_memory)
+
+
+def test_without_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing what shards models takes long. If nobody has, no model is sharded."""
+    expected = plain_risk("mlp").gradient()
+    monkeypatch.setattr("kfs.sharded.sys", SimpleNamespace(modules={}))
+    torch.testing.assert_close(plain_risk("mlp").gradient(), expected)
