@@ -38,6 +38,7 @@ PAGES = {
     "howto_compare": "How to compare structures",
     "howto_compress": "How to make a model smaller",
     "howto_checkpoints": "How to save, load and resume",
+    "howto_sharded_models": "How to compute with sharded models",
     "many_processes_plan": "A plan for many processes",
     "coming_from": "Coming from another library",
     "right": "How do I know that it is right?",

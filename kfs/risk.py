@@ -365,7 +365,7 @@ class EmpiricalRisk(Described):
 
     @contextmanager
     def _with_whole_params(self) -> Iterator[None]:
-        """Let the model, and `params`, have all numbers of parameters that are spread over processes."""
+        """Let the model, and `params`, have all numbers of parameters that are sharded over processes."""
         given = self.params
         try:
             with self.whole.in_place(given) as self.params:

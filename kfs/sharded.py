@@ -1,4 +1,4 @@
-"""Models whose parameters are spread over processes, as plain modules with whole parameters for a while.
+"""Models whose parameters are sharded over processes, as plain modules with whole parameters for a while.
 
 `fully_shard` (FSDP2) and `parallelize_module` (tensor parallelism) leave each process parts of parameters, `DTensor`s,
 and put hooks on modules that bring these parts together while the model runs. So each pass is an exchange in which all
@@ -29,11 +29,11 @@ from kfs.parameters import Params, checked
 _PYTORCH = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 
 
-def is_spread(t: object) -> bool:
-    """Whether a tensor is spread over processes: a `DTensor`.
+def is_sharded(t: object) -> bool:
+    """Whether a tensor is sharded over processes: a `DTensor`.
 
     Example:
-        >>> is_spread(torch.ones(2))
+        >>> is_sharded(torch.ones(2))
         False
     """
     module = sys.modules.get("torch.distributed.tensor")  # takes long to import; without it, there are none
@@ -41,23 +41,23 @@ def is_spread(t: object) -> bool:
 
 
 def whole(t: Tensor) -> Tensor:
-    """Return all numbers of a tensor that may be spread over processes. All of these have to call it then.
+    """Return all numbers of a tensor that may be sharded over processes. All of these have to call it then.
 
     Example:
         >>> whole(torch.ones(2))
         tensor([1., 1.])
     """
-    return cast("Any", t).full_tensor() if is_spread(t) else t
+    return cast("Any", t).full_tensor() if is_sharded(t) else t
 
 
-def spread_like(t: Tensor, other: Tensor) -> Tensor:
+def sharded_like(t: Tensor, other: Tensor) -> Tensor:
     """Return a tensor, which all processes have, spread in the way of another one. Nothing is exchanged.
 
     Example:
-        >>> spread_like(torch.ones(2), torch.zeros(2))
+        >>> sharded_like(torch.ones(2), torch.zeros(2))
         tensor([1., 1.])
     """
-    if not is_spread(other):
+    if not is_sharded(other):
         return t
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 (slow to import)
 
@@ -94,7 +94,7 @@ def model_to_run(model: Any) -> Any:
 
 
 def check_same_data(model: Any, ranks: Ranks, data: Iterable[Any], unpack: Unpack) -> None:
-    """Refuse data that differ between the processes of a model that is spread over them, if there is no group.
+    """Refuse data that differ between the processes of a model that is sharded over them, if there is no group.
 
     Without a group, a risk is about the data of one process. Each process would get another result.
 
@@ -116,15 +116,15 @@ def check_same_data(model: Any, ranks: Ranks, data: Iterable[Any], unpack: Unpac
         break
     if any(other != first for other in _gathered_over(mesh, "first batches", first)):
         raise DistributedError(
-            f"The model is spread over {mesh.size()} processes, which have different data, but the risk has no group.",
+            f"The model is sharded over {mesh.size()} processes, which have different data, but the risk has no group.",
             "Pass group=torch.distributed.group.WORLD if each process has data of its own, or kfs.shard(data, group) "
             "if all processes have all data.",
         )
 
 
 def _mesh_of(tensors: Iterable[Any]) -> Any:
-    """Return the device mesh of tensors that are spread over several processes; `None` if there is none."""
-    return next((t.device_mesh for t in tensors if is_spread(t) and t.device_mesh.size() > 1), None)
+    """Return the device mesh of tensors that are sharded over several processes; `None` if there is none."""
+    return next((t.device_mesh for t in tensors if is_sharded(t) and t.device_mesh.size() > 1), None)
 
 
 def _gathered_over(mesh: Any, where: str, value: Any) -> list[Any]:
@@ -136,7 +136,7 @@ def _gathered_over(mesh: Any, where: str, value: Any) -> list[Any]:
 
 
 class WholeParameters:
-    """Puts whole parameters into the places of those that are spread over processes.
+    """Puts whole parameters into the places of those that are sharded over processes.
 
     Args:
         model: A module, or a function, which has none.
@@ -147,7 +147,7 @@ class WholeParameters:
         """Gather nothing yet."""
         self._model = model
         self._ranks = ranks
-        self._held: dict[int, tuple[Tensor, Tensor]] | None = None  # by identity: what is spread, and all of it
+        self._held: dict[int, tuple[Tensor, Tensor]] | None = None  # by identity: what is sharded, and all of it
 
     @contextmanager
     def held(self, params: Params) -> Iterator[None]:
@@ -171,7 +171,7 @@ class WholeParameters:
         """Make sure that all processes are about to gather the same tensors, if there is one to gather."""
         places = list(_places(self._model))
         tensors = [(place.name, place.owner[place.name]) for place in places]
-        spread = [(name, list(t.shape)) for name, t in [*tensors, *params.items()] if is_spread(t)]
+        spread = [(name, list(t.shape)) for name, t in [*tensors, *params.items()] if is_sharded(t)]
         if not spread:
             return
         mesh = _mesh_of([t for _, t in [*tensors, *params.items()]])
@@ -214,18 +214,18 @@ class _Place(NamedTuple):
 
 
 def _gathered(model: Any, others: Iterable[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return all that is spread over processes, by identity, and all of its numbers."""
+    """Return all that is sharded over processes, by identity, and all of its numbers."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for place in _places(model):
             t = place.owner[place.name]
-            if is_spread(t) and id(t) not in found:
+            if is_sharded(t) and id(t) not in found:
                 all_of_it = whole(t.detach() if place.dtype is None else t.detach().to(place.dtype))
                 if isinstance(t, nn.Parameter):
                     all_of_it = nn.Parameter(all_of_it, requires_grad=t.requires_grad)
                 found[id(t)] = t, all_of_it
         for t in others:
-            if is_spread(t) and id(t) not in found:
+            if is_sharded(t) and id(t) not in found:
                 found[id(t)] = t, whole(t.detach()).requires_grad_(t.requires_grad)
     return found
 
@@ -249,10 +249,10 @@ def _with_policies(module: nn.Module, policy: Any) -> Iterator[tuple[nn.Module, 
 
 def _policy_of(module: nn.Module) -> Any:
     """Return the mixed precision policy that `fully_shard` was called with; `None` if it was not."""
-    return cast("Any", module)._get_fsdp_state()._mp_policy if _is_sharded(module) else None
+    return cast("Any", module)._get_fsdp_state()._mp_policy if _is_fsdp(module) else None
 
 
-def _is_sharded(module: nn.Module) -> bool:
+def _is_fsdp(module: nn.Module) -> bool:
     """Whether `fully_shard` was called with a module."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
@@ -261,7 +261,7 @@ def _is_sharded(module: nn.Module) -> bool:
 def _reshard(model: Any) -> None:
     """Let modules have their sharded parameters, if they have whole ones after a forward pass."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
-        if _is_sharded(module):
+        if _is_fsdp(module):
             cast("Any", module).reshard()
 
 

@@ -12,7 +12,7 @@ from kfs.basics.flattening import cvec, rvec
 from kfs.describing import counted, kind
 from kfs.errors import DtypeError, FlatteningError, ModelError, ShapeError
 from kfs.names import few, guess, near
-from kfs.sharded import is_spread, spread_like, whole
+from kfs.sharded import is_sharded, sharded_like, whole
 
 # Some vectors at once: every name's tensors, stacked along a leading axis, `[K, *shape]`.
 Columns: TypeAlias = dict[str, Tensor]
@@ -28,7 +28,7 @@ class Form(str):
     """How vectors come and go: as a `"vector"`, a `"dict"`, ...
 
     Attributes:
-        like: Tensors by name. The answer is spread over processes in the way in which these are.
+        like: Tensors by name. The answer is sharded over processes in the way in which these are.
     """
 
     like: Mapping[str, Tensor]
@@ -114,7 +114,7 @@ class Space:
                 f"The vector has shape {list(v.shape)}, but the operator acts on {self.size} numbers.",
                 f"Pass shape [{self.size}], columns of shape [{self.size}, K], or a dictionary like the risk's params.",
             )
-        if is_spread(v):
+        if is_sharded(v):
             raise DtypeError(
                 "The vector is a DTensor.", "Pass a dictionary like the risk's params, or v.full_tensor()."
             )
@@ -125,7 +125,7 @@ class Space:
         """Put columns together again, in the form that they came in."""
         if form in {"dicts", "lists", "dict", "list"}:
             tensors = columns if form in {"dicts", "lists"} else {name: t.squeeze(0) for name, t in columns.items()}
-            tensors = {name: spread_like(t, form.like.get(name, t)) for name, t in tensors.items()}
+            tensors = {name: sharded_like(t, form.like.get(name, t)) for name, t in tensors.items()}
             return tensors if form in {"dicts", "dict"} else [tensors[name] for name in self.shapes]
         flat = self.flatten(columns)
         return flat.squeeze(0) if form == "vector" else flat.T
