@@ -316,15 +316,14 @@ class EmpiricalRisk(Described):
 
         Call it before a loop over batches that needs it: not every loader can be iterated a second time meanwhile.
         """
-        same_data = self._same_data
-        if same_data.counted_by_all is not None:
-            return same_data.counted_by_all
+        if self._same_data.counted_by_all is not None:
+            return self._same_data.counted_by_all
         with self.ranks.agreed("counting"):
-            if same_data.counted is None:
+            if self._same_data.counted is None:
                 for batch in self._own_batches("counting", 0):
-                    if same_data.extrapolate(batch.first, len(batch.y), batch.counted):
+                    if self._same_data.extrapolate(batch.first, len(batch.y), batch.counted):
                         break
-        return same_data.count_all(self.loss.reduction == "mean")
+        return self._same_data.count_all(self.loss.reduction == "mean")
 
     def check_model(self) -> None:
         """Refuse a module whose prediction for one datum depends on chance or on other data."""

@@ -51,7 +51,7 @@ def whole(t: Tensor) -> Tensor:
 
 
 def sharded_like(t: Tensor, other: Tensor) -> Tensor:
-    """Return a tensor, which all processes have, spread in the way of another one. Nothing is exchanged.
+    """Return a tensor, which all processes have, sharded in the way of another one. Nothing is exchanged.
 
     Example:
         >>> sharded_like(torch.ones(2), torch.zeros(2))
@@ -171,15 +171,15 @@ class WholeParameters:
         """Make sure that all processes are about to gather the same tensors, if there is one to gather."""
         places = list(_places(self._model))
         tensors = [(place.name, place.owner[place.name]) for place in places]
-        spread = [(name, list(t.shape)) for name, t in [*tensors, *params.items()] if is_sharded(t)]
-        if not spread:
+        sharded = [(name, list(t.shape)) for name, t in [*tensors, *params.items()] if is_sharded(t)]
+        if not sharded:
             return
         mesh = _mesh_of([t for _, t in [*tensors, *params.items()]])
         if self._ranks.are_several or mesh is None:
-            found = self._ranks.gather("gathering parameters", spread)
+            found = self._ranks.gather("gathering parameters", sharded)
         else:
-            found = _gathered_over(mesh, "gathering parameters", spread)
-        if any(other != spread for other in found):
+            found = _gathered_over(mesh, "gathering parameters", sharded)
+        if any(other != sharded for other in found):
             raise DistributedError(
                 "Names or shapes of parameters differ between processes.", "Shard the same model in all of them."
             )
@@ -311,7 +311,7 @@ def _origin(hook: Any) -> str:
 
 
 def _distributes(hook: Any) -> bool:
-    """Whether a hook is one of PyTorch that exchanges or spreads tensors, and does nothing else to them.
+    """Whether a hook is one of PyTorch that exchanges or cuts tensors, and does nothing else to them.
 
     Raises:
         ModelError: If it is one of PyTorch that calls a function of somebody else.

@@ -26,7 +26,7 @@ def without_group() -> None:
     torch.testing.assert_close(same.gradient(), plain_risk("mlp").gradient(), rtol=1e-12, atol=1e-14)
     assert kfs.EmpiricalRisk(model, loss, []).params.keys() == same.params.keys()
     own = slice(dist.get_rank() * 10, dist.get_rank() * 10 + 10)
-    with pytest.raises(DistributedError, match=r"spread over \d processes, which have different data.*kfs.shard"):
+    with pytest.raises(DistributedError, match=r"sharded over \d processes, which have different data.*kfs.shard"):
         kfs.EmpiricalRisk(model, loss, (X[own], y[own]))
 
 
@@ -115,7 +115,7 @@ def flat_parameters() -> None:
 
 
 def own_distribution() -> None:
-    """Nobody knows whether a function of the user only spreads what it is given."""
+    """Nobody knows whether a function of the user only cuts what it is given."""
     model, loss, X, y = model_and_data("mlp")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -163,7 +163,7 @@ class Scaled(nn.Module):
 
 
 def compare_keyword_arguments() -> None:
-    """Arguments and buffers may be spread, too."""
+    """Arguments and buffers may be sharded, too."""
     torch.manual_seed(0)
     model, plain = Scaled(), Scaled()
     plain.load_state_dict(model.state_dict())

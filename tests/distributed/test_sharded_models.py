@@ -243,8 +243,8 @@ def compare_other_values() -> None:
     values = {name: p.detach() + 0.5 for name, p in model.named_parameters()}
     expected = kfs.EmpiricalRisk(model, loss, (X, y), params=values)
     sharded = problems.every_layer(model_and_data("mlp")[0].requires_grad_(False))
-    spread = {name: (p.detach() + 0.5) for name, p in sharded.named_parameters()}
-    for given in (values, spread):
+    parts = {name: (p.detach() + 0.5) for name, p in sharded.named_parameters()}
+    for given in (values, parts):
         risk = kfs.EmpiricalRisk(sharded, loss, kfs.shard((X, y), dist.group.WORLD), params=given)
         torch.testing.assert_close(risk.gradient(), expected.gradient(), **CLOSE)
         torch.testing.assert_close(kfs.KFAC(risk).to_dense(), kfs.KFAC(expected).to_dense(), **CLOSE)
@@ -270,15 +270,15 @@ def test_sharding_after_the_risk_was_made(ranks: Pool) -> None:
 
 
 def compare_function() -> None:
-    """Parameters of a function may be spread, too."""
+    """Parameters of a function may be sharded, too."""
     _, loss, X, y = model_and_data("mlp")
     torch.manual_seed(3)
     params = {"W": torch.randn(4, 3, dtype=torch.float64), "b": torch.randn(3, dtype=torch.float64)}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    spread = {name: distribute_tensor(p, mesh, [Split(0)]) for name, p in params.items()}
+    parts = {name: distribute_tensor(p, mesh, [Split(0)]) for name, p in params.items()}
     found, one = (
         kfs.EmpiricalRisk(lambda p, x: x @ p["W"] + p["b"], loss, data, params=given)
-        for data, given in ((kfs.shard((X, y), dist.group.WORLD), spread), ((X, y), params))
+        for data, given in ((kfs.shard((X, y), dist.group.WORLD), parts), ((X, y), params))
     )
     torch.testing.assert_close(found.gradient(), one.gradient(), **CLOSE)
     torch.testing.assert_close(kfs.KFAC(found).to_dense(), kfs.KFAC(one).to_dense(), **CLOSE)
