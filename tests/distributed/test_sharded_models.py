@@ -153,10 +153,10 @@ def test_vectors_that_are_sharded(ranks: Pool) -> None:
     ranks(2, compare_vectors)
 
 
-def compare_with_training(precise: bool) -> None:
+def compare_with_training(shard: Shard) -> None:
     """PyTorch's own passes of the sharded model are another oracle, and are not disturbed."""
     loss = nn.CrossEntropyLoss(reduction="sum")
-    shard = problems.freed_after_forward if precise else problems.half_precision
+    precise = shard is not problems.half_precision
     model, _, X, y = model_and_data("mlp")
     X = X if precise else X.float()
     shard(model)
@@ -197,9 +197,9 @@ def _predictions(risk: kfs.EmpiricalRisk) -> torch.Tensor:
         return torch.cat([risk.evaluate(batch) for batch in risk.batches()])
 
 
-@pytest.mark.parametrize("precise", [True, False])
-def test_passes_of_pytorch(ranks: Pool, precise: bool) -> None:
-    ranks(2, compare_with_training, precise)
+@pytest.mark.parametrize("shard", [problems.freed_after_forward, problems.kept_after_forward, problems.half_precision])
+def test_passes_of_pytorch(ranks: Pool, shard: Shard) -> None:
+    ranks(2, compare_with_training, shard)
 
 
 def compare_half_precision() -> None:
