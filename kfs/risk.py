@@ -54,7 +54,7 @@ class EmpiricalRisk(Described):
 
     Args:
         model: A `torch.nn.Module`, also a sharded one, or a function `f(params, x)` with `params` a dictionary of
-            tensors. It returns predictions, an object or mapping with `logits`, or a tuple that starts with predictions.
+            tensors. It returns predictions, an object or mapping with `logits`, or a tuple that starts with them.
         loss: A loss module of `torch.nn`, a `kfs.losses.Loss`, or a function of one datum's prediction and target.
         data: One `(X, y)`, a mapping (a batch as in Hugging Face), an iterable of batches, or a `DataLoader`. It is
             iterated more than once and must give the same data in the same order every time. Numbers that PyTorch draws
