@@ -122,6 +122,25 @@ def check_same_data(model: Any, ranks: Ranks, data: Iterable[Any], unpack: Unpac
         )
 
 
+def refuse_sharded(model: nn.Module) -> None:
+    """Refuse a model whose own parameters are about to be read or replaced.
+
+    Raises:
+        ModelError: If one of them is sharded.
+
+    Example:
+        >>> refuse_sharded(nn.Linear(3, 2))
+    """
+    for name, p in model.named_parameters():
+        if is_sharded(p):
+            raise ModelError(
+                f"Parameter {name!r} is sharded over processes.",
+                "Load a plain module with whole parameters. torch.distributed.checkpoint.state_dict has them: "
+                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)). Curvature of the sharded "
+                "model fits to it.",
+            )
+
+
 def _mesh_of(tensors: Iterable[Any]) -> Any:
     """Return the device mesh of tensors that are sharded over several processes; `None` if there is none."""
     return next((t.device_mesh for t in tensors if is_sharded(t) and t.device_mesh.size() > 1), None)

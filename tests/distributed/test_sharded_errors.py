@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
@@ -142,7 +143,22 @@ def several_precisions() -> None:
     assert {g.dtype for g in risk.gradient().values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("refuses", [flat_parameters, own_distribution, several_precisions])
+def new_parameters() -> None:
+    """What makes new parameters takes plain modules, with the curvature of sharded ones."""
+    models = [problems.every_layer(model_and_data("mlp")[0]) for _ in range(2)]
+    _, loss, X, y = model_and_data("mlp")
+    K = kfs.KFAC(kfs.EmpiricalRisk(models[0], loss, kfs.shard((X, y), dist.group.WORLD)))
+    with pytest.raises(ModelError, match=r"models\[0\].*'0.weight' is sharded.*full_state_dict"):
+        kfs.merge(models, [K, K], damping=0.1)
+    with pytest.raises(ModelError, match=r"'0.weight' is sharded.*full_state_dict"):
+        kfs.compress.prune(models[0], K, keep=0.9)
+    plain = model_and_data("mlp")[0]
+    whole = get_model_state_dict(models[0], options=StateDictOptions(full_state_dict=True))
+    plain.load_state_dict(whole)
+    kfs.compress.prune(plain, K, keep=0.9)
+
+
+@pytest.mark.parametrize("refuses", [flat_parameters, own_distribution, several_precisions, new_parameters])
 def test_what_is_refused(ranks: Pool, refuses: Any) -> None:
     ranks(2, refuses)
 

@@ -113,6 +113,13 @@ def compare_applications(folder: Path) -> None:
     )
     posterior = kfs.laplace.posterior(E, risk, 1.0)
     torch.testing.assert_close(posterior.mean, {name: p.detach() for name, p in one.params.items()})
+    assert float(posterior.log_marginal_likelihood()) == pytest.approx(
+        float(kfs.laplace.posterior(expected, one, 1.0).log_marginal_likelihood()), rel=1e-9
+    )
+    variance = posterior.functional_variance(X[:2])
+    torch.testing.assert_close(
+        variance, kfs.laplace.posterior(expected, one, 1.0).functional_variance(X[:2]), rtol=1e-8, atol=1e-10
+    )
     diagonal = kfs.KFAC(risk, uncovered="diagonal").diagonal()
     torch.testing.assert_close(diagonal, kfs.KFAC(one, uncovered="diagonal").diagonal(), **CLOSE)
     found, expected_rows = kfs.inspect(risk.model, X).rows, kfs.inspect(model, X).rows
@@ -286,6 +293,28 @@ def compare_function() -> None:
 
 def test_functions(ranks: Pool) -> None:
     ranks(2, compare_function)
+
+
+def compare_data_axis() -> None:
+    """As in training, processes that share layers have the same data, and those along the other axis do not."""
+    model, loss, X, y = model_and_data("mlp")
+    problems.both_ways(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    risk = kfs.EmpiricalRisk(model, loss, kfs.shard((X, y), mesh["data"]))
+    one = plain_risk("mlp")
+    assert risk.num_data == one.num_data
+    torch.testing.assert_close(risk.gradient(), one.gradient(), **CLOSE)
+    torch.testing.assert_close(kfs.KFAC(risk).to_dense(), kfs.KFAC(one).to_dense(), **CLOSE)
+    gradient = {name: p.detach() for name, p in risk.params.items()}  # sharded along both axes
+    found = kfs.GGN(risk) @ gradient
+    expected = kfs.GGN(one) @ {name: p.detach() for name, p in one.params.items()}
+    for name, t in found.items():
+        assert t.placements == gradient[name].placements  # type: ignore[attr-defined]
+        torch.testing.assert_close(t.full_tensor(), expected[name], **CLOSE)  # type: ignore[attr-defined]
+
+
+def test_data_axis(ranks: Pool) -> None:
+    ranks(4, compare_data_axis)
 
 
 def compare_memory() -> None:
