@@ -110,7 +110,8 @@ class EmpiricalRisk(Described):
         """Check what can be checked without running the model."""
         self.model = model_to_run(model)
         self.loss: Loss = describe(loss)
-        self.params = module_params(self.model, params) if isinstance(model, nn.Module) else function_params(params)
+        own = self.model
+        self.params = module_params(own, params) if isinstance(own, nn.Module) else function_params(params)
         self.progress = progress
         self.ranks, own_data, start = part_of(data, group)
         self.whole = WholeParameters(self.model, self.ranks)

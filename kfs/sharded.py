@@ -14,7 +14,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from kfs.distributed.sharding import Unpack
 from kfs.errors import DistributedError, ModelError
 from kfs.parameters import Params, checked
 
+M = TypeVar("M")
 # Where the hooks come from that distribute a model.
 _PYTORCH = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
 
@@ -65,7 +66,7 @@ def sharded_like(t: Tensor, other: Tensor) -> Tensor:
     return distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def model_to_run(model: Any) -> Any:
+def model_to_run(model: M) -> M:
     """Return the module that computes predictions, with sharded parameters in their places.
 
     `DistributedDataParallel` adds nothing to predictions but exchanges. `fully_shard` leaves whole parameters in the
@@ -79,18 +80,17 @@ def model_to_run(model: Any) -> Any:
     """
     if not isinstance(model, nn.Module):
         return model
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
+    found: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
-        for name, module in model.named_modules():
+        for name, module in found.named_modules():
             if isinstance(module, fsdp.FullyShardedDataParallel):
                 raise ModelError(
                     f"Module {name!r} is a FullyShardedDataParallel, which makes one flat vector of its parameters.",
                     "Use torch.distributed.fsdp.fully_shard(module), which keeps names and shapes.",
                 )
-    _reshard(model)
-    return model
+    _reshard(found)
+    return cast("M", found)
 
 
 def check_same_data(model: Any, ranks: Ranks, data: Iterable[Any], unpack: Unpack) -> None:

@@ -326,6 +326,7 @@ def compare_memory() -> None:
         assert not any(isinstance(p, DTensor) for p in module.parameters())
         seen.extend(map(weakref.ref, module.parameters()))
 
+    assert isinstance(risk.model, nn.Module)
     handle = risk.model.register_forward_pre_hook(look)
     computed = [risk.gradient(), kfs.KFAC(risk, uncovered="skip"), kfs.GGN(risk) @ risk.gradient()]
     handle.remove()
