@@ -4,9 +4,15 @@ The user's gradients are averages over ranks already: `DistributedDataParallel` 
 What this adds: counts and coverage over all ranks, numbers of data for labels that are drawn, flags that are true on
 all ranks, losses that are means over ranks, and errors that all ranks raise. How factors and inverses travel lives in
 `owners`.
+
+Each rank multiplies gradients with inverses itself. Other hardware, or another number of threads, may round that in
+another way. So ranks compare their parameters in steps with new factors, and take over those of the first rank if bits
+differ. Gradients are the same on all ranks, so differences add up slowly and are not amplified.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfs import waiting
-from kfs.distributed import Group, Ranks, checksum
+from kfs.distributed import Group, Ranks, copy_from
 from kfs.errors import DistributedError, ModelError
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.layout import Key
@@ -26,8 +32,10 @@ from kfs.kfac.sums import BlockSums, add_up_totals, agreed_blocks
 from kfs.optim.averages import Average
 from kfs.optim.step_sums import StepSums
 
-# In so many steps, it is checked that parameters and gradients are the same on all ranks: a program does not change.
+log = logging.getLogger("kfs.optim")
+# In so many steps, it is checked that gradients are the same on all ranks: a program does not change.
 _STEPS_TO_COMPARE = 3
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _WAYS_OUT = {
     "Numbers of steps and data": "Load the same state_dict() in all processes, and call step() equally often.",
     "Parameters with gradients": "Train the same parameters in all processes, and average gradients over them.",
@@ -45,6 +53,7 @@ class _Report(NamedTuple):
     facts: dict[str, Any]  # what must be the same everywhere
     sums: StepSums | None  # without tensors; `None` without a pass
     squares: frozenset[Key]  # blocks with squared gradients
+    values: list[int]  # what tells parameters from others, if they are compared
 
 
 @dataclass(eq=False)
@@ -59,7 +68,9 @@ class Exchange:
     ranks: Ranks
     wrapper: DistributedDataParallel | None = None
     _talks: bool = False  # whether values are exchanged in the step that is running
-    _left: int = _STEPS_TO_COMPARE  # in how many further steps parameters and gradients are compared
+    _is_due: bool = False  # whether the step that is running has statistics
+    _left: int = _STEPS_TO_COMPARE  # in how many further steps gradients are compared
+    _differed: bool = False  # whether parameters have differed
 
     @classmethod
     def of(cls, model: nn.Module, group: Group | None) -> "tuple[nn.Module, Exchange]":
@@ -111,7 +122,8 @@ class Exchange:
         if not self.ranks.are_several:
             yield
             return
-        self._talks = not waiting.runs_behind(device) or is_due()
+        self._is_due = is_due()
+        self._talks = self._is_due or not waiting.runs_behind(device)
         if not self._talks:
             yield
             return
@@ -146,14 +158,20 @@ class Exchange:
         """
         if not self._talks:
             return sums
-        facts: dict[str, Any] = {"Numbers of steps and data": numbers, "Parameters with gradients": sorted(grads)}
+        is_first = self._left == _STEPS_TO_COMPARE
+        values = _bits(params.values()) if is_first or self._is_due else []
+        names = hashlib.blake2b(" ".join(sorted(grads)).encode(), digest_size=16).hexdigest()
+        facts: dict[str, Any] = {"Numbers of steps and data": numbers, "Parameters with gradients": names}
+        if is_first:
+            facts["Values of parameters"] = values
         if self._left:
             self._left -= 1
-            facts["Values of parameters"] = [checksum(p) for p in params.values()]
-            facts["Gradients"] = [checksum(g) for g in grads.values()]
+            facts["Gradients"] = _bits(grads.values())
         squares = frozenset() if sums is None else frozenset(sums.squares)
-        reports = self.ranks.gather("statistics of a step", _Report(facts, _without_tensors(sums), squares))
+        reports = self.ranks.gather("statistics of a step", _Report(facts, _without_tensors(sums), squares, values))
         _compare([report.facts for report in reports])
+        if any(report.values != reports[0].values for report in reports):
+            self._take_over(params)
         told = [report.sums for report in reports if report.sums is not None]
         if not told:
             return None
@@ -169,6 +187,16 @@ class Exchange:
             assert eigen is not None  # noqa: S101 (its basis is what squares were computed in)
             result.squares[key] = mine.squares.get(key, torch.zeros_like(eigen.values))
         return result
+
+    def _take_over(self, params: Mapping[str, Tensor]) -> None:
+        """Let all ranks have the parameters of the first one."""
+        copy_from(self.ranks, 0, params.values())
+        if not self._differed:
+            log.warning(
+                "kfs.optim: parameters differ between processes, which may have other hardware or numbers of threads. "
+                "Those of rank 0 are taken over, now and whenever this happens in a step with new factors."
+            )
+        self._differed = True
 
     def _blocks(
         self, mine: Mapping[Key, BlockSums], device: torch.device, products: Products
@@ -234,6 +262,16 @@ def _compare(facts: list[dict[str, Any]]) -> None:
         other = next((rank for rank, one in enumerate(facts) if one.get(what) != first), None)
         if other is not None:
             raise DistributedError(f"{what} differ between the processes of ranks 0 and {other}.", way_out)
+
+
+def _bits(tensors: Iterable[Tensor]) -> list[int]:
+    """Return sums over the bits of tensors, read as integers; the device is asked once."""
+    sums = [
+        t.detach().contiguous().view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64).reshape(1) for t in tensors
+    ]
+    with waiting.waiting_allowed():
+        result: list[int] = torch.cat([one.to(sums[0].device) for one in sums]).tolist() if sums else []
+    return result
 
 
 def _without_tensors(sums: StepSums | None) -> StepSums | None:

@@ -259,21 +259,26 @@ class Watch:
         if one.has_gradient or model is None or not _trains(model):
             return
         first_datum = self.first_datum + sum(waiting.all_data for waiting in self._complete)
+        problem = None
         if not self.exchange.ranks.are_several:
             one.receive_gradient(g, first_datum)
         else:
-            self._receive_beside_others(one, g, first_datum)
+            problem = self._receive_beside_others(one, g, first_datum)
         # If the user has set gradients to None since, the passes that they came from do not count.
         backward = torch._C._current_graph_task_id()
         if backward != self._backward and all(p.grad is None for p in model.parameters()):
             self.forget()
         self._backward = backward
         self._complete.append(one)
+        self._problem = self._problem or problem
 
-    def _receive_beside_others(self, one: Pass, g: Tensor, first_datum: int) -> None:
+    def _receive_beside_others(self, one: Pass, g: Tensor, first_datum: int) -> Exception | None:
         """Show a pass its gradient, if other processes do the same with other data.
 
-        They would wait for gradients forever if an error ended this backward pass. So it is raised in the next step.
+        They would wait for gradients forever if an error ended this backward pass.
+
+        Returns:
+            The error, to be raised in the step; `None` if all is well.
         """
         before = 0
         if one.place_of_data is not None:
@@ -281,7 +286,8 @@ class Watch:
         try:
             one.receive_gradient(g, first_datum + before)
         except Exception as problem:  # noqa: BLE001 (whatever it is, it is raised later)
-            self._problem = self._problem or problem
+            return problem
+        return None
 
     def _forget_interrupted(self) -> None:
         """Leave the capture of a forward pass that was interrupted from the keyboard: no hook is called then."""
