@@ -205,12 +205,12 @@ class Exchange:
         # A recorded pass writes to its own totals again. Counts are for this step alone.
         blocks = {key: block.shared() for key, block in mine.items()}
         result, conflicts = agreed_blocks(self.ranks, blocks, device, products)
-        # How two roles of a weight are combined depends on their totals: they are not summands, and one rank has all.
+        # How two roles of a weight are combined depends on their totals. They are not summands: the last rank has all.
         tied = [block for block in result.values() if len(block.roles) > 1]
         if tied:
             add_up_totals(self.ranks, tied)
         for s in (s for block in tied for s in block.sums):
-            if self.ranks.rank:
+            if self.ranks.rank < self.ranks.size - 1:
                 s.total = torch.zeros_like(s.total)
         return result, conflicts
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.distributed import Traffic
 from kfs.errors import DistributedError
 from kfs.optim import KFAC
 from kfs.optim.owners import owners_of
@@ -102,60 +103,26 @@ def wide() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(WIDTH, 3))
 
 
-class Traffic:
-    """Counts the bytes that this rank sends, apart from gradients, which DDP exchanges.
-
-    In a ring, a sum for one rank, or a copy from one rank, is sent by all ranks but one, and a sum for all is sent twice.
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.sent = 0.0
-        share = 1 - 1 / dist.get_world_size()
-        functions = {name: getattr(dist, name) for name in ("reduce", "broadcast", "all_reduce", "all_gather_object")}
-
-        def reduce(t: Tensor, **kwargs: Any) -> Any:
-            self.sent += t.nbytes * share
-            return functions["reduce"](t, **kwargs)
-
-        def broadcast(t: Tensor, **kwargs: Any) -> Any:
-            self.sent += t.nbytes * share
-            return functions["broadcast"](t, **kwargs)
-
-        def all_reduce(t: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.sent += 2 * t.nbytes * share
-            return functions["all_reduce"](t, *args, **kwargs)
-
-        def all_gather_object(into: Any, value: Any, **kwargs: Any) -> Any:
-            self.sent += len(pickle.dumps(value)) * (dist.get_world_size() - 1)
-            return functions["all_gather_object"](into, value, **kwargs)
-
-        patch.setattr(dist, "reduce", reduce)
-        patch.setattr(dist, "broadcast", broadcast)
-        patch.setattr(dist, "all_reduce", all_reduce)
-        patch.setattr(dist, "all_gather_object", all_gather_object)
-
-
 def traffic(first: int, last: int, settings: dict[str, Any]) -> tuple[float, float]:
     """Return bytes that are sent per update of factors in some steps, and bytes of all factors."""
     model = wide()
     wrapped = DistributedDataParallel(model)
     optimizer = KFAC(wrapped, LOSS, **settings)
     updates = 0
-    counted = 0.0
-    with pytest.MonkeyPatch.context() as patch:
-        count = Traffic(patch)
-        for x, y in batches(last):
-            before = optimizer._watch.first_datum
-            optimizer.zero_grad()
+    count = Traffic()
+    before = 0.0
+    for number, (x, y) in enumerate(batches(last)):
+        seen = optimizer._watch.first_datum
+        if number == first:
+            before = count.sent
+        optimizer.zero_grad()
+        with count.counted():
             LOSS(wrapped(rows(x.float())), rows(y)).backward()
-            sent = count.sent
             optimizer.step()
-            if optimizer.steps > first:
-                counted += count.sent - sent
-                updates += optimizer._watch.first_datum > before
+        updates += number >= first and optimizer._watch.first_datum > seen
     averages = optimizer._curvature.averages.values()
     factors = sum(f.values.nbytes for a in averages for f in (a.factors.A, a.factors.B))
-    return counted / updates, factors
+    return (count.sent - before) / updates, factors
 
 
 @pytest.mark.parametrize(
