@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from kfs.optim import KFAC
@@ -194,7 +195,7 @@ def main(size: int = 2, results: Path = RESULTS) -> list[DistributedRow]:
     results.mkdir(parents=True, exist_ok=True)
     file = results / "distributed.json"
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(work, (size, f"{folder}/store", str(file)), nprocs=size)
+        spawn(work, (size, f"{folder}/store", str(file)), nprocs=size)  # type: ignore[no-untyped-call]
     rows = [DistributedRow(**row) for row in json.loads(file.read_text())]
     print(table(rows))
     return rows

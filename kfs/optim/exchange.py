@@ -35,7 +35,7 @@ from kfs.optim.step_sums import StepSums
 log = logging.getLogger("kfs.optim")
 # In so many steps, it is checked that gradients are the same on all ranks: a program does not change.
 _STEPS_TO_COMPARE = 3
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _WAYS_OUT = {
     "Numbers of steps and data": "Load the same state_dict() in all processes, and call step() equally often.",
     "Parameters with gradients": "Train the same parameters in all processes, and average gradients over them.",

@@ -80,3 +80,25 @@ def test_accelerators(ranks: Pool, plan: Plan, settings: dict[str, Any]) -> None
     assert len({one.bits for one in results}) == 1
     assert (results[0].params - expected.params).norm() / expected.params.norm() < TOLERANCE
     assert all(one.events == expected.events for one in results)
+
+
+WRONG = {
+    "own averages are inverted": ("kfs.optim.owners.collect", lambda *_: None),
+    "all ranks draw the same labels": ("kfs.optim.exchange.Exchange._place_of_data", lambda _, n: (0, 2 * n)),
+    "a mean over examples of one rank": ("kfs.optim.exchange._over_ranks", lambda told: told[0]),
+}
+
+
+def train_in_a_wrong_way(variant: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*WRONG[variant])
+        return on_ranks(EVEN, **FAST)
+
+
+@pytest.mark.parametrize("variant", WRONG)
+def test_wrong_variants_are_noticed(ranks: Pool, variant: str) -> None:
+    """They train as well, and bits are the same on all ranks, but it is not the training of one process."""
+    (expected,) = ranks(1, train_alone, EVEN, FAST)
+    first, second = ranks(2, train_in_a_wrong_way, variant)
+    assert first.bits == second.bits
+    assert (first.params - expected.params).norm() / expected.params.norm() > 1e5 * TOLERANCE
