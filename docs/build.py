@@ -39,6 +39,7 @@ PAGES = {
     "howto_compress": "How to make a model smaller",
     "howto_checkpoints": "How to save, load and resume",
     "many_processes_plan": "A plan for many processes",
+    "howto_many_processes": "How to compute with many processes",
     "coming_from": "Coming from another library",
     "right": "How do I know that it is right?",
     "gpu": "At the speed of the GPU",

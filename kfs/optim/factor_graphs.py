@@ -338,10 +338,7 @@ class FactorGraphs:
             with unchanged_attributes(one.model), reads:
                 uncovered.update(one.run(static, num_data, targets, first, sums))
 
-        try:
-            graph = recorder.record(run)
-        except Exception as error:
-            raise _NotRecordableError(why_not(error, waits)) from error
+        graph = _record(recorder, run, waits, sums)
         _set_counts(sums, counts)  # It was only recorded.
         taken = _memory(y.device)[1] - taken
         if len(sums.adders) != plans or taken > _SHARE * free:
@@ -357,6 +354,22 @@ class FactorGraphs:
 
 class _NotRecordableError(Exception):
     """Why passes are not recorded."""
+
+
+def _record(recorder: Recorder, run: Callable[[], None], waits: str, sums: FactorSums) -> Graph:
+    """Record a pass, given what waits for the GPU when it is not recorded."""
+    try:
+        return recorder.record(run)
+    except Exception as error:
+        if not waits:
+            raise
+        log.debug("kfs.optim: a pass for factors could not be recorded: %s.", why_not(error))
+    # The model goes another way while it is recorded, on which it may have made what the next try finds.
+    sums.finish_batch()
+    try:
+        return recorder.record(run)
+    except Exception as error:
+        raise _NotRecordableError(why_not(error, waits)) from error
 
 
 def _set_counts(sums: FactorSums, counts: Mapping[Any, float]) -> None:

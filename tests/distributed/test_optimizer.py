@@ -44,7 +44,7 @@ def train_alone(plan: Plan, settings: dict[str, Any]) -> Any:
         pytest.param(EVEN, FAST | {"fisher": "type-2"}, id="type-2"),
         pytest.param(EVEN, FAST | {"fisher": "forward-only", "sharing": "reduce"}, id="forward-only"),
         pytest.param(EVEN, FAST | {"eigen": True}, id="eigen"),
-        pytest.param(EVEN, FAST | {"damping_method": "exact", "fisher": "type-2"}, id="exact damping"),
+        pytest.param(EVEN, FAST | {"damping_method": "exact", "fisher": "empirical"}, id="exact damping"),
         pytest.param(EVEN, {"quadratic_model": True, "fisher": "type-2"}, id="quadratic model"),
         pytest.param(EVEN._replace(reduction="sum"), FAST, id="sum"),
         pytest.param(Plan((6, 6), passes=2), FAST, id="no_sync"),

@@ -214,6 +214,25 @@ class TestWhatIsRecorded:
         KFAC(make_risk(), "mc")
         assert stand_ins[0].replayed > 0
 
+    def test_second_try(self, stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+        """On the way that a model takes while it is recorded, something may have to be made first."""
+        made, record = StandIn.__init__, StandIn.record
+
+        def fails_once(self: StandIn, run: Callable[[], None]) -> StandIn:
+            graph = record(self, run)
+            if self.recorded == 1:
+                raise RuntimeError
+            return graph
+
+        monkeypatch.setattr(
+            StandIn, "__init__", lambda self, sums: made(self, sums, "called a synchronizing operation")
+        )
+        monkeypatch.setattr(StandIn, "record", fails_once)
+        K = KFAC(make_risk(), "mc")
+        assert stand_ins[0].recorded == 2
+        assert stand_ins[0].replayed > 0
+        torch.testing.assert_close(K.to_dense(), KFAC(make_risk(), "mc", replay=False).to_dense())
+
     @pytest.mark.parametrize(
         ("problem", "text"),
         [

@@ -4,6 +4,7 @@ Tapes stand in for CUDA graphs (see `tests.kfac.tape`).
 """
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from kfs.kfac import scaffold
 from kfs.kfac.settings import Settings
 from kfs.losses import TokenCrossEntropy
 from kfs.optim import KFAC, factor_graphs, updates
-from tests.kfac.tape import Tapes
+from tests.kfac.tape import Tape, Tapes
 from tests.optim.training import data, mlp, train, weights
 
 LOSS = nn.CrossEntropyLoss()
@@ -183,6 +184,46 @@ def test_what_cannot_be_recorded_is_watched(middle: nn.Module, why: str, caplog:
     assert all(map(torch.equal, model.buffers(), other.buffers()))
     if isinstance(middle, Counts):
         assert model[1].calls == other[1].calls
+
+
+class Looks(nn.Linear):
+    """Asks the device for a number, unless it is recorded; when that happens for the first time, it fails."""
+
+    recorded = False
+    ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Ask, or fail once."""
+        if not self.recorded:
+            assert float(x.detach().sum()) < 1e9
+        elif not Looks.ready:
+            Looks.ready = True
+            raise RuntimeError
+        return super().forward(x)
+
+
+def test_what_waits_unless_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of Hugging Face do so. On that way, something may have to be made first."""
+    record = Tapes.record
+
+    def noted(self: Tapes, run: Callable[[], None]) -> Tape:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Looks, "recorded", True)
+            return record(self, run)
+
+    monkeypatch.setattr(Tapes, "record", noted)
+    monkeypatch.setattr(Looks, "ready", False)
+    X, y = data(6)
+    found = []
+    for replay in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(Looks(4, 6), nn.Linear(6, 3)).double()
+        optimizer = KFAC(model, LOSS, factors_every=1, replay=replay)
+        train(model, optimizer, [(X, y)] * 6, LOSS)
+        found.append(weights(model))
+    assert Looks.ready
+    assert optimizer._watch._graphs._graphs
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_models_with_hooks_are_watched(caplog: pytest.LogCaptureFixture) -> None:

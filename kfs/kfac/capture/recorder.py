@@ -72,8 +72,12 @@ class CudaRecorder:  # pragma: no cover (tested on a GPU)
                 torch.cuda.empty_cache()
                 before = torch.cuda.memory_reserved()
             graph = torch.cuda.CUDAGraph()
-            with _without_cached_casts(), _recording(graph, self._stream, self._pool):
-                run()
+            try:
+                with _without_cached_casts(), _recording(graph, self._stream, self._pool):
+                    run()
+            except BaseException:
+                self._pool = torch.cuda.graph_pool_handle()  # PyTorch does not let the last one be used again.
+                raise
             self._taken += max(torch.cuda.memory_reserved() - before, 0)
         if self._memory is not None and self._taken > self._memory:
             graph.reset()

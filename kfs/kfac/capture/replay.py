@@ -89,6 +89,7 @@ class Replays:
         self._times: dict[Any, int] = {}  # how often shapes were seen
         self._recorded: dict[Any, Recorded] = {}
         self._waits = ""  # what waits for the device in a pass that is not recorded
+        self._tried = False  # whether such a pass could not be recorded once
 
     def run(self, batch: Batch) -> None:
         """Run the pass over a batch."""
@@ -160,7 +161,12 @@ class Replays:
             if graph is not None:
                 graph.reset()
             sums.finish_batch()
-            self._give_up(why)
+            if self._waits and not self._tried:
+                # The model goes another way while it is recorded, on which it may have made what the next try finds.
+                self._tried = True
+                log.debug("A pass over a batch could not be recorded as a CUDA graph: %s.", why)
+            else:
+                self._give_up(why)
             self._run(batch)
             return
         assert graph is not None  # noqa: S101 (there is a reason if not)
