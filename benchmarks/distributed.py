@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.report import RESULTS, save
 from kfs.optim import KFAC
 
-RESULTS = Path(__file__).parent / "results"
 FACTORS_EVERY, INVERSES_EVERY = 10, 20
 # Before, inverses are computed more often. The others are measured.
 FIRST, LAST = 40, 80
@@ -162,7 +162,7 @@ def work(rank: int, size: int, store: str, results: str) -> None:
     dist.init_process_group("gloo", store=file_store, rank=rank, world_size=size)
     rows = [measure(name, model, kfac) for name, model in models().items() for kfac in (False, True)]
     if rank == 0:
-        Path(results).write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        Path(results).write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -192,12 +192,13 @@ def table(rows: list[DistributedRow]) -> str:
 def main(size: int = 2, results: Path = RESULTS) -> list[DistributedRow]:
     """Measure on some ranks, print a table, and write JSON."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    results.mkdir(parents=True, exist_ok=True)
-    file = results / "distributed.json"
     with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (size, f"{folder}/store", str(file)), nprocs=size)  # type: ignore[no-untyped-call]
-    rows = [DistributedRow(**row) for row in json.loads(file.read_text())]
+        file = Path(folder) / "rows.json"
+        spawn(work, (size, f"{folder}/store", str(file)), nprocs=size)
+        rows = [DistributedRow(**row) for row in json.loads(file.read_text(encoding="utf-8"))]
     print(table(rows))
+    settings: dict[str, object] = {"factors_every": FACTORS_EVERY, "inverses_every": INVERSES_EVERY, "batch": BATCH}
+    save(rows, "distributed", settings, results)
     return rows
 
 

@@ -51,6 +51,7 @@ def train_alone(plan: Plan, settings: dict[str, Any]) -> Any:
         pytest.param(Plan((6, 6), passes=2, ddp=False), FAST | {"eigen": True}, id="own averages"),
         pytest.param(Plan((3, 1, 7, 5)), FAST, id="uneven"),
         pytest.param(Plan((3, 1, 7, 5), reduction="sum", ddp=False), FAST | {"eigen": True}, id="uneven sum"),
+        pytest.param(Plan((5, 0, 4), reduction="sum"), FAST, id="empty batches"),
         pytest.param(Plan((4, 4, 4), net="experts", ddp=False), FAST, id="experts"),
         pytest.param(Plan((4, 4, 4), net="tied"), FAST, id="tied"),
     ],

@@ -207,6 +207,18 @@ def test_benchmarks_with_and_without_results(tmp_path: Path) -> None:
     assert "no numbers yet" not in body
 
 
+def test_traffic_of_several_processes(tmp_path: Path) -> None:
+    row = {"model": "MLP", "ranks": 2, "seconds": 0.01, "busy": 0.01, "factors": 9}
+    rows = [
+        row | {"optimizer": "AdamW", "sent": 0.0, "scheme": 0.0, "held": 0},
+        row | {"optimizer": "KFAC", "sent": 2e6, "scheme": 8e6, "held": 5_000_000},
+    ]
+    (tmp_path / "distributed.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    body = results.benchmarks_body(tmp_path)
+    assert "kfac-pytorch" in body
+    assert ">8.00<" in body
+
+
 def test_benchmarks_of_merging(tmp_path: Path) -> None:
     row = {"start": "strong", "tasks": "halves", "way": "average", "accuracies": [90.0, 91.0]}
     rows = [row | {"iterations": None, "seconds": None}, row | {"way": "KFAC", "iterations": 3, "seconds": 0.5}]
