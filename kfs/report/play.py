@@ -39,11 +39,12 @@ def play_data(quick: bool = False) -> dict[str, dict[str, Any]]:
     }
 
 
-def fragment(name: str, data: dict[str, Any]) -> str:
-    """Return the HTML of one piece: its place, and its data."""
+def fragment(name: str, data: dict[str, Any], title: bool = True) -> str:
+    """Return the HTML of one piece: its title unless somebody else writes it, its place, and its data."""
+    heading = f"<h3>{escape(TITLES[name])}</h3>\n" if title else ""
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
-        f'<h3>{escape(TITLES[name])}</h3>\n<div class="play" id="play-{name}" data-widget="{name}"></div>\n'
+        f'{heading}<div class="play" id="play-{name}" data-widget="{name}"></div>\n'
         f'<script type="application/json" id="play-{name}-data">{text}</script>'
     )
 
