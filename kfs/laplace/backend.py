@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from kfs.errors import ModelError
-from kfs.kfac.backpropagated_vectors import backpropagated_vectors
 from kfs.kfac.block import Block
 from kfs.kfac.block_gradients import BlockGradients
 from kfs.kfac.datum_gradients import GradientBatch, per_datum_columns
 from kfs.kfac.settings import Fisher, Settings
+from kfs.kfac.vectors import backpropagated_vectors
 from kfs.laplace.batchwise import FactorsByBatch
 from kfs.risk import EmpiricalRisk
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from kfs.data import Batch
 from kfs.kfac.block import Block
 from kfs.kfac.coverage import coverage_error, not_covered
-from kfs.kfac.scaffold import passes
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Progress
 from kfs.kfac.sums import FactorSums
+from kfs.kfac.sweep import passes
 from kfs.risk import EmpiricalRisk
 
 
