@@ -7,10 +7,10 @@ and plain singular value decomposition are what one does without curvature: the 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from torch.nn import functional as F  # noqa: N812
 from benchmarks.report import medians, save
 from kfs import EKFAC, KFAC, EmpiricalRisk
 from kfs.compress import Compressed, low_rank, prune
+from kfs.compress.factorization import decomposed
+from kfs.compress.layers import layers_of
 from kfs.kfac import BlockDiagonal, Relative, exact_diagonal
 from kfs.kfac.structures import Factor, Kronecker, Stack
 from kfs.report.digits import load
@@ -30,6 +32,8 @@ TABLE = 0.3  # the share for which a table has sizes and times
 NUM_TRAIN = 1200
 DAMPINGS = (1e-4, 1e-3, 1e-2, 1e-1)  # fractions of the mean eigenvalue, for optimal brain surgeon
 DAMPED_SHARE = 0.2  # what it then keeps
+LOW_RANK_SHARE = 0.3  # what low rank keeps where two ways to share ranks are compared
+LOW_RANK_SEEDS = 12
 Data = tuple[Tensor, Tensor]
 Method = Callable[[nn.Module, float, Tensor], Compressed]
 
@@ -126,6 +130,13 @@ def accuracy(model: nn.Module, data: Data) -> float:
     X, y = data
     with torch.no_grad():
         return 100 * float((model(X).argmax(1) == y).float().mean())
+
+
+def nll(model: nn.Module, data: Data) -> float:
+    """Return the mean negative log-likelihood of labels."""
+    X, y = data
+    with torch.no_grad():
+        return float(F.cross_entropy(model(X), y))
 
 
 def identity_like(K: KFAC) -> BlockDiagonal:
@@ -225,6 +236,59 @@ def accuracies_by_damping(effort: Effort) -> dict[float, float]:
     return {fraction: mean(values) for fraction, values in found.items()}
 
 
+@dataclass(frozen=True)
+class Difference:
+    """By how much ranks that share a budget by cost per number are better than one threshold for singular values.
+
+    Attributes:
+        measure: What was measured.
+        by_cost: Mean over networks with the former, which `low_rank` does.
+        by_threshold: Mean with the latter.
+        error: Standard error of the difference, network by network.
+    """
+
+    measure: str
+    by_cost: float
+    by_threshold: float
+    error: float
+
+
+def above_one_threshold(model: nn.Module, K: BlockDiagonal, keep: float) -> Compressed:
+    """Drop the smallest singular values of all layers, however few numbers that saves."""
+    parts = [decomposed(layer) for layer in layers_of(model, K, keep, Relative(1e-3))]
+    ranks = [len(part.costs) for part in parts]
+    each = [part.columns.shape[0] + part.rows.shape[1] for part in parts]
+    budget = keep * sum(part.layer.size for part in parts)
+
+    def sizes() -> list[int]:
+        return [min(part.layer.size, r * size) for part, r, size in zip(parts, ranks, each, strict=True)]
+
+    candidates = sorted((float(cost), place) for place, part in enumerate(parts) for cost in part.costs)
+    for _, place in candidates:
+        if sum(sizes()) <= budget:
+            break
+        ranks[place] = max(1, ranks[place] - 1)
+    shares = {part.layer.name: size / part.layer.size for part, size in zip(parts, sizes(), strict=True)}
+    return low_rank(model, K, shares)
+
+
+def sharing_of_ranks(effort: Effort) -> list[Difference]:
+    """Compare two ways to share a budget between the ranks of layers."""
+    seeds = min(LOW_RANK_SEEDS, 4 * effort.seeds)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for model, risk, held_out in networks(replace(effort, seeds=seeds)):
+        K = KFAC(risk, fisher="mc")
+        both = [low_rank(model, K, LOW_RANK_SHARE).model, above_one_threshold(model, K, LOW_RANK_SHARE).model]
+        for name, measure in (("accuracy", accuracy), ("negative log-likelihood", nll)):
+            found.setdefault(name, []).append((measure(both[0], held_out), measure(both[1], held_out)))
+    rows = []
+    for name, pairs in found.items():
+        differences = [ours - other for ours, other in pairs]
+        error = stdev(differences) / len(pairs) ** 0.5
+        rows.append(Difference(name, mean(ours for ours, _ in pairs), mean(other for _, other in pairs), error))
+    return rows
+
+
 def draw(whole: float, points: list[Point], file: Path) -> None:
     """Draw accuracy against the share that is kept: single numbers on the left, smaller layers on the right."""
     figure = Figure(figsize=(9, 4.6), layout="constrained")
@@ -256,10 +320,12 @@ def main(quick: bool, results: Path) -> None:
     effort = QUICK if quick else Effort()
     whole, points = measured(effort)
     by_damping = accuracies_by_damping(effort)
+    shared = sharing_of_ranks(effort)
     shares = list(dict.fromkeys(point.keep for point in points))
     name = "compression_quick" if quick else "compression"
     settings: dict[str, object] = {"accuracy of whole networks": round(whole, 1), "seeds": effort.seeds}
     settings[f"accuracy of OBS at {DAMPED_SHARE}, by relative damping"] = {f"{d:g}": a for d, a in by_damping.items()}
+    settings[f"low rank at {LOW_RANK_SHARE}, ranks by cost or by one threshold"] = [vars(one) for one in shared]
     file = save(points, name, settings, results)
     draw(whole, points, results / f"{name}.png")
     shown = TABLE if TABLE in shares else shares[-1]
@@ -274,4 +340,10 @@ def main(quick: bool, results: Path) -> None:
         print(f"| {method} | {numbers} | {one.stored:.2f} | {one.flops:.2f} | {one.time:.2f} |")
     by_fraction = ", ".join(f"{value:.1f} for {fraction:g}" for fraction, value in by_damping.items())
     print(f"\nOBS with KFAC at {DAMPED_SHARE}, by relative damping: {by_fraction}.")
+    for row in shared:
+        print(
+            f"Low rank at {LOW_RANK_SHARE}, {row.measure}: {row.by_cost:.4g} with ranks by cost per number, "
+            f"{row.by_threshold:.4g} with one threshold for singular values; standard error of the difference "
+            f"{row.error:.2g}."
+        )
     print(f"\nWritten: {file}, {file.with_suffix('.png')}")

@@ -223,21 +223,21 @@ def compare(task: GpuTask, device: str, grids: dict[str, tuple[float, ...]]) -> 
     return found
 
 
-def draw(task: str, runs: list[GpuRun], file: Path) -> None:
-    """Draw the best run of each optimizer, over steps and over seconds."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+def draw(runs: dict[str, list[GpuRun]], file: Path) -> None:
+    """Draw the best run of each optimizer, over steps and over seconds; one row for each task."""
+    figure = Figure(figsize=(9, 3.2 * len(runs)), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    names = list(dict.fromkeys(run.optimizer for run in runs))
-    for axis, (panel, label) in enumerate(zip(panels, ("steps", "seconds"), strict=True)):
-        for name in names:
-            run = min((run for run in runs if run.optimizer == name), key=lambda run: run.end)
-            places, losses = [point[axis] for point in run.history], [point[2] for point in run.history]
-            panel.plot(places, losses, label=f"{name}, lr {run.lr:g}", linewidth=2 if name == "kfs" else 1.2)
-        panel.set(xlabel=label, yscale="log")
-    panels[0].set(ylabel="loss", title=task)
-    panels[1].legend(frameon=False)
-    figure.savefig(file, dpi=150)
+    rows = figure.subplots(len(runs), 2, sharey="row", squeeze=False)
+    for panels, (task, mine) in zip(rows, runs.items(), strict=True):
+        for axis, (panel, label) in enumerate(zip(panels, ("steps", "seconds"), strict=True)):
+            for name in dict.fromkeys(run.optimizer for run in mine):
+                run = min((run for run in mine if run.optimizer == name), key=lambda run: run.end)
+                places, losses = [point[axis] for point in run.history], [point[2] for point in run.history]
+                panel.plot(places, losses, label=f"{name}, lr {run.lr:g}", linewidth=2 if name == "kfs" else 1.2)
+            panel.set(xlabel=label, yscale="log")
+        panels[0].set(ylabel="loss", title=task)
+        panels[1].legend(frameon=False)
+    figure.savefig(file, dpi=120)
 
 
 def main(arguments: list[str], results: Path = RESULTS, device: str = "cuda") -> None:
@@ -247,10 +247,13 @@ def main(arguments: list[str], results: Path = RESULTS, device: str = "cuda") ->
     if unknown := set(chosen) - set(TASKS):
         sys.exit(f"Unknown: {', '.join(sorted(unknown))}. Say {', '.join(TASKS)}, and --quick if you like.")
     grids = {name: grid[1:2] if quick else grid for name, grid in GRIDS.items()}
+    found = {}
+    end = "_quick" if quick else ""
     for name in chosen:
         task = TASKS[name](device)
         task = replace(task, steps=4, check=task.check[:1]) if quick else task
-        runs = compare(task, device, grids)
-        file = save(runs, f"train_cuda_{name}{'_quick' if quick else ''}", {"steps": task.steps}, results)
-        draw(name, runs, file.with_suffix(".png"))
-        print(f"Written: {file}, {file.with_suffix('.png')}")
+        found[name] = compare(task, device, grids)
+        print(f"Written: {save(found[name], f'train_cuda_{name}{end}', {'steps': task.steps}, results)}")
+    picture = results / f"train_cuda{end}.png"
+    draw(found, picture)
+    print(f"Written: {picture}")

@@ -5,8 +5,9 @@ Without a study, all but `gpu` run. Libraries that are not installed have rows t
 - `lds`: the linear datamodeling score (Park et al., 2023). Networks are trained with halves of scikit-learn's digits
   (500 digits, an MLP 64-32-10, 100 halves, margins averaged over three initializations). For each of 100 queries, the
   sum of scores over a half predicts its margin. The score is Spearman's correlation of predicted and actual margins
-  over halves, averaged over queries. Methods that draw labels are run with several seeds. Margins are kept in
-  `benchmarks/results`, so that a second run takes less.
+  over halves, averaged over queries. Methods that draw labels are run with several seeds. The first line is the
+  correlation with as many networks that saw the same halves, from other initializations. No method is expected to be
+  above its root. Margins are kept in `benchmarks/results`, so that a second run takes less.
 - `mislabelled`: 10 % of 1,000 digits have a wrong label, and an MLP 64-256-10 learns them by heart. Self-scores should
   be larger for these: the area under the ROC curve, and how many of the wrong ones are among the first 10 %.
 - `time`: an MLP 64-256-256-10 with 85,002 parameters, 1,500 training data and 297 queries. CPU seconds of the process

@@ -75,6 +75,8 @@ def verdict(target: float | None, value: float | None, least: bool) -> str:
 def lds(sizes: Sizes, results: Path) -> Iterator[ScoreRow]:
     """Measure how well each method predicts margins of networks that see half of the data."""
     problems = [_halves(seed, sizes, results) for seed in range(sizes.seeds)]
+    agreement = tuple(float(spearman(problem.again, problem.actual).mean()) for problem in problems)
+    yield ScoreRow("LDS", "the same halves, other initializations", "torch", "", agreement)
     for method in predictors():
         row = ScoreRow("LDS", method.name, method.library, method.damping)
         if method.fit is not None:
@@ -94,6 +96,8 @@ class Halves:
         queries: Whose margins are predicted.
         kept: Indices of the data in each half.
         actual: Margins, `[halves, queries]`.
+        again: Those of as many networks with other initializations. How well they agree says what chance leaves for
+            scores: no prediction is expected to correlate better with `actual` than by the root of this agreement.
         model: A network that saw all of them.
     """
 
@@ -101,6 +105,7 @@ class Halves:
     queries: Data
     kept: Tensor
     actual: Tensor
+    again: Tensor
     model: nn.Module
 
 
@@ -109,15 +114,18 @@ def _halves(seed: int, sizes: Sizes, results: Path) -> Halves:
     data, queries = digits(seed, sizes.train, sizes.queries)
     recipe = Recipe((64, sizes.width, 10), sizes.steps)
     kept = subsets(sizes.halves, sizes.train, seed + 1)
-    numbers = (sizes.train, sizes.queries, sizes.width, sizes.halves, sizes.initializations, sizes.steps, seed)
-    file = results / f"influence_margins_{'_'.join(map(str, numbers))}.safetensors"
-    if file.exists():
-        actual = load_file(file)["margins"]
-    else:
-        actual = retrained_margins(data, queries, kept, recipe, range(sizes.initializations))
+    count = sizes.initializations
+    numbers = (sizes.train, sizes.queries, sizes.width, sizes.halves, count, sizes.steps, seed)
+    file = results / f"influence_margins_twice_{'_'.join(map(str, numbers))}.safetensors"
+    if not file.exists():
+        both = {
+            "margins": retrained_margins(data, queries, kept, recipe, range(count)),
+            "again": retrained_margins(data, queries, kept, recipe, range(count, 2 * count)),
+        }
         results.mkdir(parents=True, exist_ok=True)
-        save_file({"margins": actual}, file)
-    return Halves(data, queries, kept, actual, trained(data, recipe, seed=0))
+        save_file(both, file)
+    found = load_file(file)
+    return Halves(data, queries, kept, found["margins"], found["again"], trained(data, recipe, seed=0))
 
 
 def _lds(method: Method, problem: Halves, sizes: Sizes, seed: int) -> float:

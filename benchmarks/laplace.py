@@ -27,6 +27,7 @@ from benchmarks.laplace_tasks import Data, Predicted, mlp
 from benchmarks.report import save
 
 PRIOR = 30.0
+SEEDS = 12  # for predictions, which differ more between seeds than between ways to choose a prior
 REMARKS = {
     "log marginal likelihood": "with a pass over the data; theirs has kept the likelihood",
     "best prior": "to ten digits; theirs takes 100 steps of Adam",
@@ -56,11 +57,21 @@ class LaplaceRow:
 
 @dataclass(frozen=True)
 class PredictionRow:
-    """How good predictions are, in the mean over seeds."""
+    """How good predictions are, in the mean over seeds.
+
+    Attributes:
+        data: Which data.
+        way: What was predicted with.
+        nll: Mean negative log-likelihood of data that were not trained on.
+        error: Its standard error over seeds, which choose data and networks; zero for a single one.
+        prior: The prior precision, if there is one.
+        noise: The standard deviation of targets, if there is one.
+    """
 
     data: str
     way: str
     nll: float
+    error: float
     prior: float | None
     noise: float | None
 
@@ -261,6 +272,39 @@ def posteriors(quick: bool) -> list[LaplaceRow]:
     return rows
 
 
+def precision(quick: bool) -> list[LaplaceRow]:
+    """Compare covariances of outputs in float32 with our own ones in float64, for the same batches of 100."""
+    tasks = {"digits": laplace_tasks.digits(0, quick), "diabetes": laplace_tasks.diabetes(0, quick)}
+    rows = []
+    for name, task in tasks.items():
+        likelihood = "regression" if name == "diabetes" else "classification"
+        X = task.test[0][:200]
+        single = task.model.float()
+        training = task.training[0].float(), task.training[1].to(torch.float32 if name == "diabetes" else torch.int64)
+        fitted = fit(copy.deepcopy(single), training, likelihood, "kron", None)
+        for prior in (PRIOR, 1.0, 0.01):
+            exact = _covariance(copy.deepcopy(single).double(), training, X.float().double(), prior)
+            fitted.prior_precision = prior
+            found = {
+                "laplace-torch (curvlinops)": fitted.functional_variance(fitted.backend.jacobians(X.float())[0]),
+                "kfs.laplace": _covariance(single, training, X.float(), prior),
+            }
+            task_name = f"covariance of outputs, float32 against float64, prior {prior:g}: {name}"
+            rows += [LaplaceRow(task_name, who, error=distance(t.detach().double(), exact)) for who, t in found.items()]
+    return rows
+
+
+def _covariance(model: nn.Module, training: Data, X: Tensor, prior: float) -> Tensor:
+    """Return our covariance of outputs, in the precision of the inputs."""
+    inputs, targets = training
+    is_regression = targets.is_floating_point()
+    targets = targets.to(X.dtype) if is_regression else targets
+    batches = list(zip(inputs.to(X.dtype).split(100), targets.split(100), strict=True))
+    risk = kfs.EmpiricalRisk(model, nn.MSELoss() if is_regression else nn.CrossEntropyLoss(), batches)
+    K = kfs.KFAC(risk, joint_bias=False)
+    return kfs.laplace.functional_variance(K, risk, X, prior, noise=1.0 if is_regression else None)
+
+
 def _theirs(model: nn.Module, training: Data, X: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Return the programs of laplace-torch, by the names of ours."""
     fitted = fit(copy.deepcopy(model), training, "classification", "kron", None)
@@ -293,8 +337,8 @@ def _theirs(model: nn.Module, training: Data, X: Tensor) -> dict[str, Callable[[
 
 
 def predictions(quick: bool) -> list[PredictionRow]:
-    """Compare predictions of trained nets with those of their posteriors, over three seeds."""
-    seeds = range(1 if quick else 3)
+    """Compare predictions of trained nets with those of their posteriors, over several seeds."""
+    seeds = range(1 if quick else SEEDS)
     found: dict[str, list[dict[str, Predicted]]] = {
         "digits": [laplace_tasks.digits_nll(laplace_tasks.digits(seed, quick)) for seed in seeds],
         "diabetes": [laplace_tasks.diabetes_nll(laplace_tasks.diabetes(seed, quick)) for seed in seeds],
@@ -308,10 +352,11 @@ def predictions(quick: bool) -> list[PredictionRow]:
     for data, results in found.items():
         for way in results[0]:
             of_way = [result[way] for result in results]
-            nll = statistics.mean(one.nll for one in of_way)
-            rows.append(
-                PredictionRow(data, way, nll, mean([one.prior for one in of_way]), mean([one.noise for one in of_way]))
-            )
+            values = [one.nll for one in of_way]
+            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+            prior = mean([one.prior for one in of_way])
+            noise = mean([one.noise for one in of_way])
+            rows.append(PredictionRow(data, way, statistics.mean(values), error, prior, noise))
     return rows
 
 
@@ -329,14 +374,14 @@ def show(rows: list[LaplaceRow], predicted: list[PredictionRow]) -> None:
     print("|---|---|---|---|---|")
     for one in predicted:
         prior, noise = ("" if value is None else f"{value:.3g}" for value in (one.prior, one.noise))
-        print(f"| {one.data} | {one.way} | {one.nll:.3f} | {prior} | {noise} |")
+        print(f"| {one.data} | {one.way} | {one.nll:.3f} ± {one.error:.3f} | {prior} | {noise} |")
 
 
 def main(quick: bool, results: Path) -> None:
     """Measure everything, print tables, and write JSON."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of other libraries
-        rows = [*fits(quick), *coverage()] if has_peer() else []
+        rows = [*fits(quick), *coverage(), *precision(quick)] if has_peer() else []
         rows += posteriors(quick)
     if not has_peer():
         print("laplace-torch is not installed: there is nothing to compare with.")

@@ -1,7 +1,8 @@
 """Cost of products with Hessian, GGN and empirical Fisher, for one and for ten columns, beside curvlinops if installed.
 
 Everything is measured in one run, in turn, in units of a forward and backward pass on the same data. Products include
-everything that a user's `A @ V` includes.
+everything that a user's `A @ V` includes. `python -m benchmarks.operators cuda compiled` adds rows of
+`benchmarks/compiled_products.py`, with KFAC beside them.
 """
 
 import sys
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import CrossEntropyLoss
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.compiled_products import compiled_products
 from benchmarks.problems import Problem, problems
 from benchmarks.report import RESULTS, Row, medians, write
-from kfs import GGN, EmpiricalRisk, Fisher, Hessian
+from kfs import GGN, KFAC, EmpiricalRisk, Fisher, Hessian
 
 COLUMNS, REPEATS = (1, 10), 9
 
@@ -48,8 +51,8 @@ def curvlinops_operators(problem: Problem) -> dict[str, Any]:
     return {name: make(*arguments, check_deterministic=False) for name, make in peers.items()}
 
 
-def programs(problem: Problem) -> dict[tuple[str, str], Callable[[], object]]:
-    """Return what is measured on a problem; all libraries get the same columns."""
+def programs(problem: Problem, compiled: bool = False) -> dict[tuple[str, str], Callable[[], object]]:
+    """Return what is measured on a problem, with compiled products if wanted; all libraries get the same columns."""
     loss = CrossEntropyLoss()
     size = sum(p.numel() for p in problem.model.parameters())
     columns = {k: torch.randn(size, k, device=problem.X.device) for k in COLUMNS}
@@ -69,14 +72,26 @@ def programs(problem: Problem) -> dict[tuple[str, str], Callable[[], object]]:
     for name, operator in curvlinops_operators(problem).items():
         for k in COLUMNS:
             tasks[f"{name}, {k}", "curvlinops"] = partial(with_math_attention, operator, k)
+    return tasks | (_compiled_and_kfac(problem, columns) if compiled else {})
+
+
+def _compiled_and_kfac(problem: Problem, columns: dict[int, Tensor]) -> dict[tuple[str, str], Callable[[], object]]:
+    """Return compiled products, and those with KFAC that one of them is compared with."""
+    K = KFAC(EmpiricalRisk(problem.model, CrossEntropyLoss(), (problem.X, problem.y)))
+    tasks: dict[tuple[str, str], Callable[[], object]] = {
+        (f"KFAC, {k}", "kfs"): partial(K.__matmul__, V) for k, V in columns.items()
+    }
+    for name, product in compiled_products(problem).items():
+        for k, V in columns.items():
+            tasks[f"{name}, {k}", "torch.compile"] = partial(product, V)
     return tasks
 
 
-def measure(chosen: list[Problem], repeats: int = REPEATS) -> list[Row]:
+def measure(chosen: list[Problem], repeats: int = REPEATS, compiled: bool = False) -> list[Row]:
     """Time all programs on the problems."""
     rows = []
     for problem in chosen:
-        seconds = medians(programs(problem), repeats, problem.name)
+        seconds = medians(programs(problem, compiled), repeats, problem.name)
         unit = seconds["forward+backward", "torch"]
         rows += [
             Row(problem.name, program, library, value, value / unit) for (program, library), value in seconds.items()
@@ -84,11 +99,14 @@ def measure(chosen: list[Problem], repeats: int = REPEATS) -> list[Row]:
     return rows
 
 
-def main(results: Path = RESULTS, repeats: int = REPEATS, scale: int = 1, device: str = "cpu") -> None:
+def main(
+    results: Path = RESULTS, repeats: int = REPEATS, scale: int = 1, device: str = "cpu", compiled: bool = False
+) -> None:
     """Measure on a device, and write table, JSON and plot."""
-    settings = {"columns": COLUMNS, "repeats": repeats, "device": device}
-    write(measure(problems(scale, device), repeats), "operators", settings, results)
+    settings = {"columns": COLUMNS, "repeats": repeats, "device": device, "compiled": compiled}
+    write(measure(problems(scale, device), repeats, compiled), "operators", settings, results)
 
 
 if __name__ == "__main__":
-    main(device=sys.argv[1] if len(sys.argv) > 1 else "cpu")
+    given = sys.argv[1:]
+    main(device="cuda" if "cuda" in given else "cpu", compiled="compiled" in given)

@@ -14,7 +14,7 @@ from rich.live import Live
 from kfs import __version__
 from kfs.conformance import Result, checks, find, report, run_one, script, select
 from kfs.distributed import plan as plan_ranks
-from kfs.errors import KfsError, ModelError
+from kfs.errors import KfsError, ModelError, StorageError
 from kfs.influence import Influence
 from kfs.kfac import EKFAC, Relative
 from kfs.kfac import inspect as inspect_model
@@ -101,6 +101,7 @@ def check(
     """Check an implementation of KFAC where the right answer is known. Fails if it is wrong somewhere."""
     sys.path.insert(0, "")
     try:
+        _check_files(json_file, html_file)
         adapter, chosen = find(target), select(only or ())
     except KfsError as error:
         typer.echo(f"Error: {error}", err=True)
@@ -156,6 +157,7 @@ def influence(
 ) -> None:
     """Show which training data help and harm the predictions for queries most, by influence functions with EKFAC."""
     try:
+        _check_files(html_file)
         model, loss, train_data, query_data = _load(target, "model, loss, training data, queries")
         shape = None if image is None else _shape(image)
         train = EmpiricalRisk(model, loss, train_data)
@@ -211,6 +213,17 @@ def plan(
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(code=2) from error
     typer.echo(str(table))
+
+
+def _check_files(*files: Path | None) -> None:
+    """Refuse files that cannot be written, before the work is done whose results they are to have."""
+    for file in files:
+        if file is None:
+            continue
+        if file.is_dir():
+            raise StorageError(f"{file} is a folder.", "Name a file.")
+        if not file.absolute().parent.is_dir():
+            raise StorageError(f"{file} cannot be written: its folder does not exist.", "Make the folder first.")
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -244,24 +244,29 @@ class Fingerprint(NamedTuple):
 
     Attributes:
         tensors: Dtype and shape of each tensor.
-        digest: Of some numbers of each tensor. NaN equals NaN.
+        digest: Of some numbers of each tensor, or of all. NaN equals NaN.
     """
 
     tensors: tuple[str, ...]
     digest: str
 
 
-def fingerprint(x: Any, y: Tensor) -> Fingerprint:
+def fingerprint(x: Any, y: Tensor, *, complete: bool = False) -> Fingerprint:
     """Return what tells a batch from others. It is cheap, and looks at tensors alone.
 
     Values of sparse, nested and quantized tensors are not looked at, and there are none on `meta`. An accelerator that
     has data is asked once.
+
+    Args:
+        x: What the model takes.
+        y: Targets.
+        complete: Whether to look at all numbers, and not at some of each tensor.
     """
     found = [t.detach() for t in (*tensors_in(x), y) if not t.is_nested]
     samples: dict[torch.device, list[Tensor]] = {}
     for t in found:
         if t.layout is torch.strided and not t.is_quantized and not t.is_meta:
-            samples.setdefault(t.device, []).append(_sample(t))
+            samples.setdefault(t.device, []).append(_as_bytes(t if complete else _some_numbers(t)))
     hashed = hashlib.blake2b(digest_size=16)
     for on_device in samples.values():
         chosen = torch.cat(on_device)
@@ -283,9 +288,8 @@ def _some_numbers(t: Tensor) -> Tensor:
     return t[_places(t.shape, t.device)] if t.numel() > _SAMPLE else t
 
 
-def _sample(t: Tensor) -> Tensor:
-    """Return all numbers of a small tensor, or some of a large one, as bytes."""
-    t = _some_numbers(t)
+def _as_bytes(t: Tensor) -> Tensor:
+    """Return the numbers of a tensor as bytes."""
     return t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.autograd_function import custom_function_call
 from torch.autograd import forward_ad
 from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
@@ -121,6 +122,20 @@ class ExactDerivatives(TorchFunctionMode):
         return replacement(*args, **kwargs or {})
 
 
+class RefuseMissedErrors(TorchFunctionMode):
+    """Refuses operations whose second derivatives may be errors that `torch.func` does not notice.
+
+    PyTorch's backward passes leave a node in the graph that raises if it is differentiated: for products of several
+    zeros, and for custom functions that are `once_differentiable`. `torch.func` does not see the node, and takes what
+    went through it for a constant. In an ordinary graph, the error is raised.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+        if func in _ERRORS_MISSED:
+            raise RuntimeError(f"{func} is not differentiated twice by torch.func.")
+        return func(*args, **kwargs or {})
+
+
 def _embedding(*args: Any, **kwargs: Any) -> Any:
     call = inspect.signature(F.embedding).bind(*args, **kwargs)
     call.apply_defaults()
@@ -170,6 +185,16 @@ def _with_contiguous_gradient(out: Tensor) -> Tensor:
 # What is called instead of a function.
 _RIGHT_GRADIENTS: dict[Any, Callable[..., Any]] = {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
 _EXACT_DERIVATIVES = _RIGHT_GRADIENTS | {F.embedding: _embedding, torch._weight_norm: _weight_norm}
+
+_ERRORS_MISSED = {
+    custom_function_call,
+    torch.scatter_reduce,
+    Tensor.scatter_reduce,
+    Tensor.scatter_reduce_,
+    torch.index_reduce,
+    Tensor.index_reduce,
+    Tensor.index_reduce_,
+}
 
 
 def refuse_reentrant_checkpoint() -> None:

@@ -45,6 +45,7 @@ class Line:
     Attributes:
         done: Number of steps that are complete.
         share: How much of the work is done, from 0 to 1, if the number of steps does not say it.
+        at_least: Smallest number of steps that it can take, if that is all that is known.
         note: Something to say, such as a residual.
         inner: A loop in the current step.
         outer: What this is a step of.
@@ -54,6 +55,17 @@ class Line:
         >>> line.advance(25, note="residual 1e-02")
         >>> line.text(seconds=30)
         'conjugate gradients  [##........]  25%  00:30, about 01:30 left  iteration 25/100  residual 1e-02'
+
+        Nothing is made up where nobody knows when an algorithm will stop:
+
+        >>> line = Line("eigenvalues", unit="product")
+        >>> line.at_least = 20
+        >>> line.advance(10)
+        >>> line.text(seconds=4)
+        'eigenvalues  00:04, at least 00:04 left  product 10'
+        >>> line.advance(20)
+        >>> line.text(seconds=12)
+        'eigenvalues  00:12, 0.4 s per product  product 30'
     """
 
     def __init__(self, task: str, total: int | None = None, wanted: Wanted = None, unit: str = "") -> None:
@@ -64,6 +76,7 @@ class Line:
         self.unit = unit
         self.done = 0
         self.share: float | None = None
+        self.at_least = 0
         self.note = ""
         self.inner: Line | None = None
         self.outer: Line | None = None
@@ -122,13 +135,23 @@ class Line:
         if share is not None:
             filled = int(share * _BAR)
             parts.append(f"[{'#' * filled}{'.' * (_BAR - filled)}] {share:4.0%}")
-        left = f", about {_clock(seconds * (1 - share) / share)} left" if share else ""
-        parts.append(_clock(seconds) + left)
+        parts.append(_clock(seconds) + self._left(seconds, share))
         line: Line | None = self
         while line is not None:
             parts += [part for part in (line.steps(), line.note) if part]
             line = line.inner
         return "  ".join(parts)
+
+    def _left(self, seconds: float, share: float | None) -> str:
+        """Return what is known about the remaining time: an estimate, a bound, or how long a step takes."""
+        if share:
+            return f", about {_clock(seconds * (1 - share) / share)} left"
+        if share is not None or not self.done:
+            return ""
+        pace = seconds / self.done
+        if self.done < self.at_least:
+            return f", at least {_clock(pace * (self.at_least - self.done))} left"
+        return f", {pace:.2g} s per {self.unit or 'step'}"
 
     def steps(self) -> str:
         """Return how many steps are done."""

@@ -42,6 +42,7 @@ from kfs.losses import Loss, describe
 from kfs.moving import copies_end, moved
 from kfs.outputs import check_batch_axis, prediction_in
 from kfs.parameters import Params, check_not_meta, function_params, leaves_of, module_params, places, switched_on
+from kfs.precision import at_least_float32
 from kfs.progress import tracked
 from kfs.same_data import SameData
 from kfs.state import UnusedDraws, check_module, evaluating, random_state, restored, unchanged
@@ -149,7 +150,7 @@ class EmpiricalRisk(Described):
     @property
     def sum_dtype(self) -> torch.dtype:
         """The dtype to sum over data in: half precision would lose all but the first few hundred terms."""
-        return torch.promote_types(self.dtype, torch.float32)
+        return at_least_float32(self.dtype)
 
     @property
     def about(self) -> str:
@@ -314,15 +315,14 @@ class EmpiricalRisk(Described):
 
         Call it before a loop over batches that needs it: not every loader can be iterated a second time meanwhile.
         """
-        same_data = self._same_data
-        if same_data.counted_by_all is not None:
-            return same_data.counted_by_all
+        if self._same_data.counted_by_all is not None:
+            return self._same_data.counted_by_all
         with self.ranks.agreed("counting"):
-            if same_data.counted is None:
+            if self._same_data.counted is None:
                 for batch in self._own_batches("counting", 0):
-                    if same_data.extrapolate(batch.first, len(batch.y), batch.counted):
+                    if self._same_data.extrapolate(batch.first, len(batch.y), batch.counted):
                         break
-        return same_data.count_all(self.loss.reduction == "mean")
+        return self._same_data.count_all(self.loss.reduction == "mean")
 
     def check_model(self) -> None:
         """Refuse a module whose prediction for one datum depends on chance or on other data."""

@@ -38,13 +38,17 @@ def run_blocks() -> list[Any]:
     return values
 
 
-def test_python_blocks_run_and_cases_pass(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run_and_cases_pass(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a picture is written
     assert torch.tensordot not in rules.RULES  # the example is about an operation without a rule
     with_example = dict(rules.RULES)
     monkeypatch.setattr(rules, "RULES", with_example)
     monkeypatch.setattr(test_rules, "RULES", with_example)
     found = run_blocks()
     printed = capsys.readouterr().out
+    assert (tmp_path / "factors.png").is_file()
     assert "tensordot" in printed  # the table of what is covered
     assert "scaled identity" in printed  # the table of structures
     (alone,) = [case for case in found if isinstance(case, test_rules.Case)]
@@ -59,7 +63,8 @@ def test_python_blocks_run_and_cases_pass(capsys: pytest.CaptureFixture[str], mo
 
 def test_files_and_folders_exist() -> None:
     """Paths are relative to the repository, or to `kfs/kfac`, or to a folder that a table is about."""
-    paths = set(re.findall(r"`((?:[\w-]+/)*[\w-]+\.(?:py|toml|md)|(?:[\w-]+/)+)`", TEXT))
+    text = TEXT.replace(section("What is where"), "")
+    paths = set(re.findall(r"`((?:[\w-]+/)*[\w-]+\.(?:py|toml|md)|(?:[\w-]+/)+)`", text))
     drawn = re.findall(r" ([\w/]+\.py)\b", section("The way of a batch"))
     assert len(paths) > 40
     assert len(drawn) > 10
@@ -68,16 +73,30 @@ def test_files_and_folders_exist() -> None:
     assert missing == ["utils.py"]  # there is none
 
 
+def test_what_is_where() -> None:
+    """Files on the right of the table are in the folders on the left, and every folder of the library has a row."""
+    rows = [line.split("|")[1:3] for line in section("What is where").splitlines() if line.startswith("| `")]
+    places = [[ROOT / path for path in re.findall(r"`([^`]+)`", left)] for left, _ in rows]
+    for folders, (_, right) in zip(places, rows, strict=True):
+        assert all(folder.exists() for folder in folders), folders
+        for name in re.findall(r"`(\w+\.(?:py|md))`", right):
+            assert any((folder / name).exists() for folder in folders), name
+    parts = {path for path in (ROOT / "kfs").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    unlisted = {path.name for path in parts - {place for row in places for place in row}}
+    assert unlisted == {"__init__.py", "__main__.py"}
+
+
 def test_glossary_names_exist_where_it_says() -> None:
     rows = [line for line in section("Glossary").splitlines() if line.startswith("| **")]
     assert len(rows) > 40
     words = [row.split("**")[1] for row in rows]
     assert words == sorted(words)
     for row in rows:
-        found = re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", row)
+        found = re.findall(r"`([\w.]+)` (?:in|of) `([\w/]+\.py)`", row)
         assert found or "`expand_Linear.py`" in row, row
         for name, file in found:
-            source = (KFAC / file).read_text(encoding="utf-8")
+            folder = ROOT if file.startswith("kfs/") else KFAC
+            source = (folder / file).read_text(encoding="utf-8")
             assert all(re.search(rf"\b{part}\b", source) for part in name.split(".")), row
 
 

@@ -2,6 +2,7 @@
 
 import gc
 import io
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -131,6 +132,20 @@ def test_a_notebook_is_no_terminal_but_shows_lines(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "stderr", stream)
     kfs.KFAC(risk(True))
     assert "batch 1/2" in stream.getvalue()
+
+
+def test_eigenvalues_have_a_bound_and_no_estimate(terminal: Terminal) -> None:
+    """ARPACK has at least 20 vectors, and a product for each. It does not say how many more it will need."""
+    eigenvalues(kfs.Hessian(risk()), k=2)
+    by_products = {}
+    for text in terminal.shown:
+        if found := re.search(r"^eigenvalues .* product (\d+)", text):
+            by_products[int(found[1])] = text
+    assert max(by_products) >= 20
+    for products, text in by_products.items():
+        assert ("at least" in text) == (0 < products < 20)
+        assert ("s per product" in text) == (products >= 20)
+        assert "about" not in text
 
 
 def test_estimates_of_time() -> None:

@@ -37,7 +37,16 @@ def test_import_takes_no_time() -> None:
 
 
 def test_only_public_names_are_listed() -> None:
-    assert set(dir(kfs)) == {*kfs.__all__, "basics", "compress", "laplace", "losses", "operators", "optim"}
+    assert set(dir(kfs)) == {
+        *kfs.__all__,
+        "basics",
+        "compress",
+        "distributed",
+        "laplace",
+        "losses",
+        "operators",
+        "optim",
+    }
     assert all(getattr(kfs, name) is not None for name in dir(kfs))
     assert kfs.risk.EmpiricalRisk is kfs.EmpiricalRisk  # other modules can be used, too
 

@@ -45,7 +45,7 @@ def test_make_targets_exist() -> None:
 
 
 def test_files_exist() -> None:
-    for name in re.findall(r"`((?:kfs|docs|benchmarks|tests)/[\w/.]*)`", README):
+    for name in re.findall(r"`((?:kfs|docs|benchmarks|examples|tests)/[\w/.]*)`", README):
         assert (ROOT / name).exists(), name
 
 

@@ -18,6 +18,7 @@ from kfs.kfac.layout import Layout
 from kfs.kfac.structures import Kronecker, Stack, Structure
 from kfs.names import few, near
 from kfs.operators.computed_at import warn_of_other_values
+from kfs.operators.same_parameters import check_parameters
 
 Keep = float | Mapping[str, float]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -136,8 +137,8 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
         SolverError: If a layer has no curvature, and damping is relative to it.
     """
     _check_types(model, K, damping)
-    _check_same_parameters(model, K)
     params = dict(model.named_parameters())
+    check_parameters(K, {name: p.shape for name, p in params.items()})
     warn_of_other_values(K, params, what="The curvature", owner="the model", stacklevel=4)
     _check_modes(model)
     _check_shares(keep)
@@ -214,17 +215,6 @@ def _check_types(model: object, K: object, damping: object) -> None:
         raise DtypeError(f"The curvature is a {type(K).__name__}, which has no blocks.", "Pass a kfs.KFAC or EKFAC.")
     if not isinstance(damping, Relative) and (not isinstance(damping, (int, float)) or not 0 <= damping < inf):
         raise DtypeError(f"The damping is {damping!r}.", "Use a finite number >= 0, or kfs.Relative of one.")
-
-
-def _check_same_parameters(model: nn.Module, K: BlockDiagonal) -> None:
-    """Refuse curvature of other parameters, by their names and shapes."""
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    wrong = [name for name, shape in K.domain.shapes.items() if shapes.get(name) != shape]
-    if wrong:
-        raise ModelError(
-            f"The curvature is of parameters {few(wrong)}, which the model does not have in these shapes.",
-            "Pass the curvature of this very model, with the names that model.named_parameters() has.",
-        )
 
 
 def _check_modes(model: nn.Module) -> None:

@@ -29,8 +29,6 @@ from kfs.risk import EmpiricalRisk
 
 # Compressed scores of this many data of a batch are compared with full ones.
 _SAMPLE = 16
-# This many batches are compared with those of a complete index.
-_COMPARED = 3
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class Builder:
             # Every shard is read once, so that damage shows now.
             known = _Known([self.shards.read(place) for place in range(number)])
             if state["complete"]:
-                known.check_first(self.plan.train)
+                known.check_all(self.plan.train)
                 return state
         self._fill(known)
         error = _error(known.errors)
@@ -227,13 +225,16 @@ class _Known:
             raise _other_data(f"batch {place} is another one")
         return known
 
-    def check_first(self, train: EmpiricalRisk) -> None:
-        """Compare a few batches."""
-        for place, batch in enumerate(train.batches()):
-            if place == _COMPARED:
-                break
+    def check_all(self, train: EmpiricalRisk) -> None:
+        """Compare all batches with those of a complete index. The model does not run.
+
+        Raises:
+            StorageError: If one differs, or there are more or fewer.
+        """
+        for place, batch in enumerate(train.batches("comparing data with the index")):
             if not self.has(place, batch):
                 raise _other_data("there are more batches now")
+        self.check_all_seen()
 
     def check_all_seen(self) -> None:
         """Refuse data that have fewer batches than the shards."""

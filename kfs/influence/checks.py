@@ -9,6 +9,7 @@ from kfs.data import fingerprint
 from kfs.errors import DistributedError, KfsWarning, ModelError, SolverError
 from kfs.kfac.structures import BlockDiagonal, Damping, Eigenbasis, Method, Relative, Stack
 from kfs.names import few, near
+from kfs.operators.same_parameters import check_parameters
 from kfs.risk import EmpiricalRisk
 
 
@@ -58,10 +59,12 @@ def check_memory(memory: object, what: str = "memory") -> None:
         raise ModelError(f"{what} is {memory!r}.", "Use a number of bytes, such as 2**30.")
 
 
-def check_count(what: str, number: object) -> None:
-    """Refuse what is neither `None` nor a positive integer."""
-    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-        raise ModelError(f"{what} is {number!r}.", "Use a positive integer, or leave it out.")
+def check_count(what: str, number: object, optional: bool = True) -> None:
+    """Refuse what is no positive integer, nor `None` where that is allowed."""
+    if number is None and optional:
+        return
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ModelError(f"{what} is {number!r}.", f"Use a positive integer{', or leave it out' if optional else ''}.")
 
 
 def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:
@@ -80,28 +83,15 @@ def check_risk(K: BlockDiagonal, risk: EmpiricalRisk, what: str) -> None:
         raise ModelError(
             f"{what} is a {type(risk).__name__}.", "Pass kfs.EmpiricalRisk(model, loss, data) with these data."
         )
-    mine = {name: tuple(p.shape) for name, p in risk.params.items()}
-    theirs = {name: tuple(shape) for name, shape in K.domain.shapes.items()}
-    missing = [name for name in theirs if name not in mine]
+    check_parameters(K, {name: p.shape for name, p in risk.params.items()}, owner=what)
     settings = getattr(K, "settings", None)
     # Operators may leave parameters out that no rule covers.
     exhaustive = settings is not None and settings.uncovered != "skip"
-    extra = [name for name in mine if name not in theirs] if exhaustive else []
-    if missing or extra:
+    extra = [name for name in risk.params if name not in K.domain.shapes] if exhaustive else []
+    if extra:
         raise ModelError(
-            f"The parameters of {what} are not those of the curvature: it lacks {few(missing) or 'none'}, and has "
-            f"{few(extra) or 'none'} too many.",
+            f"{what} has the parameters {few(extra)}, which the curvature lacks.",
             "Use the same model, and the same params= for both.",
-        )
-    differing = [
-        f"{name!r} ({list(mine[name])} instead of {list(theirs[name])})"
-        for name in theirs
-        if mine[name] != theirs[name]
-    ]
-    if differing:
-        raise ModelError(
-            f"Parameters of {what} have other shapes than in the curvature: {', '.join(differing[:3])}.",
-            "Use the model that the curvature was computed for: the same layers, and the same vocabulary.",
         )
     risk.count()  # raises an error if there are no data
 

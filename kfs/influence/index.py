@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kfs import storage
 from kfs.describing import Described, Description, Table, counted, number, readable_size, times
-from kfs.errors import StorageError
+from kfs.errors import ModelError, StorageError
 from kfs.influence.building import Builder, Plan, blocks_of
 from kfs.influence.checks import check_choice, check_memory, check_risk
 from kfs.influence.identity import differences, identity, weights
@@ -140,7 +140,7 @@ class Index(Described):
         Args:
             queries: Data to explain, with the same model and parameters.
             of: As in `Influence.scores`.
-            by: As in `Influence.scores`; what belongs to which token is not kept.
+            by: As in `Influence.scores`, without `"token"`: what belongs to which token is not kept.
             normalize: As in `Influence.scores`.
             memory: As in `Influence.scores`. Files are read as often as there was a pass over the training data.
             query_rank: As in `Influence.scores`, for blocks that are stored as rows.
@@ -149,7 +149,7 @@ class Index(Described):
             ModelError: If models or parameters differ.
             StorageError: If parameters have changed since the index was made, or a file is damaged.
         """
-        check_choice("by", by, ("block", "layer"))
+        _check_by(by)
         return all_scores(self._stream(queries, of, normalize, memory, query_rank), by)
 
     def top(
@@ -255,6 +255,21 @@ def settings_of(
     # Without a rank, there is no compression.
     kind = compression if rank is not None else None
     return {"damping": damping, "method": method, "rank": rank, "compression": kind, "dtype": dtype}
+
+
+def _check_by(by: object) -> None:
+    """Refuse parts of scores that an index does not have.
+
+    Raises:
+        ModelError: If there are none.
+    """
+    if by == "token":
+        raise ModelError(
+            "An index has no scores by token: gradients are stored as sums over tokens where that takes fewer bytes.",
+            "Find training data with index.top(queries), make an EmpiricalRisk of these alone, and pass it to "
+            "Influence.scores(queries, train, by='token').",
+        )
+    check_choice("by", by, ("block", "layer"))
 
 
 def _layouts(K: BlockDiagonal) -> dict[str, Any]:

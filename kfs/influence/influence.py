@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kfs.describing import Described, Description, counted, kind
 from kfs.errors import ModelError
-from kfs.influence.checks import check_alone, check_choice, inverse_of
+from kfs.influence.checks import check_alone, check_choice, check_count, inverse_of
 from kfs.influence.cost import Cost, cost_of
 from kfs.influence.index import Index, settings_of
 from kfs.influence.query_error import QueryError, query_error
@@ -219,8 +219,13 @@ class Influence(Described):
             query_rank: How many singular vectors of every query are kept.
             of: As in `scores`.
             of_train: As in `scores`.
+
+        Raises:
+            ModelError: If there is no rank, or models or parameters differ.
         """
         check_alone(train, "The error")
+        # Without a rank nothing is compressed, and there is no error to speak of.
+        check_count("query_rank", query_rank, optional=False)
         return query_error(self._stream(Request(queries, train, of, of_train, None, 0, query_rank)))
 
     def cost(
@@ -292,8 +297,9 @@ class Influence(Described):
     ) -> Index:
         """Compute the gradients of training data once, and keep them, to be multiplied with those of many queries.
 
-        If the folder has a complete index of the same model, curvature, settings and data, nothing is computed. If the
-        process ended before it was complete, what is missing is computed.
+        If the folder has a complete index of the same model, curvature, settings and data, no gradient is computed; all
+        data are read once and compared with those of the index by digests. If the process ended before it was complete,
+        what is missing is computed.
 
         Args:
             train: The training data.

@@ -32,6 +32,7 @@ from kfs.kfac.sums import PerDatumSums, Squares, Statistic, Use
 from kfs.kfac.sums.inputs import Vectors
 from kfs.kfac.sweep import sweep
 from kfs.kfac.vectors import one_by_one_if_needed
+from kfs.precision import at_least_float32
 from kfs.progress import show_progress
 from kfs.risk import EmpiricalRisk
 
@@ -258,7 +259,7 @@ def _operator(K: KFAC, structure: Callable[[Block], Structure]) -> BlockDiagonal
 
 def _zeros(K: KFAC, *shape: int) -> Tensor:
     """Start a sum, in float32 or better."""
-    return torch.zeros(shape, dtype=torch.promote_types(K.dtype, torch.float32), device=K.device)
+    return torch.zeros(shape, dtype=at_least_float32(K.dtype), device=K.device)
 
 
 def _factor(values: Tensor) -> Factor:

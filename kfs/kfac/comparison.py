@@ -60,6 +60,16 @@ class Comparison(DescribedByTables):
         rows: One for every layer and structure.
         costs: Time that each structure took for all layers, in units of one gradient of the risk.
         left_out: Layers that are too large for an exact block.
+
+    Example:
+        >>> rows = Row("fc", "KFAC", 0.25, 0.125, nbytes=256), Row("fc", "EKFAC", 0.2, 0.1, nbytes=384)
+        >>> Comparison(rows, {"KFAC": 1.5, "EKFAC": 2.0}, left_out=("head",))
+        Errors against exact blocks, relative to them
+        layer  structure  Frobenius  spectral  bytes  cost / gradient
+        -----  ---------  ---------  --------  -----  ---------------
+        fc     KFAC        2.50e-01  1.25e-01  256 B              1.5
+               EKFAC       2.00e-01  1.00e-01  384 B              2.0
+        Too large for exact blocks: head.
     """
 
     rows: tuple[Row, ...]
@@ -152,8 +162,8 @@ def compare(
     rows = []
     for layer, block in exact.items():
         C = block.double()
-        sizes = (torch.linalg.matrix_norm(C), torch.linalg.matrix_norm(C, 2))
-        rows += [_row(layer, name, found[name][layer], C, sizes) for name in found]
+        norms = (torch.linalg.matrix_norm(C), torch.linalg.matrix_norm(C, 2))
+        rows += [_row(layer, name, found[name][layer], C, norms) for name in found]
     return Comparison(tuple(rows), costs, left_out)
 
 
@@ -168,13 +178,13 @@ def _makers(structures: Iterable[str] | Mapping[str, Callable[..., BlockDiagonal
     return {name: STRUCTURES[name] for name in names}
 
 
-def _row(layer: str, name: str, structure: Structure, C: Tensor, sizes: tuple[Tensor, Tensor]) -> Row:
+def _row(layer: str, name: str, structure: Structure, C: Tensor, norms: tuple[Tensor, Tensor]) -> Row:
     """Measure one structure of one layer, whose exact block is `C`, with these Frobenius and spectral norms."""
     # Groups of channels make smaller blocks on the diagonal of a layer's matrix.
     difference = torch.block_diag(*structure.to_dense()).to(C) - C
     errors = (torch.linalg.matrix_norm(difference), torch.linalg.matrix_norm(difference, 2))
     frobenius, spectral = (
-        float(error / size if size > 0 else error) for error, size in zip(errors, sizes, strict=True)
+        float(error / size if size > 0 else error) for error, size in zip(errors, norms, strict=True)
     )
     return Row(layer, name, frobenius, spectral, structure.nbytes)
 

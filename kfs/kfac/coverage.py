@@ -14,6 +14,7 @@ from kfs.kfac.settings import Settings
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.vectors import backpropagated_vectors
 from kfs.operators.derivatives import leaves_and_rest, pull_back
+from kfs.precision import at_least_float32
 from kfs.risk import EmpiricalRisk
 
 
@@ -98,7 +99,7 @@ def exact_diagonals(risk: EmpiricalRisk, names: Iterable[str], settings: Setting
         By name, tensors shaped like the parameters.
     """
     names = list(names)
-    dtype = torch.promote_types(risk.dtype, torch.float32)
+    dtype = at_least_float32(risk.dtype)
     total = {name: torch.zeros_like(risk.params[name], dtype=dtype) for name in names}
     with risk.ranks.agreed("diagonal"), risk.untouched(), torch.enable_grad():
         for batch in risk.batches("diagonal"):

@@ -239,8 +239,7 @@ class _Stream:
             bad = self._uncovered()
             differentiated = self._by_autograd(batch, bad)
             result = [self._collected(batch, *both, bad) for both in zip(captured, differentiated, strict=True)]
-            for column in result:
-                _check_finite(column)
+            _check_finite(result)
             yield result
         unused = [name for name in self.order if name not in used and name not in self._uncovered()]
         alone = not self.risk.ranks.are_several  # otherwise data of other processes may use them
@@ -338,24 +337,26 @@ def _flat_layout(risk: EmpiricalRisk, name: str) -> Layout:
     return Layout(name, (size,), (0, size), (0,), 1)
 
 
-def _check_finite(batch: GradientBatch) -> None:
+def _check_finite(columns: Sequence[GradientBatch]) -> None:
     """Refuse gradients with NaN or infinity, and name the datum; an accelerator is asked once if all is well."""
-    tensors = [use.gradient for block in batch.blocks.values() for use in block.uses if isinstance(use, Captured)]
-    tensors += [block.whole for block in batch.blocks.values() if block.whole is not None]
+    blocks = [block for batch in columns for block in batch.blocks.values()]
+    tensors = [use.gradient for block in blocks for use in block.uses if isinstance(use, Captured)]
+    tensors += [block.whole for block in blocks if block.whole is not None]
     if not tensors or all(map(isfinite, numbers([torch.nn.utils.get_total_norm(tensors)]))):
         return
-    for name, block in batch.blocks.items():
+    start = columns[0].start
+    for block in blocks:
         sides = [side.dense() for part in block.parts for side in (part.x, part.g)]
         sides += [] if block.whole is None else [block.whole.transpose(0, 1)]
         for t in sides:
             wrong = (~t.isfinite()).any(3).any(2).any(0).nonzero().flatten().tolist()
             if wrong:
-                first, last = batch.start + wrong[0], batch.start + wrong[-1]
+                first, last = start + wrong[0], start + wrong[-1]
                 # Gradients by autograd are sent back for all data together, and one may spoil all.
                 unclear = block.whole is not None and last > first
                 datum = f"a datum from {first} to {last}" if unclear else f"datum {first}"
                 raise DataError(
-                    f"The gradient of {datum} with respect to block {name!r} is not finite.",
+                    f"The gradient of {datum} with respect to block {block.layout.name!r} is not finite.",
                     "Look for NaN or infinity in its input, its target, the parameters or the loss.",
                 )
 

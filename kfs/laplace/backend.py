@@ -4,7 +4,7 @@ That library is needed only where the backend is used. It asks for the curvature
 them up. Its `Kron` holds one Kronecker product for each parameter, of rows and of all other axes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from kfs.errors import ModelError
 from kfs.kfac.block import Block
 from kfs.kfac.block_gradients import BlockGradients
-from kfs.kfac.datum_gradients import GradientBatch, per_datum_columns
+from kfs.kfac.datum_gradients import GradientBatch
 from kfs.kfac.settings import Fisher, Settings
-from kfs.kfac.vectors import backpropagated_vectors
-from kfs.laplace.batchwise import FactorsByBatch
-from kfs.risk import EmpiricalRisk
+from kfs.laplace.batchwise import ColumnsByBatch, FactorsByBatch
 
 _WAY_OUT = "Use kfs.laplace.posterior(kfs.KFAC(risk), risk, prior_precision), which needs no laplace-torch."
 
@@ -41,7 +39,7 @@ class BackendMethods:
     stochastic: bool
     num_samples: int
     _factors: FactorsByBatch | None = None
-    _num_seen: int = 0  # data that labels were drawn for
+    _gradients: ColumnsByBatch | None = None
 
     def kron(self, x: Any, y: Tensor, N: int, **settings: Any) -> tuple[Tensor, Any]:
         """Return the loss of a batch, and its Kronecker factors.
@@ -65,51 +63,40 @@ class BackendMethods:
 
     def diag(self, x: Any, y: Tensor, **ignored: Any) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, and the exact diagonal of its GGN, or of an estimate by labels that are drawn."""
-        risk = self._risk(x, y)
+        columns, scale = self._columns(x, y)
+        first = next(iter(columns[0].blocks.values()))
         total = {
-            name: torch.zeros(1, *p.shape, dtype=risk.sum_dtype, device=p.device) for name, p in risk.params.items()
+            name: torch.zeros(1, *shape, dtype=first.dtype, device=first.device)
+            for name, shape in columns[0].shapes.items()
         }
-        for column in self._columns(risk):
-            for block in column.blocks.values():
-                before = block.layout.matrix(total)
-                block.layout.write(before + _sum_of_squares(block), total)
+        for name, block in columns[0].blocks.items():
+            block.layout.write(_sum_of_squares([column.blocks[name] for column in columns]), total)
         flat = torch.cat([t.flatten() for t in total.values()])
-        return self._loss(x, y), self._chosen(self._scale(risk) * flat).to(risk.dtype)
+        return self._loss(x, y), self._chosen(scale * flat).to(self.params[0].dtype)
 
     def full(self, x: Any, y: Tensor, **ignored: Any) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, and its GGN, or an estimate by labels that are drawn."""
-        risk = self._risk(x, y)
+        columns, scale = self._columns(x, y)
         total: Tensor | None = None
-        for column in self._columns(risk):
+        for column in columns:
             J = self._chosen(torch.cat([t.flatten(1) for t in column.tensors().values()], 1))
             total = J.T @ J if total is None else total.addmm_(J.T, J)
         assert total is not None  # noqa: S101 (predictions have at least one number)
-        return self._loss(x, y), (self._scale(risk) * total).to(risk.dtype)
+        return self._loss(x, y), (scale * total).to(self.params[0].dtype)
 
     def _names(self) -> list[str]:
         """Return the names of the parameters that are asked for, in their order."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         return [names[id(p)] for p in self.params]
 
-    def _risk(self, x: Any, y: Tensor) -> EmpiricalRisk:
-        """Return the risk on one batch."""
-        return EmpiricalRisk(self.model, self.lossfunc, [((x,), y)], self._names(), progress=False)
-
-    def _columns(self, risk: EmpiricalRisk) -> Iterator[GradientBatch]:
-        """Yield gradients of vectors whose outer products sum up to the curvature, for one column after the other."""
+    def _columns(self, x: Any, y: Tensor) -> tuple[list[GradientBatch], float]:
+        """Return gradients of vectors for one column after the other, and what their outer products are scaled with."""
         settings = Settings(fisher="mc" if self.stochastic else "type-2", mc_samples=self.num_samples)
-        first = self._num_seen
-        self._num_seen += risk.num_data  # further data have draws of their own
-
-        def vectors(f: Tensor, y: Tensor) -> Iterable[Tensor]:
-            return backpropagated_vectors(risk.loss, f, y, settings, first, 1)
-
-        for columns in per_datum_columns(risk, vectors, uncovered="autograd"):
-            yield from columns
-
-    def _scale(self, risk: EmpiricalRisk) -> float:
-        """Return what the curvature of criteria is multiplied with: their library divides the square loss by two."""
-        return self.factor * risk.reduction_factor
+        if self._gradients is None or self._gradients.settings != settings:
+            self._gradients = ColumnsByBatch(self.model, self.lossfunc, self._names(), settings)
+        columns = self._gradients.columns(x, y)
+        # Their library divides the square loss by two.
+        return columns, self.factor * self._gradients.scale(y)
 
     def _chosen(self, t: Tensor) -> Tensor:
         """Return the parameters of a subnetwork, on the last axis; all if none is chosen."""
@@ -122,13 +109,19 @@ class BackendMethods:
         return self.factor * loss
 
 
-def _sum_of_squares(block: BlockGradients) -> Tensor:
-    """Sum squared gradients over data, `[1, groups, d_B, d_A]`."""
-    if len(block.uses) == 1 and block.whole is None and block.shared == 1:
-        # The square of an outer product is the outer product of squares.
-        x, g = (side.dense().squeeze(2).square() for side in (block.parts[0].x, block.parts[0].g))
+def _sum_of_squares(columns: Sequence[BlockGradients]) -> Tensor:
+    """Sum squared gradients of all columns over data, `[1, groups, d_B, d_A]`."""
+    first = columns[0]
+    if len(first.uses) == 1 and first.whole is None and first.shared == 1:
+        # The square of an outer product is the outer product of squares, and columns have the same inputs.
+        x = first.parts[0].x.dense().squeeze(2).square()
+        g = sum(column.parts[0].g.dense().squeeze(2).square() for column in columns)
+        assert isinstance(g, Tensor)  # noqa: S101 (there are columns)
         return (g.transpose(1, 2) @ x).unsqueeze(0)
-    return block.dense().square().sum(0, keepdim=True)
+    total = first.dense().square().sum(0, keepdim=True)
+    for column in columns[1:]:
+        total += column.dense().square().sum(0, keepdim=True)
+    return total
 
 
 def _kron_factors(

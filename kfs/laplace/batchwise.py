@@ -4,19 +4,21 @@ A pass over data needs a session with plans, and an audit. Both outlast batches.
 batch when it is given one, and leaves the sums of this batch. Between two batches nothing of the model is changed.
 """
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kfs.data import Batch
 from kfs.kfac.block import Block
 from kfs.kfac.coverage import coverage_error, not_covered
+from kfs.kfac.datum_gradients import GradientBatch, per_datum_columns
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Progress
 from kfs.kfac.sums import FactorSums
 from kfs.kfac.sweep import passes
+from kfs.kfac.vectors import backpropagated_vectors
 from kfs.risk import EmpiricalRisk
 
 
@@ -34,8 +36,8 @@ class Handed:
             yield self.batch
 
 
-class FactorsByBatch:
-    """Computes the sums behind Kronecker factors for each batch, by one pass.
+class ByBatch(ABC):
+    """Computes something for each batch that it is given, by one pass.
 
     Args:
         model: The model.
@@ -54,13 +56,46 @@ class FactorsByBatch:
         self._risk = EmpiricalRisk(model, loss, self._handed, names, progress=False)
         self.settings = settings
         self.names = names
-        self._pass: Iterator[Batch] | None = None
-        self._sums = ResetSums(settings)
-        self._progress = Progress()
+        self._pass: Iterator[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the pass, which cannot be copied; a copy begins another one."""
-        return self.__dict__ | {"_pass": None, "_sums": ResetSums(self.settings), "_progress": Progress()}
+        return self.__dict__ | {"_pass": None}
+
+    @abstractmethod
+    def _begin(self) -> Iterator[Any]:
+        """Return a pass over data that are handed over."""
+
+    def _next(self, x: Any, y: Tensor) -> Any:
+        """Run the pass for one batch, and return what it yields."""
+        if self._pass is None:
+            self._pass = self._begin()
+        # Inputs in a tuple are the arguments of the model, whatever they are.
+        self._handed.batch = ((x,), y)
+        try:
+            with torch.enable_grad():
+                return next(self._pass)
+        except BaseException:
+            self._pass = None  # it has ended
+            raise
+
+    def _reduction_factor(self, y: Tensor) -> float:
+        """Return what the loss multiplies the sum over a batch with."""
+        return self._risk.loss.reduction_factor(len(y))
+
+
+class FactorsByBatch(ByBatch):
+    """Computes the sums behind Kronecker factors for each batch."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the pass and what belongs to it."""
+        return {name: value for name, value in super().__getstate__().items() if name not in {"_sums", "_progress"}}
+
+    def _begin(self) -> Iterator[Any]:
+        """Return a pass that adds to sums."""
+        self._sums = ResetSums(self.settings)
+        self._progress = Progress()
+        return passes(self._risk, self._sums, self.settings, "factors", self._progress, pausing=True)
 
     def blocks(self, x: Any, y: Tensor) -> dict[str, Block]:
         """Return the blocks of one batch, by name. Their sums are those of the next batch as soon as there is one.
@@ -68,27 +103,40 @@ class FactorsByBatch:
         Raises:
             ModelError: If a parameter is not covered.
         """
-        if self._pass is None:
-            self._sums = ResetSums(self.settings)
-            self._progress = Progress()
-            task = "factors"
-            self._pass = passes(self._risk, self._sums, self.settings, task, self._progress, pausing=True)
-        self._sums.reset()
-        # Inputs in a tuple are the arguments of the model, whatever they are.
-        self._handed.batch = ((x,), y)
-        try:
-            with torch.enable_grad():
-                next(self._pass)
-        except BaseException:
-            self._pass = None  # it has ended
-            raise
+        if self._pass is not None:
+            self._sums.reset()
+        self._next(x, y)
         found = list(self._sums.blocks.values())
         bad = not_covered(self.names, found, self._progress.unexplained, self._sums.conflicts)
         if bad:
             raise coverage_error(bad)
         self._sums.complete()
-        R = self._risk.loss.reduction_factor(len(y))
+        R = self._reduction_factor(y)
         return {sums.layout.name: Block(sums, R) for sums in found}
+
+
+class ColumnsByBatch(ByBatch):
+    """Computes gradients of vectors whose outer products sum up to the curvature, for each batch."""
+
+    _num_seen = 0  # data that labels were drawn for: further data have draws of their own
+
+    def _begin(self) -> Iterator[Any]:
+        """Return a pass that yields gradients."""
+
+        def vectors(f: Tensor, y: Tensor) -> Iterable[Tensor]:
+            return backpropagated_vectors(self._risk.loss, f, y, self.settings, self._num_seen, 1)
+
+        return per_datum_columns(self._risk, vectors, uncovered="autograd")
+
+    def columns(self, x: Any, y: Tensor) -> list[GradientBatch]:
+        """Return the gradients of one batch, for one column after the other."""
+        found: list[GradientBatch] = self._next(x, y)
+        self._num_seen += len(y)
+        return found
+
+    def scale(self, y: Tensor) -> float:
+        """Return what the sum of outer products is multiplied with."""
+        return self._reduction_factor(y)
 
 
 class ResetSums(FactorSums):

@@ -22,6 +22,7 @@ from kfs.kfac.loss_scale import LossScale
 from kfs.kfac.structures import BlockDiagonal, Relative
 from kfs.names import few, guess
 from kfs.operators.computed_at import warn_of_other_values
+from kfs.operators.same_parameters import check_parameters
 from kfs.risk import EmpiricalRisk
 
 # One prior precision for all blocks, or one for each block, by name.
@@ -179,35 +180,10 @@ def check_risk(K: BlockDiagonal, risk: object) -> None:
         raise ModelError(
             f"risk is a {type(risk).__name__}.", "Pass the kfs.EmpiricalRisk(model, loss, data) of the curvature."
         )
-    check_params(K, {name: tuple(p.shape) for name, p in risk.params.items()})
+    check_parameters(K, {name: p.shape for name, p in risk.params.items()})
     if isinstance(K, KFAC | EKFAC) and K.num_data != risk.num_data:
         raise ModelError(
             f"The curvature was computed from {K.num_data:,} data, and the risk has {risk.num_data:,}.",
             "Use the risk that the curvature was computed for.",
         )
     warn_of_other_values(K, risk.params, what="The curvature", owner="the model", stacklevel=4)
-
-
-def check_params(K: BlockDiagonal, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse parameters that are not those of the curvature.
-
-    Args:
-        K: The curvature.
-        shapes: Shapes of the parameters of a model. There may be more of them.
-
-    Raises:
-        ModelError: If one is missing, or has another shape.
-    """
-    mine = {name: tuple(shape) for name, shape in K.domain.shapes.items()}
-    missing = [name for name in mine if name not in shapes]
-    if missing:
-        raise ModelError(
-            f"The curvature is that of other parameters: the model lacks {few(missing)}.",
-            "Use the model that the curvature was computed for, and the same params=.",
-        )
-    for name, shape in mine.items():
-        if shapes[name] != shape:
-            raise ModelError(
-                f"Parameter {name!r} has shape {list(shapes[name])}, and {list(shape)} in the curvature.",
-                "Use the model that the curvature was computed for.",
-            )

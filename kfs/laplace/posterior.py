@@ -15,7 +15,6 @@ from kfs.laplace.likelihood import (
     Number,
     Prior,
     check_curvature,
-    check_params,
     check_risk,
     likelihood_of,
     priors_by_name,
@@ -23,6 +22,7 @@ from kfs.laplace.likelihood import (
 from kfs.laplace.spectrum import decomposed
 from kfs.laplace.variance import NO_LOSS, output_covariance
 from kfs.operators.computed_at import warn_of_other_values
+from kfs.operators.same_parameters import check_parameters
 from kfs.risk import EmpiricalRisk
 
 Model = nn.Module | Callable[[dict[str, Tensor], Any], Any]
@@ -212,7 +212,7 @@ def _risk_of(K: BlockDiagonal, model: object) -> EmpiricalRisk:
             f"A {type(model).__name__} does not have parameters.", "Pass the risk of the curvature, or its module."
         )
     params = dict(model.named_parameters())
-    check_params(K, {name: tuple(p.shape) for name, p in params.items()})
+    check_parameters(K, {name: p.shape for name, p in params.items()})
     warn_of_other_values(K, params, what="The curvature", owner="the model", stacklevel=4)
     return EmpiricalRisk(model, NO_LOSS, [], list(K.domain.shapes))
 

@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from kfs.precision import at_least_float32
 from kfs.waiting import counting
 
 # Cumulative sums that exist at the same time take about this many bytes.
@@ -87,7 +88,7 @@ def _draw_in_two_steps(rows: Tensor, u: Tensor) -> Tensor:
     """
     classes = rows.shape[-1]
     whole = classes // _BLOCK * _BLOCK
-    dtype = torch.promote_types(rows.dtype, torch.float32)
+    dtype = at_least_float32(rows.dtype)
     sums = [rows[..., :whole].unflatten(-1, (-1, _BLOCK)).sum(-1, dtype=dtype)]
     if whole < classes:
         sums.append(rows[..., whole:].sum(-1, keepdim=True, dtype=dtype))

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from kfs.describing import counted
 from kfs.errors import DtypeError, KfsError, ModelError, ShapeError
 from kfs.kfac.structures import METHODS, BlockDiagonal
-from kfs.names import few, near
+from kfs.names import few
 from kfs.operators import LinearOperator
 from kfs.operators.computed_at import computed_at, digest_for, warn_of_other_values
+from kfs.operators.same_parameters import check_parameters
 from kfs.state import check_module
 
 _ONE_PROGRAM = "Build all models by the same code."
@@ -112,7 +113,6 @@ def check_curvatures(curvatures: object, models: Sequence[nn.Module], what: str)
 
     Raises:
         ModelError: If number or parameters do not fit, or a curvature belongs to another model.
-        ShapeError: If shapes do not fit.
         DtypeError: If these are no operators, or dtypes or devices differ.
     """
     if isinstance(curvatures, LinearOperator) or not isinstance(curvatures, Iterable):
@@ -125,7 +125,8 @@ def check_curvatures(curvatures: object, models: Sequence[nn.Module], what: str)
         )
     for place, (C, model) in enumerate(zip(found, models, strict=True)):
         _check_operator(C, f"{what}[{place}]")
-        _check_parameters(C, model, f"{what}[{place}]", f"models[{place}]")
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        check_parameters(C, shapes, what=f"{what}[{place}]", owner=f"models[{place}]")
     for place, C in enumerate(found[1:], start=1):
         _check_same_space(found[0], C, f"{what}[0]", f"{what}[{place}]")
     for place, C in enumerate(found):
@@ -140,19 +141,6 @@ def _check_operator(C: object, called: str) -> None:
         )
     if C.domain != C.codomain or not C.symmetric:
         raise ModelError(f"{called} is not symmetric.", "Pass a curvature matrix: kfs.KFAC(risk), kfs.GGN(risk), ...")
-
-
-def _check_parameters(C: LinearOperator, model: nn.Module, called: str, owner: str) -> None:
-    params = dict(model.named_parameters())
-    unknown = [name for name in C.domain.shapes if name not in params]
-    if unknown:
-        raise ModelError(f"{called} is the curvature of {few(unknown)}, which {owner} lacks.", near(unknown, params))
-    for name, shape in C.domain.shapes.items():
-        if params[name].shape != shape:
-            raise ShapeError(
-                f"{called} has shape {list(shape)} for {name!r}, but {owner} has {list(params[name].shape)}.",
-                "Compute the curvature of this model.",
-            )
 
 
 def _check_same_space(first: LinearOperator, other: LinearOperator, one: str, two: str) -> None:

@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kfs.data import arguments, as_batches, default_unpack, mapped, repeatably
 from kfs.errors import DataError, DtypeError, ModelError
+from kfs.precision import at_least_float32
 from kfs.progress import tracked
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -23,7 +24,7 @@ def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     first = tensors[0]
     if all_equal(tensors):
         return first.clone()
-    wide = torch.promote_types(first.dtype, torch.float32)
+    wide = at_least_float32(first.dtype)
     total = torch.zeros_like(first, dtype=wide)
     for t, weight in zip(tensors, weights, strict=True):
         total += weight / sum(weights) * t.to(first.device, wide)

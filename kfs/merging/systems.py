@@ -33,6 +33,7 @@ from kfs.kfac.structures import (
 from kfs.merging.report import MergedBlock
 from kfs.operators import LinearOperator, solve, trace
 from kfs.operators.space import Columns, Space
+from kfs.precision import at_least_float32
 
 ALL = "all parameters"  # name of the only block of operators without blocks
 _PRODUCTS = 60  # that the trace of such an operator is estimated from
@@ -84,7 +85,7 @@ class DampedBlocks:
                 self._parts.append((Stack((layout,), stack.structure[part]), added[part]))
                 self.damping[layout.name] = float(added[part].amax())
         # Products of half precision are computed in float32, and must not be rounded in between.
-        self.dtype = torch.promote_types(K.dtype, torch.float32)
+        self.dtype = at_least_float32(K.dtype)
 
     def on(self, space: Space) -> BlockDiagonal:
         """Return the blocks of some parameters."""

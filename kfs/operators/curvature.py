@@ -21,11 +21,11 @@ from kfs.operators.chunks import choose_chunk_size
 from kfs.operators.derivatives import (
     Linearization,
     enabled_kernels,
-    gradients_of_columns,
     leaves_and_rest,
     pull_back,
     pull_back_through_model,
     push_forward,
+    second_derivatives,
 )
 from kfs.operators.interface import LinearOperator, Submatrix
 from kfs.operators.space import Columns, Space
@@ -137,20 +137,7 @@ class Hessian(Curvature):
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
         """Differentiate the gradient."""
         leaves, rest = leaves_and_rest(self.risk, {*columns, *rows})
-        f = self.risk.predict(leaves | rest, batch)
-        self.risk.finite(f.detach(), batch)
-        c = self.risk.reduction_factor * self.risk.loss.criterion(f, batch.y).sum()
-        moving, fixed = [leaves[name] for name in columns], [leaves[name] for name in rows]
-        gradient: tuple[Tensor | None, ...] = (None,) * len(moving)
-        if c.requires_grad:
-            gradient = torch.autograd.grad(c, moving, create_graph=True, allow_unused=True)
-        used = [(g, t) for g, t in zip(gradient, columns.values(), strict=True) if g is not None and g.requires_grad]
-        num_columns = len(next(iter(columns.values())))
-        zeros = {name: leaves[name].new_zeros(num_columns, *leaves[name].shape) for name in rows}
-        if not used:
-            return zeros
-        second = gradients_of_columns([g for g, _ in used], fixed, [t for _, t in used])
-        return {name: zeros[name] if t is None else t for name, t in zip(rows, second, strict=True)}
+        return second_derivatives(self.risk, batch, leaves, rest, rows, columns)
 
 
 class Sandwich(Curvature):

@@ -1,4 +1,4 @@
-r"""Derivatives of a batch's predictions: $J v$ and $J^\top u$, for many columns at once.
+r"""Derivatives of a batch: $J v$ and $J^\top u$ of its predictions, second ones of its risk, for many columns at once.
 
 Columns are pushed forward by forward-mode differentiation, all of them together (`vmap`), without recording a graph.
 They come back through the graph of another forward pass. That takes no longer than recording the first one, where
@@ -8,15 +8,17 @@ operations that `vmap` does not know to one column after the other.
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import jvp, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.data import Batch
 from kfs.errors import ModelError
+from kfs.exact_derivatives import RefuseMissedErrors
 from kfs.operators.space import Columns
 from kfs.parameters import Params
 from kfs.risk import EmpiricalRisk
@@ -242,6 +244,94 @@ def _pull_back_together(
         send_back = vjp(predict, {name: values[name] for name in rows})[1]
         gradients: tuple[Columns] = vmap(send_back, randomness="same")(u)
     return gradients[0]
+
+
+def second_derivatives(
+    risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, rows: list[str], columns: Columns
+) -> Columns:
+    """Multiply columns with second derivatives of a batch's risk, by differentiating its gradient.
+
+    Args:
+        risk: Says what model and loss are.
+        batch: The data.
+        leaves: Parameters that may be differentiated with respect to.
+        rest: The other parameters.
+        rows: Names of the leaves that a result is wanted for.
+        columns: Tensors `[K, *shape]` for some of the leaves.
+
+    Returns:
+        Tensors `[K, *shape]` for all rows.
+    """
+    num_columns = len(next(iter(columns.values())))
+    if num_columns > 1:
+        try:
+            return _second_derivatives_together(risk, batch, leaves, rest, rows, columns)
+        except RuntimeError:
+            pass  # as in `pull_back_through_model`
+    f = risk.predict(leaves | rest, batch)
+    risk.finite(f.detach(), batch)
+    c = _criterion(risk, batch, f)
+    zeros = {name: leaves[name].new_zeros(num_columns, *leaves[name].shape) for name in rows}
+    if not c.requires_grad:
+        return zeros
+    gradient = torch.autograd.grad(c, [leaves[name] for name in columns], create_graph=True, allow_unused=True)
+    used = [(g, t) for g, t in zip(gradient, columns.values(), strict=True) if g is not None and g.requires_grad]
+    if not used:
+        return zeros
+    _refuse_error_nodes([g for g, _ in used])
+    second = gradients_of_columns([g for g, _ in used], [leaves[name] for name in rows], [t for _, t in used])
+    return {name: zeros[name] if t is None else t for name, t in zip(rows, second, strict=True)}
+
+
+def _second_derivatives_together(
+    risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, rows: list[str], columns: Columns
+) -> Columns:
+    """Differentiate the gradient by `torch.func`, for the reason that `_pull_back_together` gives."""
+    values = {name: p.detach() for name, p in (leaves | rest).items()}
+
+    def gradient(at_rows: Params) -> tuple[Params, Tensor]:
+        point = values | at_rows
+
+        def value(at_columns: Params) -> tuple[Tensor, Tensor]:
+            with RefuseMissedErrors():
+                f = risk.predict(point | at_columns, batch)
+                return _criterion(risk, batch, f), f
+
+        return grad(value, has_aux=True)({name: point[name] for name in columns})  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        found: Any = vjp(gradient, {name: values[name] for name in rows}, has_aux=True)
+        _, send_back, f = found
+        risk.finite(f, batch)
+        second: tuple[Columns] = vmap(send_back, randomness="same")(columns)
+    return second[0]
+
+
+def _refuse_error_nodes(gradients: list[Tensor]) -> None:
+    """Refuse a graph in which PyTorch has put an error instead of a derivative.
+
+    Such a node has no way back to the parameters, so that nothing would be sent through it, and no error raised.
+    """
+    waiting = [g.grad_fn for g in gradients]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().endswith("Error"):
+            raise ModelError(
+                "The backward pass of an operation cannot be differentiated (a custom autograd.Function that is marked "
+                "as once_differentiable?).",
+                "Write its backward pass with differentiable operations, and without the mark.",
+            )
+        waiting += [before for before, _ in node.next_functions]
+
+
+def _criterion(risk: EmpiricalRisk, batch: Batch, f: Tensor) -> Tensor:
+    """Return a batch's part of the risk."""
+    c: Tensor = risk.reduction_factor * risk.loss.criterion(f, batch.y).sum()
+    return c
 
 
 def enabled_kernels() -> list[SDPBackend]:

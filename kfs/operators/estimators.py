@@ -21,6 +21,7 @@ from kfs.errors import ShapeError
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import Probes, random_columns
 from kfs.operators.solve import product
+from kfs.precision import at_least_float32
 from kfs.progress import Line, show_progress
 
 # How often each method multiplies columns: what is multiplied later depends on what came out before.
@@ -242,12 +243,12 @@ def _product(A: LinearOperator, V: Tensor, line: Line) -> Tensor:
 
 def _wide_dense(A: LinearOperator) -> Tensor:
     """Form the matrix, and return it in float32 at least: sums in half precision would lose digits."""
-    return A.to_dense().to(torch.promote_types(A.dtype, torch.float32))
+    return A.to_dense().to(at_least_float32(A.dtype))
 
 
 def _probes(A: LinearOperator, num: int, probes: Probes, seed: int) -> Tensor:
     """Return test vectors, in float32 at least: there are no decompositions in half precision."""
-    return random_columns(probes, A.shape[1], num, torch.promote_types(A.dtype, torch.float32), A.device, seed)
+    return random_columns(probes, A.shape[1], num, at_least_float32(A.dtype), A.device, seed)
 
 
 def _standard_error(samples: Tensor) -> Tensor:

@@ -13,6 +13,11 @@ Example:
       1 batch, not counted yet
       block_diagonal=False, chunk_size=16
       cost: one pass over the data for a product with up to 16 vectors
+    >>> GGN(risk, block_diagonal="layer", reuse=True)
+    GGN of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
+      1 batch, not counted yet
+      block_diagonal='layer', chunk_size=16, reuse=True
+      cost: one pass over the data for a product with up to 16 vectors
     >>> Fisher(risk, "type-1", mc_samples=2)
     Fisher of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
       1 batch, not counted yet

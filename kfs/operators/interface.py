@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, overload
 import torch
 from torch import Tensor
 
-from kfs.errors import DtypeError
+from kfs.errors import DtypeError, ShapeError
 from kfs.operators.formulas import DescribedOperator
 from kfs.operators.space import Columns, Index, Space, Vector, check_same, is_index
+from kfs.precision import at_least_float32
 from kfs.progress import show_progress
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class LinearOperator(DescribedOperator, ABC):
 
         Raises:
             ModelError: If there is no such parameter.
-            ShapeError: If there is no such entry.
+            ShapeError: If there is no such entry, or if nothing was named.
         """
         rows = rows if is_index(rows) else _names(rows)
         columns = rows if columns is None else columns
@@ -198,26 +199,26 @@ class LinearOperator(DescribedOperator, ABC):
         from scipy.sparse.linalg import LinearOperator as ScipyOperator  # noqa: PLC0415 (slow to import)
 
         # NumPy has no bfloat16, and SciPy's algorithms no half precision.
-        at_least_float32 = torch.promote_types(self.dtype, torch.float32)
+        wide = at_least_float32(self.dtype)
 
         def product(operator: LinearOperator):  # type: ignore[no-untyped-def]
             def call(v):  # type: ignore[no-untyped-def]
                 t = torch.as_tensor(v, dtype=self.dtype, device=self.device)
-                result = (operator @ t).cpu().to(at_least_float32).numpy()
+                result = (operator @ t).cpu().to(wide).numpy()
                 after_product()
                 return result
 
             return call
 
         forward, backward = product(self), product(self.T)
-        dtype = torch.empty(0, dtype=at_least_float32).numpy().dtype
+        dtype = torch.empty(0, dtype=wide).numpy().dtype
         return ScipyOperator(
             self.shape, matvec=forward, matmat=forward, rmatvec=backward, rmatmat=backward, dtype=dtype
         )
 
 
 class Identity(LinearOperator):
-    """The identity."""
+    """The identity. `A.shift(a)` is `A + a * Identity(A.domain)`."""
 
     symmetric = True
 
@@ -378,7 +379,14 @@ class IndexedSubmatrix(LinearOperator):
 
 
 def _names(chosen: Index) -> list[str]:
-    return [chosen] if isinstance(chosen, str) else list(chosen)  # type: ignore[arg-type]
+    if isinstance(chosen, str):
+        return [chosen]
+    if isinstance(chosen, Iterable):
+        return list(chosen)
+    raise ShapeError(
+        f"{chosen!r} does not choose rows or columns.",
+        "Give a parameter's name, or several; or entries as a list of integers ([3] for one), a mask or a slice.",
+    )
 
 
 def _number(factor: object) -> float:

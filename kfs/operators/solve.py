@@ -17,6 +17,7 @@ from kfs.describing import Described, Description, counted, vector
 from kfs.errors import DtypeError, ShapeError, SolverError
 from kfs.operators.interface import LinearOperator
 from kfs.operators.space import Form, Space
+from kfs.precision import at_least_float32
 from kfs.progress import show_progress
 
 if TYPE_CHECKING:
@@ -303,6 +304,6 @@ def scaled_right_hand_side(space: Space, b: Vec) -> tuple[Tensor, Tensor, Form]:
         raise ShapeError("The right-hand side has no columns.", "Pass at least one.")
     if not B.isfinite().all():
         raise SolverError("The right-hand side is not finite.", "Look for NaN or infinity in it.")
-    B = B.to(torch.promote_types(B.dtype, torch.float32))
+    B = B.to(at_least_float32(B.dtype))
     size = torch.exp2(torch.frexp(B.abs().amax(0)).exponent.to(B.dtype) - 1).clamp(min=torch.finfo(B.dtype).tiny)
     return B / size, size, form

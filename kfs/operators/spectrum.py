@@ -18,6 +18,7 @@ from kfs.errors import ShapeError, SolverError
 from kfs.operators.interface import LinearOperator
 from kfs.operators.probes import Probes, normal, random_columns
 from kfs.operators.solve import product
+from kfs.precision import at_least_float32
 from kfs.progress import Line, show_progress
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ def eigenvalues(
             slowly.
         tolerance: Relative accuracy; 0 for machine precision.
         seed: Of the start vector.
-        progress: Whether to show the number of products meanwhile. By default, if it takes longer than two seconds.
+        progress: Whether to show the number of products meanwhile, and how long one takes. By default, if it takes
+            longer than two seconds. How many will be needed is not known before they are done.
 
     Returns:
         The eigenvalues in descending order of their values, `[k]`, and the eigenvectors as columns, `[D, k]`.
@@ -61,11 +63,15 @@ def eigenvalues(
     if by not in {"value", "magnitude"}:
         raise ShapeError(f"by is {by!r}.", "Choose 'value' or 'magnitude'.")
     which = ("L" if largest else "S") + ("A" if by == "value" else "M")  # as ARPACK calls them
-    wide = torch.promote_types(A.dtype, torch.float32)
+    wide = at_least_float32(A.dtype)
     start = normal(A.shape[0], wide, seed).numpy()  # signs may be orthogonal to an eigenvector of signs
+    num_vectors = min(max(2 * k + 1, 20), A.shape[0])  # SciPy's default
     try:
         with show_progress("eigenvalues", None, progress, "product") as line:
-            values, vectors = eigsh(A.to_scipy(line.advance), k=k, which=which, v0=start, tol=tolerance)
+            # ARPACK does not say how far from convergence it is. It needs a product for each of its vectors, at least.
+            line.at_least = num_vectors
+            options = {"k": k, "which": which, "v0": start, "tol": tolerance, "ncv": num_vectors}
+            values, vectors = eigsh(A.to_scipy(line.advance), **options)
     except ArpackError as error:
         raise SolverError(
             f"The Lanczos method failed: {error}.",
@@ -195,7 +201,7 @@ def spectral_density(
     """
     _check_symmetric(A)
     # Half precision would not keep directions orthogonal, and has no decompositions.
-    wide = torch.promote_types(A.dtype, torch.float32)
+    wide = at_least_float32(A.dtype)
     V = random_columns(probes, A.shape[0], num_vectors, wide, A.device, seed)
     steps = min(num_steps, A.shape[0])
     with show_progress("spectral density", num_vectors * steps, progress, "product") as line:

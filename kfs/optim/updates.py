@@ -14,6 +14,7 @@ from kfs.optim.parameters import Parameters
 from kfs.optim.recorded_update import RecordedUpdate, recorder_for
 from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, natural_step
 from kfs.optim.trials import Trial, try_step
+from kfs.precision import at_least_float32
 from kfs.tf32 import tf32, uses_tf32
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -301,6 +302,6 @@ def _state_of(state: State, p: Tensor, *names: str) -> dict[str, Any]:
     mine = state[p]
     for name in names:
         if name not in mine:
-            mine[name] = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            mine[name] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
             mine["age"] = 0
     return mine

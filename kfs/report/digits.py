@@ -8,7 +8,10 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from kfs.kfac import EKFAC, KFAC, Comparison, compare
+from kfs.kfac import EKFAC, KFAC, Comparison, Inspection, compare, inspect
+from kfs.operators import GGN, Hessian, solve, spectral_density
+from kfs.operators.solve import Solution
+from kfs.operators.spectrum import Density
 from kfs.risk import EmpiricalRisk
 
 
@@ -20,12 +23,18 @@ class Digits:
         accuracy: Share of right predictions on data that were not trained on.
         factors: KFAC of the net.
         comparison: Errors of structures, layer by layer.
+        inspection: What layers cost.
+        density: Eigenvalues of the Hessian.
+        solution: The system of the damped GGN and the gradient.
         ratios: Time of a program divided by that of forward and backward pass over the same data.
     """
 
     accuracy: float
     factors: KFAC
     comparison: Comparison
+    inspection: Inspection
+    density: Density
+    solution: Solution[dict[str, Tensor]]
     ratios: dict[str, float]
 
 
@@ -62,9 +71,15 @@ def examine(quick: bool = False) -> Digits:
     accuracy = float((model(X[half:]).argmax(1) == y[half:]).double().mean())
     few = 100 if quick else 400
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (X[:few], y[:few]), progress=False)  # the tour shows its own
-    structures = ["diagonal", "KFAC", "EKFAC", "trace-scaled", "optimal Kronecker"]
-    comparison = compare(risk, structures)
-    return Digits(accuracy, KFAC(risk), comparison, _ratios(model, X[:half], y[:half], 3 if quick else 7))
+    return Digits(
+        accuracy,
+        factors=KFAC(risk),
+        comparison=compare(risk, ["diagonal", "KFAC", "EKFAC", "trace-scaled", "optimal Kronecker"]),
+        inspection=inspect(model, X[:8]),
+        density=spectral_density(Hessian(risk), num_vectors=1 if quick else 4),
+        solution=solve(GGN(risk).shift(1e-2), risk.gradient()),
+        ratios=_ratios(model, X[:half], y[:half], 3 if quick else 7),
+    )
 
 
 def _ratios(model: nn.Module, X: Tensor, y: Tensor, repeats: int) -> dict[str, float]:

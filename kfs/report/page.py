@@ -157,12 +157,15 @@ def _figure(image: bytes, caption: str) -> str:
 
 
 def _plots(found: digits.Digits) -> str:
-    """Draw the net's factors, their eigenvalues, and errors of structures."""
+    """Draw what layers cost, factors, eigenvalues, how a solver converges, and errors of structures."""
     from matplotlib import pyplot  # noqa: PLC0415 (optional)
 
     plots = {
+        "What its factors take, by kfs.inspect(model, X).plot().": found.inspection.plot()[0],
         "Its Kronecker factors, by K.plot().": found.factors.plot()[0],
         "Eigenvalues of its blocks, and what damping adds, by K.plot_spectrum().": found.factors.plot_spectrum(),
+        "Eigenvalues of its Hessian, by kfs.operators.spectral_density(Hessian).plot().": found.density.plot(),
+        "Conjugate gradients with its damped GGN, by kfs.operators.solve(A, b).plot().": found.solution.plot(),
         "Errors of structures, by kfs.compare(risk).plot().": found.comparison.plot(),
     }
     parts = []
@@ -177,11 +180,6 @@ def _plots(found: digits.Digits) -> str:
 
 def _digits(found: digits.Digits) -> str:
     """Show errors layer by layer, and what programs cost."""
-    rows = [
-        (row.layer, row.structure, f"{row.frobenius:.3f}", f"{row.spectral:.3f}", f"{row.nbytes:,}")
-        for row in found.comparison.rows
-    ]
-    head = ("layer", "structure", "Frobenius error", "spectral error", "bytes")
     ratios = _table(
         ("program", "time on one thread / (forward and backward pass)"),
         [(n, f"{r:.2f}") for n, r in found.ratios.items()],
@@ -191,5 +189,5 @@ def _digits(found: digits.Digits) -> str:
         f"<p>A net with two hidden layers, trained on half of scikit-learn's digits; it gets {found.accuracy:.1%} of "
         "the other half right. Errors are relative, against the exact block of the GGN.</p>"
         f"{'' if find_spec('matplotlib') is None else _plots(found)}"
-        f"{_table(head, rows, numbers=(2, 3, 4))}<h3>What it costs</h3>{ratios}"
+        f'<div class="scroll">{found.comparison.describe().html()}</div><h3>What it costs</h3>{ratios}'
     )

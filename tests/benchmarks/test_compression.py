@@ -44,3 +44,20 @@ def test_without_curvature_weights_go_by_magnitude_and_ranks_by_singular_values(
     best = s[0] * torch.outer(U[:, 0], V[0])
     product = found.get_parameter("0.1.weight") @ found.get_parameter("0.0.weight")
     torch.testing.assert_close(product.detach(), best[:, :-1])
+
+
+def test_one_threshold_for_all_singular_values() -> None:
+    """What is left fits the budget, and the smallest singular values went first, whatever that saves."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20, bias=False), nn.Tanh(), nn.Linear(20, 10, bias=False)).double().eval()
+    data = torch.randn(50, 20, dtype=torch.float64), torch.randn(50, 10, dtype=torch.float64)
+    K = compression.identity_like(kfs.KFAC(kfs.EmpiricalRisk(model, nn.MSELoss(), data)))
+    small, report = compression.above_one_threshold(model, K, 0.5)
+    assert report.stored_after <= 300
+    kept, dropped = [], []
+    for name in ("0", "2"):
+        values = torch.linalg.svdvals(model.get_parameter(f"{name}.weight").detach())
+        rank = len(small.get_parameter(f"{name}.0.weight"))
+        kept.append(float(values[rank - 1]))
+        dropped.append(float(values[rank]))
+    assert max(dropped) < min(kept)

@@ -31,6 +31,8 @@ def test_all_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     dense = [row for row in quality if row["method"] == "dense GGN"]
     assert all(-1 <= row["values"][0] <= 1 for row in dense)
     assert {row["library"] for row in quality} == {"torch", "kfs", "kronfluence", "dattri"}
+    assert quality[0]["method"] == "the same halves, other initializations"
+    assert 0 < quality[0]["values"][0] < 1  # halves decide something, and do not decide everything
     found = rows(tmp_path / "influence_mislabelled_quick.json")
     assert all(0 <= value <= 1 for row in found for value in row["values"])
     timed = [row for row in rows(tmp_path / "influence_time_quick.json") if row["library"] == "kfs"]

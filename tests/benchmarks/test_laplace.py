@@ -40,7 +40,11 @@ def test_beside_the_other_library(tmp_path: Path, capsys: pytest.CaptureFixture[
     content = json.loads((tmp_path / "applications_laplace_quick.json").read_text(encoding="utf-8"))
     mine = [row for row in content["rows"] if row["library"].startswith("kfs") and row["error"] is not None]
     assert len(mine) > 5
-    assert all(row["error"] < 1e-9 for row in mine if not row["task"].startswith("best prior"))
+    in_single = [row for row in mine if "float32 against float64" in row["task"]]
+    assert len(in_single) == 6  # two data sets, three priors
+    assert all(0 < row["error"] < 1e-2 for row in in_single)
+    others = [row for row in mine if row not in in_single and not row["task"].startswith("best prior")]
+    assert all(row["error"] < 1e-9 for row in others)
     assert "LayerNorm" in capsys.readouterr().out
 
 

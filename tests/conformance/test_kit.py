@@ -292,7 +292,11 @@ def test_command(tmp_path: Path) -> None:
     assert "repeat it" in page
     everything = runner.invoke(app, ["check", "kfs", "--only", "one datum", "--verbose"])
     assert "exact: one datum" in everything.output
-    for arguments, words in ((["nothing"], "cannot be imported"), (["kfs", "--only", "nothing"], "Choose from: ")):
+    for arguments, words in (
+        (["nothing"], "cannot be imported"),
+        (["kfs", "--only", "nothing"], "Choose from: "),
+        (["nothing", "--json", str(tmp_path / "no" / "r.json")], "its folder does not exist"),
+    ):
         wrong = runner.invoke(app, ["check", *arguments])
         assert wrong.exit_code == 2
         assert words in wrong.output

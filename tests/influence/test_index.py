@@ -279,8 +279,12 @@ def test_refused() -> None:
         influence.index(train, dtype=torch.float16)
     with pytest.raises(ModelError, match=r"shard_bytes is -1"):
         influence.index(train, shard_bytes=-1)
-    with pytest.raises(ModelError, match=r"by is 'token'"):
+    with pytest.raises(ModelError, match=r"no scores by token.*Find training data with index.top"):
         influence.index(train).scores(train, by="token")  # type: ignore[call-overload]
+    with pytest.raises(ModelError, match=r"by is 'tokens'"):
+        influence.index(train).scores(train, by="tokens")  # type: ignore[call-overload]
+    with pytest.raises(ModelError, match=r"query_rank is None. Use a positive integer.$"):
+        influence.query_error(train, train, None)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match=r"query_rank is True"):
         influence.scores(train, train, query_rank=True)
 

@@ -149,17 +149,34 @@ def changed(place: int) -> kfs.EmpiricalRisk:
 
 
 def test_other_data_are_refused(tmp_path: Path) -> None:
-    """A few batches of a complete index are compared, and all batches that are not computed again."""
+    """All batches of a complete index are compared, and all batches that are not computed again."""
     K = curvature()
     make(tmp_path, K=K)
-    with pytest.raises(StorageError, match=r"made from: batch 1 is another one. Pass the same data"):
-        make(tmp_path, changed(1), K)
+    for place in range(NUM_BATCHES):
+        with pytest.raises(StorageError, match=rf"made from: batch {place} is another one. Pass the same data"):
+            make(tmp_path, changed(place), K)
     large = [(Batches().X, Batches().y)]
     with pytest.raises(StorageError, match=r"batch 0 is another one"):
         make(tmp_path, risk(batches=large), K)
     incomplete(tmp_path)
     with pytest.raises(StorageError, match=r"batch 4 is another one"):
         make(tmp_path, changed(4), K)
+
+
+def test_every_number_of_large_data_counts(tmp_path: Path) -> None:
+    """A sample of the numbers of a batch would miss one that differs."""
+    torch.manual_seed(0)
+    X, y = torch.rand(1200, 3, dtype=torch.float64), torch.randint(2, (1200,))
+    model = nn.Linear(3, 2).double()
+    train = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y))
+    influence = kfs.Influence(kfs.KFAC(train))
+    influence.index(train, file=tmp_path)
+    for place in range(0, 1200, 100):
+        other = X.clone()
+        other[place, 1] += 1e-9
+        with pytest.raises(StorageError, match=r"batch 0 is another one"):
+            influence.index(kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (other, y)), file=tmp_path)
+    influence.index(train, file=tmp_path)
 
 
 def test_other_batches_are_refused(tmp_path: Path) -> None:

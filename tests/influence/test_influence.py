@@ -255,14 +255,14 @@ def test_refusals() -> None:
     with pytest.raises(ModelError, match="queries is a tuple"):
         influence.scores(data(), train)  # type: ignore[call-overload]
     wider = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    with pytest.raises(ModelError, match=r"Parameters of queries have other shapes .* '0.weight' \(\[5, 3\] instead"):
+    with pytest.raises(ModelError, match=r"other shapes: '0.weight' has shape \[5, 3\] in queries, and \["):
         influence.scores(risk_of(wider), train)
-    with pytest.raises(
-        ModelError, match=r"parameters of train .* it lacks '2.weight', '2.bias', and has none too many"
-    ):
+    with pytest.raises(ModelError, match=r"The curvature is that of '2.weight', '2.bias', which train lacks"):
         influence.self_scores(risk_of(train.model, params=["0.weight", "0.bias"]))
     part = Influence(kfs.KFAC(risk_of(train.model, params=["0.weight"])), 0.1)
-    with pytest.raises(ModelError, match=r"lacks none, and has '0.bias', '2.weight', '2.bias' too many"):
+    with pytest.raises(
+        ModelError, match=r"train has the parameters '0.bias', '2.weight', '2.bias', which the curvature lacks"
+    ):
         part.self_scores(train)
     other = mlp()
     with torch.no_grad():

@@ -110,12 +110,12 @@ MODELS: dict[str, tuple[Change, type[KfsError], str]] = {
     "other names": (
         of_other_names,
         ModelError,
-        r"curvatures\[1\] is the curvature of '0\.0\.weight', .* which models\[1\]",
+        r"curvatures\[1\] is that of '0\.0\.weight', .* which models\[1\] lacks\. Did you mean '0\.weight'",
     ),
     "other shapes": (
         of_other_shapes,
-        ShapeError,
-        r"curvatures\[1\] has shape \[6, 4\] for '0\.weight', but models\[1\] has \[5, 4\]",
+        ModelError,
+        r"curvatures\[1\] .* other shapes: '0\.weight' has shape \[5, 4\] in models\[1\], and \[6, 4\] in",
     ),
     "other dtype of curvature": (
         lambda _, c: c.__setitem__(1, c[1].to(dtype=torch.float32)),

@@ -324,6 +324,17 @@ def test_indices_of_numpy() -> None:
     close(A.submatrix(mask).to_dense(), A.matrix[:3, :3])
 
 
+@pytest.mark.parametrize("nothing", [3, 2.5, None])
+def test_single_numbers_are_no_choice_of_rows(nothing: object) -> None:
+    A = with_spectrum(POSITIVE)
+    message = rf"{nothing} does not choose rows or columns.*\[3\] for one"
+    with pytest.raises(ShapeError, match=message):
+        A.submatrix(nothing)  # type: ignore[arg-type]
+    if nothing is not None:  # without columns, they are the rows
+        with pytest.raises(ShapeError, match=message):
+            A.submatrix(["a"], nothing)  # type: ignore[arg-type]
+
+
 def test_dictionaries_of_something_else() -> None:
     with pytest.raises(DtypeError, match="The dictionary has a float"):
         with_spectrum(POSITIVE) @ {"a": 1.0, "b": torch.zeros(8, dtype=torch.float64)}  # type: ignore[dict-item]

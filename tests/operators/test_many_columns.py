@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, Fisher, Hessian
+from kfs.errors import ModelError
 from kfs.kfac.structures import block_diagonal
 from kfs.kfac.structures.factor import Factor
 from kfs.operators import LinearOperator, diagonal, eigenvalues, spectral_density, squared_frobenius_norm, trace
@@ -92,6 +94,55 @@ def test_models_that_functions_cannot_differentiate(kind: Any) -> None:
     plain, saving = kind(network()), kind(network(saves_memory=True))
     close(saving.to_dense(), plain.to_dense())
     close(plain.to_dense(), kind(network(), chunk_size=1).to_dense())
+
+
+class Cube(torch.autograd.Function):
+    """A function whose backward pass refuses to be differentiated; `torch.func` would take it for a constant."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004 (the signature is given)
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        result: Tensor = 3 * g * x**2
+        return result
+
+
+def product_of_zeros(x: Tensor) -> Tensor:
+    """Multiply the numbers of each row; PyTorch has no second derivative where several are zero."""
+    return torch.ones_like(x).scatter_reduce(1, torch.zeros_like(x, dtype=torch.int64), x, "prod")
+
+
+@pytest.mark.parametrize("operation", [Cube.apply, product_of_zeros], ids=["custom function", "product"])
+@pytest.mark.parametrize("chunk_size", [1, 2])
+def test_missing_second_derivatives_are_errors_for_all_columns(operation: Any, chunk_size: int) -> None:
+    """Both are wrong in `torch.func`, without an error: second derivatives with respect to `W` are not zero."""
+    X = torch.ones(3, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(
+        lambda params, x: operation(x * params["W"]), nn.MSELoss(), (X, X), params={"W": torch.zeros_like(X[0])}
+    )
+    with pytest.raises(ModelError, match=r"cannot differentiate an operation|cannot be differentiated"):
+        Hessian(risk, chunk_size=chunk_size).to_dense()
+
+
+def test_blocks_of_second_derivatives() -> None:
+    """Rows and columns may be the same parameters, other ones, or overlap."""
+    H = Hessian(network())
+    dense = H.to_dense()
+    names = list(H.domain.shapes)
+    starts = [0, *torch.tensor([H.domain.shapes[name].numel() for name in names]).cumsum(0).tolist()]
+    for rows, columns in ((slice(0, 2), slice(0, 2)), (slice(0, 2), slice(3, 5)), (slice(1, 4), slice(2, 6))):
+        inside = dense[starts[rows.start] : starts[rows.stop], starts[columns.start] : starts[columns.stop]]
+        close(H.submatrix(names[rows], names[columns]).to_dense(), inside)
 
 
 def test_parameters_that_predictions_do_not_depend_on() -> None:

@@ -5,6 +5,7 @@ import struct
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -29,7 +30,7 @@ def test_panels_are_those_of_the_figure(tmp_path: Path, monkeypatch: pytest.Monk
     assert [axes.get_title() for axes in panels] == list(matrices)[:3]
     for axes in panels:
         (image,) = axes.images
-        assert (image.get_array() == matrices[axes.get_title()].numpy()).all()
+        assert np.array_equal(np.asarray(image.get_array()), matrices[axes.get_title()].numpy())
 
 
 def test_command_draws_what_is_committed(

@@ -126,6 +126,9 @@ def test_fewer_queries_and_an_index(runner: CliRunner, tmp_path: Path) -> None:
             r"Images of shape 5 x 5 have 25 numbers, and inputs have 16.",
         ),
         (["made_for_influence:none"], r"cannot be imported"),
+        # What is refused before anything is imported or computed.
+        (["made_for_influence:none", "--html", "no/folder/page.html"], r"page.html cannot be written: its folder"),
+        (["made_for_influence:none", "--html", "."], r". is a folder. Name a file."),
         (["made_for_influence:images", "--rank", "2"], r"rank is 2, and there is no index"),
         (["made_for_influence:images", "--queries", "0"], r"The data set is empty"),
         (["made_for_influence:vectors", "--queries", "0", "--image", "4x4"], r"The data set is empty"),

@@ -65,6 +65,9 @@ def test_digits() -> None:
     assert found.accuracy > 0.5
     assert {row.layer for row in found.comparison.rows} == {"0", "2", "4"}
     assert list(found.factors.blocks) == ["0", "2", "4"]
+    assert {row.block for row in found.inspection.rows} == {"0", "2", "4"}
+    assert found.solution.converged
+    assert found.density.nodes.max() > 0
     assert found.ratios["forward and backward pass"] == 1
 
 
@@ -73,7 +76,10 @@ def test_page_stands_alone(report: Path) -> None:
     assert not re.findall(r'(?:src|href)="(?!data:|#)', text)
     for words in ("What was verified", "lie failed: False: 1 = 2.", "one datum", "KFAC, one draw", "data:image/png"):
         assert words in text
-    assert text.count("by K.plot") == 4  # two pictures, with captions and for those who cannot see them
+    calls = re.findall(r"<figcaption>[^<]*, by ([\w.]+)\(", text)
+    density_and_solution = ["kfs.operators.spectral_density", "kfs.operators.solve"]
+    assert calls == ["kfs.inspect", "K.plot", "K.plot_spectrum", *density_and_solution, "kfs.compare"]
+    assert ">structure</th>" in text.partition("What it costs")[0]  # the comparison shows itself
     for link in re.findall(r'href="#([^"]+)"', text):
         assert f'id="{link}"' in text
 

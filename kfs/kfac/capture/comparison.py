@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from kfs.errors import ModelError
 from kfs.kfac.capture.audit_report import percent
 from kfs.kfac.capture.tracking import Tracker, tensors_of
+from kfs.precision import at_least_float32
 
 # Up to which relative difference two results count as the same. Batches of different size are rounded differently, and
 # rounding errors grow from layer to layer: a few times the root of the precision leaves them half of all digits. What a
@@ -113,7 +114,7 @@ def difference_of(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return torch.inf
     finite = a.isfinite() & b.isfinite()
-    dtype = torch.promote_types(a.dtype, torch.float32)
+    dtype = at_least_float32(a.dtype)
     a, b = torch.where(finite, a, 0).to(dtype), torch.where(finite, b, 0).to(dtype)
     size = float(a.abs().max()) if a.numel() else 0.0
     distance = float((a - b).abs().max()) if a.numel() else 0.0

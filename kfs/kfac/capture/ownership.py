@@ -20,6 +20,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from kfs.precision import at_least_float32
+
 BASE = 8
 # Gradients of a row are looked at in so many directions.
 _DIRECTIONS = 4
@@ -224,7 +226,7 @@ def nearest_order(gradients: Sequence[Tensor], num_data: int, leading: Sequence[
 def in_few_directions(g: Tensor) -> Tensor:
     """Return a few numbers for each row of gradients `[*leading, ..., features]`, `[rows, few]`."""
     rows = g.reshape(-1, g.shape[-1])
-    rows = rows.to(torch.promote_types(g.dtype, torch.float32))
+    rows = rows.to(at_least_float32(g.dtype))
     return rows @ _directions(g.shape[-1], rows.dtype, rows.device)
 
 

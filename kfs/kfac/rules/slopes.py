@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kfs.kfac.sums.outer_products import full_precision
+from kfs.precision import at_least_float32
 
 # Gradients at all p, at all q, at all projected states, at the first state, and at the first state of cells. Those that
 # an operation does not have are empty.
@@ -74,7 +75,7 @@ def slopes_of(kind: type[Slopes], p: Tensor, q: Tensor, before: Tensor, cell: Te
         before: States before each time.
         cell: The first state of the cells of an LSTM.
     """
-    dtype = torch.promote_types(before.dtype, torch.float32)
+    dtype = at_least_float32(before.dtype)
     with full_precision(before.device.type):
         p, q = (t.to(dtype).unflatten(-1, (kind.gates, -1)) for t in (p, q))
         return kind.of(Steps(p, q, before.to(dtype), cell))

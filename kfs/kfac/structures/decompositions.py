@@ -184,8 +184,8 @@ def inverse(matrices: Tensor) -> Tensor:
     """
     if matrices.is_cuda:
         return _inverse_on_gpu(computable(matrices))  # pragma: no cover (tested on a GPU)
-    L = cholesky(matrices)
-    return torch.cholesky_inverse(L).contiguous()
+    # LAPACK's results are stored by columns. They are symmetric to the last bit, so that transposing copies nothing.
+    return torch.cholesky_inverse(cholesky(matrices)).mT.contiguous()
 
 
 def _inverse_on_gpu(matrices: Tensor) -> Tensor:  # pragma: no cover (tested on a GPU)

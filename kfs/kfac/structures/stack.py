@@ -17,6 +17,7 @@ from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.kronecker_sum import IterativeInverse, KroneckerSum
 from kfs.kfac.structures.structure import Structure
 from kfs.operators.space import Space
+from kfs.precision import at_least_float32
 from kfs.storage import UnfitError
 
 Answer = TypeVar("Answer")
@@ -155,6 +156,6 @@ def check_coverage(layouts: Iterable[Layout], space: Space) -> None:
 
 def zero_block(layout: Layout, space: Space) -> Structure:
     """Return a block of zeros, for entries of a parameter that predictions do not depend on."""
-    dtype = torch.promote_types(space.dtype, torch.float32)
+    dtype = at_least_float32(space.dtype)
     zeros = torch.zeros((), dtype=dtype, device=space.device)
     return Eigenbasis.of_diagonal(zeros.expand(layout.matrix_shape))

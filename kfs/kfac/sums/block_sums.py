@@ -15,6 +15,7 @@ from kfs import waiting
 from kfs.kfac.layout import Layout, Side
 from kfs.kfac.settings import Products
 from kfs.kfac.sums.outer_products import OuterProductSum
+from kfs.precision import at_least_float32
 from kfs.storage import UnfitError
 
 
@@ -64,7 +65,7 @@ class RoleSums:
         if self.inverse_squares is None:
             return
         # The gradients of a datum without any position have a sum of zero.
-        squares = counts.to(torch.promote_types(self.input.total.dtype, torch.float32)).square()
+        squares = counts.to(at_least_float32(self.input.total.dtype)).square()
         more = torch.where(squares > 0, 1 / squares, 0.0).sum()
         if not isinstance(self.inverse_squares, Tensor):
             self.inverse_squares = torch.full_like(more, self.inverse_squares)

@@ -25,6 +25,7 @@ from kfs.kfac.sums.outer_products import OuterProductSum, full_precision
 from kfs.kfac.sums.owners import Owners, Regular
 from kfs.kfac.sums.placement import Placement
 from kfs.kfac.sums.precision import check_products
+from kfs.precision import at_least_float32
 
 
 class FactorSums(Sums):
@@ -169,7 +170,7 @@ class FactorSums(Sums):
         input_size, gradient_size = (columns, rows) if plan.side == "A" else (rows, columns)
         bias = layout.bias is not None and plan.side == "A"
         dtype = s.factor_dtype or plan.dtype
-        check_products(s.products, torch.promote_types(dtype, torch.float32), plan.device, layout.name)
+        check_products(s.products, at_least_float32(dtype), plan.device, layout.name)
         device = "meta" if self.dry else s.factor_device or plan.device
         sparse = plan.inputs.sparse or s.is_diagonal(input_size + bias)
         narrow = block.forward_only or s.is_diagonal(gradient_size)
@@ -279,7 +280,7 @@ class _Reduce(Adder):
 
     def add_gradients(self, g: Tensor, owners: Owners, leading: int) -> None:
         """Add gradients `[columns, *leading, ..., features]` to each datum's sum."""
-        dtype = torch.promote_types(g.dtype, torch.float32)
+        dtype = at_least_float32(g.dtype)
         by_datum = (owners.by_datum(column, trailing=column.ndim - leading) for column in g)
         columns = [one.flatten(1, -2).sum(1, dtype=dtype) for one in by_datum]
         collected = self.collected[self.key]

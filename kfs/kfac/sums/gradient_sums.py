@@ -13,6 +13,7 @@ from kfs.kfac.layout import Key, Layout
 from kfs.kfac.sums.inputs import Use
 from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.owners import Owners, Regular
+from kfs.precision import at_least_float32
 from kfs.waiting import numbers
 
 _HALF = {torch.float16, torch.bfloat16}
@@ -114,7 +115,7 @@ class _Add(Adder):
         key = self.plan.layout.key
 
         def receive(g: Tensor) -> None:
-            g = g[0].to(torch.promote_types(g.dtype, torch.float32))
+            g = g[0].to(at_least_float32(g.dtype))
             has_numbers = isinstance(x, Tensor) and x.is_floating_point()
             inputs = x.to(g.dtype) if has_numbers else x
             total = self._gradient(inputs, g, one_datum)

@@ -20,6 +20,7 @@ from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.kfac.sums.owners import Owners
 from kfs.kfac.sums.row_products import RowProducts
 from kfs.kfac.sums.row_vectors import PlainVectors, UnitVectors, at_a_time
+from kfs.precision import at_least_float32
 
 
 class Inputs(ABC):
@@ -143,7 +144,7 @@ class Vectors(Inputs):
 
     def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Sum over positions."""
-        sums = owners.by_datum(x).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
+        sums = owners.by_datum(x).sum(1, dtype=at_least_float32(x.dtype))
         return sums.unsqueeze(1), owners.counts(prod(x.shape[:-1]), sums)
 
     def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
@@ -200,7 +201,7 @@ class OneHot(Inputs):
         """Remember all of them."""
         self.size = size
         self.padding = padding
-        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.dtype = at_least_float32(dtype)
 
     def counted(self, index: Tensor) -> Tensor:
         """Return which positions count, as a boolean tensor."""
@@ -327,7 +328,7 @@ class Rows(Inputs):
         self._leading = leading
         self.sparse = size > 1
         self.unit = rows is not None
-        self.zero = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=device)
+        self.zero = torch.zeros((), dtype=at_least_float32(dtype), device=device)
         self.places = prod(leading)
 
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:

@@ -18,6 +18,7 @@ from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.owners import Owners, Regular
 from kfs.kfac.sums.row_products import RowProducts
 from kfs.kfac.sums.row_vectors import PlainVectors
+from kfs.precision import at_least_float32
 
 
 class KeptGradients(Sums):
@@ -128,7 +129,7 @@ class Captured:
     def matrices(self) -> Iterator[Tensor]:
         """Form matrices, `[some data, groups, d_B, d_A]`, of a few data at a time."""
         # Products of numbers in half precision would be rounded to half precision.
-        wide = torch.promote_types(self.gradient.dtype, torch.float32)
+        wide = at_least_float32(self.gradient.dtype)
         x = mapped(self.use.x, lambda t: t.to(wide) if t.is_floating_point() else t)
         for part in replace(self.use, x=x, cache={}).gradients(self.gradient.to(wide)):
             part = part.transpose(2, 3) if self.plan.side == "B" else part  # noqa: PLW2901

@@ -9,6 +9,7 @@ from torch import Tensor
 from kfs.kfac.settings import Products
 from kfs.kfac.sums.gram import add_gram, add_grouped_gram, is_one_product, mirror
 from kfs.kfac.sums.precision import HALF, rounded
+from kfs.precision import at_least_float32
 from kfs.storage import UnfitError
 from kfs.waiting import ones as ones_on
 
@@ -50,7 +51,7 @@ class OuterProductSum:
         size += bias
         width = -(-size // 16) * 16  # rows that start at multiples of 64 bytes are faster to write
         shape = [groups, width] if diagonal else [groups, size, width]
-        dtype = torch.promote_types(dtype, torch.float32)
+        dtype = at_least_float32(dtype)
         return cls(torch.zeros(shape, dtype=dtype, device=device)[..., :size], diagonal, bias, products)
 
     @property
@@ -184,7 +185,7 @@ class OuterProductSum:
 
     def plus(self, other: "OuterProductSum") -> "OuterProductSum":
         """Return the sum of two complete sums of the same vectors, added in float32 or better."""
-        dtype = torch.promote_types(self.total.dtype, torch.float32)
+        dtype = at_least_float32(self.total.dtype)
         total = self.total.to(dtype) + other.total.to(self.total.device, dtype)
         return OuterProductSum(total.to(self.total.dtype), self.diagonal, self.bias)
 

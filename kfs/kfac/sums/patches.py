@@ -25,6 +25,7 @@ from kfs.kfac.sums.precision import multiplying
 from kfs.kfac.sums.row_patches import Windows, add_by_rows, rows_pay
 from kfs.kfac.sums.row_products import RowProducts
 from kfs.kfac.sums.row_vectors import PlainVectors, at_a_time
+from kfs.precision import at_least_float32
 
 # Patches are written down for so many data at a time that they fill about this many bytes.
 _PATCH_BYTES = {False: 2**26, True: 2**28}  # on a CPU, on an accelerator
@@ -181,7 +182,7 @@ class Patches(Inputs):
 
     def _sums(self, x: Tensor) -> Tensor:
         """Sum patches over positions, `[images, groups * features]`: one axis after the other."""
-        sums = x.to(torch.promote_types(x.dtype, torch.float32))
+        sums = x.to(at_least_float32(x.dtype))
         for axis in range(len(self.kernel)):
             dim = 2 + axis  # axes before it are kernel axes already
             parts = []
