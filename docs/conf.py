@@ -1,6 +1,6 @@
 """Settings of Sphinx. The folder of sources is the repository, so that a page of the book *is* a module.
 
-Nothing needs a network: MathJax comes from a Python package, and `torch.inv.txt` says where PyTorch explains what we link.
+Nothing needs a network: MathJax comes from a Python package, and `torch.inv.txt` says where PyTorch explains names.
 """
 
 import sys

@@ -173,7 +173,8 @@ def _relations(module: Module) -> str:
     others = [other for other in all_modules() if other.path != module.path]
     uses = [other for other in others if other.dotted in module.imports]
     used_by = [other for other in others if module.dotted in other.imports]
-    lines = [f"Tests: `{name}`" for name in tests_of(module.path)]
+    lines = [] if module.code else [f"Source: `{module.path}`"]
+    lines += [f"Tests: `{name}`" for name in tests_of(module.path)]
     for title, found in (("Uses", uses), ("Used by", used_by)):
         if found:
             lines.append(f"{title}: " + ", ".join(f"[{_short(other)}](/{other.path})" for other in found))

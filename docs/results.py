@@ -58,7 +58,7 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
         "products": _errors,
     }
     kind = next((kind for key, kind in kinds.items() if key in rows[0]), _steps)
-    title = name.capitalize().replace("_", ": ")
+    title = name.replace("long_runs", "long runs").capitalize().replace("_", ": ")
     picture = f"\n\n![{title}: ratios of times as bars](figures/{picture_name(name)})" if drawable(rows) else ""
     return f"## {title}\n\n:::{{div}} about\n{_provenance(environment)}\n:::{picture}\n\n{kind(rows)}"
 

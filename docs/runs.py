@@ -4,7 +4,9 @@ Each job runs in a process of its pool, and its result is a JSON file in `docs/.
 used again until the library or the page has changed. Pictures go to `docs/figures`.
 """
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -95,7 +97,9 @@ def perform(job: Job) -> Any:
 def _run_page(job: Job) -> list[str | None]:
     """Run a page, in a folder of its own, and return what its blocks print."""
     file = page_file(job.name)
-    with tempfile.TemporaryDirectory() as folder, blocks.inside(Path(folder)):
+    # What the library logs is for users, not for those who build the book.
+    quiet = contextlib.redirect_stderr(io.StringIO())
+    with tempfile.TemporaryDirectory() as folder, blocks.inside(Path(folder)), quiet:
         outputs = blocks.run(file, blocks.installed(file)).outputs
         for picture in job.drawn:
             shutil.copy(picture.name, picture)
@@ -124,7 +128,7 @@ def _run_definition(job: Job) -> list[tuple[str, str, float | None]]:
     return [(check.claim, check.case, check.error) for check in report.checks]
 
 
-def _play_data(job: Job) -> Any:
+def _play_data(_: Job) -> Any:
     from kfs.report import play  # noqa: PLC0415
 
     return play.play_data()

@@ -1,4 +1,4 @@
-"""What must hold for a finished site: HTML is valid, links lead somewhere, pictures say what they show, and nothing is loaded.
+"""What must hold for a finished site: valid HTML, links that lead somewhere, pictures that say what they show.
 
 Run it: `python -m docs.site_checks docs/site`.
 """
@@ -26,12 +26,13 @@ class Page:
 
     def __init__(self, file: Path) -> None:
         """Parse a page."""
-        self.file = file
+        text = file.read_text(encoding="utf-8")
         parser = html5lib.HTMLParser(namespaceHTMLElements=False)
-        root: Any = parser.parse(file.read_text(encoding="utf-8"))
+        # Code in colors is most of a page, has no links, and is known to be well-formed.
+        root: Any = parser.parse(re.sub(r"(<pre\b[^>]*>).*?(</pre>)", r"\1\2", text, flags=re.DOTALL))
         self.elements: list[Element] = [element for element in root.iter() if isinstance(element.tag, str)]
         self.errors = [(place, code) for place, code, _ in parser.errors if code not in FORGIVEN]
-        self.ids = Counter(element.attrib["id"] for element in self.elements if "id" in element.attrib)
+        self.ids = Counter(re.findall(r'<[^>]*\sid="([^"]+)"', text))
 
 
 @cache

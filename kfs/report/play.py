@@ -16,7 +16,7 @@ from kfs.risk import EmpiricalRisk
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 QUICK_SAMPLES = (1, 4, 16)
 TITLES = {
-    "rosenbrock": "Drag the anchor: the function (grey), its linearized version (red), and their curvature",
+    "rosenbrock": "Drag the anchor: a function, its linearized version, and their curvature",
     "samples": "Monte Carlo samples: how the Fisher matrix converges to the GGN",
     "structures": "Structures and flattenings of one matrix",
 }

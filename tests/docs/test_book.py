@@ -43,8 +43,8 @@ def test_other_modules(site: Path) -> None:
 
 def test_prose_is_beside_code(site: Path) -> None:
     text = article(site, "kfs/basics/ggns")
-    places = [text.index(f'<div class="{kind} docutils container">') for kind in ("module", "prose", "code")]
-    assert places == sorted(places)
+    found = re.findall(r'<div class="(module|prose|code)\b', text)
+    assert found == ["module", "prose", "code"]
 
 
 def test_the_site_has_no_mistakes(site: Path) -> None:
@@ -56,7 +56,7 @@ def test_the_site_has_no_mistakes(site: Path) -> None:
 
 def test_previous_and_next(site: Path) -> None:
     """Every page has both, in the order of the book; the first and the last one have one of them."""
-    lacking = {"next-page": set(), "prev-page": set()}
+    lacking: dict[str, set[str]] = {"next-page": set(), "prev-page": set()}
     for file in site.rglob("*.html"):
         name = file.relative_to(site).with_suffix("").as_posix()
         if name not in {"index", "search", "genindex", "py-modindex"}:
@@ -113,7 +113,7 @@ def test_a_source_is_at_its_line() -> None:
     assert address is not None
     path, _, line = address.removeprefix("../../").partition(".html#line-")
     source = (ROOT / f"{path}.py").read_text(encoding="utf-8").splitlines()
-    assert source[int(line) - 1].startswith("class KFAC")
+    assert any(text.startswith("class KFAC") for text in source[int(line) - 1 : int(line) + 2])  # or its decorator
     assert api.source_address("py", {"module": "kfs", "fullname": "__version__"}) is None
     assert api.source_address("c", {"module": "kfs", "fullname": "KFAC"}) is None
 

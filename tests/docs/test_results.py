@@ -1,4 +1,4 @@
-"""The page of benchmarks: a table for each file, with where its numbers come from, and pictures drawn from the same rows."""
+"""The page of benchmarks: a table for each file, with where its numbers come from, and a picture of its rows."""
 
 import json
 from pathlib import Path
