@@ -16,12 +16,20 @@ The GGN is the first term: what is left if second derivatives of $h$ are ignored
 take the Hessian of what results, at the point of linearization. If $g$ is convex then the GGN is positive
 semi-definite, whatever $h$ is.
 
+$$
+\begin{array}{ccc}
+g \circ h & \xrightarrow{\text{differentiate twice}} & \mathrm{H}_A c \\
+\downarrow {\scriptstyle \text{linearize } h} & & \downarrow {\scriptstyle \text{ignore curvature of } h} \\
+g \circ \mathrm{lin}_A(h) & \xrightarrow{\text{differentiate twice}} & \mathrm{G}_A c
+\end{array}
+$$
+
 In deep learning $h$ is the network and $g$ the loss. Feed all data at once ($B$ holds $N$ predictions and $c$ is
 the empirical risk) and the GGN is
 $R \sum_n (\mathrm{J}_\theta f_n)^\top (\mathrm{H}_{f_n} c_n)\, \mathrm{J}_\theta f_n$.
 
 Implements: GGN tensor, cvec- and rvec-GGN (chapter 2, "Partial Linearization, GGNs, GGNVPs" and "The Generalized
-Gauss-Newton"). The document states the one-dimensional chain rule with $g'$ and $h'$ mixed up; the one above is right.
+Gauss-Newton"); the diagram is figure 3 of the document. The document states the one-dimensional chain rule with $g'$ and $h'$ mixed up; the one above is right.
 """
 
 from torch import Tensor
