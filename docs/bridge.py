@@ -22,7 +22,10 @@ class Paper(MarkdownDirective):
     def run(self) -> list[nodes.Node]:
         """Return sections."""
         self.env.note_dependency(str(paper.DOCS / "paper.toml"))
-        return self.markdown(paper.markdown(self._claims))
+        found = self.markdown(paper.markdown(self._claims))
+        for table in (table for node in found for table in node.findall(nodes.table)):
+            table["classes"].append("paper")
+        return found
 
     def _claims(self, path: str) -> list[str]:
         """Return what running a definition verified."""

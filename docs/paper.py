@@ -14,6 +14,8 @@ from docs.drawings import FIGURES
 from docs.modules import ROOT, cell, read_module
 
 DOCS = ROOT / "docs"
+# What to say of kinds that claim nothing by themselves.
+NOTES = {"setup": "Notation for what follows."}
 # From the path of a definition to the claims that running it verified, in order.
 Claims = Callable[[str], Sequence[str]]
 
@@ -141,7 +143,7 @@ def _row(entry: Entry, claims_of: Claims) -> str:
     here = f"[{_page_title(entry.page)}](/{entry.page})"
     if entry.command is not None:
         here += f"<br>`{entry.command}`"
-    lines = [entry.note] if entry.note else []
+    lines = [entry.note or NOTES[entry.kind]] if entry.note or entry.kind in NOTES else []
     lines += [cell(claim) for claim in _claims(entry, claims_of)]
     lines += [next(f.caption for f in FIGURES if f.name == picture) for picture in entry.pictures]
     if entry.errata:

@@ -94,11 +94,13 @@ def vec_ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None, vec: Vec
 if __name__ == "__main__":
     import torch
     from torch.nn import CrossEntropyLoss, Linear, Sequential, Tanh
+    from torch.nn.functional import linear
 
     from kfs.basics.flattening import cvec
     from kfs.basics.ggn_product import mixed_ggnvp
     from kfs.basics.hessians import hessian
     from kfs.basics.jacobian_products import vjp
+    from kfs.basics.linearization import linearize
     from kfs.basics.reduction_factors import criterion, reduction_factor
     from kfs.verification import verify, verify_psd
 
@@ -117,6 +119,9 @@ if __name__ == "__main__":
     gradient = vjp(risk, predictions, torch.ones_like(risk))
     ignored = hessian((gradient * predictions).sum(), W)  # the gradient is a constant here
     verify("Hessian = GGN + gradient-weighted curvature of the net", hessian(risk, W), G + ignored)
+    tangent = linearize(lambda W: last(torch.tanh(linear(X, W, b))), W.detach())
+    A = W.detach().clone().requires_grad_()
+    verify("linearize the net first, and the Hessian is the GGN", hessian(loss(tangent(A), y), A), G)
 
     V = torch.randn_like(W)
     verify("the GGN tensor acts as the GGN product", torch.tensordot(G, V), mixed_ggnvp(risk, predictions, W, W, V))
