@@ -80,10 +80,11 @@ def test_all_formulas_are_drawn(site: Path, tab: Page) -> None:
         assert tab.evaluate("document.querySelectorAll('.math').length") == len(formulas[file])
         assert eventually(lambda: tab.evaluate(drawn)), file
         assert tab.problems() == []
+    # Unknown commands are shown in red, mistakes as errors.
     all_of_them = [*(tex for found in formulas.values() for tex in found), r"\nonsense"]
     tab.evaluate(
         f"window.wrong = {json.dumps(all_of_them)}.filter((tex) => "
-        "MathJax.tex2svg(tex).querySelector('[data-mml-node=merror]')).join(' ')"
+        "MathJax.tex2svg(tex).querySelector('[data-mml-node=merror], [fill=red]')).join(' ')"
     )
     assert tab.evaluate("window.wrong") == r"\nonsense"
 

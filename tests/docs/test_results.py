@@ -7,7 +7,8 @@ import pytest
 
 from docs import results
 
-COMMITTED = results.files()
+# Others have no table, such as that of the conformance kit.
+COMMITTED = [file for file in results.files() if json.loads(file.read_text(encoding="utf-8")).get("rows")]
 
 
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
