@@ -97,7 +97,7 @@ def sections() -> tuple[Section, ...]:
 
 def _entry(kind: str, name: str, file: str | None = None, page: str | None = None, **others: Any) -> Entry:
     """Make an entry. The file of a listing is its name."""
-    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in others.items()}
+    lists: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in others.items()}
     return Entry(kind, name, page or file or f"kfs/{name}.py", **lists)
 
 
