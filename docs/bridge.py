@@ -22,10 +22,7 @@ class Paper(MarkdownDirective):
     def run(self) -> list[nodes.Node]:
         """Return sections."""
         self.env.note_dependency(str(paper.DOCS / "paper.toml"))
-        found = self.markdown(paper.markdown(self._claims))
-        for table in (table for node in found for table in node.findall(nodes.table)):
-            table["classes"].append("paper")
-        return found
+        return self.markdown(paper.markdown(self._claims))
 
     def _claims(self, path: str) -> list[str]:
         """Return what running a definition verified."""
@@ -47,7 +44,7 @@ class Listing(MarkdownDirective):
         self.env.note_dependency(job.file)
         code = functions((ROOT / path).read_text(encoding="utf-8"), path)
         block = nodes.literal_block(code, code, language="python")
-        where = self.markdown(f"[`{path}`](/{path})")
+        where = self.markdown(f"`{path}`")  # becomes a link by itself
         return [
             nodes.container("", *where, block, classes=["code", "listing"]),
             *self._verified(path, runs.result(job)),

@@ -137,7 +137,7 @@ def _inside(package: Module) -> list[str]:
 def show_figure(figure: Figure) -> str:
     """Return a figure with its caption, which says where it comes from, as Markdown."""
     return (
-        f":::{{figure}} /docs/figures/{figure.name}.svg\n:alt: {figure.caption}\n\n{figure.caption} {figure.origin} "
+        f":::{{figure}} /docs/figures/{figure.name}.svg\n:alt: {figure.caption}\n\n{figure.origin} {figure.caption} "
         f"{figure.name}, drawn by `{figure.plot}`.\n:::"
     )
 

@@ -135,7 +135,8 @@ def _section(section: Section, claims_of: Claims) -> str:
         parts.append(_errata(section.errata))
     if section.entries:
         rows = [_row(entry, claims_of) for entry in section.entries]
-        parts.append("\n".join(["| in the document | here | what running it verifies |", "|---|---|---|", *rows]))
+        head = ("| in the document | here | what running it verifies |", "|---|---|---|")
+        parts.append("\n".join([":::{div} paper", *head, *rows, ":::"]))
     return "\n\n".join(parts)
 
 
@@ -144,7 +145,8 @@ def _row(entry: Entry, claims_of: Claims) -> str:
     if entry.command is not None:
         here += f"<br>`{entry.command}`"
     lines = [entry.note or NOTES[entry.kind]] if entry.note or entry.kind in NOTES else []
-    lines += [cell(claim) for claim in _claims(entry, claims_of)]
+    claims = _claims(entry, claims_of)
+    lines += [f"{'– ' if len(claims) > 1 else ''}{cell(claim)}" for claim in claims]
     lines += [next(f.caption for f in FIGURES if f.name == picture) for picture in entry.pictures]
     if entry.errata:
         lines.append(_errata(entry.errata))
