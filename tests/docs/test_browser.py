@@ -59,6 +59,7 @@ def test_search(site: Path, tab: Page, word: str) -> None:
         "EKFAC": "docs/api/kfs.EKFAC.html",
     }[word]
     assert eventually(lambda: expected in (tab.evaluate(links) or "")), tab.evaluate(links)
+    assert tab.problems() == []
 
 
 @pytest.mark.parametrize("width", [1400, 390])
