@@ -25,8 +25,8 @@ A \mapsto c & \xrightarrow{\text{differentiate twice}} & \mathsf{H}_A c \\
 \end{array}
 $$
 
-For a network with parameters $\theta^{(1)}, \dots, \theta^{(L)}$ the Hessian has $L \times L$ blocks; block $(k, l)$ takes
-the first derivative with respect to $\theta^{(k)}$ and the second with respect to $\theta^{(l)}$.
+For a network with parameters $\theta^{(1)}, \dots, \theta^{(L)}$ the Hessian has $L \times L$ blocks; block $(k, l)$
+takes the first derivative with respect to $\theta^{(k)}$ and the second with respect to $\theta^{(l)}$.
 
 Row by row: multiply with a one-hot tensor for every entry of $A$.
 
