@@ -82,7 +82,7 @@ if __name__ == "__main__":
 
     def middle_of_engine(loss: Loss, f: Tensor, y: Tensor, fisher: Fisher) -> Tensor:
         """Do the same for what the engine sends back."""
-        settings = Settings(fisher=fisher, mc_samples=500)
+        settings = Settings(fisher=fisher, mc_samples=200)
         return middle(torch.cat(list(engine.backpropagated_vectors(describe(loss), f, y, settings, 0, at_once=2))))
 
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ if __name__ == "__main__":
     for loss, y in ((MSELoss(), torch.randn(N, C, dtype=torch.float64)), (CrossEntropyLoss(), torch.arange(N))):
         name = type(loss).__name__
         type2 = middle(backpropagated_vectors(loss, f, y))
-        drawn = middle(backpropagated_vectors(loss, f, y, partial(mc_vectors, mc_samples=500)))
+        drawn = middle(backpropagated_vectors(loss, f, y, partial(mc_vectors, mc_samples=200)))
         empirical = middle(backpropagated_vectors(loss, f, y, empirical_vectors))
         for n in range(N):
             f_n = f[n].clone().requires_grad_()
@@ -100,8 +100,8 @@ if __name__ == "__main__":
             H, (g,) = vec_hessian(c, f_n), grad(c, f_n)
             case = f"{name}, datum {n}"
             verify("type-2 vectors are a factor of the criterion's Hessian", type2[n], H, case=case)
-            # 500 draws err by about 6 percent of the largest entry; three times that is allowed.
-            verify("vectors of drawn labels converge to the Hessian", drawn[n], H, 0.2, case)
+            # 200 draws err by about 10 percent; three times that is allowed.
+            verify("vectors of drawn labels converge to the Hessian", drawn[n], H, 0.3, case)
             verify("the empirical vector is the gradient", empirical[n], torch.outer(g, g), case=case)
         V = backpropagated_vectors(loss, f, y)
         verify("sent back, they are multiplied by the transposed Jacobian", send_back(V, z @ W.T, z), V @ W, case=name)
@@ -110,4 +110,4 @@ if __name__ == "__main__":
         verify(claim, middle_of_engine(loss, f, y, "type-2"), type2, case=f"{name}, type-2")
         verify(claim, middle_of_engine(loss, f, y, "ggn"), type2, case=f"{name}, ggn")
         verify(claim, middle_of_engine(loss, f, y, "empirical"), empirical, case=f"{name}, empirical")
-        verify("the engine's draws converge to the Hessian, too", middle_of_engine(loss, f, y, "mc"), type2, 0.2, name)
+        verify("the engine's draws converge to the Hessian, too", middle_of_engine(loss, f, y, "mc"), type2, 0.3, name)

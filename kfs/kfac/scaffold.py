@@ -79,7 +79,7 @@ if __name__ == "__main__":
         X, y = 3 * torch.randn(N, 4, dtype=torch.float64), torch.randint(3, (N,))
         type2 = kfac(model, loss, X, y)
         empirical = kfac(model, loss, X, y, empirical_vectors)
-        drawn = kfac(model, loss, X, y, partial(mc_vectors, mc_samples=400))
+        drawn = kfac(model, loss, X, y, partial(mc_vectors, mc_samples=100))
         f = model(X)
         for name, (A, B) in type2.items():
             case = f"{N} data, layer {name}"
@@ -89,9 +89,9 @@ if __name__ == "__main__":
                 verify("for one datum, A (x) B equals the GGN's block", kfac_block(A, B, cvec), G, case=case)
             else:
                 verify_differs("for several data, it approximates it", kfac_block(A, B, cvec), G, case=case)
-            # 400 draws err by about 7 percent; four times that is allowed.
+            # 100 draws err by about 14 percent; three times that is allowed.
             error = ((drawn[name][1] - B).norm() / B.norm()).item()
-            verify_at_most("drawn labels converge to the same gradient-based factor", error, 0.3, case)
+            verify_at_most("drawn labels converge to the same gradient-based factor", error, 0.42, case)
 
         risk = EmpiricalRisk(model, loss, (X, y))
         for name, block in KFAC(risk, "type-2").blocks.items():
