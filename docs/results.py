@@ -46,6 +46,7 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
     kinds = {
         "runs": _trainings,
         "quarter": _long_runs,
+        "history": _histories,
         "task": _tasks,
         "nll": _predictions,
         "keep": _compressed,
@@ -56,6 +57,7 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
         "method": _times,
         "program": _programs,
         "products": _errors,
+        "scheme": _traffic,
     }
     kind = next((kind for key, kind in kinds.items() if key in rows[0]), _steps)
     title = name.replace("long_runs", "long runs").capitalize().replace("_", ": ")
@@ -125,6 +127,13 @@ def _long_runs(rows: list[dict[str, Any]]) -> str:
     return _table(["optimizer"], ["learning rate", "loss at a quarter", "at a half", "at the end", "seconds"], lines)
 
 
+def _histories(rows: list[dict[str, Any]]) -> str:
+    """Return a row per optimizer and learning rate of a run on a GPU, as `_long_runs` does."""
+    losses = [[loss for _, _, loss in row["history"]] for row in rows]
+    places = [{"quarter": known[len(known) // 4 - 1], "half": known[len(known) // 2 - 1]} for known in losses]
+    return _long_runs([row | place for row, place in zip(rows, places, strict=True)])
+
+
 def _steps(rows: list[dict[str, Any]]) -> str:
     """Return a row per optimizer and problem: how much a step costs."""
     problems = [row["problem"] for row in rows]
@@ -145,6 +154,22 @@ def _errors(rows: list[dict[str, Any]]) -> str:
         steps = [_error(row["steps"][d]) or "refused" for d in dampings]
         lines.append([shown, str(row["products"]), *(_error(row[key]) for key in factors), *steps])
     return _table(["problem", "products"], [*factors.values(), *(f"step, damping {d}" for d in dampings)], lines)
+
+
+def _traffic(rows: list[dict[str, Any]]) -> str:
+    """Return a row per model and optimizer in several processes: what a step takes, and what travels."""
+    lines: list[Cells] = [
+        [
+            row["model"],
+            row["optimizer"],
+            str(row["ranks"]),
+            1e3 * row["seconds"],
+            *(row[key] / 1e6 if row["held"] else None for key in ("sent", "scheme", "held")),
+        ]
+        for row in rows
+    ]
+    numbers = ["ms / step", "MB sent / update", "MB, kfac-pytorch's scheme", "MB held"]
+    return _table(["model", "optimizer", "processes"], numbers, lines)
 
 
 def _scores(rows: list[dict[str, Any]]) -> str:

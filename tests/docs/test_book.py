@@ -64,7 +64,7 @@ def test_previous_and_next(site: Path) -> None:
             for kind, found in lacking.items():
                 if f'<a class="{kind}"' not in text:
                     found.add(name)
-    assert lacking == {"next-page": {"CHANGELOG"}, "prev-page": {"docs/index"}}
+    assert lacking == {"next-page": {"CODE_OF_CONDUCT"}, "prev-page": {"docs/index"}}
 
 
 def test_names_become_links(site: Path) -> None:
