@@ -147,7 +147,7 @@ def _row(entry: Entry, claims_of: Claims) -> str:
     lines = [entry.note or NOTES[entry.kind]] if entry.note or entry.kind in NOTES else []
     claims = _claims(entry, claims_of)
     lines += [f"{'• ' if len(claims) > 1 else ''}{cell(claim)}" for claim in claims]
-    lines += [next(f.caption for f in FIGURES if f.name == picture) for picture in entry.pictures]
+    lines += [f"Draws: {next(f.caption for f in FIGURES if f.name == picture)}" for picture in entry.pictures]
     if entry.errata:
         lines.append(_errata(entry.errata))
     return f"| {entry.title} | {here} | {'<br>'.join(lines)} |"
