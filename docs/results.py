@@ -251,10 +251,7 @@ def _tasks(rows: list[dict[str, Any]]) -> str:
 
 def _predictions(rows: list[dict[str, Any]]) -> str:
     """Return a row per data set and way to predict: how likely targets are that were not trained on."""
-    lines: list[Cells] = []
-    for row in rows:
-        nll = f"{row['nll']:.3f} ± {row['error']:.3f}"
-        lines.append([row["data"], row["way"], nll, row["prior"], row["noise"]])
+    lines: list[Cells] = [[row["data"], row["way"], f"{row['nll']:.3f}", row["prior"], row["noise"]] for row in rows]
     return _table(["data", ""], ["negative log-likelihood", "prior precision", "noise"], lines)
 
 
