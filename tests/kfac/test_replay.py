@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfs.kfac import EKFAC, KFAC, exact_blocks, scaffold
+from kfs.kfac import EKFAC, KFAC, exact_blocks, sweep
 from kfs.kfac.capture import recorder_for
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.interface import Sums
@@ -81,7 +81,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
         made.append(StandIn(sums))
         return Replays(run, sums, made[-1], expected, model, log)
 
-    monkeypatch.setattr(scaffold, "Replays", replays)
+    monkeypatch.setattr(sweep, "Replays", replays)
     monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)  # the host does not know all counts
     return made
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from kfs import waiting
-from kfs.kfac import KFAC, scaffold
+from kfs.kfac import KFAC, sweep
 from kfs.kfac.sums.interface import Sums
 from kfs.recording import Replays, shape_of
 from kfs.risk import EmpiricalRisk
@@ -28,7 +28,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
         made.append(Tapes())
         return Replays(run, sums, made[-1], expected, model, log)
 
-    monkeypatch.setattr(scaffold, "Replays", replays)
+    monkeypatch.setattr(sweep, "Replays", replays)
     monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)
     waiting._constants.clear()
     yield made
