@@ -29,7 +29,8 @@ format: $(VENV)/.dev  ## format the code and mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.docs  ## build the book into docs/site
-	@$(BIN)/python docs/build.py
+	@$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --jobs auto --quiet --conf-dir docs --doctree-dir docs/.doctrees . docs/site
+	@$(BIN)/python -m docs.site_checks docs/site
 
 bench: .venv-bench/.peers  ## measure our products, factors, overhead, inverses and training, and our peers'
 	@.venv-bench/bin/python -m benchmarks.products
@@ -53,7 +54,7 @@ dist: $(VENV)/.dev  ## build sdist and wheel into dist, check them, and run the 
 	@PYTHON=$(abspath $(BIN)/python) .ci/try_wheel
 
 clean:  ## remove .venv and everything that is built
-	rm -rf $(VENV) .venv-bench dist docs/site report benchmarks/results .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-bench dist docs/site docs/api docs/figures docs/.runs docs/.doctrees report .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
