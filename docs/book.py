@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from docutils.parsers.rst import directives
 from myst_parser.sphinx_ import Parser as MystParser  # type: ignore[attr-defined]
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from docs import api, links, notebooks, results, runs
+from docs import api, blocks, links, notebooks, results, runs
 from docs.modules import module_page, read_module, toctree
 from docs.sidebar import use_sidebar
 from kfs.report import play
@@ -26,7 +25,7 @@ def definition_paths() -> dict[str, list[str]]:
 class ModuleParser(MystParser):
     """Turns a module into Markdown, and reads that."""
 
-    supported = ("module",)
+    supported = ("module",)  # type: ignore[misc]
 
     def parse(self, inputstring: str, document: nodes.document) -> None:
         """Parse a page that is a module."""
@@ -108,7 +107,7 @@ def show_outputs(app: Sphinx, document: nodes.document) -> None:
     app.env.note_dependency(job.file)
     printed = {
         block.code.strip(): output
-        for block, output in zip(runs.blocks.blocks(runs.page_file(name)), runs.result(job), strict=True)
+        for block, output in zip(blocks.blocks(runs.page_file(name)), runs.result(job), strict=True)
     }
     for block in list(document.findall(nodes.literal_block)):
         output = printed.get(block.astext().strip())

@@ -1,6 +1,6 @@
 """Settings of Sphinx. The folder of sources is the repository, so that a page of the book *is* a module.
 
-Nothing needs a network: MathJax comes from a Python package, and `torch.inv.txt` says where PyTorch explains what we link.
+Nothing needs a network: MathJax comes from a Python package, and `torch.inv.txt` says where PyTorch explains names.
 """
 
 import sys
@@ -81,6 +81,7 @@ html_css_files = ["book.css"]
 html_extra_path = ["extra"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_search_summary = False  # it fetches pages, which browsers refuse on a disk
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 pygments_style = "default"
 pygments_dark_style = "github-dark"

@@ -55,7 +55,9 @@ class Modules:
         """Return the module of this name: a neighbor first, then a definition, then another one of the package."""
         same = [module for module in self.all if module.dotted.rpartition(".")[2] == stem]
         folder = here.rpartition("/")[0]
-        near = [module for module in same if here and module.path in {f"{folder}/{stem}.py", f"{folder}/{stem}/__init__.py"}]
+        near = [
+            module for module in same if here and module.path in {f"{folder}/{stem}.py", f"{folder}/{stem}/__init__.py"}
+        ]
         defined = [module for module in same if module.path in self._defined]
         # Packages consist of rooms: `kfs.kfac.structures` may mention a module of `kfs.kfac.sums` by its name alone.
         family = [module for module in same if here and module.path.split("/")[:2] == here.split("/")[:2]]
@@ -127,7 +129,7 @@ def resolve_pytorch(app: Any, env: Any, node: Any, content: nodes.Element) -> no
     return None if address is None else nodes.reference("", "", content, internal=False, refuri=address)
 
 
-def resolve_ours(app: Any, env: Any, node: Any, content: nodes.Element) -> nodes.Node | None:
+def resolve_ours(app: Any, _env: Any, node: Any, content: nodes.Element) -> nodes.Node | None:
     """Resolve a type of ours in a signature: `kfs.kfac.kfac.KFAC` is explained as `kfs.KFAC`."""
     target = node.get("reftarget", "")
     if node.get("refdomain") != "py" or not target:

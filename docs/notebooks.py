@@ -37,7 +37,7 @@ def from_page(text: str, outputs: Sequence[str | None] = ()) -> NotebookNode:
     for number, cell in enumerate(cells):
         cell.id = f"cell-{number}"  # the same in every build
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    notebook = v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
+    notebook: NotebookNode = v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
     nbformat.validate(notebook)
     return notebook
 

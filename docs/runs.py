@@ -128,7 +128,7 @@ def _run_definition(job: Job) -> list[tuple[str, str, float | None]]:
     return [(check.claim, check.case, check.error) for check in report.checks]
 
 
-def _play_data(job: Job) -> Any:
+def _play_data(_: Job) -> Any:
     from kfs.report import play  # noqa: PLC0415
 
     return play.play_data()

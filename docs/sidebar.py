@@ -13,7 +13,6 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.osutil import relative_uri
 
-
 # A page, and what the sidebar calls it if that is not its title.
 Entry = tuple[str, str | None]
 
@@ -69,7 +68,7 @@ def short_title(env: BuildEnvironment, page: str) -> str:
     return f"{folder.rpartition('/')[2]}/" if name == "__init__" else f"{name}.py"
 
 
-def use_sidebar(app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: nodes.document | None) -> None:
+def use_sidebar(app: Sphinx, page: str, _template: str, context: dict[str, Any], _doctree: Any) -> None:
     """Replace Sphinx's list of everything by ours."""
     if "toctree" in context:
         if not hasattr(app, "kfs_parts"):

@@ -1,4 +1,4 @@
-"""What must hold for a finished site: HTML is valid, links lead somewhere, pictures say what they show, and nothing is loaded.
+"""What must hold for a finished site: valid HTML, links that lead somewhere, pictures that say what they show.
 
 Run it: `python -m docs.site_checks docs/site`.
 """

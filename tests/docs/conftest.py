@@ -1,4 +1,4 @@
-"""The book, built once for all tests of it: by Sphinx in a copy of the repository, so that nothing is left in this one."""
+"""The book, built once for all tests of it: in a copy of the repository, so that nothing is left in this one."""
 
 import os
 import shutil
@@ -56,8 +56,22 @@ def build(repository: Path, site: Path) -> None:
     """Build a book; a warning is an error."""
     options = ("--builder", "html", "--fail-on-warning", "--quiet", "--conf-dir", "docs")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("COV_", "PYTEST_"))}
-    command = [sys.executable, "-m", "sphinx", *options, "--doctree-dir", str(site.with_name("doctrees")), ".", str(site)]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        *options,
+        "--doctree-dir",
+        str(site.with_name("doctrees")),
+        ".",
+        str(site),
+    ]
     done = subprocess.run(
-        command, cwd=repository, env=environment | {"PYTHONPATH": str(repository)}, capture_output=True, text=True, check=False
+        command,
+        cwd=repository,
+        env=environment | {"PYTHONPATH": str(repository)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

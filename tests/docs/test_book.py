@@ -56,7 +56,7 @@ def test_the_site_has_no_mistakes(site: Path) -> None:
 
 def test_previous_and_next(site: Path) -> None:
     """Every page has both, in the order of the book; the first and the last one have one of them."""
-    lacking = {"next-page": set(), "prev-page": set()}
+    lacking: dict[str, set[str]] = {"next-page": set(), "prev-page": set()}
     for file in site.rglob("*.html"):
         name = file.relative_to(site).with_suffix("").as_posix()
         if name not in {"index", "search", "genindex", "py-modindex"}:

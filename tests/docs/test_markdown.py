@@ -64,7 +64,9 @@ def test_pictures_are_drawn_by_the_page() -> None:
 
 def test_what_a_block_prints(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("```python\nprint(1)\n```\n```python math\nprint(2)\n```\n```python\nx = 3\n```\n```py\n1 / 0\n```\n")
+    page.write_text(
+        "```python\nprint(1)\n```\n```python math\nprint(2)\n```\n```python\nx = 3\n```\n```py\n1 / 0\n```\n"
+    )
     assert run(page).outputs == ["1\n", None, ""]
     assert run(page, ["math"]).outputs == ["1\n", "2\n", ""]
 

@@ -68,7 +68,7 @@ def test_names_of_modules_in_other_rooms() -> None:
 
     def found(text: str, here: str = "") -> str | None:
         page = known.find(text, here)
-        return page and page.docname
+        return None if page is None else page.docname
 
     here = "kfs/kfac/rules/convolution.py"
     assert found("gram", here) == "kfs/kfac/rules/gram"
@@ -159,14 +159,20 @@ def test_a_notebook() -> None:
     assert notebook.cells[1].outputs[0].text == "1\n"
     assert "This needs nowhere" in notebook.cells[3].source
     assert notebook == notebooks.from_page(text, ["1\n", None, ""])  # the same in every build
-    assert [cell.source for cell in notebooks.from_page(text).cells if cell.cell_type == "code"] == ["print(1)", "x", "y = 2"]
+    assert [cell.source for cell in notebooks.from_page(text).cells if cell.cell_type == "code"] == [
+        "print(1)",
+        "x",
+        "y = 2",
+    ]
 
 
 def test_code_of_a_notebook_is_that_of_its_page(tmp_path: Path) -> None:
     """So that running pages, which tests do, runs notebooks."""
     page = tmp_path / "page.md"
     page.write_text("Text.\n```python\na = 1\n```\nMore.\n```python\nb = a\n```\n", encoding="utf-8")
-    cells = [cell.source for cell in notebooks.from_page(page.read_text(encoding="utf-8")).cells if cell.cell_type == "code"]
+    cells = [
+        cell.source for cell in notebooks.from_page(page.read_text(encoding="utf-8")).cells if cell.cell_type == "code"
+    ]
     assert cells == [block.code.rstrip("\n") for block in blocks.blocks(page)]
 
 

@@ -1,4 +1,4 @@
-"""The page of benchmarks: a table for each file, with where its numbers come from, and pictures drawn from the same rows."""
+"""The page of benchmarks: a table for each file, with where its numbers come from, and a picture of its rows."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 
 from docs import results
 
-COMMITTED = results.files()
+# Others have no table, such as that of the conformance kit.
+COMMITTED = [file for file in results.files() if json.loads(file.read_text(encoding="utf-8")).get("rows")]
 
 
 @pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
