@@ -196,7 +196,7 @@ class Block(Described):
             return Factor.identity(values.shape[-1], scale)
         scale = values.new_full((len(values),), self.scale(side))
         kind = "diagonal" if self.is_diagonal(side) else "dense"
-        return Factor(values, scale, kind, eps=torch.finfo(total.dtype).eps)  # type: ignore[arg-type]
+        return Factor(values, scale, kind, eps=max(s.eps for s in self.sums.on_side(side)))  # type: ignore[arg-type]
 
     def _without_single_group(self, factor: Tensor) -> Tensor:
         return factor if self.layout.groups > 1 else factor.squeeze(0)

@@ -206,7 +206,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         """Move all factors to a device, or convert them, in place."""
         for block in self.blocks.values():
             for s in block.sums.sums:
-                s.total = s.total.to(device=device, dtype=dtype)
+                s.convert(device, dtype)
         self._move_space(device, dtype)
         self._stacks = None
         return self
