@@ -18,7 +18,15 @@ author = "the authors of kfs"
 version = release = __version__
 html_title = f"kfs {__version__}"
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "kfs/**.py", "CHANGELOG.md", "CONTRIBUTING.md", "README.md"]
+include_patterns = [
+    "docs/**.md",
+    "kfs/**.py",
+    "CHANGELOG.md",
+    "CODE_OF_CONDUCT.md",
+    "CONTRIBUTING.md",
+    "README.md",
+    "SECURITY.md",
+]
 exclude_patterns = [".*", "docs/site", "tests", "benchmarks", "kfs/__main__.py", "**/__pycache__"]
 extensions = [
     "myst_parser",

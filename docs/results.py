@@ -46,6 +46,7 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
     kinds = {
         "runs": _trainings,
         "quarter": _long_runs,
+        "history": _histories,
         "task": _tasks,
         "nll": _predictions,
         "keep": _compressed,
@@ -123,6 +124,13 @@ def _long_runs(rows: list[dict[str, Any]]) -> str:
         losses = [None if row[key] is None else f"{row[key]:.3g}" for key in ("quarter", "half", "end")]
         lines.append([row["optimizer"], f"{row['lr']:g}", *losses, row["seconds"]])
     return _table(["optimizer"], ["learning rate", "loss at a quarter", "at a half", "at the end", "seconds"], lines)
+
+
+def _histories(rows: list[dict[str, Any]]) -> str:
+    """Return a row per optimizer and learning rate of a run on a GPU, as `_long_runs` does."""
+    losses = [[loss for _, _, loss in row["history"]] for row in rows]
+    places = [{"quarter": known[len(known) // 4 - 1], "half": known[len(known) // 2 - 1]} for known in losses]
+    return _long_runs([row | place for row, place in zip(rows, places, strict=True)])
 
 
 def _steps(rows: list[dict[str, Any]]) -> str:

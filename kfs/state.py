@@ -180,6 +180,17 @@ class ExtremeDraws(TorchFunctionMode):
 
 
 @contextmanager
+def exchanged(owner: Any, params: dict[str, Tensor]) -> Iterator[None]:
+    """Let an object have other `params` in this context."""
+    before = owner.params
+    try:
+        owner.params = params
+        yield
+    finally:
+        owner.params = before
+
+
+@contextmanager
 def unchanged_attributes(model: Module) -> Iterator[None]:
     """Restore what a model's modules keep in attributes, such as the last state of a recurrent network.
 

@@ -100,8 +100,8 @@ def exact_diagonals(risk: EmpiricalRisk, names: Iterable[str], settings: Setting
     """
     names = list(names)
     dtype = at_least_float32(risk.dtype)
-    total = {name: torch.zeros_like(risk.params[name], dtype=dtype) for name in names}
     with risk.ranks.agreed("diagonal"), risk.untouched(), torch.enable_grad():
+        total = {name: torch.zeros_like(risk.params[name], dtype=dtype) for name in names}
         for batch in risk.batches("diagonal"):
             leaves, rest = leaves_and_rest(risk, names)
             f = risk.predict(leaves | rest, batch)

@@ -363,16 +363,15 @@ def _check_finite(columns: Sequence[GradientBatch]) -> None:
 
 def _explaining_indices(risk: EmpiricalRisk, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Iterate; if an index is out of range, say which one, of which datum and of which embedding."""
-    try:
-        yield from batches
-    except IndexError as error:
-        with suppress(IndexError):
-            for batch in risk.batches():
-                with _CheckedEmbeddings(risk, batch):
-                    risk.evaluate(batch)
-        raise DataError(
-            f"An index is out of range: {error}.", "Look for one in the data that is as large as what it points into."
-        ) from error
+    with risk.whole.held(risk.params):  # other processes have other numbers of batches
+        try:
+            yield from batches
+        except IndexError as error:
+            with suppress(IndexError), risk.untouched():
+                for batch in risk.batches():
+                    with _CheckedEmbeddings(risk, batch):
+                        risk.evaluate(batch)
+            raise DataError(f"An index is out of range: {error}.", "Look for one that is too large.") from error
 
 
 class _CheckedEmbeddings(TorchFunctionMode):

@@ -92,7 +92,8 @@ class Curvature(LinearOperator):
         with ranks.agreed(task), self.risk.untouched(), torch.enable_grad(), explained():
             for batch in self.risk.batches(task):
                 for names in self.blocks:
-                    inside = {name: columns[name] for name in names if name in columns}
+                    # A sharded model may compute in another precision than its parameters have.
+                    inside = {name: columns[name].to(self.risk.dtype) for name in names if name in columns}
                     wanted = [name for name in names if name in rows]
                     if inside and wanted:
                         for name, t in self.product(batch, inside, wanted).items():
@@ -219,10 +220,10 @@ class Sandwich(Curvature):
     def diagonal(self) -> Tensor:
         """Compute the diagonal exactly, as a flat vector: sums of squared per-datum gradients, one datum at a time."""
         wide = self.risk.sum_dtype
-        total = {name: torch.zeros_like(p, dtype=wide) for name, p in self.risk.params.items()}
         task = f"{type(self).__name__} diagonal"
         with self.risk.ranks.agreed(task), self.risk.untouched(), torch.enable_grad(), explained():
             leaves = self.risk.leaves()
+            total = {name: torch.zeros_like(p, dtype=wide) for name, p in leaves.items()}
             for batch in self.risk.batches(task):
                 f = self.risk.predict(leaves, batch)
                 self.risk.finite(f.detach(), batch)
