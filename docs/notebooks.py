@@ -85,8 +85,9 @@ def tour(chapters: Mapping[str, Iterable[Path]], root: Path) -> NotebookNode:
         The notebook. Each definition has a cell for what it defines and one for what `python FILE` runs.
     """
     cells = _prose(
-        "# The tour: all definitions\n\nEvery definition of the book, in reading order, with code that verifies it. Each one "
-        "imports what it needs from `kfs`, so you can start anywhere. All of it takes about a minute: *Run all cells*."
+        "# The tour: all definitions\n\n"
+        "Every definition of the book, in reading order, with code that verifies it. Each one imports what it needs "
+        "from `kfs`, so you can start anywhere. All of it takes about a minute: *Run all cells*."
     )
     for title, files in chapters.items():
         cells += _prose(f"## {title}")
