@@ -38,6 +38,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
+    "docs.bridge",
     "docs.book",  # last: it listens to events of the others
 ]
 

@@ -16,12 +16,22 @@ class Figure(NamedTuple):
         plot: The file that draws it.
         page: The page of the definition that shows it, too.
         caption: What it shows.
+        document: Numbers of the document's figures that show the same; empty if none does.
     """
 
     name: str
     plot: str
     page: str
     caption: str
+    document: tuple[int, ...] = ()
+
+    @property
+    def origin(self) -> str:
+        """Say which figure of the document it is."""
+        if not self.document:
+            return "This figure is not in the document."
+        numbers = " and ".join(map(str, self.document))
+        return f"Figure{'s' if len(self.document) > 1 else ''} {numbers} of the document."
 
 
 FIGURES = (
@@ -30,48 +40,56 @@ FIGURES = (
         "kfs/plots/linearized_rosenbrock.py",
         "kfs/basics/ggn_rosenbrock",
         "The Rosenbrock function and its partial linearization around an anchor.",
+        document=(4,),
     ),
     Figure(
         "synthetic_hessian_cvec",
         "kfs/plots/synthetic_hessian.py",
         "kfs/basics/ggns",
         f"Hessian and GGN of {SMALL_NET}. Flattened by columns.",
+        document=(5, 6),
     ),
     Figure(
         "synthetic_hessian_rvec",
         "kfs/plots/synthetic_hessian.py",
         "kfs/basics/ggns",
         f"Hessian and GGN of {SMALL_NET}. Flattened by rows.",
+        document=(5, 6),
     ),
     Figure(
         "synthetic_fisher_cvec",
         "kfs/plots/synthetic_fisher.py",
         "kfs/basics/exact_fishers",
         f"GGN and Fisher matrices of {SMALL_NET}. Flattened by columns.",
+        document=(8,),
     ),
     Figure(
         "synthetic_fisher_rvec",
         "kfs/plots/synthetic_fisher.py",
         "kfs/basics/exact_fishers",
         f"GGN and Fisher matrices of {SMALL_NET}. Flattened by rows.",
+        document=(8,),
     ),
     Figure(
         "synthetic_fisher_convergence",
         "kfs/plots/synthetic_fisher.py",
         "kfs/basics/mc_fisher_convergence",
         "Relative distance of the Monte Carlo Fisher to the GGN, in the spectral norm.",
+        document=(7,),
     ),
     Figure(
         "synthetic_kfac_cvec",
         "kfs/plots/synthetic_kfac.py",
         "kfs/kfac/scaffold",
         f"Curvature, its layer blocks, and KFAC, of {SMALL_NET}. Flattened by columns.",
+        document=(9,),
     ),
     Figure(
         "synthetic_kfac_rvec",
         "kfs/plots/synthetic_kfac.py",
         "kfs/kfac/scaffold",
         f"Curvature, its layer blocks, and KFAC, of {SMALL_NET}. Flattened by rows.",
+        document=(10,),
     ),
     Figure(
         "structure_errors",

@@ -111,7 +111,7 @@ def module_page(module: Module, verified: Verified | None, elsewhere: Collection
         verified: What running it as a program verified; `None` if it is not a definition.
         elsewhere: Paths of modules that other tables of contents have. A package has one of the others that lie in it.
     """
-    parts = [module.prose, *(_figure(figure) for figure in figures_of(module.docname))]
+    parts = [module.prose, *(show_figure(figure) for figure in figures_of(module.docname))]
     if verified is not None:
         parts.append(_verified(module, verified))
     parts.append(_relations(module))
@@ -134,9 +134,10 @@ def _inside(package: Module) -> list[str]:
     return [module.path for module in others if module.dotted.count(".") == depth]
 
 
-def _figure(figure: Figure) -> str:
+def show_figure(figure: Figure) -> str:
+    """Return a figure with its caption, which says where it comes from, as Markdown."""
     return (
-        f":::{{figure}} /docs/figures/{figure.name}.svg\n:alt: {figure.caption}\n\n{figure.caption} "
+        f":::{{figure}} /docs/figures/{figure.name}.svg\n:alt: {figure.caption}\n\n{figure.origin} {figure.caption} "
         f"{figure.name}, drawn by `{figure.plot}`.\n:::"
     )
 

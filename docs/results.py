@@ -57,6 +57,7 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
         "method": _times,
         "program": _programs,
         "products": _errors,
+        "scheme": _traffic,
     }
     kind = next((kind for key, kind in kinds.items() if key in rows[0]), _steps)
     title = name.replace("long_runs", "long runs").capitalize().replace("_", ": ")
@@ -155,6 +156,22 @@ def _errors(rows: list[dict[str, Any]]) -> str:
     return _table(["problem", "products"], [*factors.values(), *(f"step, damping {d}" for d in dampings)], lines)
 
 
+def _traffic(rows: list[dict[str, Any]]) -> str:
+    """Return a row per model and optimizer in several processes: what a step takes, and what travels."""
+    lines: list[Cells] = [
+        [
+            row["model"],
+            row["optimizer"],
+            str(row["ranks"]),
+            1e3 * row["seconds"],
+            *(row[key] / 1e6 if row["held"] else None for key in ("sent", "scheme", "held")),
+        ]
+        for row in rows
+    ]
+    numbers = ["ms / step", "MB sent / update", "MB, kfac-pytorch's scheme", "MB held"]
+    return _table(["model", "optimizer", "processes"], numbers, lines)
+
+
 def _scores(rows: list[dict[str, Any]]) -> str:
     """Return a row per method of influence functions: how good its scores are, on average over seeds."""
     lines: list[Cells] = []
@@ -234,10 +251,7 @@ def _tasks(rows: list[dict[str, Any]]) -> str:
 
 def _predictions(rows: list[dict[str, Any]]) -> str:
     """Return a row per data set and way to predict: how likely targets are that were not trained on."""
-    lines: list[Cells] = []
-    for row in rows:
-        nll = f"{row['nll']:.3f} ± {row['error']:.3f}"
-        lines.append([row["data"], row["way"], nll, row["prior"], row["noise"]])
+    lines: list[Cells] = [[row["data"], row["way"], f"{row['nll']:.3f}", row["prior"], row["noise"]] for row in rows]
     return _table(["data", ""], ["negative log-likelihood", "prior precision", "noise"], lines)
 
 

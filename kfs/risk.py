@@ -251,14 +251,14 @@ class EmpiricalRisk(Described):
             self.flags.note(not_finite(f), batch.start)
 
     @contextmanager
-    def checking_later(self) -> Iterator[Callable[[], None]]:
-        """Let checks of values on an accelerator only set flags in this context; what it returns reads them.
+    def checking_later(self, own: Flags | None = None) -> Iterator[Callable[[], None]]:
+        """Let checks of values on an accelerator only set flags (`own` or new ones) here; what it returns reads them.
 
         Raises:
             KfsError: When flags are read, if a datum has failed a check: what is wrong with it.
         """
         outer = self.flags  # a hook of the model may compute something with the same risk
-        self.flags = flags = Flags(self.device) if waiting.runs_behind(self.device) else None
+        self.flags = flags = own or (Flags(self.device) if waiting.runs_behind(self.device) else None)
 
         def check() -> None:
             datum = None if flags is None else flags.first_bad()

@@ -124,7 +124,7 @@ def test_functions_on_the_way_exist() -> None:
     """Functions and methods that the way of a batch names are defined in the engine, the optimizer, or PyTorch."""
     sources = [
         file.read_text(encoding="utf-8")
-        for folder in ("kfac", "optim")
+        for folder in ("kfac", "optim", "recording")
         for file in (ROOT / "kfs" / folder).rglob("*.py")
     ]
     defined = set(re.findall(r"(?:def|class) (\w+)", "\n".join(sources)))

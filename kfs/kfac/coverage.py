@@ -8,11 +8,11 @@ from torch import Tensor
 
 from kfs.distributed import added_up
 from kfs.errors import KfsWarning, ModelError
-from kfs.kfac.backpropagated_vectors import backpropagated_vectors
 from kfs.kfac.block import Block
 from kfs.kfac.layout import Side
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.block_sums import BlockSums
+from kfs.kfac.vectors import backpropagated_vectors
 from kfs.operators.derivatives import leaves_and_rest, pull_back
 from kfs.precision import at_least_float32
 from kfs.risk import EmpiricalRisk

@@ -22,11 +22,11 @@ from kfs.errors import DataError, ModelError, ShapeError
 from kfs.kfac.block_gradients import BlockGradients
 from kfs.kfac.coverage import coverage_error, not_covered
 from kfs.kfac.layout import Key, Layout
-from kfs.kfac.scaffold import Vectors, passes
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Progress
 from kfs.kfac.structures import BlockDiagonal
 from kfs.kfac.sums import Captured, KeptGradients
+from kfs.kfac.sweep import Vectors, passes
 from kfs.losses.quantities import Quantity, gradient_of
 from kfs.names import ByName, few, near
 from kfs.operators.derivatives import leaves_and_rest, pull_back

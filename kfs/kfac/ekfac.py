@@ -35,14 +35,12 @@ import torch
 from kfs.describing import Description
 from kfs.distributed import checksum
 from kfs.errors import DataError, ModelError
-from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.block import Block
 from kfs.kfac.coverage import exact_diagonals
 from kfs.kfac.kfac import KFAC
 from kfs.kfac.layout import Key
 from kfs.kfac.looking import ShowsFactors, describe_factors
 from kfs.kfac.loss_scale import LossScale
-from kfs.kfac.scaffold import sweep
 from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress
 from kfs.kfac.storage.files import loadable
@@ -50,6 +48,8 @@ from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.stack import Stack, check_coverage
 from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic
+from kfs.kfac.sweep import sweep
+from kfs.kfac.vectors import one_by_one_if_needed
 from kfs.operators.space import Space
 from kfs.progress import show_progress
 from kfs.risk import EmpiricalRisk

@@ -12,14 +12,12 @@ from kfs import waiting
 from kfs.data import values_digest
 from kfs.describing import Description
 from kfs.errors import DataError, ModelError
-from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.block import Block
 from kfs.kfac.capture import both_audits
 from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shared_with, warn_of_wide
 from kfs.kfac.layout import Layout
 from kfs.kfac.looking import ShowsFactors, describe_factors
 from kfs.kfac.loss_scale import LossScale
-from kfs.kfac.scaffold import explain_vectors, kfac
 from kfs.kfac.settings import Advanced, Fisher, Settings, Sharing, Uncovered, check_names
 from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress
 from kfs.kfac.storage.files import loadable
@@ -28,6 +26,8 @@ from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked_with_zeros
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.placement import Placement
+from kfs.kfac.sweep import explain_vectors, kfac
+from kfs.kfac.vectors import one_by_one_if_needed
 from kfs.names import ByName, near
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
@@ -79,7 +79,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
             is captured is what the model computes; see `kfs.kfac.capture.audit`. Without, the batch axis is guessed by
             its length.
         replay: Whether passes over batches of one shape are recorded as a CUDA graph, from the third one on, if the
-            model is on a GPU and more than a few batches are to come; see `kfs.kfac.capture.replay`. Passes that cannot
+            model is on a GPU and more than a few batches are to come; see `kfs.recording.replays`. Passes that cannot
             be recorded, because something in them depends on values of data, run as they are; the logger `kfs.kfac`
             says so.
         memory: How many bytes these graphs may take. By default, as many as there are.

@@ -77,6 +77,25 @@ def test_benchmarks_of_training(tmp_path: Path) -> None:
     assert "quick" not in body
 
 
+def test_runs_on_a_gpu(tmp_path: Path) -> None:
+    history = [[step, step / 10, 1 / step] for step in range(1, 9)]
+    row = {"task": "gpt", "optimizer": "kfs", "lr": 1.0, "seconds": 0.8, "end": 0.125, "history": history}
+    (tmp_path / "train_cuda_gpt.json").write_text(json.dumps({"rows": [row]}), encoding="utf-8")
+    assert "| kfs | 1 | 0.5 | 0.25 | 0.125 | 0.80 |" in results.markdown(tmp_path)
+
+
+def test_traffic_of_several_processes(tmp_path: Path) -> None:
+    row = {"model": "MLP", "ranks": 2, "seconds": 0.01, "busy": 0.01, "factors": 9}
+    rows = [
+        row | {"optimizer": "AdamW", "sent": 0.0, "scheme": 0.0, "held": 0},
+        row | {"optimizer": "KFAC", "sent": 2e6, "scheme": 8e6, "held": 5_000_000},
+    ]
+    (tmp_path / "distributed.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    text = results.markdown(tmp_path)
+    assert "| MLP | AdamW | 2 | 10.00 |  |  |  |" in text
+    assert "| MLP | KFAC | 2 | 10.00 | 2.00 | 8.00 | 5.00 |" in text
+
+
 def test_benchmarks_of_compression(tmp_path: Path) -> None:
     row = {
         "method": "OBS",
