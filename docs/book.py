@@ -121,11 +121,13 @@ def offer_notebook(app: Sphinx, document: nodes.document) -> None:
     """Say at the top of a page that there is a notebook of it."""
     folder, _, name = app.env.docname.rpartition("/")
     texts = {page.stem: ("This page ", "as a notebook", ", with what it prints.") for page in notebooks.pages()}
-    texts[notebooks.TOUR] = ("All definitions ", "in one notebook", ", which runs from top to bottom.")
+    for page in (notebooks.TOUR, "paper"):
+        texts[page] = ("All definitions ", "in one notebook", ", which runs from top to bottom.")
     if folder != "docs" or name not in texts:
         return
     before, linked, after = texts[name]
-    link = nodes.reference("", linked, internal=True, refuri=f"{name}.ipynb")
+    file = notebooks.TOUR if name == "paper" else name
+    link = nodes.reference("", linked, internal=True, refuri=f"{file}.ipynb")
     line = nodes.paragraph("", "", nodes.Text(before), link, nodes.Text(after), classes=["notebook"])
     title = next(iter(document.findall(nodes.title)))
     title.parent.insert(title.parent.index(title) + 1, line)

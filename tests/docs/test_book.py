@@ -174,7 +174,8 @@ def test_notebooks(site: Path) -> None:
 
 
 def test_the_notebook_of_all_definitions(site: Path) -> None:
-    assert 'href="chapters.ipynb"' in article(site, "docs/chapters")
+    for page in ("docs/chapters", "docs/paper"):
+        assert 'href="chapters.ipynb"' in article(site, page)
     notebook = nbformat.read(site / "docs" / "chapters.ipynb", as_version=4)
     titles = [cell.source for cell in notebook.cells if cell.source.startswith("### ")]
     assert len(titles) == len(DEFINED)
