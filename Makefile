@@ -7,10 +7,10 @@ CONSTRAINTS ?= constraints.txt
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help tour test lint format docs bench dist clean
+.PHONY: help tour test lint format docs notebooks bench dist clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 tour: $(VENV)/.tour  ## run and verify everything, draw the figures, and write one page about it; QUICK=1 takes seconds
 	@$(BIN)/kfs tour $(if $(QUICK),--quick)
@@ -31,6 +31,9 @@ format: $(VENV)/.dev  ## format the code and mend what ruff can mend
 docs: $(VENV)/.docs  ## build the book into docs/site
 	@$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --jobs auto --quiet --conf-dir docs --doctree-dir docs/.doctrees . docs/site
 	@$(BIN)/python -m docs.site_checks docs/site
+
+notebooks: docs  ## run all notebooks of the book from top to bottom
+	@$(BIN)/python -m docs.notebooks docs/site/docs
 
 bench: .venv-bench/.peers  ## measure our products, factors, overhead, inverses and training, and our peers'
 	@.venv-bench/bin/python -m benchmarks.products

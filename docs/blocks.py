@@ -63,7 +63,15 @@ def pictures(page: Path) -> list[str]:
 
 
 def run(page: Path, allowed: Collection[str] = ()) -> Executed:
-    """Run the blocks of a page that need nothing, or one of the allowed libraries."""
+    """Run the blocks of a page that need nothing, or one of the allowed libraries.
+
+    A page may choose the dtype of its new tensors; others do not notice.
+    """
+    with _same_dtype():
+        return _run(page, allowed)
+
+
+def _run(page: Path, allowed: Collection[str]) -> Executed:
     namespace: dict[str, object] = {"__name__": page.stem}
     outputs: list[str | None] = []
     for code, needs in blocks(page):
@@ -75,6 +83,18 @@ def run(page: Path, allowed: Collection[str] = ()) -> Executed:
             exec(compile(code, page.name, "exec"), namespace)  # pages are ours
         outputs.append(printed.getvalue())
     return Executed(namespace, outputs)
+
+
+@contextlib.contextmanager
+def _same_dtype() -> Iterator[None]:
+    """Restore PyTorch's default dtype."""
+    import torch  # noqa: PLC0415 (takes seconds, and only what runs needs it)
+
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager

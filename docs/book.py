@@ -118,24 +118,33 @@ def show_outputs(app: Sphinx, document: nodes.document) -> None:
 
 
 def offer_notebook(app: Sphinx, document: nodes.document) -> None:
-    """Say at the top of a how-to that it is a notebook, too."""
-    name = app.env.docname.removeprefix("docs/")
-    if not name.startswith("howto_") or "/" in name:
+    """Say at the top of a page that there is a notebook of it."""
+    folder, _, name = app.env.docname.rpartition("/")
+    texts = {page.stem: ("This page ", "as a notebook", ", with what it prints.") for page in notebooks.pages()}
+    for page in (notebooks.TOUR, "paper"):
+        texts[page] = ("All definitions ", "in one notebook", ", which runs from top to bottom.")
+    if folder != "docs" or name not in texts:
         return
-    link = nodes.reference("", "as a notebook", internal=True, refuri=f"{name}.ipynb")
+    before, linked, after = texts[name]
+    file = notebooks.TOUR if name == "paper" else name
+    link = nodes.reference("", linked, internal=True, refuri=f"{file}.ipynb")
+    line = nodes.paragraph("", "", nodes.Text(before), link, nodes.Text(after), classes=["notebook"])
     title = next(iter(document.findall(nodes.title)))
-    before, after = nodes.Text("This page "), nodes.Text(", with what it prints.")
-    line = nodes.paragraph("", "", before, link, after, classes=["notebook"])
     title.parent.insert(title.parent.index(title) + 1, line)
 
 
 def write_notebooks(app: Sphinx, exception: Exception | None) -> None:
-    """Write a notebook beside each how-to."""
-    if exception is None:
-        for file in sorted(runs.DOCS.glob("howto_*.md")):
-            job = runs.Job("page", file.stem)
-            outputs = runs.result(job) if job.file.is_file() else []
-            notebooks.write(file, outputs, Path(app.outdir) / "docs" / f"{file.stem}.ipynb")
+    """Write notebooks beside their pages."""
+    if exception is not None:
+        return
+    folder = Path(app.outdir) / "docs"
+    for page in notebooks.pages():
+        job = runs.Job("page", page.stem)
+        outputs = runs.result(job) if job.file.is_file() else []
+        drawn = {picture.name: picture.read_text(encoding="utf-8") for picture in job.drawn}
+        notebook = notebooks.from_page(page.read_text(encoding="utf-8"), outputs, drawn)
+        notebooks.write(notebook, folder / f"{page.stem}.ipynb")
+    notebooks.write(notebooks.tour(chapters(), ROOT), folder / f"{notebooks.TOUR}.ipynb")
 
 
 def add_play(app: Sphinx, pagename: str, *_: Any) -> None:

@@ -162,7 +162,7 @@ def result(job: Job) -> Any:
     return json.loads(job.file.read_text(encoding="utf-8"))["result"]
 
 
-def _start() -> None:
+def start_process() -> None:
     """Set a process up: no display, and one thread, since there is a process for every core."""
     os.environ["MPLBACKEND"] = "agg"
     import torch  # noqa: PLC0415
@@ -188,7 +188,7 @@ def run_all(jobs: Iterable[Job]) -> None:
     if not waiting:
         return
     PICTURES.mkdir(exist_ok=True)
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), _start) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), start_process) as pool:
         problems = [problem for problem in pool.map(_perform_and_save, waiting) if problem]
     if problems:
         raise RuntimeError("The book shows only what runs, and this does not:\n" + "\n".join(problems))

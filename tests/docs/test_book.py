@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 import nbformat
 import pytest
 
-from docs import api, modules, site_checks
+from docs import api, blocks, modules, notebooks, site_checks
 from docs.drawings import FIGURES
 from kfs.tour import definitions
+from tests.docs.pages import run_of
 
 ROOT = Path(modules.__file__).parent.parent
 DEFINED = [file.relative_to(ROOT).as_posix() for file in definitions()]
@@ -155,16 +156,29 @@ def test_output_is_below_the_code(site: Path) -> None:
 
 
 def test_notebooks(site: Path) -> None:
-    """Every how-to is one: all code is in it, and what it printed."""
-    pages = sorted((ROOT / "docs").glob("howto_*.md"))
-    for page in pages:
-        notebook = nbformat.read(site / "docs" / f"{page.stem}.ipynb", as_version=4)
-        kinds = [cell.cell_type for cell in notebook.cells]
-        assert "markdown" in kinds
+    """Each is linked from its page. It has all code of the page, what that printed, and what it drew."""
+    for page in notebooks.pages():
         assert f'href="{page.stem}.ipynb"' in article(site, f"docs/{page.stem}")
-    notebook = nbformat.read(site / "docs" / "howto_compare.ipynb", as_version=4)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert any("optimal Kronecker" in output.text for cell in code for output in cell.outputs)
+        cells = nbformat.read(site / "docs" / f"{page.stem}.ipynb", as_version=4).cells
+        code = [cell for cell in cells if cell.cell_type == "code"]
+        expected = [block.code.rstrip("\n") for block in blocks.blocks(page) if not block.needs]
+        assert [cell.source for cell in code] == expected, page.stem
+        outputs = [output for cell in code for output in cell.outputs]
+        drawn = [output for output in outputs if output.output_type == "display_data"]
+        assert len(drawn) == len(blocks.pictures(page)), page.stem
+        assert all("<svg" in output.data["image/svg+xml"] for output in drawn)
+        printed = [output for output in run_of(page.stem).executed.outputs if output]
+        assert [output.text for output in outputs if output.output_type == "stream"] == printed
+        prose = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+        assert not re.search(r"^:::|\{dropdown|\]\((?:figures|assets)/|\.md[)#]", prose, flags=re.MULTILINE), page.stem
+
+
+def test_the_notebook_of_all_definitions(site: Path) -> None:
+    for page in ("docs/chapters", "docs/paper"):
+        assert 'href="chapters.ipynb"' in article(site, page)
+    notebook = nbformat.read(site / "docs" / "chapters.ipynb", as_version=4)
+    titles = [cell.source for cell in notebook.cells if cell.source.startswith("### ")]
+    assert len(titles) == len(DEFINED)
 
 
 def test_figures(site: Path) -> None:

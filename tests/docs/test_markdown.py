@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import other_libraries
 from docs.blocks import blocks, inside, installed, libraries, pictures, run
@@ -42,6 +43,13 @@ def test_pages_with_code_are_found() -> None:
         "howto_looking",
         "howto_compress",
         "howto_merge",
+        "howto_hugging_face",
+        "howto_language_model",
+        "howto_cnn",
+        "howto_spectra",
+        "howto_pinn",
+        "which_kfac",
+        "exercises",
         "coming_from",
         "test_your_kfac",
     }
@@ -69,6 +77,28 @@ def test_what_a_block_prints(tmp_path: Path) -> None:
     )
     assert run(page).outputs == ["1\n", None, ""]
     assert run(page, ["math"]).outputs == ["1\n", "2\n", ""]
+
+
+def test_a_page_chooses_its_dtype(tmp_path: Path) -> None:
+    """Also if it fails."""
+    page = tmp_path / "page.md"
+    page.write_text("```python\nimport torch\ntorch.set_default_dtype(torch.float64)\n1 / 0\n```\n")
+    with pytest.raises(ZeroDivisionError):
+        run(page)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_exercises_have_solutions() -> None:
+    """Each has one, which is folded, and asserts what it says."""
+    text = (DOCS / "exercises.md").read_text(encoding="utf-8")
+    exercises = re.split(r"^### ", text, flags=re.MULTILINE)[1:]
+    assert [int(exercise.partition(".")[0]) for exercise in exercises] == list(range(1, len(exercises) + 1))
+    assert len(exercises) >= 12
+    for exercise in exercises:
+        question, _, solution = exercise.partition(":::{dropdown} Solution\n")
+        assert "?" in question
+        assert "```" not in question
+        assert "\nassert " in solution.partition("\n:::\n")[0]
 
 
 def test_the_program_that_runs_code_of_other_libraries(

@@ -1,10 +1,10 @@
-"""The pieces that the book is made of: modules as pages, links, results of running, notebooks, and checks of a site."""
+"""The pieces that the book is made of: modules as pages, links, results of running, and checks of a site."""
 
 from pathlib import Path
 
 import pytest
 
-from docs import blocks, links, modules, notebooks, runs, site_checks
+from docs import links, modules, runs, site_checks
 from docs.modules import Module, all_modules, cell, module_page, read_module
 from kfs import tour
 
@@ -145,35 +145,6 @@ def test_all_that_runs_is_a_job() -> None:
     assert {job.name for job in jobs if job.kind == "page"} >= {"index", "howto_train", "test_your_kfac"}
     assert len([job for job in jobs if job.kind == "definition"]) == len(tour.definitions())
     assert all(job.drawn for job in jobs if job.kind in {"plot", "benchmark"})
-
-
-def test_a_notebook() -> None:
-    text = (
-        "# Title\n\nSee [this](other.md#part).\n\n```python\nprint(1)\n```\nBetween.\n\n```python nowhere\nx\n```\n"
-        "```python\ny = 2\n```\n"
-    )
-    notebook = notebooks.from_page(text, ["1\n", None, ""])
-    kinds = [cell.cell_type for cell in notebook.cells]
-    assert kinds == ["markdown", "code", "markdown", "markdown", "code"]
-    assert "[this](other.html#part)" in notebook.cells[0].source
-    assert notebook.cells[1].outputs[0].text == "1\n"
-    assert "This needs nowhere" in notebook.cells[3].source
-    assert notebook == notebooks.from_page(text, ["1\n", None, ""])  # the same in every build
-    assert [cell.source for cell in notebooks.from_page(text).cells if cell.cell_type == "code"] == [
-        "print(1)",
-        "x",
-        "y = 2",
-    ]
-
-
-def test_code_of_a_notebook_is_that_of_its_page(tmp_path: Path) -> None:
-    """So that running pages, which tests do, runs notebooks."""
-    page = tmp_path / "page.md"
-    page.write_text("Text.\n```python\na = 1\n```\nMore.\n```python\nb = a\n```\n", encoding="utf-8")
-    cells = [
-        cell.source for cell in notebooks.from_page(page.read_text(encoding="utf-8")).cells if cell.cell_type == "code"
-    ]
-    assert cells == [block.code.rstrip("\n") for block in blocks.blocks(page)]
 
 
 @pytest.mark.parametrize(
