@@ -210,15 +210,18 @@ class TestReplayedProducts:
                 assert len(replayed) == times + 5
 
     def test_memory(self, device: str) -> None:
-        """What a deleted operator has taken is free."""
+        """What deleted operators have taken is free, but for a workspace of cuBLAS for each of PyTorch's streams."""
         risk = risk_on(device)
-        multiplied(GGN(risk))  # workspaces of libraries stay
+        multiplied(GGN(risk))
         gc.collect()
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
+        before = torch.cuda.memory_allocated()
         A = GGN(risk)
         multiplied(A)
-        assert torch.cuda.memory_reserved() > before
+        assert torch.cuda.memory_allocated() > before
+        for _ in range(20):
+            A = GGN(risk)
+            multiplied(A)
         del A
         torch.cuda.empty_cache()
-        assert torch.cuda.memory_reserved() <= before
+        assert torch.cuda.memory_allocated() <= before
