@@ -22,6 +22,8 @@ LOOKED_AT = (
     "docs/benchmarks",
     "docs/cheatsheet_shapes",
     "docs/errata",
+    "docs/exercises",
+    "docs/which_kfac",
     "docs/howto_looking",
     "docs/right",
     "docs/test_your_kfac",
