@@ -120,7 +120,7 @@ def test_monte_carlo_fisher_has_the_right_mean(case: Case) -> None:
     W = parameter_pairs(model)[0][0]
     prediction = model(X)
     G = ggn(loss(prediction, y), prediction, model.get_parameter(W))
-    M = 1000
+    M = 300
     F = mc_fisher(model, loss, X, y, W, M)
 
     def error(matrix: Tensor) -> float:

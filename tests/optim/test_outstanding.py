@@ -67,7 +67,7 @@ MORE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", [*CASES, *MORE])
 def test_nothing_changes_if_all_is_well(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many steps are those of an optimizer that waits, to the bit, with all averages, ages and counts."""
-    options: dict[str, Any] = {"fisher": "type-2", "replay": case == "mlp"} | (CASES | MORE)[case]
+    options: dict[str, Any] = {"fisher": "type-2", "factors_every": 5, "replay": case == "mlp"} | (CASES | MORE)[case]
     there, optimizer = trained(**options)
     assert len(optimizer._outstanding._steps) > 0
     mine = everything(optimizer)
