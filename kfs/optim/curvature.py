@@ -345,7 +345,7 @@ class Curvature:
     def restore(self, state: Any, device: torch.device) -> None:
         """Undo `state`, with copies of tensors on a device. The first rank has the averages, others add to them."""
         averages = [Average.from_state(s, device) for s in state["averages"]]
-        if self.ranks.rank:
+        if self.ranks.rank:  # pragma: no cover (tested in other processes)
             owners.forget_summands(averages)
         self.averages = {average.layout.key: average for average in averages}
         self.damping_scale = float(state["damping_scale"])

@@ -85,14 +85,14 @@ def test_one_fault_is_everybodys(ranks: Pool, fault: str, kind: type[Exception],
 
 
 def with_unknown_targets(fisher: Any) -> str:
-    """Train with a loss whose targets are needed, and shown on the first rank only."""
+    """Train with a loss whose targets are needed, and not shown on the first rank."""
     model = model_of("net")
     loss = nn.HuberLoss()
     optimizer = KFAC(DistributedDataParallel(model), loss, fisher=fisher)
     for x, y in batches(2):
         target = functional.one_hot(rows(y), 3).double()
         f = model(rows(x))
-        value = functional.huber_loss(f, target) if dist.get_rank() else loss(f, target)
+        value = loss(f, target) if dist.get_rank() else functional.huber_loss(f, target)
         value.backward()
         average_gradients(model)
         with pytest.raises(LossError, match="targets") as found:

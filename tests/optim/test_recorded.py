@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import kfs
 from kfs.kfac import sweep
 from kfs.kfac.settings import Settings
+from kfs.kfac.sums import FactorSums
 from kfs.losses import TokenCrossEntropy
 from kfs.optim import KFAC, factor_graphs, updates
 from tests.kfac.tape import Tape, Tapes
@@ -224,6 +225,16 @@ def test_what_waits_unless_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> No
     assert Looks.ready
     assert optimizer._watch._graphs._graphs
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_recordings_that_fail_without_waiting() -> None:
+    """The error is the reason, and nothing is tried again."""
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        factor_graphs._record(Tapes(), fails, "", FactorSums(Settings("mc")))
 
 
 def test_models_with_hooks_are_watched(caplog: pytest.LogCaptureFixture) -> None:
