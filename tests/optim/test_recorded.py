@@ -99,7 +99,7 @@ NO_PASSES = {"empirical", "eigen"}  # No vectors are sent back, or eigenbases ch
 @pytest.mark.parametrize("case", CASES)
 def test_recordings_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with recordings equal those without, on an accelerator and on a CPU."""
-    options = {"fisher": "type-2", "factors_every": 5} | CASES[case]
+    options: dict[str, Any] = {"fisher": "type-2", "factors_every": 5} | CASES[case]
     recorded, optimizer = trained(**options)
     passes = len(optimizer._watch._graphs._graphs)
     assert passes == (0 if case in NO_PASSES else 1)
