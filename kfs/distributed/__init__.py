@@ -6,16 +6,31 @@ Nothing here knows about KFAC, so that everything else may be built on it.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kfs.distributed.owning import add_up_at, copy_from
 from kfs.distributed.ranks import Group, Ranks
 from kfs.distributed.sharding import Shard, part_of, shard
-from kfs.distributed.summing import add_up, added_up, checksum
+from kfs.distributed.summing import add_up, added_up, all_true, checksum
 from kfs.errors import UnknownAttributeError
 from kfs.names import near
 
 if TYPE_CHECKING:
     from kfs.planning import Plan, plan
 
-__all__ = ["Group", "Plan", "Ranks", "Shard", "add_up", "added_up", "checksum", "part_of", "plan", "shard"]
+__all__ = [
+    "Group",
+    "Plan",
+    "Ranks",
+    "Shard",
+    "add_up",
+    "add_up_at",
+    "added_up",
+    "all_true",
+    "checksum",
+    "copy_from",
+    "part_of",
+    "plan",
+    "shard",
+]
 _PLANNING = ("Plan", "plan")
 
 

@@ -1,6 +1,7 @@
 """Tensors added up over all ranks, in place, in a few large buckets: every rank gets the same numbers, bit by bit.
 
-Each number is added up once, by one rank, and then copied to the others, so that there is one order of additions.
+Each number is added up once, by one rank, and then copied to the others, so that there is one order of additions. Sums
+for one rank alone, and copies of what one rank has, live in `owning`.
 """
 
 import hashlib
@@ -57,7 +58,7 @@ def add_up(ranks: Ranks, where: str, parts: Iterable[Tensor]) -> None:
     summary = {"tensors": len(found), "numbers": sum(part.numel() for part in found), "shapes": digest}
     ranks.same(f"The tensors of {where}", summary, "Use the same model, parameters and settings in all processes.")
     under_way: deque[_Bucket] = deque()
-    for some in _buckets(found):
+    for some in buckets(found):
         under_way.append(_start(ranks, some))
         if len(under_way) > 2:  # while one is exchanged, the next one is filled
             _finish(under_way.popleft())
@@ -77,6 +78,22 @@ def added_up(ranks: Ranks, where: str, tensors: Mapping[str, Tensor]) -> dict[st
     copies = {name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
     add_up(ranks, where, copies.values())
     return copies
+
+
+def all_true(ranks: Ranks, flag: Tensor) -> Tensor:
+    """Return whether a flag is true on all ranks: a tensor without axes on its device, which nobody waits for.
+
+    All ranks must be at the same place of the program; nothing is exchanged before.
+
+    Example:
+        >>> all_true(Ranks(None), torch.tensor(True))
+        tensor(True)
+    """
+    if not ranks.are_several:
+        return flag
+    number = flag.to(ranks.device_for(flag.device), torch.int32, copy=True)
+    dist.all_reduce(number, dist.ReduceOp.MIN, group=ranks.group)
+    return number.to(flag.device, torch.bool)
 
 
 def checksum(t: Tensor) -> int:
@@ -125,7 +142,7 @@ def _panels(size: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + height, size)
 
 
-def _buckets(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Put tensors of one kind and device together, up to some size."""
     waiting: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for part in parts:

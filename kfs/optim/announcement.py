@@ -36,10 +36,12 @@ class Announcement:
 
     Attributes:
         loss: Its description.
+        ranks: Over how many processes gradients are averaged.
         steps_left: In how many further steps passes should be compared with other losses and reductions.
     """
 
     loss: Loss
+    ranks: int = 1
     steps_left: int = _STEPS_TO_COMPARE
     _warned: set[str] = field(default_factory=set)  # kinds of warnings, each of which comes once
 
@@ -76,12 +78,12 @@ class Announcement:
         if self._is(self.loss.reduction, parts, sums.count) or _called_by_scaler():
             return
         self._refuse_reduction(parts, sums.count)
-        expected = self.loss.scale / (sums.count if self.loss.reduction == "mean" else 1.0)
+        expected = self.loss.scale / (sums.count / self.ranks if self.loss.reduction == "mean" else 1.0)
         factors = [scale / expected for scale, _ in parts]
         # Parts with weights of their own are no accident. And trainers divide what a model computes by other counts.
         if sums.in_model or not all(_same(factor, factors[0]) for factor in factors):
             return
-        over_data = all(_same(scale, self.loss.scale / sums.num_data) for scale, _ in parts)
+        over_data = all(_same(scale, self.loss.scale / (sums.num_data / self.ranks)) for scale, _ in parts)
         hint = ", as if it was averaged over data, not over entries or positions" if over_data else ""
         self._warn(
             "factor",
@@ -112,12 +114,15 @@ class Announcement:
             )
 
     def _is(self, reduction: str, parts: list[tuple[float, float]], total: float) -> bool:
-        """Whether scales of parts are those of a reduction: a mean may be one over all parts, or over each."""
+        """Whether scales of parts are those of a reduction: a mean may be one over all parts, or over each.
+
+        Gradients are averages over processes. So a mean over all parts has so many times the scale in each process.
+        """
         scale = self.loss.scale
         if reduction == "sum":
             return all(_same(s, scale) for s, _ in parts)
         over_each = all(_same(s, scale / count) for s, count in parts)
-        return over_each or all(_same(s, scale / total) for s, _ in parts)
+        return over_each or all(_same(s, scale / (total / self.ranks)) for s, _ in parts)
 
     def _warn(self, kind: str, text: str, frames: int) -> None:
         """Warn once, at the call of `step`, given the number of functions between `check` and this one."""

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kfs.distributed import Ranks, all_true
 from kfs.errors import KfsError
 from kfs.kfac.block import Block
 from kfs.kfac.layout import Key
 from kfs.kfac.structures import BlockError
 from kfs.kfac.sums import BlockSums, Placement
+from kfs.optim import owners
 from kfs.optim.averages import Average, add_factors
 from kfs.optim.costs import Costs, timed
 from kfs.optim.inverses import Groups, Inverses, inverted_together
@@ -73,6 +75,7 @@ class Curvature:
     inverses: Inverses  # how they are computed, and products with them
     every: Interval  # recompute each inverse every this many steps
     patience: int  # raise damping after this many events in a row
+    ranks: Ranks = field(default_factory=Ranks)  # processes that have a summand of each average (see `owners`)
     averages: dict[Key, Average] = field(default_factory=dict)
     damping_scale: float = 1.0  # multiplies all dampings
     events: Events = field(default_factory=Events)
@@ -122,6 +125,8 @@ class Curvature:
         totals = [s.total for block in blocks.values() for s in block.sums]
         totals += sums.squares.values()
         are_finite = torch.nn.utils.get_total_norm(totals, 1.0).isfinite() if totals else None
+        if are_finite is not None:
+            are_finite = all_true(self.ranks, are_finite)
         good: Tensor | None = None
         if finite is not None:
             good = self.unconfirmed = finite if are_finite is None else finite & are_finite
@@ -178,6 +183,7 @@ class Curvature:
         total = sum(average.cost for average in self.averages.values())
         self._credit = min(self._credit + total / every, total)
         due = [a for a in self.averages.values() if a.changed or a.inverse is None or force]
+        chosen = []
         for together in sorted(inverted_together(due), key=lambda same: min(a.updated for a in same)):
             cost = sum(a.cost for a in together)
             too_expensive = self._credit < (1 - 1e-9) * cost
@@ -185,6 +191,11 @@ class Curvature:
             if too_expensive and not force and all(a.inverse is not None for a in together):
                 break
             self._credit = max(0.0, self._credit - cost)
+            chosen.append(together)
+        if self.ranks.are_several:
+            self._invert_by_owners(chosen, step, groups)
+            return
+        for together in chosen:
             self._invert(together, step, groups)
 
     def precondition(
@@ -277,9 +288,8 @@ class Curvature:
 
     def _invert(self, together: Sequence[Average], step: int, groups: Groups) -> None:
         """Compute the inverses of some blocks, or keep the last ones."""
-        dampings = [float(groups[a.layout.weight]["damping"]) * self.damping_scale for a in together]
         try:
-            self.inverses.invert(together, dampings)
+            self.inverses.invert(together, self._dampings_of(together, groups))
         except (BlockError, KfsError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             if len(together) > 1:  # One of them has failed. The others have nothing to do with it.
                 for average in together:
@@ -290,10 +300,32 @@ class Curvature:
             for average in together:
                 average.failed = False
         for average in together:
-            self.costs.add("inverses", average.cost)
-            # This holds after a failure, too: the block would take the other blocks' share of work otherwise.
-            average.updated = step
-            average.changed = False
+            self._note_attempt(average, step)
+
+    def _invert_by_owners(self, chosen: Sequence[Sequence[Average]], step: int, groups: Groups) -> None:
+        """Compute the inverses of some blocks, each in one process, or keep the last ones."""
+        if not chosen:
+            return
+        together = [(same, self._dampings_of(same, groups)) for same in chosen]
+        failures = owners.invert(self.ranks, self.inverses, self.averages.values(), together)
+        for average in (average for same in chosen for average in same):
+            why = failures.get(average.layout.key)
+            average.failed = False
+            if why is not None:
+                self._note_failure(average, f" ({why})")
+            self._note_attempt(average, step)
+
+    def _dampings_of(self, together: Iterable[Average], groups: Groups) -> list[float]:
+        return [float(groups[a.layout.weight]["damping"]) * self.damping_scale for a in together]
+
+    def _note_attempt(self, average: Average, step: int) -> None:
+        """Take note of an inverse that was computed.
+
+        This holds after a failure, too: the block would take the other blocks' share of work otherwise.
+        """
+        self.costs.add("inverses", average.cost)
+        average.updated = step
+        average.changed = False
 
     def _note_failure(self, average: Average, why: str = "") -> None:
         """Count an inverse that could not be computed."""
@@ -301,10 +333,10 @@ class Curvature:
         text = f"the inverse of block {average.layout.name!r} failed{why}, and the last one stays"
         self.note_trouble("failed_inverses", text)
 
-    def state(self) -> dict[str, Any]:
-        """Return everything that changes, for a file."""
+    def state(self, averages: Iterable[Average]) -> dict[str, Any]:
+        """Return everything that changes, for a file, given averages over the data of all processes."""
         return {
-            "averages": [average.state() for average in self.averages.values()],
+            "averages": [average.state() for average in averages],
             "damping_scale": self.damping_scale,
             "events": asdict(self.events),
             "in_a_row": [self._troubles, self._successes, self._rises],
@@ -312,8 +344,10 @@ class Curvature:
         }
 
     def restore(self, state: Any, device: torch.device) -> None:
-        """Undo `state`, with copies of tensors on a device."""
+        """Undo `state`, with copies of tensors on a device. The first rank has the averages, others add to them."""
         averages = [Average.from_state(s, device) for s in state["averages"]]
+        if self.ranks.rank:
+            owners.forget_summands(averages)
         self.averages = {average.layout.key: average for average in averages}
         self.damping_scale = float(state["damping_scale"])
         self.events = Events(**state["events"])

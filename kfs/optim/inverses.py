@@ -75,14 +75,22 @@ class Inverses:
             or self.eigen
             or self.method == "exact"
         ):
-            with waiting_allowed():
-                self._keep(averages, inverted(averages, damping, self.unit, self.method, self.eigen), None)
+            self.keep(averages, self.computed(averages, damping))
             return
         with checking_later() as checks:
             result = inverted(averages, damping, self.unit, self.method, self.eigen)
         good = torch.stack(checks).all(0)
-        self._keep(averages, result, good)
+        self.keep(averages, result, good)
         self._unseen.append((averages, waiting.Message(good)))
+
+    def computed(self, averages: Sequence[Average], damping: Sequence[float]) -> Inverted:
+        """Return the inverses of blocks of one size, and wait to hear that this has worked.
+
+        Raises:
+            Exception: If one could not be computed.
+        """
+        with waiting_allowed():
+            return inverted(averages, damping, self.unit, self.method, self.eigen)
 
     def failures(self) -> list[Average]:
         """Return blocks whose last inverse failed without anybody looking. This waits for the latest inverses."""
@@ -93,7 +101,7 @@ class Inverses:
         self._unseen.clear()
         return list(failed)
 
-    def _keep(self, averages: Sequence[Average], result: Inverted, good: Tensor | None) -> None:
+    def keep(self, averages: Sequence[Average], result: Inverted, good: Tensor | None = None) -> None:
         """Write inverses to where the last ones are; if `good` is given, only those that are."""
         starts = list(accumulate((a.layout.groups for a in averages), initial=0))
         parts = [slice(start, stop) for start, stop in pairwise(starts)]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from kfs import waiting
+from kfs.distributed import Group, all_true
 from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.block import Block
-from kfs.kfac.capture import Audit
 from kfs.kfac.coverage import listed, shared_with, warn_of_wide
 from kfs.kfac.layout import Key
 from kfs.kfac.settings import Fisher, Settings, Sharing
@@ -22,12 +22,13 @@ from kfs.losses import describe
 from kfs.optim.announcement import Announcement
 from kfs.optim.averages import Unit
 from kfs.optim.call import check_call
-from kfs.optim.curvature import Curvature, Events, Interval, interval_at
+from kfs.optim.curvature import Curvature, Interval, interval_at
 from kfs.optim.divergence import Fine, LastFine
+from kfs.optim.exchange import Exchange
 from kfs.optim.inverses import Inverses
 from kfs.optim.options import check_options, more_often_at_first, number_and_unit
 from kfs.optim.outstanding import Outstanding
-from kfs.optim.parameters import Parameters, check_one_process
+from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic import QuadraticModel
 from kfs.optim.report import Reported
 from kfs.optim.saving import Saved
@@ -41,7 +42,8 @@ class KFAC(Reported, Saved):
     """Natural gradient descent with Kronecker-factored curvature. It is used like any optimizer of `torch.optim`.
 
     Args:
-        model: The model. Train it by calling it: `loss_function(model(x), y).backward()`.
+        model: The model. Train it by calling it: `loss_function(model(x), y).backward()`. With several processes, pass
+            the `DistributedDataParallel` model.
         loss: The loss that is minimized: a loss module of `torch.nn`, or a `kfs.losses.Loss`. It defines the curvature;
             gradients come from your backward pass. In the first steps the gradient at the predictions is compared with
             it: another loss, or another reduction, is an error, a factor in front a warning. For losses other than
@@ -79,6 +81,8 @@ class KFAC(Reported, Saved):
             The model is called some more times for it; buffers, random state and attributes of modules are restored.
         replay: On a GPU, whether updates of parameters, and passes for factors, are recorded once and then repeated as
             CUDA graphs. They take memory: about four times the parameters, and as much as a pass does.
+        group: Processes that train the model together, each with data of its own, if you average gradients over them
+            between `backward()` and `step()`. That of a `DistributedDataParallel` model is known.
 
     Attributes:
         steps: Number of steps that were taken.
@@ -132,9 +136,12 @@ class KFAC(Reported, Saved):
         seed: int = 0,
         audit: bool = True,
         replay: bool = True,
+        group: Group | None = None,
     ) -> None:
         """Check everything, then put hooks on the model."""
         check_call(model, loss)
+        model, self._exchange = Exchange.of(model, group)
+        ranks = self._exchange.ranks
         self._loss = describe(loss)
         self._settings = Settings(fisher, sharing, seed=seed, max_dim=max_dim, batch_axis=batch_axis, audit=audit)
         damping, damping_unit = number_and_unit(damping, damping_unit)
@@ -150,43 +157,26 @@ class KFAC(Reported, Saved):
         }
         super().__init__(list(model.parameters()) if params is None else params, defaults)
         self._model = model
-        self._quadratic = QuadraticModel(model, self._loss) if quadratic_model else None
+        self._quadratic = QuadraticModel(model, self._loss, self._exchange) if quadratic_model else None
         self._factors_every = factors_every or (1 if quadratic_model else more_often_at_first)
         method: Method = damping_method or ("exact" if eigen else "factored")
-        self._curvature = Curvature(decay, Inverses(method, damping_unit, eigen), inverses_every, patience)
+        self._curvature = Curvature(decay, Inverses(method, damping_unit, eigen), inverses_every, patience, ranks)
         self._last_fine = LastFine(patience)
         self.steps = 0
         self.uncovered: dict[str, str] = {}
-        self._announcement = Announcement(self._loss)
+        self._announcement = Announcement(self._loss, ranks.size)
         self._unit = 1.0  # The loss is this many times the average over examples.
         self._tracked: frozenset[str] = frozenset()  # parameters whose factors were computed last
         self._announced: set[Key] = set()  # blocks that were checked for wide factors
         self._paused = False
+        self._whole = None
         self._params = Parameters(model, self.param_groups, self.close)
         self._updates = Updates(self._params, self._curvature, kl_clip, replay)
         self._outstanding = Outstanding(self._curvature, self._last_fine, self._params)
         module = loss if isinstance(loss, nn.Module) else None
         costs = self._curvature.costs
-        self._watch = Watch(model, module, self._wanted, self._loss, self._settings, quadratic_model, costs, replay)
-
-    @property
-    def events(self) -> Events:
-        """How often something went wrong and was handled: skipped steps, refused statistics, failed inverses.
-
-        A GPU is waited for.
-        """
-        self._outstanding.settle(self.state)
-        return self._curvature.events
-
-    @property
-    def audit(self) -> Audit | None:
-        """What was checked for the last watched pass, and how closely; `None` if nothing was."""
-        return self._watch.audit
-
-    @property
-    def damping_scale(self) -> float:
-        """The factor that multiplies all dampings now."""
-        return self._curvature.damping_scale
+        watched = (self._loss, self._settings, quadratic_model, costs, replay, self._exchange)
+        self._watch = Watch(model, module, self._wanted, *watched)
 
     def close(self) -> None:
         """Remove all hooks from the model, so that another optimizer can have it. Afterwards, `step()` raises."""
@@ -221,13 +211,6 @@ class KFAC(Reported, Saved):
         self._watch.forget()
         super().zero_grad(set_to_none)
 
-    def __reduce__(self) -> Any:
-        """Refuse copies: two optimizers would watch one model."""
-        raise ModelError(
-            "An optimizer that watches a model cannot be copied or pickled.",
-            "Copy its state: KFAC(other_model, ...).load_state_dict(optimizer.state_dict()).",
-        )
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step.
@@ -244,41 +227,46 @@ class KFAC(Reported, Saved):
             LossError: If gradients are not those of the announced loss.
             SolverError: If the run has diverged: parameters are not finite, or very many steps were skipped.
         """
-        self._params.check_open()
-        if self._quadratic is not None and closure is None:
-            raise ModelError(
-                "A quadratic model needs to evaluate the loss.",
-                "Call step(closure), with a closure that zeroes gradients, calls backward() and returns the loss.",
-            )
-        batch = None if closure is None else BatchLoss(closure, self._model, self._device)
-        result = None if batch is None else batch.result
-        sums = self._watch.collect()
-        if sums is not None and sums.has_factors:
-            self._outstanding.settle(self.state)
-            self._last_fine.check(self._params.tensors)
-        grads = {n: p.grad.to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
-        self._check(sums, grads, result)
-        finite = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).isfinite()
-        fine = Fine.of(self.steps, result, self.param_groups[0], self.damping_scale)
-        lost = self._lost(sums)
-        # Reading a value from a GPU waits for it. Where nothing new begins, the device looks at flags itself.
-        waits = not waiting.runs_behind(finite.device) or not self._is_steady(sums, lost)
-        if waits:
-            if not finite or (self._quadratic is not None and batch is not None and not isfinite(batch.value)):
-                self._outstanding.note_skipped()
+        self._exchange.check()
+        self._whole = None
+        with self._exchange.step(self._device, self._has_statistics):
+            self._params.check_open()
+            if self._quadratic is not None and closure is None:
+                raise ModelError(
+                    "A quadratic model needs to evaluate the loss.",
+                    "Call step(closure), with a closure that zeroes gradients, calls backward() and returns the loss.",
+                )
+            batch = None if closure is None else BatchLoss(closure, self._model, self._device, self._exchange.mean)
+            result = None if batch is None else batch.result
+            self._params.check_model()
+            grads = {n: p.grad.to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
+            sums = self._merged(self._watch.collect(), grads)
+            if sums is not None and sums.has_factors:
+                self._outstanding.settle(self.state)
                 self._last_fine.check(self._params.tensors)
-                return result
-            self._last_fine.note(fine)
-        if sums is not None:
-            self._add_sums(sums, lost, None if waits else finite)
-        # The quadratic model wants the curvature of this very step.
-        self._curvature.update_inverses(self.steps, self._params.groups, force=self._quadratic is not None)
-        taken = self._update(sums, grads, finite, batch)
-        if taken is not None:
-            self._outstanding.add(self.state, fine, finite, taken)
-        self._curvature.costs.end_step()
-        self.steps += 1
-        return result
+            self._check(sums, grads, result)
+            finite = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).isfinite()
+            finite = all_true(self._exchange.ranks, finite)
+            fine = Fine.of(self.steps, result, self.param_groups[0], self.damping_scale)
+            lost = self._lost(sums)
+            # Reading a value from a GPU waits for it. Where nothing new begins, the device looks at flags itself.
+            waits = not waiting.runs_behind(finite.device) or not self._is_steady(sums, lost)
+            if waits:
+                if not finite or (self._quadratic is not None and batch is not None and not isfinite(batch.value)):
+                    self._outstanding.note_skipped()
+                    self._last_fine.check(self._params.tensors)
+                    return result
+                self._last_fine.note(fine)
+            if sums is not None:
+                self._add_sums(sums, lost, None if waits else finite)
+            # The quadratic model wants the curvature of this very step.
+            self._curvature.update_inverses(self.steps, self._params.groups, force=self._quadratic is not None)
+            taken = self._update(sums, grads, finite, batch)
+            if taken is not None:
+                self._outstanding.add(self.state, fine, finite, taken)
+            self._curvature.costs.end_step()
+            self.steps += 1
+            return result
 
     def _update(
         self, sums: StepSums | None, grads: dict[str, Tensor], finite: Tensor, batch: BatchLoss | None
@@ -339,23 +327,32 @@ class KFAC(Reported, Saved):
         by_schedule = self.steps % interval_at(self._factors_every, self.steps) == 0
         return tracked if by_schedule or tracked.keys() != self._tracked else {}
 
+    def _has_statistics(self) -> bool:
+        """Whether the step that is running needs to know about its passes."""
+        return self._loss.reduction == "sum" or bool(self._due())
+
+    def _merged(self, sums: StepSums | None, grads: Mapping[str, Tensor]) -> StepSums | None:
+        """Return what the passes of all processes gave."""
+        numbers = (self.steps, self._watch.first_datum, self._unit, self.damping_scale)
+        averages, products = self._curvature.averages, self._settings.products
+        return self._exchange.merged(sums, numbers, self._params.tensors, grads, averages, products)
+
     def _tracked_now(self) -> dict[str, Tensor]:
         return {n: p for n, p in self._params.trainable().items() if n not in self.uncovered}
 
     def _check(self, sums: StepSums | None, grads: Mapping[str, Tensor], value: Any) -> None:
         """Refuse a step without gradients, without curvature, or for another loss."""
-        self._params.check_model()
-        check_one_process()
         if not grads:
             raise ModelError("No parameter has a gradient.", "Call backward() of the loss before step().")
-        if sums is None and (self._loss.reduction == "sum" or self._due()):
+        if sums is None and self._has_statistics():
             raise ModelError(
                 "No forward and backward pass through the model was seen since the last step.",
                 "Call the model itself, model(x), not its parts or a copy, and backward() of a loss of its output. "
                 "torch.autograd.grad does not count.",
             )
         if sums is not None:
-            self._announcement.check(sums, value)
+            # What a closure returns is the loss on the data of this process.
+            self._announcement.check(sums, value if self._exchange.ranks.size == 1 else None)
             self._watch.compare = self._announcement.steps_left > 0
 
     def _lost(self, sums: StepSums | None) -> dict[str, str]:
@@ -379,7 +376,8 @@ class KFAC(Reported, Saved):
         """
         if sums.examples and sums.finite:
             mean = self._loss.reduction == "mean"
-            self._unit = self._loss.scale * sums.examples / (sums.count if mean else 1.0)
+            # Gradients are averages over processes, also those of a sum.
+            self._unit = self._loss.scale * sums.examples / (sums.count if mean else self._exchange.ranks.size)
         if not sums.has_factors:
             return  # Examples were only counted, or no target counts.
         if not self._curvature.add(sums, lost, finite):

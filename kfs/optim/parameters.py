@@ -161,13 +161,3 @@ class Parameters:
         owners = {owner() for p in params if (owner := _OWNERS.get(p)) is not None} - {None, self}
         open_ones = [owner for owner in owners if not owner.closed]
         return {owner: close for owner in open_ones if (close := owner._close()) is not None}
-
-
-def check_one_process() -> None:
-    """Refuse to train in several processes: each would see its own data, and take other steps than the others."""
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if several and torch.distributed.get_world_size() > 1:
-        raise ModelError(
-            f"There are {torch.distributed.get_world_size()} processes, and curvature is not exchanged between them.",
-            "Train in one process; accumulate gradients for larger batches.",
-        )

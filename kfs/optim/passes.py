@@ -1,6 +1,7 @@
 """One forward pass of a model in training, and what happens when the gradient of a loss comes back."""
 
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -58,6 +59,9 @@ class Pass:
     compare: bool = False  # whether to compare the loss with others, and its scale with the announced one
     graph: FactorGraph | None = None  # computes the sums, if the pass is not watched
     costs: Costs = field(default_factory=Costs)  # counts the time that factors take in the user's backward pass
+    by_datum: bool = False  # whether labels depend on the number of their datum alone, not on the batch that it is in
+    # Given a number of data: how many data of other processes come before them, and how many there are of all.
+    place_of_data: Callable[[int], tuple[int, int]] | None = None
     has_gradient: bool = False  # whether the gradient of a loss has arrived
     # If passes like this one are to be recorded: what they have in common, how they run, and the data of this one.
     to_record: tuple[PassKey, FactorPass, Data | None] | None = None
@@ -67,6 +71,7 @@ class Pass:
         axis = self.settings.batch_axis or 0
         num_data = number_of_data(arguments, axis, self.place)
         self.num_data = 1 if num_data is None else num_data
+        self.all_data = self.num_data  # also those of other processes
         self._problem: KfsError | None = None  # It is raised if somebody trains with this pass, and only then.
         if num_data is None:
             self._problem = DataError(
@@ -183,7 +188,7 @@ class Pass:
             # On an accelerator, draws are those of passes that are recorded.
             behind = waiting.runs_behind(f.device)
             first = torch.full((), first_datum, dtype=torch.int64, device=f.device) if behind else first_datum
-            draws = Draws if behind else Stream
+            draws = Draws if behind or self.by_datum else Stream
             vectors = backpropagated_vectors(self.loss, f, y, self.settings, first, at_once, draws)
             if self.to_record is not None:
                 self.to_record = *self.to_record[:2], (self._arguments, self.num_data, y, first_datum)

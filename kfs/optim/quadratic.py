@@ -24,11 +24,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kfs.exact_derivatives import ExactDerivatives, explained
 from kfs.kfac.structures import computable
 from kfs.losses import Loss
+from kfs.optim.exchange import Exchange
 from kfs.optim.step_sums import StepSums
 from kfs.optim.trials import Trial
 from kfs.outputs import prediction_in
 from kfs.state import restored
-from kfs.waiting import number
 
 Step = dict[str, Tensor]
 _DECREASE = 0.95**5  # of damping, after a good prediction; the inverse of a rise after a bad one
@@ -44,8 +44,9 @@ class QuadraticModel:
         previous: The last step that was taken, by parameter name. Its length does not matter.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, exchange: Exchange) -> None:
         """Start without a last step."""
+        self._exchange = exchange
         self.previous: Step = {}
         self._model = model
         self._loss = loss
@@ -54,7 +55,7 @@ class QuadraticModel:
     def steps(self, gradient: Step, natural: Step, damping: Mapping[str, Tensor], sums: StepSums | None) -> Step:
         """Return the step that minimizes the quadratic model, given the gradient and the natural gradient."""
         self._predicted = (0.0, 0.0)
-        if sums is None or not sums.inputs or not natural:  # No target counts, or AdamW trains all parameters.
+        if sums is None or not sums.examples or not natural:  # No target counts, or AdamW trains all parameters.
             return {n: torch.zeros_like(d) for n, d in natural.items()}
         directions = [{n: -d for n, d in natural.items()}]
         if self.previous.keys() == natural.keys():
@@ -98,14 +99,12 @@ class QuadraticModel:
     def _curvature(self, directions: list[Step], damping: Mapping[str, Tensor], sums: StepSums) -> Tensor:
         """Return the damped Fisher matrix on all data of the step, along the directions."""
         C = torch.zeros(len(directions), len(directions), dtype=torch.float64)
-        examples = 0.0
         for args, kwargs, y in sums.inputs:
             pushed = [self._push_forward(d, args, kwargs) for d in directions]
             products = [{"f": self._loss.fisher_product(f, y, Jd)} for f, Jd in pushed]
             C += _inner_products(products, [{"f": Jd} for _, Jd in pushed])
-            examples += number(self._loss.examples(y))
         damped = [{n: damping[n] * t for n, t in d.items()} for d in directions]
-        C = C / examples + _inner_products(damped, directions)
+        C = self._exchange.sum(C) / sums.examples + _inner_products(damped, directions)
         return (C + C.T) / 2
 
     def _push_forward(self, direction: Step, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:

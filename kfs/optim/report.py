@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from kfs.describing import Described, DescribedByTables, Description, Table, number, readable_size
+from kfs.kfac.capture import Audit
 from kfs.kfac.settings import Settings
 from kfs.kfac.structures import describe_factor
 from kfs.losses import Loss
@@ -15,6 +16,7 @@ from kfs.optim.curvature import Curvature, Events
 from kfs.optim.outstanding import Outstanding
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic import QuadraticModel
+from kfs.optim.watch import Watch
 
 _OF_BLOCK = ("block", "matrix", "A", "B", "bytes", "damping added", "inverse of step")
 _OF_COST = ("in a step", "count", "operations", "ms")
@@ -134,7 +136,27 @@ class Reported(Described):
     _curvature: Curvature
     _quadratic: QuadraticModel | None
     _outstanding: Outstanding
+    _watch: Watch
     state: Any
+
+    @property
+    def events(self) -> Events:
+        """How often something went wrong and was handled: skipped steps, refused statistics, failed inverses.
+
+        A GPU is waited for.
+        """
+        self._outstanding.settle(self.state)
+        return self._curvature.events
+
+    @property
+    def audit(self) -> Audit | None:
+        """What was checked for the last watched pass, and how closely; `None` if nothing was."""
+        return self._watch.audit
+
+    @property
+    def damping_scale(self) -> float:
+        """The factor that multiplies all dampings now."""
+        return self._curvature.damping_scale
 
     def report(self) -> Report:
         """Return what is covered by what, what the last steps cost, and what went wrong; `print` shows it as a table.

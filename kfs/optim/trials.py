@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf, isfinite
 from typing import Any
 
@@ -77,12 +78,21 @@ def _next_share(change: float, slope: float) -> float:
 class BatchLoss:
     """The loss on the batch of a step, as the user's closure computes it.
 
+    Args:
+        closure: The user's.
+        model: What it trains.
+        device: That of the model.
+        mean: Returns the mean of a number over all processes.
+
     Attributes:
         result: What the closure returned at first.
     """
 
-    def __init__(self, closure: Callable[[], Any], model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, closure: Callable[[], Any], model: nn.Module, device: torch.device, mean: Callable[[float], float]
+    ) -> None:
         """Call the closure."""
+        self._mean = mean
         self._closure = closure
         self._model = model
         self._device = device
@@ -92,10 +102,10 @@ class BatchLoss:
         with torch.enable_grad():
             self.result = closure()
 
-    @property
+    @cached_property
     def value(self) -> float:
-        """The loss at first. This waits for an accelerator."""
-        return _value_of(self.result)
+        """The loss at first. This waits for an accelerator, and for other processes."""
+        return self._mean(_value_of(self.result))
 
     @property
     def round_off(self) -> float:
@@ -110,7 +120,7 @@ class BatchLoss:
             torch.set_rng_state(self._random_state)
             if self._device.type == "cuda":  # pragma: no cover (tested on a GPU)
                 torch.cuda.set_rng_state(self._cuda_random_state, self._device)
-            return _value_of(self._closure())
+            return self._mean(_value_of(self._closure()))
 
 
 def _value_of(result: object) -> float:

@@ -24,12 +24,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from kfs.data import tensors_in
+from kfs.distributed import Ranks
 from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.capture import Audit, Audits, Capture, Known, NotRepeatableError, Session
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
 from kfs.optim.costs import Costs
+from kfs.optim.exchange import Exchange
 from kfs.optim.factor_graphs import FactorGraphs, FactorPass
 from kfs.optim.hooks import Hook
 from kfs.optim.passes import Pass, number_of_data
@@ -61,6 +63,7 @@ class Watch:
     keep_inputs: bool  # whether the result has the inputs of all passes
     costs: Costs  # counts the time that factors take in passes
     replay: InitVar[bool] = False  # whether passes for factors may be recorded
+    exchange: Exchange = field(default_factory=lambda: Exchange(Ranks(None)))  # with other processes
     compare: bool = True  # whether passes compare the loss with others, and its scale with the announced one
     first_datum: int = 0  # number of data in earlier steps, on which the labels that are drawn depend
     audit: Audit | None = None  # what was checked for the last pass
@@ -71,6 +74,7 @@ class Watch:
     _latest: "weakref.ref[Pass] | None" = None
     _complete: list[Pass] = field(default_factory=list)
     _backward: int = -1  # identifies the last backward pass
+    _problem: Exception | None = None  # what went wrong in a backward pass, if other processes have to hear of it
 
     def __post_init__(
         self, model: nn.Module, module: nn.Module | None, wanted: Callable[[], Any], replay: bool
@@ -97,6 +101,10 @@ class Watch:
     def collect(self) -> StepSums | None:
         """Return the sum over all passes with a backward pass since the last call, or `None` if there were none."""
         self._forget_interrupted()
+        if self._problem is not None:
+            problem = self._problem
+            self.forget()
+            raise problem
         passes = self._complete
         self._complete = []
         with self.costs.timed("factors"):
@@ -111,6 +119,7 @@ class Watch:
     def forget(self) -> None:
         """Forget passes that were not collected."""
         self._complete.clear()
+        self._problem = None
 
     def set_targets(self, y: Tensor) -> None:
         """Set the targets of the last forward pass."""
@@ -174,6 +183,8 @@ class Watch:
             self.compare,
             graph,
             self.costs,
+            by_datum=self.exchange.ranks.are_several,
+            place_of_data=self.exchange.numbering() if wanted is not None and self.settings.fisher == "mc" else None,
         )
         if session is not None and graph is None and key is not None and self._graphs.wants(key):
             one.to_record = key, FactorPass(module, self.loss, self.settings, session, known, autocast), None
@@ -247,13 +258,36 @@ class Watch:
         model = self._model()
         if one.has_gradient or model is None or not _trains(model):
             return
-        one.receive_gradient(g, self.first_datum + sum(waiting.num_data for waiting in self._complete))
+        first_datum = self.first_datum + sum(waiting.all_data for waiting in self._complete)
+        problem = None
+        if not self.exchange.ranks.are_several:
+            one.receive_gradient(g, first_datum)
+        else:
+            problem = self._receive_beside_others(one, g, first_datum)
         # If the user has set gradients to None since, the passes that they came from do not count.
         backward = torch._C._current_graph_task_id()
         if backward != self._backward and all(p.grad is None for p in model.parameters()):
             self.forget()
         self._backward = backward
         self._complete.append(one)
+        self._problem = self._problem or problem
+
+    def _receive_beside_others(self, one: Pass, g: Tensor, first_datum: int) -> Exception | None:
+        """Show a pass its gradient, if other processes do the same with other data.
+
+        They would wait for gradients forever if an error ended this backward pass.
+
+        Returns:
+            The error, to be raised in the step; `None` if all is well.
+        """
+        before = 0
+        if one.place_of_data is not None:
+            before, one.all_data = one.place_of_data(one.num_data)
+        try:
+            one.receive_gradient(g, first_datum + before)
+        except Exception as problem:  # noqa: BLE001 (whatever it is, it is raised later)
+            return problem
+        return None
 
     def _forget_interrupted(self) -> None:
         """Leave the capture of a forward pass that was interrupted from the keyboard: no hook is called then."""

@@ -5,9 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from kfs import GGN, EmpiricalRisk
+from kfs.distributed import Ranks
 from kfs.errors import ModelError
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
+from kfs.optim.exchange import Exchange
 from kfs.optim.quadratic import QuadraticModel
 from kfs.optim.trials import Trial
 from tests.optim.training import data, mlp, weights
@@ -76,7 +78,7 @@ def test_a_quadratic_loss_is_predicted_and_damping_falls() -> None:
 
 def test_damping_follows_the_ratio() -> None:
     """It falls where predictions are good, rises where they are bad, and stays in between."""
-    model = QuadraticModel(mlp(), HalfSquaredError())
+    model = QuadraticModel(mlp(), HalfSquaredError(), Exchange(Ranks(None)))
     model._predicted = (-2.0, 2.0)  # the loss should fall by one
 
     def factor(change: float, share: float = 1.0, noise: float = 0.0) -> float:

@@ -46,6 +46,10 @@ class Stackable:
         """Return the same blocks on a device, or in another precision."""
         return _combined(lambda tensors: tensors[0].to(device=device, dtype=dtype), [self])
 
+    def empty_on(self, device: torch.device | str) -> Self:
+        """Return blocks of the same sizes, with numbers that are not set yet, also of those on the meta device."""
+        return _combined(lambda tensors: torch.empty(tensors[0].shape, dtype=tensors[0].dtype, device=device), [self])
+
     def overwrite(self, other: Self, where: Tensor | None = None) -> None:
         """Write the blocks of another stack of the same key over these, in place.
 

@@ -1,5 +1,6 @@
 """Running sums over data: outer products, and statistics of per-datum gradients."""
 
+from kfs.kfac.sums.across_ranks import add_up_totals, agreed_blocks
 from kfs.kfac.sums.block_sums import BlockSums, settle_counts
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.inputs import Use
@@ -38,6 +39,8 @@ __all__ = [
     "Sums",
     "UnitVectors",
     "Use",
+    "add_up_totals",
+    "agreed_blocks",
     "at_a_time",
     "cheaper",
     "cheaper_within",

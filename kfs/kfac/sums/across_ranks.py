@@ -5,7 +5,7 @@ data, or one whose data do not use an expert, starts the missing sums with zeros
 of dense ones only the upper triangle.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -76,18 +76,35 @@ def add_up_blocks(
         The blocks of all ranks, in the same order on all of them, and `(parameter, operation)` of those that do not fit
         together with what other ranks have seen.
     """
+    result, conflicts = agreed_blocks(ranks, blocks, device, products)
+    add_up_totals(ranks, result.values())
+    return result, conflicts
+
+
+def agreed_blocks(
+    ranks: Ranks, blocks: dict[Key, BlockSums], device: torch.device | str, products: Products
+) -> tuple[dict[Key, BlockSums], set[tuple[str, str]]]:
+    """Let all ranks have the same blocks, with counts over all ranks. Totals stay those of this rank: summands.
+
+    Arguments and results are those of `add_up_blocks`.
+    """
     found = [block for some in ranks.gather("blocks", _described(blocks)) for block in some]
     agreed, conflicts = _agreed(found)
     result = {key: _with_roles(blocks.get(key), block, device, products) for key, block in agreed.items()}
     for block in result.values():
         for side, role in block.roles.items():
             _set_counts(role, [one.roles[side] for one in found if _belongs(one, block.layout) and side in one.roles])
-    add_up(ranks, "factors", (part for block in result.values() for part in parts_of(block)))
-    for block in result.values():
+    return result, conflicts
+
+
+def add_up_totals(ranks: Ranks, blocks: Iterable[BlockSums]) -> None:
+    """Add up the totals of blocks that all ranks have, in place."""
+    found = list(blocks)
+    add_up(ranks, "factors", (part for block in found for part in parts_of(block)))
+    for block in found:
         for s in block.sums:
             if not s.diagonal:
                 fill_lower_triangle(s.total)
-    return result, conflicts
 
 
 def parts_of(block: BlockSums) -> Iterator[Tensor]:

@@ -1,0 +1,82 @@
+"""The optimizer in several processes: the same training as in one process that has all data.
+
+What goes wrong is in `test_optimizer_errors`, states and traffic are in `test_optimizer_state`.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.distributed.training import Plan, accelerators, in_one_process, on_ranks
+
+# Ranks add up in another order than one process. Twenty steps amplify what that rounds.
+TOLERANCE = 1e-12
+# A quadratic model amplifies more: with data in another order, one process differs from itself by 4e-11.
+QUADRATIC_TOLERANCE = 1e-9
+EVEN = Plan((12, 12))
+FAST = {"lr": 0.3, "factors_every": 2, "inverses_every": 4}
+
+
+def train_with_accelerators(plan: Plan, settings: dict[str, Any]) -> Any:
+    with accelerators():
+        return on_ranks(plan, **settings)
+
+
+def train_on_ranks(plan: Plan, settings: dict[str, Any]) -> Any:
+    return on_ranks(plan, **settings)
+
+
+def train_with_one_accelerator(plan: Plan, settings: dict[str, Any]) -> Any:
+    with accelerators():
+        return in_one_process(plan, **settings)
+
+
+def train_alone(plan: Plan, settings: dict[str, Any]) -> Any:
+    return in_one_process(plan, **settings)
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings"),
+    [
+        pytest.param(EVEN, {}, id="as it is"),
+        pytest.param(EVEN, FAST | {"fisher": "empirical", "kl_clip": 0.01}, id="empirical"),
+        pytest.param(EVEN, FAST | {"fisher": "type-2"}, id="type-2"),
+        pytest.param(EVEN, FAST | {"fisher": "forward-only", "sharing": "reduce"}, id="forward-only"),
+        pytest.param(EVEN, FAST | {"eigen": True}, id="eigen"),
+        pytest.param(EVEN, FAST | {"damping_method": "exact", "fisher": "type-2"}, id="exact damping"),
+        pytest.param(EVEN, {"quadratic_model": True, "fisher": "type-2"}, id="quadratic model"),
+        pytest.param(EVEN._replace(reduction="sum"), FAST, id="sum"),
+        pytest.param(Plan((6, 6), passes=2), FAST, id="no_sync"),
+        pytest.param(Plan((6, 6), passes=2, ddp=False), FAST | {"eigen": True}, id="own averages"),
+        pytest.param(Plan((3, 1, 7, 5)), FAST, id="uneven"),
+        pytest.param(Plan((3, 1, 7, 5), reduction="sum", ddp=False), FAST | {"eigen": True}, id="uneven sum"),
+        pytest.param(Plan((4, 4, 4), net="experts", ddp=False), FAST, id="experts"),
+        pytest.param(Plan((4, 4, 4), net="tied"), FAST, id="tied"),
+    ],
+)
+def test_ranks_train_as_one_process(ranks: Pool, plan: Plan, settings: dict[str, Any]) -> None:
+    """Twenty steps are those of one process with all data and the same gradients, and ranks agree bit by bit."""
+    (expected,) = ranks(1, train_alone, plan, settings)
+    results = ranks(len(plan.parts), train_on_ranks, plan, settings)
+    assert len({one.bits for one in results}) == 1
+    distance = (results[0].params - expected.params).norm() / expected.params.norm()
+    assert distance < (QUADRATIC_TOLERANCE if settings.get("quadratic_model") else TOLERANCE)
+    assert all(one.events == expected.events and one.uncovered == expected.uncovered for one in results)
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings"),
+    [
+        pytest.param(EVEN, FAST | {"replay": True}, id="recorded"),
+        pytest.param(Plan((6, 6), passes=2), FAST | {"fisher": "type-2"}, id="no_sync"),
+        pytest.param(EVEN._replace(reduction="sum"), FAST | {"eigen": True}, id="eigen, sum"),
+    ],
+)
+def test_accelerators(ranks: Pool, plan: Plan, settings: dict[str, Any]) -> None:
+    """On devices that nobody waits for, flags are agreed there, and hosts exchange nothing in steps without factors."""
+    (expected,) = ranks(1, train_with_one_accelerator, plan, settings)
+    results = ranks(2, train_with_accelerators, plan, settings)
+    assert len({one.bits for one in results}) == 1
+    assert (results[0].params - expected.params).norm() / expected.params.norm() < TOLERANCE
+    assert all(one.events == expected.events for one in results)

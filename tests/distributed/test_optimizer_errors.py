@@ -1,0 +1,282 @@
+"""What goes wrong in one process of a training: all of them notice, and say the same."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from kfs.errors import DistributedError, KfsError, LossError, ModelError
+from kfs.kfac.structures import BlockError
+from kfs.optim import KFAC, exchange, inverses
+from kfs.optim.averages import Average
+from tests.distributed.pool import Pool
+from tests.distributed.training import accelerators, average_gradients, batches, model_of, take_step
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def rows(x: Tensor) -> Tensor:
+    """Return the data of this rank."""
+    return x.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def loss_with(fault: str, f: Tensor, y: Tensor) -> Tensor:
+    """Return the loss of a rank where something is wrong."""
+    value: Tensor = LOSS(f, y)
+    if fault == "another loss":
+        value = (f - functional.one_hot(y, 3)).square().mean()
+    return value
+
+
+def break_something(fault: str, model: nn.Module, optimizer: KFAC) -> None:
+    """Make a mistake between gradients and a step."""
+    if fault == "no gradients":
+        model.zero_grad()
+    elif fault == "changed model":
+        model.add_module("more", nn.Linear(2, 2).double())
+    elif fault == "another state":
+        optimizer.load_state_dict(KFAC(model_of("net"), LOSS).state_dict())
+
+
+def step_on_ranks(fault: str) -> tuple[str, str]:
+    """Take two steps, with something wrong on the last rank in the second one; return type and text of the error."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    model = model_of("net")
+    if fault == "other weights" and last:
+        nn.init.zeros_(model.get_parameter("out.bias"))
+    optimizer = KFAC(model, LOSS, group=dist.group.WORLD, fisher="type-2")
+    try:
+        for number, (x, y) in enumerate(batches(2)):
+            optimizer.zero_grad()
+            now = fault if last and number == 1 else ""
+            loss_with(now, model(rows(x)), rows(y)).backward()
+            if fault != "own gradients":
+                average_gradients(model)
+            break_something(now, model, optimizer)
+            take_step(optimizer)
+    except KfsError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "text"),
+    [
+        ("another loss", LossError, "is not that of CrossEntropyLoss"),
+        ("no gradients", DistributedError, "Parameters with gradients differ"),
+        ("own gradients", DistributedError, "Gradients differ between the processes of ranks 0 and 1"),
+        ("other weights", DistributedError, "Values of parameters differ"),
+        ("another state", DistributedError, "Numbers of steps and data differ"),
+        ("changed model", ModelError, "parameters .* are new"),
+    ],
+)
+def test_one_fault_is_everybodys(ranks: Pool, fault: str, kind: type[Exception], text: str) -> None:
+    """An error on one rank ends the step on all of them, with the same text."""
+    results = ranks(2, step_on_ranks, fault)
+    assert len(set(results)) == 1
+    assert results[0][0] == kind.__name__
+    assert re.search(text, results[0][1])
+
+
+def with_unknown_targets(fisher: str) -> str:
+    """Train with a loss whose targets are needed, and shown on the first rank only."""
+    model = model_of("net")
+    loss = nn.HuberLoss()
+    optimizer = KFAC(DistributedDataParallel(model), loss, fisher=fisher)
+    for x, y in batches(2):
+        target = functional.one_hot(rows(y), 3).double()
+        f = model(rows(x))
+        value = functional.huber_loss(f, target) if dist.get_rank() else loss(f, target)
+        value.backward()
+        average_gradients(model)
+        with pytest.raises(LossError, match="targets") as found:
+            optimizer.step()
+        optimizer.zero_grad()
+    return str(found.value)
+
+
+@pytest.mark.parametrize("fisher", ["ggn", "empirical"])
+def test_errors_of_backward_passes(ranks: Pool, fisher: str) -> None:
+    """They wait for the step: within the backward pass, other ranks wait for gradients."""
+    first, second = ranks(2, with_unknown_targets, fisher)
+    assert first == second
+
+
+def with_drift() -> tuple[bool, list[str]]:
+    """Train such that one rank rounds in another way."""
+    model = DistributedDataParallel(model_of("net"))
+    optimizer = KFAC(model, LOSS, factors_every=2)
+    messages: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange.log, "warning", messages.append)
+        for x, y in batches(7):
+            optimizer.zero_grad()
+            LOSS(model(rows(x)), rows(y)).backward()
+            take_step(optimizer)
+            if optimizer.steps % 2 == 0 and dist.get_rank():
+                with torch.no_grad():
+                    model.module.out.bias.mul_(1 + 1e-15)
+    everybody: list[Any] = [None, None]
+    dist.all_gather_object(everybody, model.module.out.bias.detach())
+    return torch.equal(*everybody), messages
+
+
+def test_ranks_that_round_in_another_way(ranks: Pool) -> None:
+    """They take over the parameters of the first rank, and say so once."""
+    for equal, messages in ranks(2, with_drift):
+        assert equal
+        assert len(messages) == 1
+        assert "Those of rank 0 are taken over" in messages[0]
+
+
+def no_gradients_anywhere() -> str:
+    model = model_of("net")
+    optimizer = KFAC(DistributedDataParallel(model), LOSS)
+    with pytest.raises(ModelError, match="No parameter has a gradient") as found:
+        optimizer.step()
+    with pytest.raises(ModelError, match="group= was given, too"):
+        KFAC(DistributedDataParallel(model), LOSS, group=dist.group.WORLD)
+    return str(found.value)
+
+
+def test_nothing_to_do(ranks: Pool) -> None:
+    """All ranks make the same mistake."""
+    first, second = ranks(2, no_gradients_anywhere)
+    assert first == second
+
+
+def within_join() -> None:
+    model = DistributedDataParallel(model_of("net"))
+    optimizer = KFAC(model, LOSS)
+    (batch,) = batches(1)
+    with model.join():
+        LOSS(model(batch[0]), batch[1]).backward()
+        with pytest.raises(ModelError, match=r"within join\(\)"):
+            optimizer.step()
+
+
+def test_join(ranks: Pool) -> None:
+    """Ranks that end earlier would not take part."""
+    ranks(2, within_join)
+
+
+def without_group() -> None:
+    model = model_of("net")
+    (batch,) = batches(1)
+    optimizer = KFAC(model, LOSS)
+    LOSS(DistributedDataParallel(model)(batch[0]), batch[1]).backward()
+    with pytest.raises(ModelError, match="which of them train the model together"):
+        optimizer.step()
+    optimizer.close()
+    # Each process may well train a model of its own.
+    model = model_of("net")
+    own, _ = dist.new_subgroups(1)
+    optimizer = KFAC(model, LOSS, group=own)
+    LOSS(model(rows(batch[0])), rows(batch[1])).backward()
+    take_step(optimizer)
+    assert optimizer.steps == 1
+
+
+def test_processes_that_nobody_told_of(ranks: Pool) -> None:
+    """Somebody has to say whether processes train one model or several."""
+    ranks(2, without_group)
+
+
+def with_bad_numbers(kind: str) -> tuple[Any, int, Tensor]:
+    """Train with something that is not finite on the last rank in the third step."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    model = model_of("net").float() if kind == "factors" else model_of("net")
+    optimizer = KFAC(model, LOSS, group=dist.group.WORLD, fisher="type-2", factors_every=1)
+    for number, (x, y) in enumerate(batches(5)):
+        optimizer.zero_grad()
+        own = rows(x).to(next(model.parameters()).dtype)
+        if number == 2 and last:
+            # Squares of inputs that are as large as these overflow. Behind a normalization, nothing else does.
+            own = own * (1e25 if kind == "factors" else torch.nan)
+        LOSS(model(own), rows(y)).backward()
+        if kind != "gradients":
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad.nan_to_num_(0.0, 0.0, 0.0)
+        average_gradients(model)
+        take_step(optimizer)
+    params = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return optimizer.events, optimizer.steps, params
+
+
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [("gradients", "skipped_steps"), ("predictions", "refused_statistics"), ("factors", "refused_statistics")],
+)
+def test_not_finite_on_one_rank(ranks: Pool, kind: str, event: str) -> None:
+    """What one rank cannot use, nobody uses: all of them skip the step, or refuse its statistics."""
+    first, second = ranks(2, with_bad_numbers, kind)
+    assert getattr(first[0], event) == 1
+    assert first[:2] == second[:2]
+    assert torch.equal(first[2], second[2])
+    assert first[2].isfinite().all()
+
+
+def with_failing_inverse(accelerated: bool) -> tuple[Any, Tensor]:
+    """Train such that a block cannot be inverted in one step by its owner."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)).double()
+    dist.broadcast_object_list(state := [model.state_dict()])
+    model.load_state_dict(state[0])
+    optimizer = KFAC(model, LOSS, group=dist.group.WORLD, fisher="type-2", inverses_every=1, factors_every=1)
+    compute = inverses.inverted
+
+    def fail(averages: list[Average], *rest: Any) -> Any:
+        if optimizer.steps == 3 and any(a.layout.name == "1" for a in averages):
+            raise BlockError(0, "has bad luck")
+        return compute(averages, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inverses, "inverted", fail)
+        for x, y in batches(6):
+            optimizer.zero_grad()
+            LOSS(model(rows(x)), rows(y)).backward()
+            average_gradients(model)
+            if accelerated:
+                with accelerators():
+                    optimizer.step()
+            else:
+                optimizer.step()
+    params = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return optimizer.events, params
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_inverse_that_fails_at_its_owner(ranks: Pool, accelerated: bool) -> None:
+    """All ranks keep the last inverse of the block, and count the event; other blocks are inverted."""
+    first, second = ranks(2, with_failing_inverse, accelerated)
+    assert first[0].failed_inverses == 1
+    assert first[0] == second[0]
+    assert torch.equal(first[1], second[1])
+
+
+def with_idle_rank(fisher: str) -> Tensor:
+    """Train such that the last rank has no data."""
+    model = model_of("net")
+    optimizer = KFAC(model, LOSS, group=dist.group.WORLD, fisher=fisher, eigen=True, factors_every=1)
+    size = dist.get_world_size()
+    for x, y in batches(6):
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            value = LOSS(model(x), y)
+            (size * value).backward()  # This is the mean over all data, after gradients are averaged.
+        average_gradients(model)
+        take_step(optimizer)
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_rank_without_data(ranks: Pool) -> None:
+    """It has zeros for sums and squares, and takes part in everything else."""
+    (expected,) = ranks(1, with_idle_rank, "type-2")
+    first, second = ranks(2, with_idle_rank, "type-2")
+    assert torch.equal(first, second)
+    assert (first - expected).norm() / expected.norm() < 1e-12

@@ -1,0 +1,193 @@
+"""The optimizer's state in several processes, who owns what, and what travels."""
+
+import pickle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kfs.errors import DistributedError
+from kfs.optim import KFAC
+from kfs.optim.owners import owners_of
+from tests.distributed.pool import Pool
+from tests.distributed.test_optimizer_errors import rows
+from tests.distributed.training import batches, model_of, take_step
+
+LOSS = nn.CrossEntropyLoss()
+
+
+class Saved(NamedTuple):
+    """What a file has."""
+
+    model: Any
+    optimizer: Any
+
+
+def part_of_training(start: int, stop: int, saved: Saved | None, settings: dict[str, Any]) -> tuple[Tensor, Any]:
+    """Train for some steps, and save on rank 0."""
+    model = model_of("net")
+    wrapped = DistributedDataParallel(model)
+    optimizer = KFAC(wrapped, LOSS, lr=0.3, factors_every=2, inverses_every=5, **settings)
+    if saved is not None:
+        model.load_state_dict(saved.model)
+        optimizer.load_state_dict(saved.optimizer)
+    for number, (x, y) in enumerate(batches()):
+        if start <= number < stop:
+            optimizer.zero_grad()
+            LOSS(wrapped(rows(x)), rows(y)).backward()
+            take_step(optimizer)
+    params = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    if dist.get_world_size() > 1:
+        with pytest.raises(DistributedError, match=r"consolidate_state_dict\(\)"):
+            optimizer.state_dict()
+    optimizer.consolidate_state_dict()
+    if dist.get_rank():
+        return params, None
+    # Nobody else is needed here.
+    return params, pickle.loads(pickle.dumps(Saved(model.state_dict(), optimizer.state_dict())))
+
+
+@pytest.mark.parametrize("settings", [{}, {"eigen": True}], ids=str)
+def test_resuming_with_another_number_of_ranks(ranks: Pool, settings: dict[str, Any]) -> None:
+    """Seven steps on four ranks, and then others on one, two or three, are a training that was never stopped."""
+    whole, *_ = ranks(2, part_of_training, 0, 20, None, settings)
+    (_, saved), *_ = ranks(4, part_of_training, 0, 7, None, settings)
+    for size in (1, 3):
+        results = ranks(size, part_of_training, 7, 20, saved, settings)
+        assert all(torch.equal(results[0][0], params) for params, _ in results)
+        assert (results[0][0] - whole[0]).norm() / whole[0].norm() < 1e-12
+
+
+def test_state_is_that_of_one_process(ranks: Pool) -> None:
+    """Averages in a file are those of all data, whoever had a part of them."""
+    (_, one), *_ = ranks(1, part_of_training, 0, 8, None, {})
+    (_, four), *_ = ranks(4, part_of_training, 0, 8, None, {})
+    averages = [saved.optimizer["kfac"]["curvature"]["averages"] for saved in (one, four)]
+    for mine, theirs in zip(*averages, strict=True):
+        for side in ("A", "B"):
+            expected, found = (state["factors"]["blocks"][side]["values"] for state in (mine, theirs))
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        assert mine["layout"] == theirs["layout"]
+
+
+def saved_by_nobody() -> None:
+    """A state without averages needs no other process, and one of a step before is refused."""
+    model = DistributedDataParallel(model_of("net"))
+    optimizer = KFAC(model, LOSS)
+    assert optimizer.state_dict()["kfac"]["steps"] == 0
+    for x, y in batches(2):
+        optimizer.zero_grad()
+        LOSS(model(rows(x)), rows(y)).backward()
+        take_step(optimizer)
+        with pytest.raises(DistributedError, match="a part of the optimizer's state"):
+            optimizer.state_dict()
+        optimizer.consolidate_state_dict()
+        optimizer.state_dict()
+
+
+def test_states_are_of_now(ranks: Pool) -> None:
+    """What was consolidated before a step is not saved after it."""
+    ranks(2, saved_by_nobody)
+
+
+WIDTH = 192
+
+
+def wide() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 3))
+
+
+class Traffic:
+    """Counts the bytes that this rank sends, apart from gradients, which DDP exchanges.
+
+    In a ring, a sum for one rank, or a copy from one rank, is sent by all ranks but one, and a sum for all is sent twice.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.sent = 0.0
+        share = 1 - 1 / dist.get_world_size()
+        functions = {name: getattr(dist, name) for name in ("reduce", "broadcast", "all_reduce", "all_gather_object")}
+
+        def reduce(t: Tensor, **kwargs: Any) -> Any:
+            self.sent += t.nbytes * share
+            return functions["reduce"](t, **kwargs)
+
+        def broadcast(t: Tensor, **kwargs: Any) -> Any:
+            self.sent += t.nbytes * share
+            return functions["broadcast"](t, **kwargs)
+
+        def all_reduce(t: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.sent += 2 * t.nbytes * share
+            return functions["all_reduce"](t, *args, **kwargs)
+
+        def all_gather_object(into: Any, value: Any, **kwargs: Any) -> Any:
+            self.sent += len(pickle.dumps(value)) * (dist.get_world_size() - 1)
+            return functions["all_gather_object"](into, value, **kwargs)
+
+        patch.setattr(dist, "reduce", reduce)
+        patch.setattr(dist, "broadcast", broadcast)
+        patch.setattr(dist, "all_reduce", all_reduce)
+        patch.setattr(dist, "all_gather_object", all_gather_object)
+
+
+def traffic(first: int, last: int, settings: dict[str, Any]) -> tuple[float, float]:
+    """Return bytes that are sent per update of factors in some steps, and bytes of all factors."""
+    model = wide()
+    wrapped = DistributedDataParallel(model)
+    optimizer = KFAC(wrapped, LOSS, **settings)
+    updates = 0
+    counted = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        count = Traffic(patch)
+        for x, y in batches(last):
+            before = optimizer._watch.first_datum
+            optimizer.zero_grad()
+            LOSS(wrapped(rows(x.float())), rows(y)).backward()
+            sent = count.sent
+            optimizer.step()
+            if optimizer.steps > first:
+                counted += count.sent - sent
+                updates += optimizer._watch.first_datum > before
+    averages = optimizer._curvature.averages.values()
+    factors = sum(f.values.nbytes for a in averages for f in (a.factors.A, a.factors.B))
+    return counted / updates, factors
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "settings"),
+    [
+        pytest.param(0, 20, {}, id="at first"),
+        pytest.param(40, 60, {"factors_every": 10}, id="later"),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_traffic(ranks: Pool, size: int, first: int, last: int, settings: dict[str, Any]) -> None:
+    """An update of factors sends a quarter of what it takes to send all factors and all inverses as they are."""
+    results = ranks(size, traffic, first, last, settings)
+    sent = sum(one for one, _ in results) / size
+    assert 0.1 * results[0][1] < sent < 2 * results[0][1] / 4
+
+
+def balance() -> list[float]:
+    model = wide()
+    optimizer = KFAC(DistributedDataParallel(model), LOSS)
+    (batch,) = batches(1)
+    LOSS(model(rows(batch[0]).float()), rows(batch[1])).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    optimizer.step()
+    averages = optimizer._curvature.averages
+    owners = owners_of(averages.values(), False, dist.get_world_size())
+    return [sum(a.cost for key, a in averages.items() if owners[key] == rank) for rank in range(dist.get_world_size())]
+
+
+def test_work_is_split(ranks: Pool) -> None:
+    """Of two large blocks, each rank inverts one."""
+    first, second = ranks(2, balance)
+    assert first == second
+    assert max(first) < 0.6 * sum(first)

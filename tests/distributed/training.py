@@ -1,0 +1,198 @@
+"""Training on ranks, each with a part of every batch, and the same in one process."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from kfs import waiting
+from kfs.distributed import checksum
+from kfs.optim import KFAC, factor_graphs, recorded_update, updates
+from tests.kfac.tape import Tapes
+
+STEPS = 20
+BATCH = 24
+
+
+class Net(nn.Module):
+    """Has linear layers, a normalization, and a parameter that KFAC does not cover."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.turn = nn.Parameter(torch.ones(3, 3))
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(torch.tanh(self.norm(self.first(x)))) @ torch.linalg.matrix_exp(self.turn - self.turn.T)
+        return y
+
+
+class Experts(nn.Module):
+    """Sends data to one of two experts, by their first feature; one that nobody needs is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 5) for _ in range(2))
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).long()
+        hidden = x.new_zeros(len(x), 5)
+        for place, expert in enumerate(self.experts):
+            mine = (chosen == place).nonzero().flatten()
+            if len(mine):
+                hidden = hidden.index_add(0, mine, expert(x[mine]))
+        y: Tensor = self.out(torch.tanh(hidden))
+        return y
+
+
+class Tied(nn.Module):
+    """Has an embedding whose transpose computes logits: a block with two roles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.hidden = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.argmax(1, keepdim=True)
+        y: Tensor = functional.linear(torch.tanh(self.hidden(self.embedding(tokens))), self.embedding.weight)
+        return y.squeeze(1)
+
+
+class Run(NamedTuple):
+    """What came out of a training."""
+
+    params: Tensor
+    bits: int
+    events: Any
+    uncovered: dict[str, str]
+
+
+@contextmanager
+def accelerators() -> Iterator[None]:
+    """Let the CPU of this process count as an accelerator whose graphs are tapes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (factor_graphs, updates, recorded_update):
+            patch.setattr(module, "recorder_for", lambda _: Tapes)
+        patch.setattr("kfs.waiting.runs_behind", lambda _: True)
+        waiting._constants.clear()
+        yield
+    waiting._constants.clear()
+
+
+def model_of(name: str) -> nn.Module:
+    """Return a model, the same in every process."""
+    torch.manual_seed(2)
+    return {"net": Net, "experts": Experts, "tied": Tied}[name]().double()
+
+
+def batches(steps: int = STEPS, size: int = BATCH) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return batches, the same in every process."""
+    g = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        x = torch.randn(size, 6, dtype=torch.float64, generator=g)
+        yield x, x[:, :3].argmax(1)
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Average gradients over all processes, as somebody without DDP would do it."""
+    for p in model.parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(grad)
+        p.grad = grad.div_(dist.get_world_size())
+
+
+def take_step(optimizer: KFAC, closure: Callable[[], Any] | None = None) -> None:
+    """Take a step; one parameter is not covered."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "KFAC does not cover")
+        optimizer.step(closure)
+
+
+def result(model: nn.Module, optimizer: KFAC) -> Run:
+    """Describe a training."""
+    params = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    return Run(params, checksum(params), optimizer.events, optimizer.uncovered)
+
+
+class Plan(NamedTuple):
+    """How batches are split."""
+
+    parts: tuple[int, ...]  # data of each rank in a pass
+    passes: int = 1  # that gradients are accumulated over
+    ddp: bool = True
+    net: str = "net"
+    reduction: str = "mean"
+
+
+def chunks(x: Tensor, plan: Plan) -> list[list[Tensor]]:
+    """Split a batch into passes, and these into the data of each rank."""
+    return [list(one.split(plan.parts)) for one in x.split(sum(plan.parts))]
+
+
+def on_ranks(plan: Plan, **settings: Any) -> Run:
+    """Train on ranks."""
+    module = model_of(plan.net)
+    model = DistributedDataParallel(module, find_unused_parameters=plan.net == "experts") if plan.ddp else module
+    loss = nn.CrossEntropyLoss(reduction=plan.reduction)
+    group = None if plan.ddp else dist.group.WORLD
+    optimizer = KFAC(model, loss, group=group, **settings)
+    rank = dist.get_rank()
+    weight = 1 / plan.passes if plan.reduction == "mean" else 1.0
+    for x, y in batches(size=sum(plan.parts) * plan.passes):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            total = torch.zeros((), dtype=torch.float64)
+            pairs = zip(chunks(x, plan), chunks(y, plan), strict=True)
+            for number, (xs, ys) in enumerate(pairs):
+                last = number == plan.passes - 1
+                within: AbstractContextManager[Any] = model.no_sync() if plan.ddp and not last else nullcontext()
+                with within:
+                    value = loss(model(xs[rank]), ys[rank]) * weight
+                    value.backward()
+                total += value.detach()
+            if not plan.ddp:
+                average_gradients(module)
+            return total
+
+        take_step(optimizer, closure)
+    return result(module, optimizer)
+
+
+def in_one_process(plan: Plan, **settings: Any) -> Run:
+    """Train with the same gradients in one process: a mean of means, if ranks have different numbers of data."""
+    model = model_of(plan.net)
+    loss = nn.CrossEntropyLoss(reduction=plan.reduction)
+    # A group of one process draws labels by datum.
+    optimizer = KFAC(model, loss, group=dist.group.WORLD, **settings)
+    equal = len(set(plan.parts)) == 1
+    for x, y in batches(size=sum(plan.parts) * plan.passes):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            if plan.reduction == "sum" or (equal and plan.passes == 1):
+                total: Tensor = loss(model(x), y)
+                total.backward()
+                return total.detach()
+            xs = [one for some in chunks(x, plan) for one in some]
+            ys = [one for some in chunks(y, plan) for one in some]
+            total = torch.zeros((), dtype=torch.float64)
+            for a, b in zip(xs, ys, strict=True):
+                value = loss(model(a), b) / len(xs)
+                value.backward()
+                total += value.detach()
+            return total
+
+        take_step(optimizer, closure)
+    return result(model, optimizer)
