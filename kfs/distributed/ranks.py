@@ -119,6 +119,8 @@ class Ranks:
             return
         try:
             yield
+        except LostRankError:  # nobody can be told
+            raise
         except Exception as error:
             if getattr(error, "_kfs_agreed_in", None) is not self.group:  # otherwise all ranks know it
                 self._exchange(_Message(where, error=_pickled(error)))

@@ -44,7 +44,8 @@ from kfs.kfac.looking import ShowsFactors, describe_factors
 from kfs.kfac.loss_scale import LossScale
 from kfs.kfac.scaffold import sweep
 from kfs.kfac.settings import Fisher, Settings, Sharing
-from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress
+from kfs.kfac.storage.checkpoint import Checkpoint, Progress
+from kfs.kfac.storage.journal import Journal
 from kfs.kfac.storage.files import loadable
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.eigenbasis import Eigenbasis
@@ -177,7 +178,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         return self.factors.settings
 
     @property
-    def stacks(self) -> list[Stack]:
+    def own_stacks(self) -> list[Stack]:
         """The blocks by eigenvalues and eigenvectors, those of one size together in memory."""
         if self._stacks is None:
             R = self.factors.loss.reduction_factor(self.count)

@@ -6,6 +6,7 @@ the sum over ranks is the result, with the same bits on all of them.
 """
 
 from collections.abc import Iterable
+from functools import reduce
 from pathlib import Path
 from typing import Any, Self
 
@@ -102,9 +103,13 @@ class OwnedBlocks(VisibleBlocks):
 
     def _joined(self, values: Tensor) -> Tensor:
         """Return the numbers of all ranks in a row, `[number]`, in the order of ranks."""
-        sizes = self.ranks.gather("sizes", len(values))
+        if not self.ranks.are_several:
+            return values
+        found = self.ranks.gather("numbers of blocks", (len(values), values.dtype))
+        sizes = [size for size, _ in found]
         start = sum(sizes[: self.ranks.rank])
-        result = values.new_zeros(sum(sizes))
+        # Who owns no block does not know in which precision others compute.
+        result = values.new_zeros(sum(sizes), dtype=reduce(torch.promote_types, [dtype for _, dtype in found]))
         result[start : start + len(values)] = values
         self._add_up([result])
         return result

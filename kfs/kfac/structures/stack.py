@@ -118,10 +118,17 @@ def stacked(parts: Iterable[tuple[Layout, Structure]]) -> list[Stack]:
     return stacks
 
 
-def stacked_with_zeros(parts: Iterable[tuple[Layout, Structure]], space: Space) -> list[Stack]:
-    """Stack blocks, together with blocks of zeros for rows of parameters that no block has."""
-    parts = list(parts)
-    unused = layouts_of_unused_rows([layout for layout, _ in parts], space)
+def stacked_with_zeros(
+    parts: Iterable[tuple[Layout, Structure]], space: Space, layouts: Iterable[Layout] | None
+) -> list[Stack]:
+    """Stack blocks, together with blocks of zeros for rows of parameters that no block has.
+
+    Args:
+        parts: The blocks.
+        space: What they act on.
+        layouts: Those of all blocks, whoever has them. `None` if somebody else has the zeros.
+    """
+    unused = [] if layouts is None else layouts_of_unused_rows(layouts, space)
     return stacked([*parts, *((layout, zero_block(layout, space)) for layout in unused)])
 
 
