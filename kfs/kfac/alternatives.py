@@ -64,7 +64,7 @@ def exact_blocks(risk: EmpiricalRisk, *, max_size: int = 4096, **settings: Any) 
             )
     matrices = exact_matrices(K, risk, layouts)
     parts = [(layout, Dense(matrices[name][None], *layout.matrix_shape[1:])) for name, layout in layouts.items()]
-    return BlockDiagonal(K.domain, stacked_with_zeros(parts, K.domain, [layout for layout, _ in parts])).called("exact_blocks", K.of)
+    return BlockDiagonal(K.domain, stacked_with_zeros(parts, K.domain)).called("exact_blocks", K.of)
 
 
 def exact_matrices(K: KFAC, risk: EmpiricalRisk, names: Iterable[str]) -> dict[str, Tensor]:
@@ -254,7 +254,7 @@ def _statistics(K: KFAC, risk: EmpiricalRisk, make: Callable[[Block], S | None])
 def _operator(K: KFAC, structure: Callable[[Block], Structure]) -> BlockDiagonal:
     """Make an operator of all blocks."""
     parts = [(block.layout, structure(block)) for block in K.blocks.values()]
-    return BlockDiagonal(K.domain, stacked_with_zeros(parts, K.domain, [layout for layout, _ in parts])).called("", K.of)
+    return BlockDiagonal(K.domain, stacked_with_zeros(parts, K.domain)).called("", K.of)
 
 
 def _zeros(K: KFAC, *shape: int) -> Tensor:

@@ -24,7 +24,8 @@ from kfs.kfac.storage.checkpoint import Checkpoint
 from kfs.kfac.storage.files import loadable
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked_with_zeros
+from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked, zero_blocks
+from kfs.kfac.structures.structure import Structure
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.placement import Placement
 from kfs.names import ByName, near
@@ -166,10 +167,11 @@ class KFAC(ShowsFactors, BlockDiagonal):
     def own_stacks(self) -> list[Stack]:
         """The blocks of this process as Kronecker products, those of one size together in memory."""
         if self._stacks is None:
-            parts = [(block.layout, block.structure()) for block in self.blocks.values() if block.sums.is_here]
-            layouts = [block.layout for block in self.blocks.values()]
-            # Rows of parameters that no block has take no memory. One of the ranks has them.
-            self._stacks = stacked_with_zeros(parts, self.domain, layouts if self.ranks.rank == 0 else None)
+            here = [block for block in self.blocks.values() if block.sums.is_here]
+            parts: list[tuple[Layout, Structure]] = [(block.layout, block.structure()) for block in here]
+            if self.ranks.rank == 0:  # one of them has rows of parameters that are not used
+                parts += zero_blocks([block.layout for block in self.blocks.values()], self.domain)
+            self._stacks = stacked(parts)
             self._share_memory()
         return self._stacks
 
@@ -208,7 +210,9 @@ class KFAC(ShowsFactors, BlockDiagonal):
         self.settings.check_same(other.settings)
         self.loss.check_same(other.loss)
         if self.ranks.group is not other.ranks.group or self.owners != other.owners:
-            raise ModelError("The blocks have other owners.", "Merge two with the same owners, or K.gathered() of both.")
+            raise ModelError(
+                "The blocks have other owners.", "Merge two with the same owners, or K.gathered() of both."
+            )
         self._add([block.sums for block in other.blocks.values()], other.num_data, other.count, self.owners)
         self.audit = both_audits(self.audit, other.audit)
         return self
@@ -336,7 +340,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
 
     def _share_memory(self) -> None:
         """Let sums live where blocks of one size were put together, so that they are stored once."""
-        for stack in self.stacks:
+        for stack in self.own_stacks:
             structure = stack.structure
             for layout, place in stack.slices():
                 block = self.blocks.get(layout.name)

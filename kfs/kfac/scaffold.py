@@ -27,6 +27,7 @@ from kfs.errors import LostRankError
 from kfs.exact_derivatives import RightGradients, explained, has_instance_norms
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors, columns_at_once
 from kfs.kfac.capture import Audits, Replays, forward, recorder_for, send_back
+from kfs.kfac.layout import Key
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Progress
@@ -91,9 +92,11 @@ def _in_several_passes(
     found = FactorSums(settings, chosen=())
     with ranks.agreed("first batch"), closing(passes(risk, found, settings, "", Progress())) as run:
         next(run, None)
-    left, number = found.left_out, 0
-    while left:
-        blocks, _ = agreed_blocks(ranks, left, "meta", settings.products)
+    left = found.left_out
+    known: set[Key] = set()
+    number = 0
+    while blocks := agreed_blocks(ranks, left, "meta", settings.products)[0]:
+        known |= blocks.keys()
         if settings.placement == "owner":
             total.owners = choose_owners(blocks.values(), ranks.size, total.owners)
         sizes = {block.layout.name: block.nbytes for block in blocks.values()}
@@ -105,7 +108,7 @@ def _in_several_passes(
             progress = sweep(risk, sums, settings, "KFAC", None if journal is None else journal(stage, blocks=subset))
             total.take(sums)
             left |= sums.left_out
-        left = {key: block for key, block in left.items() if key not in blocks}
+        left = {key: block for key, block in left.items() if key not in known}
     return total, progress
 
 

@@ -5,7 +5,7 @@ rank. All ranks call the same methods. Each of them works on its own blocks, and
 the sum over ranks is the result, with the same bits on all of them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, Self
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from kfs import storage
 from kfs.distributed import Ranks, add_up
+from kfs.distributed.placement import EIGENVALUES, Part, place
 from kfs.distributed.states import fetched, joined
 from kfs.errors import DistributedError
 from kfs.kfac.structures.looking import Listed, VisibleBlocks, kind_of
-from kfs.kfac.structures.stack import Stack, check_coverage
+from kfs.kfac.structures.stack import Stack, check_coverage, stacked
 from kfs.operators.space import Space
 
 
@@ -161,9 +162,25 @@ class OwnedBlocks(VisibleBlocks):
         return {"groups": [stack.state() for stack in self.own_stacks]}
 
     @classmethod
-    def _from_state(cls, state: Any, space: Space) -> Self:
-        """Undo `_state`."""
+    def _from_state(cls, state: Any, space: Space, ranks: Ranks | None = None) -> Self:
+        """Undo `_state`. If there are ranks, they own blocks, and each has its own ones only."""
         # In files, stacks are called groups.
         stacks = [Stack.from_state(part) for part in state["groups"]]
         check_coverage([layout for stack in stacks for layout in stack.layouts], space)
-        return cls(space, stacks)
+        if ranks is None or not ranks.are_several:
+            return cls(space, stacks)
+        parts = [
+            Part(layout.name, EIGENVALUES, stack.structure[part].nbytes, diagonal=(True,), itemsize=1, eigen=True)
+            for stack in stacks
+            for layout, part in stack.slices()
+        ]
+        owners = {block: rank for (block, _), rank in place(parts, ranks.size).owners.items()}
+        return cls(space, of_owner(stacks, owners, ranks), ranks)
+
+
+def of_owner(stacks: list[Stack], owners: Mapping[str, int], ranks: Ranks) -> list[Stack]:
+    """Return the blocks that this process owns: all of them, if it is alone. Rank 0 has those that nobody owns."""
+    if not ranks.are_several:
+        return stacks
+    parts = [(layout, stack.structure[part]) for stack in stacks for layout, part in stack.slices()]
+    return stacked([(layout, one) for layout, one in parts if owners.get(layout.name, 0) == ranks.rank])

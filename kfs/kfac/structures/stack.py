@@ -118,18 +118,15 @@ def stacked(parts: Iterable[tuple[Layout, Structure]]) -> list[Stack]:
     return stacks
 
 
-def stacked_with_zeros(
-    parts: Iterable[tuple[Layout, Structure]], space: Space, layouts: Iterable[Layout] | None
-) -> list[Stack]:
-    """Stack blocks, together with blocks of zeros for rows of parameters that no block has.
+def stacked_with_zeros(parts: Iterable[tuple[Layout, Structure]], space: Space) -> list[Stack]:
+    """Stack blocks, together with blocks of zeros for rows of parameters that no block has."""
+    parts = list(parts)
+    return stacked([*parts, *zero_blocks([layout for layout, _ in parts], space)])
 
-    Args:
-        parts: The blocks.
-        space: What they act on.
-        layouts: Those of all blocks, whoever has them. `None` if somebody else has the zeros.
-    """
-    unused = [] if layouts is None else layouts_of_unused_rows(layouts, space)
-    return stacked([*parts, *((layout, zero_block(layout, space)) for layout in unused)])
+
+def zero_blocks(layouts: Iterable[Layout], space: Space) -> list[tuple[Layout, Structure]]:
+    """Return blocks of zeros for rows of parameters that no block has; they take no memory."""
+    return [(layout, zero_block(layout, space)) for layout in layouts_of_unused_rows(layouts, space)]
 
 
 def layouts_of_unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
