@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from kfs.distributed import Ranks, add_up_at
 from kfs.distributed.placement import parts_of, place
+from kfs.distributed.summing import fill_lower_triangle
 from kfs.kfac.sums.across_ranks import parts_of as tensors_of
 from kfs.kfac.sums.block_sums import BlockSums
 
@@ -38,6 +39,9 @@ def add_up_at_owners(ranks: Ranks, blocks: Iterable[BlockSums], owners: Mapping[
     for owner in sorted(of_rank):
         add_up_at(ranks, owner, (t for block in of_rank[owner] for t in tensors_of(block)))
         keep_own(of_rank[owner], owners, ranks.rank)
+        for s in (s for block in of_rank[owner] if block.is_here for s in block.sums):
+            if not s.diagonal:
+                fill_lower_triangle(s.total)
 
 
 def keep_own(blocks: Iterable[BlockSums], owners: Mapping[str, int], rank: int) -> None:
