@@ -84,7 +84,7 @@ def _transferred(ranks: Ranks, place: _Place, t: Tensor | None, root: int | None
                 dist.recv(travelling, group=ranks.group, group_src=place.rank)
             else:
                 dist.send(travelling, group=ranks.group, group_dst=root)
-    return travelling
+    return travelling.to(place.kind)
 
 
 def fetched(state: Any) -> Any:

@@ -13,7 +13,7 @@ operation, `expand_Linear` for the rule in its simplest form, `capture` for how 
 their inputs and gradients are added up.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from typing import Protocol
 
@@ -195,7 +195,7 @@ def passes(
     vectors: Vectors | None = None,
     pausing: bool = False,
     skip: Callable[[int, Batch], bool] | None = None,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Run the passes over all batches, and yield each batch after its pass.
 
     Args:

@@ -7,6 +7,7 @@ another random number, until nobody is killed any more. Then factors must be tho
 """
 
 import argparse
+import gc
 import multiprocessing
 import os
 import random
@@ -45,6 +46,7 @@ class Slow(list[Any]):
 
 def work(rank: int, size: int, store: str, folder: str, kind: str, settings: dict[str, Any]) -> None:
     """Compute factors on one rank of several, and save them."""
+    gc.freeze()  # see `pool`
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

@@ -2,7 +2,7 @@
 
 import gc
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import kfs
 from kfs.errors import DataError, DistributedError, ModelError, SolverError
 from kfs.kfac.kfac import KFAC
+from kfs.kfac.structures import BlockDiagonal
 from tests.distributed.pool import Pool
 from tests.distributed.problems import bits, problem, risk_of_all, risk_of_own
 
@@ -35,7 +36,7 @@ def compare_numbers(kind: type[KFAC | kfs.EKFAC], name: str, settings: dict[str,
     gradient = risk.gradient()
     found = [K @ v, K.T @ v, (K @ gradient)["out.weight" if name == "tokens" else next(iter(gradient))]]
     close(found[0], one @ v)
-    pairs = [(K, one), (K.inverse(0.1), one.inverse(0.1)), (K.shift(0.2), one.shift(0.2)), (2 * K, 2 * one)]
+    pairs: list[tuple[Any, Any]] = [(K, one), (K.inverse(0.1), one.inverse(0.1)), (K.shift(0.2), one.shift(0.2)), (2 * K, 2 * one)]
     pairs += [(K.power(0.5, 0.1), one.power(0.5, 0.1)), (K.inverse(kfs.Relative(0.1)), one.inverse(kfs.Relative(0.1)))]
     for mine, other in pairs:
         assert str(mine.formula) == str(other.formula)
@@ -76,7 +77,8 @@ def compare_combinations() -> None:
     F, other = KFAC(risk, "empirical", placement="owner"), KFAC(risk, "empirical")
     v = torch.linspace(-1, 1, K.shape[0], dtype=torch.float64)
     assert type(K + F) is type(one + other)
-    close((K + F).inverse(0.1, "factored") @ v, (one + other).inverse(0.1, "factored") @ v)
+    mine, theirs = (cast("BlockDiagonal", total).inverse(0.1, "factored") for total in (K + F, one + other))
+    close(mine @ v, theirs @ v)
     close((K @ F) @ v, one @ (other @ v))
     close((K @ F).T @ v, other @ (one @ v))
     close((K + one) @ v, 2 * (one @ v))  # without common blocks
@@ -136,7 +138,8 @@ def test_each_rank_holds_its_share(ranks: Pool, kind: type[KFAC | kfs.EKFAC]) ->
     whole = ranks(1, held, kind, "replicated")[0][0]
     shares = ranks(3, held, kind, "owner")
     assert sum(owned for _, owned in shares) == 14
-    assert max(nbytes for nbytes, _ in shares) <= 1.05 / 3 * whole
+    # Owners are chosen by the bytes of factors and their inverses. EKFAC has eigenvalues, too.
+    assert max(nbytes for nbytes, _ in shares) <= (1.05 if kind is KFAC else 1.1) / 3 * whole
     assert sum(nbytes for nbytes, _ in shares) == pytest.approx(whole, rel=0.01)  # no block is anywhere twice
 
 
@@ -169,7 +172,7 @@ def test_passes_of_one_process() -> None:
     expected = KFAC(risk)
     found = KFAC(risk, factor_memory=600)
     assert torch.equal(found.to_dense(), expected.to_dense())
-    with pytest.raises(ModelError, match="needs 4..*Allow more memory, or use a smaller max_dim"):
+    with pytest.raises(ModelError, match=r"needs 4..*Allow more memory, or use a smaller max_dim"):
         KFAC(risk, factor_memory=300)
 
 
@@ -303,7 +306,7 @@ def refused() -> list[str]:
     with pytest.raises(DistributedError, match="The vectors to multiply with differ"):
         K @ torch.full((K.shape[0],), float(dist.get_rank()), dtype=torch.float64)
     with pytest.raises(SolverError) as singular:
-        (0.0 * K).inverse()
+        cast("BlockDiagonal", 0.0 * K).inverse()
     texts.append(str(singular.value))
     with pytest.raises(ModelError, match="damping lacks the blocks"):
         K.inverse({"0": 1.0})

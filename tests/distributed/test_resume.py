@@ -23,7 +23,7 @@ Operator = KFAC | kfs.EKFAC
 PLACEMENTS = ["replicated", "owner"]
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """Ends a rank in the middle."""
 
 
@@ -48,7 +48,7 @@ class Batches:
 
 def stop_in(passes: int, number: int) -> None:
     if passes == number:
-        raise Stopped
+        raise StoppedError
 
 
 def own_risk(name: str = "mlp", size: int = 2, before: dict[int, Any] | None = None) -> kfs.EmpiricalRisk:
@@ -64,7 +64,7 @@ def interrupted(kind: type[Operator], path: str, settings: dict[str, Any], passe
     """Stop rank 0 before its third batch; others write their files, too."""
     # Data are counted in the first pass over them.
     before = {2: partial(stop_in, number=passes + 1)} if dist.get_rank() == 0 else {}
-    with pytest.raises((Stopped, RuntimeError)):
+    with pytest.raises((StoppedError, RuntimeError)):
         kind(own_risk(before=before), checkpoint=kfs.Checkpoint(path, batches=1), **settings)
     Path(path).parent.joinpath("unrelated").touch()
     dist.barrier()
@@ -105,18 +105,19 @@ def test_continued_by_any_number_of_ranks(
 
 def test_continued_by_one_process_and_back(ranks: Pool, tmp_path: Path) -> None:
     """Without a group; and one process's file by several ranks, more than once, with other batches."""
-    settings = {"fisher": "mc"}
+    settings: dict[str, Any] = {"fisher": "mc"}
     expected = ranks(2, result, KFAC, None, settings)[0][0]
     model, loss, X, y = problem("mlp")
-    ranks(4, interrupted, KFAC, str(tmp_path / "a" / "run"), settings, 1) if (tmp_path / "a").mkdir() is None else None
-    one = KFAC(kfs.EmpiricalRisk(model, loss, batches(X, y, 5)), checkpoint=tmp_path / "a" / "run", **settings)  # type: ignore[arg-type]
+    (tmp_path / "a").mkdir()
+    ranks(4, interrupted, KFAC, str(tmp_path / "a" / "run"), settings, 1)
+    one = KFAC(kfs.EmpiricalRisk(model, loss, batches(X, y, 5)), checkpoint=tmp_path / "a" / "run", **settings)
     torch.testing.assert_close(one.to_dense(), expected, rtol=1e-13, atol=1e-15)
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["run", "unrelated"]
 
     data = Batches(batches(X, y, 3), {4: partial(stop_in, number=1)})
     checkpoint = kfs.Checkpoint(tmp_path / "run", batches=1)
-    with pytest.raises(Stopped):
-        KFAC(kfs.EmpiricalRisk(model, loss, data), checkpoint=checkpoint, **settings)  # type: ignore[arg-type]
+    with pytest.raises(StoppedError):
+        KFAC(kfs.EmpiricalRisk(model, loss, data), checkpoint=checkpoint, **settings)
     for size in (3, 2):
         ranks(size, interrupted, KFAC, str(tmp_path / "run"), settings, 1)
     found = ranks(4, result, KFAC, str(tmp_path / "run"), settings)
@@ -155,7 +156,7 @@ def in_several_passes(path: str, memory: int, placement: str) -> str:
     settings: dict[str, Any] = {"factor_memory": memory, "placement": placement}
     # The data are counted, and the first batch is looked at, before the first pass.
     before = {2: partial(stop_in, number=4)} if dist.get_rank() == 0 else {}
-    with pytest.raises((Stopped, RuntimeError)):
+    with pytest.raises((StoppedError, RuntimeError)):
         KFAC(own_risk(before=before), checkpoint=kfs.Checkpoint(path, batches=1), **settings)
     dist.barrier()
     K = KFAC(own_risk(), checkpoint=kfs.Checkpoint(path, batches=1), **settings)
@@ -192,8 +193,8 @@ def test_other_data_are_refused(ranks: Pool, what: str, tmp_path: Path) -> None:
     assert one == other
 
 
-def uncuttable(path: str) -> None:
-    """Continue within a batch whose inputs have no batch axis."""
+def test_batches_without_a_batch_axis(tmp_path: Path) -> None:
+    """They cannot be cut. In other batches, they are refused."""
 
     def model(params: dict[str, Tensor], x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x.reshape(-1, 2), params["w"])
@@ -201,15 +202,11 @@ def uncuttable(path: str) -> None:
     torch.manual_seed(0)
     X, y = torch.randn(6, 2, dtype=torch.float64), torch.randn(6, 1, dtype=torch.float64)
     params = {"w": torch.randn(1, 2, dtype=torch.float64)}
-    first = kfs.EmpiricalRisk(model, torch.nn.MSELoss(), [(X[:4].reshape(-1), y[:4])], params)
-    KFAC(first, checkpoint=path, audit=False)
+    settings: dict[str, Any] = {"checkpoint": tmp_path / "run", "audit": False}
+    KFAC(kfs.EmpiricalRisk(model, torch.nn.MSELoss(), [(X[:4].reshape(-1), y[:4])], params), **settings)
     rest = kfs.EmpiricalRisk(model, torch.nn.MSELoss(), [(X.reshape(-1), y)], params)
-    with pytest.raises(StorageError, match="has an axis of length 6, so that it cannot be cut.*as many processes"):
-        KFAC(rest, checkpoint=path, audit=False)
-
-
-def test_batches_that_cannot_be_cut(tmp_path: Path) -> None:
-    uncuttable(str(tmp_path / "run"))
+    with pytest.raises(StorageError, match=r"The data differ.*in the same batches"):
+        KFAC(rest, **settings)
 
 
 def test_experts_of_other_files(ranks: Pool, tmp_path: Path) -> None:
@@ -225,7 +222,7 @@ def experts(path: str | None, stop: int) -> Tensor:
     risk = own_risk("experts", before=before)
     checkpoint = None if path is None else kfs.Checkpoint(path, batches=1)
     if stop:
-        with pytest.raises((Stopped, RuntimeError)):
+        with pytest.raises((StoppedError, RuntimeError)):
             KFAC(risk, "forward-only", "reduce", checkpoint=checkpoint)
         return torch.empty(0)
     return KFAC(risk, "forward-only", "reduce", checkpoint=checkpoint).to_dense()

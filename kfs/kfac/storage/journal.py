@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kfs import storage
-from kfs.data import Batch, axis_to_cut, cut, plain, tensors_in
+from kfs.data import Batch, cut, plain, tensors_in
 from kfs.distributed.states import fetched, joined
 from kfs.errors import StorageError
 from kfs.kfac.settings import Settings
@@ -207,18 +207,10 @@ class Journal:
                 raise self._other_data(file)
 
     def _part(self, batch: Batch, start: int, stop: int) -> Batch:
-        """Return some data of a batch."""
-        number = len(batch.y)
-        axes = [axis_to_cut(t.shape, number, self._batch_axis) for t in tensors_in(batch.x)]
-        if all(axis is None for axis in axes):
-            raise StorageError(
-                f"The checkpoint {self.path} has some data of a batch and not others, and no tensor of the inputs has "
-                f"an axis of length {number}, so that it cannot be cut.",
-                "Continue with as many processes as before, and the same batches.",
-            )
+        """Return some data of a batch. What has no batch axis was the same in another batch, by the digests."""
         chosen = range(start - batch.first, stop - batch.first)
         y = batch.y[chosen.start : chosen.stop]
-        x = cut(batch.x, number, chosen, self._batch_axis)
+        x = cut(batch.x, len(batch.y), chosen, self._batch_axis)
         return batch._replace(x=x, y=y, first=start, counted=self._loss.count(y))
 
     def note(self, batch: Batch) -> None:
@@ -228,7 +220,8 @@ class Journal:
     def _other_data(self, file: _File) -> StorageError:
         return StorageError(
             f"The data differ from those that the checkpoint {self.path.with_name(file.name)} was made from.",
-            "Pass the same data in the same order, delete the checkpoint, or choose another path.",
+            "Pass the same data in the same order (if inputs have no batch axis, in the same batches), delete the "
+            "checkpoint, or choose another path.",
         )
 
     def is_due(self, progress: Progress) -> bool:

@@ -36,7 +36,7 @@ class OwnedBlocks(VisibleBlocks):
     """
 
     # Items of `_state` that are lists with something for each block, or for some blocks together.
-    _lists = ("groups",)
+    _lists: tuple[str, ...] = ("groups",)
 
     def __init__(self, space: Space, stacks: list[Stack] | None, ranks: Ranks | None = None) -> None:
         """Store the blocks, and let all ranks know who has which."""
@@ -126,8 +126,7 @@ class OwnedBlocks(VisibleBlocks):
         if not self.ranks.are_several:
             return self
         state = fetched(joined(self.ranks, self._state(), self._lists))
-        made = type(self)._from_state(state, self.domain)
-        return made.to(self.device).called(self._formula, self.of)
+        return type(self)._from_state(state, self.domain).called(self._formula, self.of)
 
     def save(self, path: str | Path) -> None:
         """Write everything to a file that `kfs.load` reads, in the safetensors format.
