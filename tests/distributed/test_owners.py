@@ -99,7 +99,8 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = [40, 64, 64, 64, 48, 48, 48, 40, 40, 40, 32, 32, 32, 32, 8]
+        # With the bias, rows of sums are not padded.
+        sizes = [47, 63, 63, 63, 47, 47, 47, 47, 31, 31, 31, 63, 63, 47, 7]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,13 +119,13 @@ def bytes_in_use() -> int:
 
 def deep_risk(group: Any) -> kfs.EmpiricalRisk:
     torch.manual_seed(1)
-    X, y = torch.randn(12, 40), torch.randint(8, (12,))
+    X, y = torch.randn(12, 47), torch.randint(7, (12,))
     return kfs.EmpiricalRisk(Deep(), nn.CrossEntropyLoss(), kfs.shard((X, y), group))
 
 
 def held(kind: type[KFAC | kfs.EKFAC], placement: Any) -> tuple[int, int]:
     risk = deep_risk(dist.group.WORLD)
-    risk.count()
+    kind(risk, fisher="empirical", placement=placement).inverse(0.1)  # some small tensors are kept for the next time
     before = bytes_in_use()
     K = kind(risk, fisher="empirical", placement=placement)
     inverse = K.inverse(0.1, "factored") if isinstance(K, KFAC) else K.inverse(0.1)
