@@ -1,6 +1,7 @@
 """Blocks that have owners: the same results as with all blocks in every process, and a share of the memory."""
 
 import gc
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +37,12 @@ def compare_numbers(kind: type[KFAC | kfs.EKFAC], name: str, settings: dict[str,
     gradient = risk.gradient()
     found = [K @ v, K.T @ v, (K @ gradient)["out.weight" if name == "tokens" else next(iter(gradient))]]
     close(found[0], one @ v)
-    pairs: list[tuple[Any, Any]] = [(K, one), (K.inverse(0.1), one.inverse(0.1)), (K.shift(0.2), one.shift(0.2)), (2 * K, 2 * one)]
+    pairs: list[tuple[Any, Any]] = [
+        (K, one),
+        (K.inverse(0.1), one.inverse(0.1)),
+        (K.shift(0.2), one.shift(0.2)),
+        (2 * K, 2 * one),
+    ]
     pairs += [(K.power(0.5, 0.1), one.power(0.5, 0.1)), (K.inverse(kfs.Relative(0.1)), one.inverse(kfs.Relative(0.1)))]
     for mine, other in pairs:
         assert str(mine.formula) == str(other.formula)
@@ -101,7 +107,7 @@ class Deep(nn.Module):
         super().__init__()
         # With the bias, rows of sums are not padded.
         sizes = [47, 63, 63, 63, 47, 47, 47, 47, 31, 31, 31, 63, 63, 47, 7]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes[:-1], sizes[1:], strict=True))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
