@@ -130,7 +130,7 @@ def killed(path: str) -> str:
     """Let the last rank be killed in the middle."""
     rank = dist.get_rank()
     before = {2: lambda _: os.kill(os.getpid(), signal.SIGKILL)} if rank == dist.get_world_size() - 1 else {}
-    risk = own_risk(before={place: lambda p, f=f: f(p) if p == 2 else None for place, f in before.items()})  # type: ignore[misc]
+    risk = own_risk(before={place: lambda p, f=f: f(p) if p == 2 else None for place, f in before.items()})
     with pytest.raises(LostRankError) as caught:
         KFAC(risk, checkpoint=kfs.Checkpoint(path, batches=1))
     text = str(caught.value)
