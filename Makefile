@@ -7,10 +7,10 @@ CONSTRAINTS ?= constraints.txt
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help tour test lint format docs bench dist clean
+.PHONY: help tour test lint format docs notebooks bench dist clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 tour: $(VENV)/.tour  ## run and verify everything, draw the figures, and write one page about it; QUICK=1 takes seconds
 	@$(BIN)/kfs tour $(if $(QUICK),--quick)
@@ -29,7 +29,11 @@ format: $(VENV)/.dev  ## format the code and mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.docs  ## build the book into docs/site
-	@$(BIN)/python docs/build.py
+	@$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --jobs auto --quiet --conf-dir docs --doctree-dir docs/.doctrees . docs/site
+	@$(BIN)/python -m docs.site_checks docs/site
+
+notebooks: docs  ## run all notebooks of the book from top to bottom
+	@$(BIN)/python -m docs.notebooks docs/site/docs
 
 bench: .venv-bench/.peers  ## measure our products, factors, overhead, inverses and training, and our peers'
 	@.venv-bench/bin/python -m benchmarks.products
@@ -44,6 +48,7 @@ bench: .venv-bench/.peers  ## measure our products, factors, overhead, inverses 
 	@.venv-bench/bin/python -m benchmarks.applications
 	@.venv-bench/bin/python -m benchmarks.train
 	@.venv-bench/bin/python -m benchmarks.long_runs
+	@.venv-bench/bin/python -m benchmarks.distributed
 	@.venv-bench/bin/python -m benchmarks.applications
 
 dist: $(VENV)/.dev  ## build sdist and wheel into dist, check them, and run the tour from the wheel, elsewhere
@@ -53,7 +58,7 @@ dist: $(VENV)/.dev  ## build sdist and wheel into dist, check them, and run the 
 	@PYTHON=$(abspath $(BIN)/python) .ci/try_wheel
 
 clean:  ## remove .venv and everything that is built
-	rm -rf $(VENV) .venv-bench dist docs/site report benchmarks/results .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-bench dist docs/site docs/api docs/figures docs/.runs docs/.doctrees report .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

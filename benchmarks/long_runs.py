@@ -264,7 +264,7 @@ LIMITS: dict[str, Limit] = {
 def limit(rule: Limit, seen: list[tuple[str, float, float]]) -> Iterator[None]:
     """Put another trust region in place of the optimizer's, and note lengths and stable ranks of steps."""
 
-    def noting(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool, _: object) -> Tensor:
+    def noting(D: Tensor, trust: float | Tensor, input_size: Tensor, unit_vectors: bool, *_: object) -> Tensor:
         short = rule(D, trust, input_size, unit_vectors)
         if not unit_vectors:
             before, after = (float(torch.linalg.matrix_norm(M, 2).max()) for M in (D, short))

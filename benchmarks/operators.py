@@ -1,7 +1,8 @@
 """Cost of products with Hessian, GGN and empirical Fisher, for one and for ten columns, beside curvlinops if installed.
 
 Everything is measured in one run, in turn, in units of a forward and backward pass on the same data. Products include
-everything that a user's `A @ V` includes. `python -m benchmarks.operators cuda compiled` adds rows of
+everything that a user's `A @ V` includes. On a GPU, products are recorded before they are measured; rows with
+`replay=False` say what they take as they are. `python -m benchmarks.operators cuda compiled` adds rows of
 `benchmarks/compiled_products.py`, with KFAC beside them.
 """
 
@@ -22,17 +23,23 @@ from benchmarks.report import RESULTS, Row, medians, write
 from kfs import GGN, KFAC, EmpiricalRisk, Fisher, Hessian
 
 COLUMNS, REPEATS = (1, 10), 9
+RECORDED = 4  # The fourth product with one batch is recorded.
 
 
-def kfs_operators(problem: Problem) -> dict[str, Any]:
-    """Return our operators by name."""
+def kfs_operators(problem: Problem, both: bool = False) -> dict[str, Any]:
+    """Return our operators by name; if asked for, those that do not replay products, too."""
     risk = EmpiricalRisk(problem.model, CrossEntropyLoss(), (problem.X, problem.y))
-    return {
+    operators: dict[str, Any] = {
         "Hessian": Hessian(risk),
         "GGN": GGN(risk),
         "GGN, graph reused": GGN(risk, reuse=True),
         "empirical Fisher": Fisher(risk, "empirical"),
     }
+    if both:
+        operators["Hessian, replay=False"] = Hessian(risk, replay=False)
+        operators["GGN, replay=False"] = GGN(risk, replay=False)
+        operators["empirical Fisher, replay=False"] = Fisher(risk, "empirical", replay=False)
+    return operators
 
 
 def curvlinops_operators(problem: Problem) -> dict[str, Any]:
@@ -66,8 +73,10 @@ def programs(problem: Problem, compiled: bool = False) -> dict[tuple[str, str], 
             return operator @ columns[k]
 
     tasks: dict[tuple[str, str], Callable[[], object]] = {("forward+backward", "torch"): forward_backward}
-    for name, operator in kfs_operators(problem).items():
+    for name, operator in kfs_operators(problem, both=problem.X.is_cuda).items():
         for k in COLUMNS:
+            for _ in range(RECORDED if problem.X.is_cuda else 0):
+                operator @ columns[k]
             tasks[f"{name}, {k}", "kfs"] = partial(operator.__matmul__, columns[k])
     for name, operator in curvlinops_operators(problem).items():
         for k in COLUMNS:

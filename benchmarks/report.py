@@ -1,5 +1,6 @@
 """What all benchmarks share: timing in turn, the environment, and table, JSON and plot from the same rows."""
 
+import datetime
 import json
 import math
 import platform
@@ -72,12 +73,24 @@ def synchronize() -> None:
 def environment() -> dict[str, object]:
     """Return what a result depends on besides the code."""
     return {
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "processor": processor(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "kfs": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
     }
+
+
+def processor() -> str:
+    """Return the name of the processor, as far as this system tells it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def finite(content: Any) -> Any:

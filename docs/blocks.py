@@ -13,6 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+FENCE = re.compile(r"^```python ?(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+PICTURE = re.compile(r"!\[[^\]]+\]\(figures/([\w.]+)\)")
+
 
 class Block(NamedTuple):
     """Some lines of code.
@@ -26,11 +29,22 @@ class Block(NamedTuple):
     needs: str
 
 
+class Executed(NamedTuple):
+    """What running a page gave.
+
+    Attributes:
+        namespace: All names afterwards.
+        outputs: What each block printed, or `None` if it did not run.
+    """
+
+    namespace: dict[str, object]
+    outputs: list[str | None]
+
+
 def blocks(page: Path) -> list[Block]:
     """Return all blocks of a page that run."""
     text = page.read_text(encoding="utf-8")
-    found = re.findall(r"^```python ?(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-    return [Block(code, needs) for needs, code in found]
+    return [Block(code, needs) for needs, code in FENCE.findall(text)]
 
 
 def libraries(page: Path) -> list[str]:
@@ -43,22 +57,44 @@ def installed(page: Path) -> list[str]:
     return [name for name in libraries(page) if find_spec(name) is not None]
 
 
-def run(page: Path, allowed: Collection[str] = ()) -> dict[str, object]:
-    """Run the blocks of a page that need nothing, or one of the allowed libraries; return all names afterwards."""
+def pictures(page: Path) -> list[str]:
+    """Return the names of pictures that the code of a page draws, which it shows as `![...](figures/NAME)`."""
+    return PICTURE.findall(page.read_text(encoding="utf-8"))
+
+
+def run(page: Path, allowed: Collection[str] = ()) -> Executed:
+    """Run the blocks of a page that need nothing, or one of the allowed libraries.
+
+    A page may choose the dtype of its new tensors; others do not notice.
+    """
+    with _same_dtype():
+        return _run(page, allowed)
+
+
+def _run(page: Path, allowed: Collection[str]) -> Executed:
     namespace: dict[str, object] = {"__name__": page.stem}
+    outputs: list[str | None] = []
     for code, needs in blocks(page):
-        if not needs or needs in allowed:
+        if needs and needs not in allowed:
+            outputs.append(None)
+            continue
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
             exec(compile(code, page.name, "exec"), namespace)  # pages are ours
-    return namespace
+        outputs.append(printed.getvalue())
+    return Executed(namespace, outputs)
 
 
-def draw_pictures(page: Path, folder: Path) -> None:
-    """Run a page, quietly, such that it writes its pictures into a folder."""
-    from matplotlib import rc_context  # noqa: PLC0415 (slow to import)
+@contextlib.contextmanager
+def _same_dtype() -> Iterator[None]:
+    """Restore PyTorch's default dtype."""
+    import torch  # noqa: PLC0415 (takes seconds, and only what runs needs it)
 
-    page = page.resolve()
-    with inside(folder), contextlib.redirect_stdout(io.StringIO()), rc_context({"backend": "agg"}):
-        run(page)
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @contextlib.contextmanager

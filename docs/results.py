@@ -1,6 +1,5 @@
-"""The page of benchmarks, from what `make bench` has written."""
+"""The page of benchmarks, from what `make bench` has written, as Markdown."""
 
-import html
 import json
 import math
 import statistics
@@ -8,36 +7,46 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from docs.sources import ROOT
+from docs.modules import ROOT, cell
 
 RESULTS = ROOT / "benchmarks" / "results"
-INTRO = """<h1>Benchmarks</h1>
-<p>Times are ratios: what a program takes, divided by one forward and backward pass of the same model on the same
-data, in the same run. FLOPs are those of the matrix products, in the same unit. Trainings have other units: steps and
-seconds to a loss, in the median over seeds, and a step in units of a step of SGD. <code>make bench</code> writes the
-numbers into <code>benchmarks/results</code>, and building the book again shows them here. Which results are right is
-another question, and the matrix of <a href="test_your_kfac.html">Test your KFAC</a> answers it.</p>
-"""
-MISSING = "<p>There are no numbers yet. Run <code>make bench</code>, then <code>make docs</code>.</p>"
+MISSING = "There are no numbers yet. Run `make bench`, then `make docs`."
 Cells = Sequence[str | float | None]
 
 
-def benchmarks_body(results: Path = RESULTS) -> str:
-    """Return the body of the page: a table per benchmark, or a sentence that says how to get them."""
-    tables = []
-    for file in sorted(results.glob("*.json")):
+def files(results: Path = RESULTS) -> list[Path]:
+    """Return all files of results; numbers of a quick run mean nothing."""
+    return [file for file in sorted(results.glob("*.json")) if not file.stem.endswith("_quick")]
+
+
+def markdown(results: Path = RESULTS) -> str:
+    """Return a section with a table for each benchmark, or a sentence that says how to get them."""
+    sections = []
+    for file in files(results):
         content = json.loads(file.read_text(encoding="utf-8"))
-        if content.get("rows") and not file.stem.endswith("_quick"):  # numbers of a quick run mean nothing
-            tables.append(_section(file.stem, content["rows"], content.get("environment", {})))
-    return INTRO + ("\n".join(tables) or MISSING)
+        if content.get("rows"):
+            sections.append(_section(file.stem, content["rows"], content.get("environment", {})))
+    return "\n\n".join(sections) or MISSING
+
+
+def _provenance(environment: dict[str, Any]) -> str:
+    """Say what a result depends on: command and date first, then machine, versions and settings."""
+    said = dict(environment)
+    command = said.pop("command", None)
+    date = said.pop("date", None)
+    note = said.pop("note", None)
+    first = [f"`{command}`" if command else "", cell(str(date)) if date else ""]
+    line = ", ".join([*filter(None, first), *(cell(f"{key} {value}") for key, value in said.items())])
+    return f"{line}. Note: {cell(str(note))}." if note else line
 
 
 def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> str:
-    """Return one benchmark: its environment, and a table."""
-    said = ", ".join(f"{key} {value}" for key, value in environment.items())
+    """Return one benchmark: its environment, a picture where there is one, and a table."""
     # By a field that only they have; the benchmark of influence functions has units of its own.
     kinds = {
         "runs": _trainings,
+        "quarter": _long_runs,
+        "history": _histories,
         "task": _tasks,
         "nll": _predictions,
         "keep": _compressed,
@@ -48,12 +57,37 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
         "method": _times,
         "program": _programs,
         "products": _errors,
+        "scheme": _traffic,
     }
     kind = next((kind for key, kind in kinds.items() if key in rows[0]), _steps)
-    return (
-        f'<h2 id="{name}">{name.capitalize().replace("_", ": ")}</h2>\n<p class="about">{html.escape(said)}</p>\n'
-        + kind(rows)
-    )
+    title = name.replace("long_runs", "long runs").capitalize().replace("_", ": ")
+    picture = f"\n\n![{title}: ratios of times as bars](figures/{picture_name(name)})" if drawable(rows) else ""
+    return f"## {title}\n\n:::{{div}} about\n{_provenance(environment)}\n:::{picture}\n\n{kind(rows)}"
+
+
+def drawable(rows: list[dict[str, Any]]) -> bool:
+    """Return whether there is a picture of these rows: of ratios, by problem, program and library."""
+    return {"problem", "program", "library", "ratio", "flop_ratio"} <= rows[0].keys()
+
+
+def drawn(results: Path = RESULTS) -> list[str]:
+    """Return the names of benchmarks that have a picture."""
+    contents = {file.stem: json.loads(file.read_text(encoding="utf-8")).get("rows") for file in files(results)}
+    return [name for name, rows in contents.items() if rows and drawable(rows)]
+
+
+def picture_name(name: str) -> str:
+    """Return the name of the picture of a benchmark."""
+    return f"benchmark_{name}.svg"
+
+
+def draw(name: str, folder: Path, results: Path = RESULTS) -> None:
+    """Draw the picture of a benchmark."""
+    from benchmarks.report import Row  # noqa: PLC0415 (imports PyTorch)
+    from benchmarks.report import draw as draw_rows  # noqa: PLC0415
+
+    content = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    draw_rows([Row(**row) for row in content["rows"]], name, folder / picture_name(name))
 
 
 def _programs(rows: list[dict[str, Any]]) -> str:
@@ -84,6 +118,22 @@ def _trainings(rows: list[dict[str, Any]]) -> str:
     return _table(["optimizer", ""], ["learning rate", "steps", "seconds"], lines)
 
 
+def _long_runs(rows: list[dict[str, Any]]) -> str:
+    """Return a row per optimizer and learning rate: the loss after a quarter, a half and all of the steps."""
+    lines: list[Cells] = []
+    for row in rows:
+        losses = [None if row[key] is None else f"{row[key]:.3g}" for key in ("quarter", "half", "end")]
+        lines.append([row["optimizer"], f"{row['lr']:g}", *losses, row["seconds"]])
+    return _table(["optimizer"], ["learning rate", "loss at a quarter", "at a half", "at the end", "seconds"], lines)
+
+
+def _histories(rows: list[dict[str, Any]]) -> str:
+    """Return a row per optimizer and learning rate of a run on a GPU, as `_long_runs` does."""
+    losses = [[loss for _, _, loss in row["history"]] for row in rows]
+    places = [{"quarter": known[len(known) // 4 - 1], "half": known[len(known) // 2 - 1]} for known in losses]
+    return _long_runs([row | place for row, place in zip(rows, places, strict=True)])
+
+
 def _steps(rows: list[dict[str, Any]]) -> str:
     """Return a row per optimizer and problem: how much a step costs."""
     problems = [row["problem"] for row in rows]
@@ -104,6 +154,22 @@ def _errors(rows: list[dict[str, Any]]) -> str:
         steps = [_error(row["steps"][d]) or "refused" for d in dampings]
         lines.append([shown, str(row["products"]), *(_error(row[key]) for key in factors), *steps])
     return _table(["problem", "products"], [*factors.values(), *(f"step, damping {d}" for d in dampings)], lines)
+
+
+def _traffic(rows: list[dict[str, Any]]) -> str:
+    """Return a row per model and optimizer in several processes: what a step takes, and what travels."""
+    lines: list[Cells] = [
+        [
+            row["model"],
+            row["optimizer"],
+            str(row["ranks"]),
+            1e3 * row["seconds"],
+            *(row[key] / 1e6 if row["held"] else None for key in ("sent", "scheme", "held")),
+        ]
+        for row in rows
+    ]
+    numbers = ["ms / step", "MB sent / update", "MB, kfac-pytorch's scheme", "MB held"]
+    return _table(["model", "optimizer", "processes"], numbers, lines)
 
 
 def _scores(rows: list[dict[str, Any]]) -> str:
@@ -185,10 +251,7 @@ def _tasks(rows: list[dict[str, Any]]) -> str:
 
 def _predictions(rows: list[dict[str, Any]]) -> str:
     """Return a row per data set and way to predict: how likely targets are that were not trained on."""
-    lines: list[Cells] = []
-    for row in rows:
-        nll = f"{row['nll']:.3f} ± {row['error']:.3f}"
-        lines.append([row["data"], row["way"], nll, row["prior"], row["noise"]])
+    lines: list[Cells] = [[row["data"], row["way"], f"{row['nll']:.3f}", row["prior"], row["noise"]] for row in rows]
     return _table(["data", ""], ["negative log-likelihood", "prior precision", "noise"], lines)
 
 
@@ -198,18 +261,11 @@ def _error(errors: dict[str, float] | None) -> str:
 
 def _table(words: list[str], numbers: list[str], lines: Sequence[Cells]) -> str:
     """Return a table whose first columns are words and whose others are numbers."""
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in words)
-    head += "".join(f"<th class=number>{html.escape(column)}</th>" for column in numbers)
-    body = []
+    rows = [[cell(title) for title in (*words, *numbers)], ["---"] * len(words) + ["---:"] * len(numbers)]
     for line in lines:
-        cells = "".join(f"<td>{html.escape(str(word))}</td>" for word in line[: len(words)])
-        cells += "".join(f"<td class=number>{_number(value)}</td>" for value in line[len(words) :])
-        body.append(f"<tr>{cells}</tr>")
-    return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead><tbody>\n'
-        + "\n".join(body)
-        + "\n</tbody></table></div>"
-    )
+        shown = [cell(str(word)) for word in line[: len(words)]]
+        rows.append(shown + [cell(_number(value)) for value in line[len(words) :]])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _number(value: str | float | None) -> str:

@@ -122,6 +122,10 @@ class ExactDerivatives(TorchFunctionMode):
         return replacement(*args, **kwargs or {})
 
 
+class NotByFuncError(RuntimeError):
+    """An operation has to be differentiated twice in an ordinary graph. Nobody but us sees it."""
+
+
 class RefuseMissedErrors(TorchFunctionMode):
     """Refuses operations whose second derivatives may be errors that `torch.func` does not notice.
 
@@ -132,7 +136,7 @@ class RefuseMissedErrors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
         if func in _ERRORS_MISSED:
-            raise RuntimeError(f"{func} is not differentiated twice by torch.func.")
+            raise NotByFuncError(f"{func} is not differentiated twice by torch.func.")
         return func(*args, **kwargs or {})
 
 

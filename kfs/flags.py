@@ -32,6 +32,10 @@ class Flags:
         """Start without any."""
         self._first = torch.full((), _NONE, dtype=torch.int64, device=device)
 
+    def clear(self) -> None:
+        """Forget all of them. They stay where a recorded computation finds them."""
+        self._first.fill_(_NONE)
+
     def note(self, bad: Tensor | None, first: int | Tensor) -> None:
         """Take note of data that failed a check.
 

@@ -13,7 +13,26 @@ from kfs.names import few, near
 Params = dict[str, Tensor]
 
 
-def places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:
+class Places:
+    """Knows where parameters are in a model, so that it is fast to ask whether they are still there."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._known: list[tuple[dict[str, Any], str, Any]] = []
+
+    def have(self, model: nn.Module, params: Params) -> bool:
+        """Whether a model has these very parameters. The model must be the same one in every call."""
+        if not all([owner.get(name) is part for owner, name, part in self._known]):  # noqa: C419 (asked for every batch)
+            self._known = []
+        if not self._known:
+            own = dict(model.named_parameters())
+            if not all(p is own[name] for name, p in params.items()):
+                return False
+            self._known = _places(model, params)
+        return True
+
+
+def _places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str, Any]]:
     """Return where parameters, and the modules on the way to them, are: in which dictionary, by which name."""
     found: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
     for full_name in params:
@@ -36,7 +55,7 @@ def module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor]
                 "No parameter of the model requires gradients, so there is nothing to differentiate.",
                 f"Name those to consider: params=[...] with names from {few(named)}.",
             )
-        return _checked(chosen)
+        return checked(chosen)
     if isinstance(params, str):
         params = [params]
     if not isinstance(params, Iterable):
@@ -52,7 +71,7 @@ def module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor]
                 f"{list(values[name].shape)}.",
                 "Pass values shaped like the model's.",
             )
-    return _checked({name: values[name] for name in params})
+    return checked({name: values[name] for name in params})
 
 
 def function_params(params: object) -> Params:
@@ -62,10 +81,10 @@ def function_params(params: object) -> Params:
             f"The model is a function, but params is {type(params).__name__}.",
             "Pass its parameters as a dictionary: params={'W': W, ...}; the function is called as f(params, x).",
         )
-    return _checked(dict(params))
+    return checked(dict(params))
 
 
-def _checked(params: Params) -> Params:
+def checked(params: Params) -> Params:
     """Refuse no parameters, integers, and mixed dtypes or devices."""
     if not params:
         raise ModelError("There are no parameters to consider.", "Name at least one with params=.")

@@ -41,19 +41,20 @@ from kfs.flags import Flags, not_finite, refuse_not_finite
 from kfs.losses import Loss, describe
 from kfs.moving import copies_end, moved
 from kfs.outputs import check_batch_axis, prediction_in
-from kfs.parameters import Params, check_not_meta, function_params, leaves_of, module_params, places, switched_on
+from kfs.parameters import Params, Places, check_not_meta, function_params, leaves_of, module_params, switched_on
 from kfs.precision import at_least_float32
 from kfs.progress import tracked
 from kfs.same_data import SameData
-from kfs.state import UnusedDraws, check_module, evaluating, random_state, restored, unchanged
+from kfs.sharded import WholeParameters, check_same_data, model_to_run
+from kfs.state import UnusedDraws, check_module, evaluating, exchanged, random_state, restored, unchanged
 
 
 class EmpiricalRisk(Described):
     """The empirical risk of a model on a data set, as a function of (some of) its parameters.
 
     Args:
-        model: A `torch.nn.Module`, or a function `f(params, x)` with `params` a dictionary of tensors. It returns a
-            tensor of predictions, an object or mapping with `logits`, or a tuple that starts with the predictions.
+        model: A `torch.nn.Module`, also a sharded one, or a function `f(params, x)` with `params` a dictionary of
+            tensors. It returns predictions, an object or mapping with `logits`, or a tuple that starts with them.
         loss: A loss module of `torch.nn`, a `kfs.losses.Loss`, or a function of one datum's prediction and target.
         data: One `(X, y)`, a mapping (a batch as in Hugging Face), an iterable of batches, or a `DataLoader`. It is
             iterated more than once and must give the same data in the same order every time. Numbers that PyTorch draws
@@ -107,19 +108,22 @@ class EmpiricalRisk(Described):
         group: Group | None = None,
     ) -> None:
         """Check what can be checked without running the model."""
-        self.model = model
+        self.model = model_to_run(model)
         self.loss: Loss = describe(loss)
-        self.params = module_params(model, params) if isinstance(model, nn.Module) else function_params(params)
+        own = self.model
+        self.params = module_params(own, params) if isinstance(own, nn.Module) else function_params(params)
         self.progress = progress
         self.ranks, own_data, start = part_of(data, group)
+        self.whole = WholeParameters(self.model, self.ranks)
         self._data = as_batches(own_data)
         self._unpack = default_unpack if unpack is None else unpack
+        check_same_data(self.model, self.ranks, self._data, self._unpack)
         self._same_data = SameData(num_data, self.ranks, start)
         self.flags: Flags | None = None  # takes note of bad data, in passes that do not wait for an accelerator
         self._draws = UnusedDraws(self.device)
         self._without_graph = WithoutGraph()
         self._leaves: Params = {}  # stand for parameters that are not the model's own
-        self._places: list[tuple[dict[str, Any], str, Any]] = []  # where parameters were when they were the model's
+        self._places = Places()
         self.check_model()
 
     @property
@@ -188,9 +192,9 @@ class EmpiricalRisk(Described):
 
         The model's own `.grad` fields are not touched.
         """
-        total = {name: torch.zeros_like(p, dtype=self.sum_dtype) for name, p in self.params.items()}
         with self.ranks.agreed("gradient"), self.untouched(), torch.enable_grad(), explained():
             leaves = self.leaves()
+            total = {name: torch.zeros_like(p, dtype=self.sum_dtype) for name, p in leaves.items()}
             for batch in self.batches("gradient"):
                 f = self.predict(leaves, batch)
                 self.finite(f.detach(), batch)
@@ -223,8 +227,7 @@ class EmpiricalRisk(Described):
         before = [] if recorded else random_state(self.device)
         with unchanged(tensors_in(batch.x)), within or nullcontext():
             output = self._output(params, batch)
-        if not recorded:
-            # At the parameters as they are: those given may be tracked by autograd, `vmap` or a capture.
+        if not recorded:  # at the parameters as they are: those given may be tracked by autograd, `vmap` or a capture
             own = lambda: prediction_in(self._output(self.params, batch))  # noqa: E731
             self._draws.check(before, lambda: self._without_graph(own))
         f = output if isinstance(output, Tensor) else prediction_in(output)
@@ -248,15 +251,14 @@ class EmpiricalRisk(Described):
             self.flags.note(not_finite(f), batch.start)
 
     @contextmanager
-    def checking_later(self) -> Iterator[Callable[[], None]]:
-        """Let checks of values on an accelerator only set flags in this context; what it returns reads them.
+    def checking_later(self, own: Flags | None = None) -> Iterator[Callable[[], None]]:
+        """Let checks of values on an accelerator only set flags (`own` or new ones) here; what it returns reads them.
 
         Raises:
             KfsError: When flags are read, if a datum has failed a check: what is wrong with it.
         """
         outer = self.flags  # a hook of the model may compute something with the same risk
-        flags = Flags(self.device) if waiting.runs_behind(self.device) else None
-        self.flags = flags
+        self.flags = flags = own or (Flags(self.device) if waiting.runs_behind(self.device) else None)
 
         def check() -> None:
             datum = None if flags is None else flags.first_bad()
@@ -352,6 +354,7 @@ class EmpiricalRisk(Described):
         # The faster attention kernels cannot be differentiated twice or forward. A checkpoint runs the module again
         # during the backward pass: with the same operations as before, but with the module's own parameters.
         with (
+            self._with_whole_params(),
             restored(self.model, self.device),
             nullcontext() if first_order else sdpa_kernel(SDPBackend.MATH),
             nullcontext() if first_order else ExactDerivatives(),
@@ -361,20 +364,23 @@ class EmpiricalRisk(Described):
             yield
 
     @contextmanager
-    def _trainable(self) -> Iterator[None]:
-        """Let all parameters require gradients, and leave them as before."""
-        # Those of the model are switched on, so that a checkpoint, which runs it again, finds them so, too. Others are
-        # replaced by leaves with the same values.
+    def _with_whole_params(self) -> Iterator[None]:
+        """Let the model, and `params`, have all numbers of parameters that are sharded over processes."""
         given = self.params
-        own = isinstance(self.model, nn.Module) and self._at_own_params(frozen=True)
         try:
-            if not own:
-                self._leaves = leaves_of(given, self._leaves)
-            self.params = given if own else self._leaves
-            with switched_on(given.values()) if own else nullcontext():
+            with self.whole.in_place(given) as self.params:
                 yield
         finally:
-            self.params = given
+            if self.params is not given:  # nobody holds what was gathered
+                self.params, self._leaves, self._places = given, {}, Places()
+
+    def _trainable(self) -> AbstractContextManager[None]:
+        """Return a context in which all parameters require gradients; after it, they are as before."""
+        # A checkpoint, which runs the model again, has to find its own parameters so. Others are replaced by leaves.
+        if isinstance(self.model, nn.Module) and self._at_own_params(frozen=True):
+            return switched_on(self.params.values())
+        self._leaves = leaves_of(self.params, self._leaves)
+        return exchanged(self, self._leaves)
 
     def _output(self, params: Params, batch: Batch) -> Any:
         """Evaluate the model, and return what it returns."""
@@ -390,11 +396,5 @@ class EmpiricalRisk(Described):
         """Whether parameters are the model's own tensors as it uses them: not other values, frozen only if allowed."""
         if not isinstance(self.model, nn.Module):
             return True
-        if not all([owner.get(name) is part for owner, name, part in self._places]):  # noqa: C419 (asked for every batch)
-            self._places = []
-        if not self._places:
-            own = dict(self.model.named_parameters())
-            if not all(p is own[name] for name, p in self.params.items()):
-                return False
-            self._places = places(self.model, self.params)
-        return frozen or all(p.requires_grad for p in self.params.values())
+        has_them = self._places.have(self.model, self.params)
+        return has_them and (frozen or all(p.requires_grad for p in self.params.values()))

@@ -87,7 +87,7 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
     named = model.named_buffers() if isinstance(model, Module) else ()
     buffers = {name: (b, b._version, b.clone()) for name, b in named}
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _other_generators():
+        with same_random_state(device):
             yield
     finally:
         changed = [name for name, (b, version, _) in buffers.items() if b._version != version]
@@ -107,6 +107,13 @@ def restored(model: object, device: torch.device, refuse: bool = True) -> Iterat
             f"The model changed its buffers {changed} in the forward pass, so its prediction depends on its past.",
             "Call model.eval() first.",
         )
+
+
+@contextmanager
+def same_random_state(device: torch.device) -> Iterator[None]:
+    """Restore the random state of PyTorch, on the CPU and on a device, of Python and of NumPy afterwards."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _other_generators():
+        yield
 
 
 @contextmanager
@@ -177,6 +184,17 @@ class ExtremeDraws(TorchFunctionMode):
             if self.draws <= self.most:
                 result = torch.full_like(result, 1 - torch.finfo(result.dtype).eps if self.largest else 0)
         return result
+
+
+@contextmanager
+def exchanged(owner: Any, params: dict[str, Tensor]) -> Iterator[None]:
+    """Let an object have other `params` in this context."""
+    before = owner.params
+    try:
+        owner.params = params
+        yield
+    finally:
+        owner.params = before
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 _constants: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 _MOST = 64  # so many constants are kept
@@ -81,13 +82,20 @@ def _kept(key: tuple[str, int, torch.dtype, torch.device], make: Callable[[], Te
     """Return a constant, and keep it for the next one who asks."""
     found = _constants.get(key)
     if found is None:
-        found = make()
+        found = unwrapped(make())
         # What is made while a computation is recorded has no values yet.
         if runs_behind(key[3]) and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
             _constants[key] = found
             if len(_constants) > _MOST:
                 _constants.pop(next(iter(_constants)), None)  # another thread may have been faster
     return found
+
+
+def unwrapped(constant: Tensor) -> Tensor:
+    """Return a constant as others find it who keep it: `torch.func` wraps all that is made inside of its transforms."""
+    while is_functorch_wrapped_tensor(constant):
+        constant = get_unwrapped(constant)
+    return constant
 
 
 def number(value: float | Tensor) -> float:

@@ -92,10 +92,11 @@ def test_glossary_names_exist_where_it_says() -> None:
     words = [row.split("**")[1] for row in rows]
     assert words == sorted(words)
     for row in rows:
-        found = re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", row)
+        found = re.findall(r"`([\w.]+)` (?:in|of) `([\w/]+\.py)`", row)
         assert found or "`expand_Linear.py`" in row, row
         for name, file in found:
-            source = (KFAC / file).read_text(encoding="utf-8")
+            folder = ROOT if file.startswith("kfs/") else KFAC
+            source = (folder / file).read_text(encoding="utf-8")
             assert all(re.search(rf"\b{part}\b", source) for part in name.split(".")), row
 
 
@@ -123,7 +124,7 @@ def test_functions_on_the_way_exist() -> None:
     """Functions and methods that the way of a batch names are defined in the engine, the optimizer, or PyTorch."""
     sources = [
         file.read_text(encoding="utf-8")
-        for folder in ("kfac", "optim")
+        for folder in ("kfac", "optim", "recording")
         for file in (ROOT / "kfs" / folder).rglob("*.py")
     ]
     defined = set(re.findall(r"(?:def|class) (\w+)", "\n".join(sources)))

@@ -16,12 +16,21 @@ The GGN is the first term: what is left if second derivatives of $h$ are ignored
 take the Hessian of what results, at the point of linearization. If $g$ is convex then the GGN is positive
 semi-definite, whatever $h$ is.
 
+$$
+\begin{array}{ccc}
+g \circ h & \xrightarrow{\text{differentiate twice}} & \mathrm{H}_A c \\
+\downarrow {\scriptstyle \text{linearize } h} & & \downarrow {\scriptstyle \text{ignore curvature of } h} \\
+g \circ \mathrm{lin}_A(h) & \xrightarrow{\text{differentiate twice}} & \mathrm{G}_A c
+\end{array}
+$$
+
 In deep learning $h$ is the network and $g$ the loss. Feed all data at once ($B$ holds $N$ predictions and $c$ is
 the empirical risk) and the GGN is
 $R \sum_n (\mathrm{J}_\theta f_n)^\top (\mathrm{H}_{f_n} c_n)\, \mathrm{J}_\theta f_n$.
 
 Implements: GGN tensor, cvec- and rvec-GGN (chapter 2, "Partial Linearization, GGNs, GGNVPs" and "The Generalized
-Gauss-Newton"). The document states the one-dimensional chain rule with $g'$ and $h'$ mixed up; the one above is right.
+Gauss-Newton"); the diagram is figure 3 of the document. The document states the one-dimensional chain rule with $g'$
+and $h'$ mixed up; the one above is right.
 """
 
 from torch import Tensor
@@ -86,11 +95,13 @@ def vec_ggn(c: Tensor, b: Tensor, a1: Tensor, a2: Tensor | None = None, vec: Vec
 if __name__ == "__main__":
     import torch
     from torch.nn import CrossEntropyLoss, Linear, Sequential, Tanh
+    from torch.nn.functional import linear
 
     from kfs.basics.flattening import cvec
     from kfs.basics.ggn_product import mixed_ggnvp
     from kfs.basics.hessians import hessian
     from kfs.basics.jacobian_products import vjp
+    from kfs.basics.linearization import linearize
     from kfs.basics.reduction_factors import criterion, reduction_factor
     from kfs.verification import verify, verify_psd
 
@@ -109,6 +120,9 @@ if __name__ == "__main__":
     gradient = vjp(risk, predictions, torch.ones_like(risk))
     ignored = hessian((gradient * predictions).sum(), W)  # the gradient is a constant here
     verify("Hessian = GGN + gradient-weighted curvature of the net", hessian(risk, W), G + ignored)
+    tangent = linearize(lambda W: last(torch.tanh(linear(X, W, b))), W.detach())
+    A = W.detach().clone().requires_grad_()
+    verify("linearize the net first, and the Hessian is the GGN", hessian(loss(tangent(A), y), A), G)
 
     V = torch.randn_like(W)
     verify("the GGN tensor acts as the GGN product", torch.tensordot(G, V), mixed_ggnvp(risk, predictions, W, W, V))

@@ -15,13 +15,23 @@ $$
 \qquad \mathrm{vec} \in \{\mathrm{cvec}, \mathrm{rvec}\}.
 $$
 
-The two matrices have the same entries in a different order. For a network with parameters
-$\theta^{(1)}, \dots, \theta^{(L)}$ the Hessian has $L \times L$ blocks; block $(k, l)$ takes the first derivative with
-respect to $\theta^{(k)}$ and the second with respect to $\theta^{(l)}$.
+The two matrices have the same entries in a different order. It does not matter whether one flattens before or after:
+
+$$
+\begin{array}{ccc}
+A \mapsto c & \xrightarrow{\text{differentiate twice}} & \mathsf{H}_A c \\
+\downarrow {\scriptstyle \text{flatten}} & & \downarrow {\scriptstyle \text{flatten}} \\
+\mathrm{vec}(A) \mapsto c & \xrightarrow{\text{differentiate twice}} & \mathrm{H}^{\mathrm{vec}}_A c
+\end{array}
+$$
+
+For a network with parameters $\theta^{(1)}, \dots, \theta^{(L)}$ the Hessian has $L \times L$ blocks; block $(k, l)$
+takes the first derivative with respect to $\theta^{(k)}$ and the second with respect to $\theta^{(l)}$.
 
 Row by row: multiply with a one-hot tensor for every entry of $A$.
 
-Implements: general Hessian, cvec- and rvec-Hessian (chapter 2, "Hessians, HVPs" and "The Hessian").
+Implements: general Hessian, cvec- and rvec-Hessian (chapter 2, "Hessians, HVPs" and "The Hessian"); the
+diagram is figure 2 of the document.
 """
 
 from itertools import product

@@ -14,9 +14,18 @@ $$
 \qquad \mathrm{vec} \in \{\mathrm{cvec}, \mathrm{rvec}\}.
 $$
 
+$$
+\begin{array}{ccc}
+A \mapsto B & \xrightarrow{\text{differentiate}} & \mathsf{J}_A B \\
+\downarrow {\scriptstyle \text{flatten}} & & \downarrow {\scriptstyle \text{flatten}} \\
+\mathrm{vec}(A) \mapsto \mathrm{vec}(B) & \xrightarrow{\text{differentiate}} & \mathrm{J}^{\mathrm{vec}}_A B
+\end{array}
+$$
+
 Row by row: pull a one-hot tensor back for every entry of $B$.
 
-Implements: general Jacobian, cvec- and rvec-Jacobian (chapter 2, "Jacobians, JVP, VJPs").
+Implements: general Jacobian, cvec- and rvec-Jacobian (chapter 2, "Jacobians, JVP, VJPs"); the diagram is
+figure 1 of the document.
 """
 
 from itertools import product

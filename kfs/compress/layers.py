@@ -19,6 +19,7 @@ from kfs.kfac.structures import Kronecker, Stack, Structure
 from kfs.names import few, near
 from kfs.operators.computed_at import warn_of_other_values
 from kfs.operators.same_parameters import check_parameters
+from kfs.sharded import refuse_sharded
 
 Keep = float | Mapping[str, float]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -218,6 +219,7 @@ def _check_types(model: object, K: object, damping: object) -> None:
 
 
 def _check_modes(model: nn.Module) -> None:
+    refuse_sharded(model)
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
             raise ModelError(

@@ -204,7 +204,8 @@ def _process_group(group: Group | None) -> dist.ProcessGroup | None:
         if group.ndim != 1:
             raise DistributedError(
                 f"The device mesh has {group.ndim} axes {group.mesh_dim_names or ''}.",
-                "Choose the one along which data differ, such as mesh['data'].",
+                "Choose the one along which data differ, such as mesh['data']. If they differ along all of them, as "
+                "with replicas of sharded models, pass torch.distributed.group.WORLD.",
             )
         group = group.get_group()
     if group is None or isinstance(group, dist.ProcessGroup):

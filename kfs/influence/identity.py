@@ -46,11 +46,11 @@ def identity(
 def weights(risk: EmpiricalRisk) -> dict[str, str]:
     """Return digests of the values of parameters, and of everything else that a module has."""
     module = risk.model if isinstance(risk.model, torch.nn.Module) else torch.nn.Module()
-    others = [*module.parameters(), *module.buffers()]
-    return {
-        "values of parameters": digest(risk.params.values()),
-        "values of other parameters and buffers": digest(others),
-    }
+    with risk.untouched():  # with all numbers of parameters that are sharded
+        return {
+            "values of parameters": digest(risk.params.values()),
+            "values of other parameters and buffers": digest([*module.parameters(), *module.buffers()]),
+        }
 
 
 def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:

@@ -23,15 +23,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kfs.errors import ModelError
-from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.block import Block
 from kfs.kfac.kfac import KFAC
 from kfs.kfac.layout import Side
-from kfs.kfac.scaffold import sweep
 from kfs.kfac.settings import Settings
 from kfs.kfac.structures import BlockDiagonal, Dense, Eigenbasis, Factor, Kronecker, Structure, stacked_with_zeros
 from kfs.kfac.sums import PerDatumSums, Squares, Statistic, Use
 from kfs.kfac.sums.inputs import Vectors
+from kfs.kfac.sweep import sweep
+from kfs.kfac.vectors import one_by_one_if_needed
 from kfs.precision import at_least_float32
 from kfs.progress import show_progress
 from kfs.risk import EmpiricalRisk

@@ -1,135 +1,113 @@
 r"""Backpropagated vectors $\blacktriangle_{n,c}$: they determine which curvature matrix is approximated.
 
-The curvature of each datum is $J_n^\top [\sum_c \blacktriangle_{n,c} \blacktriangle_{n,c}^\top] J_n$, with
+The curvature of each datum is $J_n^\top [\sum_c \blacktriangle_{n,c} \blacktriangle_{n,c}^\top] J_n$. The matrix in the
+middle belongs to the datum's prediction $f_n$, and is small. Each curvature matrix has its own:
 
-- `"type-2"`: the columns of a factor of the Fisher matrix in prediction space,
-- `"ggn"`: the columns of a factor of the criterion's Hessian (the same for most losses),
-- `"mc"`: gradients for labels drawn from the model's likelihood, over the root of their number,
-- `"empirical"`: the gradient for the label at hand,
-- `"forward-only"`: zeros. The gradient-based factor is then a multiple of the identity.
+| curvature matrix | $\blacktriangle_{n,c}$ | how many |
+|---|---|---|
+| GGN, type-II Fisher | columns of $S_n$, where $S_n S_n^\top = \mathrm{H}_{f_n} c(f_n, y_n)$ | $\dim f_n$ |
+| Monte Carlo Fisher | $\nabla_{f_n} c(f_n, \tilde{y}_{n,m}) / \sqrt{M}$ for drawn labels $\tilde{y}_{n,m}$ | $M$ |
+| empirical Fisher | $\nabla_{f_n} c(f_n, y_n)$ | 1 |
+
+Sent back to a layer's output $z_n$, a vector becomes $g_{n,c} = (\mathrm{J}_{z_n} f_n)^\top \blacktriangle_{n,c}$. For
+the empirical Fisher this is the gradient of the datum's loss: the backward pass of training has it already. One drawn
+label costs as much. All columns of $S_n$ cost $\dim f_n$ backward passes.
+
+Implements: backpropagated vectors (chapter "KFAC: An Overview", "Backpropagated Vectors"). The engine's are in
+`kfs/kfac/vectors.py`: for whole batches, other losses, and two more kinds.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable
+from math import sqrt
 
-import torch
-from torch import Tensor
+from torch import Generator, Tensor, stack
+from torch.autograd import grad
 
-from kfs.errors import ModelError
-from kfs.kfac.settings import Settings
-from kfs.losses import Loss
-from kfs.losses.counter import Draws
+from kfs.basics.hessian_factorizations import hessian_factor
+from kfs.basics.label_sampling import hide_ignored, sample_label
+from kfs.basics.reduction_factors import Loss, criterion
 
-Answer = TypeVar("Answer")
-# Columns with this many numbers in all are computed together.
-_NUMBERS = 2**22
+# From the loss, and prediction and target of one datum, to its vectors [columns, *f_n.shape].
+OfDatum = Callable[[Loss, Tensor, Tensor], Tensor]
 
 
-def backpropagated_vectors(
-    loss: Loss,
-    f: Tensor,
-    y: Tensor,
-    settings: Settings,
-    first_datum: int | Tensor,
-    at_once: int,
-    random: type[Draws] = Draws,
-) -> Iterator[Tensor]:
-    """Generate the vectors of a batch.
+def type2_vectors(loss: Loss, f_n: Tensor, y_n: Tensor) -> Tensor:
+    """Return the columns of a symmetric factor of the criterion's Hessian."""
+    S = hessian_factor(loss, f_n, y_n)  # [*f_n.shape, *f_n.shape]
+    return S.flatten(f_n.ndim).movedim(-1, 0)
 
-    Args:
-        loss: Describes the criterion.
-        f: Predictions, `[N, ...]`, detached.
-        y: Targets, `[N, ...]`.
-        settings: Which curvature matrix is approximated.
-        first_datum: Index of the first datum within all data, as in `Draws`.
-        at_once: Number of vectors to return together.
-        random: Generator of draws.
 
-    Yields:
-        Some columns, `[columns, *f.shape]`: the same number of vectors for every datum.
+def empirical_vectors(loss: Loss, f_n: Tensor, y_n: Tensor) -> Tensor:
+    """Return the criterion's gradient, as the only vector."""
+    f_n = f_n.detach().requires_grad_()
+    (gradient,) = grad(criterion(loss)(f_n, y_n), f_n)
+    return gradient.unsqueeze(0)
+
+
+def mc_vectors(loss: Loss, f_n: Tensor, y_n: Tensor, mc_samples: int = 1, generator: Generator | None = None) -> Tensor:
+    """Return gradients for labels that the model draws, over the root of their number."""
+    labels = [hide_ignored(loss, sample_label(loss, f_n, generator), y_n) for _ in range(mc_samples)]
+    gradients = [empirical_vectors(loss, f_n, label)[0] for label in labels]
+    return stack(gradients) / sqrt(mc_samples)
+
+
+def backpropagated_vectors(loss: Loss, f: Tensor, y: Tensor, vectors: OfDatum = type2_vectors) -> Tensor:
+    """Return the vectors of all data, `[columns, *f.shape]`, for predictions `f` and targets `y`."""
+    return stack([vectors(loss, f_n.detach(), y_n) for f_n, y_n in zip(f, y, strict=True)], dim=1)
+
+
+def send_back(vectors: Tensor, f: Tensor, z: Tensor) -> Tensor:
+    """Send vectors `[columns, *f.shape]` from predictions back to a layer's output `z`: `[columns, *z.shape]`.
+
+    A datum's `f` must depend on its own row of `z` only.
     """
-    if settings.fisher in {"type-2", "ggn"}:
-        factor = loss.fisher_factor if settings.fisher == "type-2" else loss.hessian_factor
-        # Many columns are computed together and sent back a few at a time, as far as they fit into memory.
-        many = at_once * max(1, _NUMBERS // (at_once * max(f.numel(), 1)))
-        start = 0
-        while len(columns := factor(f, y, start, start + many)):
-            # Chunks of equal size: a small last one would take nearly as long as the others.
-            yield from columns.to(f.dtype).chunk(max(1, -(-len(columns) // at_once)))
-            if len(columns) < many:
-                return
-            start += many
-    elif settings.fisher == "mc":
-        for start in range(0, settings.mc_samples, at_once):
-            samples = range(start, min(start + at_once, settings.mc_samples))
-            draws = [random(settings.seed, first_datum, settings.first_sample + sample) for sample in samples]
-            gradients = [loss.sampled_gradient(f, y, d).to(f.dtype) for d in draws]
-            # These may be as large as anything: a single one is not copied.
-            together = gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(gradients)
-            yield together if settings.mc_samples == 1 else together / settings.mc_samples**0.5
-    elif settings.fisher == "empirical":
-        yield loss.gradient(f, y).unsqueeze(0).to(f.dtype)
-    else:
-        # A backward pass is needed only to find out which uses predictions depend on.
-        yield torch.zeros_like(f).unsqueeze(0)
-
-
-def columns_at_once(settings: Settings, device: torch.device) -> int:
-    """Return how many vectors to send back together: the setting or, if not given, what keeps a GPU busy."""
-    if settings.fisher in {"empirical", "forward-only"} or (settings.fisher == "mc" and settings.mc_samples == 1):
-        return 1
-    return settings.columns_at_once or (8 if device.type == "cuda" else 1)
-
-
-def one_by_one_if_needed(settings: Settings, run: Callable[[Settings], Answer]) -> Answer:
-    """Compute something for several vectors together, or one by one if an operation does not work with `vmap`."""
-    try:
-        return run(settings)
-    except (RuntimeError, NotImplementedError) as error:
-        if "vmap" not in str(error):
-            raise
-        if settings.columns_at_once is not None:
-            raise ModelError(
-                "An operation's backward pass does not work for several vectors together (vmap).",
-                "Leave columns_at_once out, or set it to one.",
-            ) from error
-        return run(replace(settings, columns_at_once=1))
+    return stack([grad(f, z, column, retain_graph=True)[0] for column in vectors])
 
 
 if __name__ == "__main__":
+    from functools import partial
+
+    import torch
     from torch.nn import CrossEntropyLoss, MSELoss
 
     from kfs.basics.hessians import vec_hessian
-    from kfs.basics.reduction_factors import criterion
+    from kfs.kfac import vectors as engine
+    from kfs.kfac.settings import Fisher, Settings
     from kfs.losses import describe
     from kfs.verification import verify
 
+    def middle(vectors: Tensor) -> Tensor:
+        """Sum outer products of all vectors of every datum."""
+        return torch.einsum("cni,cnj->nij", vectors, vectors)
+
+    def middle_of_engine(loss: Loss, f: Tensor, y: Tensor, fisher: Fisher) -> Tensor:
+        """Do the same for what the engine sends back."""
+        settings = Settings(fisher=fisher, mc_samples=200)
+        return middle(torch.cat(list(engine.backpropagated_vectors(describe(loss), f, y, settings, 0, at_once=2))))
+
     torch.manual_seed(0)
-    N, C = 3, 4
-    f = torch.randn(N, C, dtype=torch.float64, requires_grad=True)
-    for module, y in ((MSELoss(), torch.randn(N, C, dtype=torch.float64)), (CrossEntropyLoss(), torch.arange(N))):
-        loss = describe(module)
-
-        def middle(settings: Settings, at_once: int = 2, loss: Loss = loss, y: Tensor = y) -> Tensor:
-            """Sum outer products of all vectors of every datum."""
-            vectors = torch.cat(list(backpropagated_vectors(loss, f.detach(), y, settings, 0, at_once)))
-            return torch.einsum("kni,knj->nij", vectors, vectors)
-
-        kinds = {
-            "type-2": Settings(),
-            "ggn": Settings(fisher="ggn"),
-            "mc": Settings(fisher="mc", mc_samples=500),
-            "empirical": Settings(fisher="empirical"),
-        }
-        middles = {kind: middle(settings) for kind, settings in kinds.items()}
+    N, C, d = 3, 4, 5
+    f, W = torch.randn(N, C, dtype=torch.float64), torch.randn(C, d, dtype=torch.float64)
+    z = torch.randn(N, d, dtype=torch.float64, requires_grad=True)
+    for loss, y in ((MSELoss(), torch.randn(N, C, dtype=torch.float64)), (CrossEntropyLoss(), torch.arange(N))):
+        name = type(loss).__name__
+        type2 = middle(backpropagated_vectors(loss, f, y))
+        drawn = middle(backpropagated_vectors(loss, f, y, partial(mc_vectors, mc_samples=200)))
+        empirical = middle(backpropagated_vectors(loss, f, y, empirical_vectors))
         for n in range(N):
-            leaf = f[n].detach().requires_grad_()
-            value = criterion(module)(leaf, y[n])
-            H = vec_hessian(value, leaf)
-            case = f"{type(module).__name__}, datum {n}"
-            verify("type-2 vectors are a factor of the criterion's Hessian", middles["type-2"][n], H, case=case)
-            verify("so are those of the GGN", middles["ggn"][n], H, case=case)
-            verify("Monte Carlo vectors converge to the Hessian", middles["mc"][n], H, 0.2, case)
-            (g,) = torch.autograd.grad(value, leaf)
-            verify("the empirical vector is the gradient", middles["empirical"][n], torch.outer(g, g), case=case)
+            f_n = f[n].clone().requires_grad_()
+            c = criterion(loss)(f_n, y[n])
+            H, (g,) = vec_hessian(c, f_n), grad(c, f_n)
+            case = f"{name}, datum {n}"
+            verify("type-2 vectors are a factor of the criterion's Hessian", type2[n], H, case=case)
+            # 200 draws err by about 10 percent; three times that is allowed.
+            verify("vectors of drawn labels converge to the Hessian", drawn[n], H, 0.3, case)
+            verify("the empirical vector is the gradient", empirical[n], torch.outer(g, g), case=case)
+        V = backpropagated_vectors(loss, f, y)
+        verify("sent back, they are multiplied by the transposed Jacobian", send_back(V, z @ W.T, z), V @ W, case=name)
+
+        claim = "the engine's vectors have the same outer products"
+        verify(claim, middle_of_engine(loss, f, y, "type-2"), type2, case=f"{name}, type-2")
+        verify(claim, middle_of_engine(loss, f, y, "ggn"), type2, case=f"{name}, ggn")
+        verify(claim, middle_of_engine(loss, f, y, "empirical"), empirical, case=f"{name}, empirical")
+        verify("the engine's draws converge to the Hessian, too", middle_of_engine(loss, f, y, "mc"), type2, 0.3, name)

@@ -196,7 +196,7 @@ class Block(Described):
             return Factor.identity(values.shape[-1], scale)
         scale = values.new_full((len(values),), self.scale(side))
         kind = "diagonal" if self.is_diagonal(side) else "dense"
-        return Factor(values, scale, kind, eps=torch.finfo(total.dtype).eps)  # type: ignore[arg-type]
+        return Factor(values, scale, kind, eps=max(s.eps for s in self.sums.on_side(side)))  # type: ignore[arg-type]
 
     def _total(self, side: Side) -> Tensor:
         """Return the numbers of one side, before scaling."""

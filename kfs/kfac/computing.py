@@ -10,14 +10,14 @@ import torch
 from kfs import waiting
 from kfs.distributed import Ranks
 from kfs.errors import DataError
-from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shared_with
-from kfs.kfac.scaffold import explain_vectors, kfac
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Checkpoint, Progress
 from kfs.kfac.storage.journal import Journal
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.owned import choose_owners, keep_own
+from kfs.kfac.sweep import explain_vectors, kfac
+from kfs.kfac.vectors import one_by_one_if_needed
 from kfs.risk import EmpiricalRisk
 from kfs.storage import with_tensors
 from kfs.waiting import numbers

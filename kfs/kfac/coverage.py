@@ -8,11 +8,11 @@ from torch import Tensor
 
 from kfs.distributed import added_up
 from kfs.errors import KfsWarning, ModelError
-from kfs.kfac.backpropagated_vectors import backpropagated_vectors
 from kfs.kfac.block import Block
 from kfs.kfac.layout import Side
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums.block_sums import BlockSums
+from kfs.kfac.vectors import backpropagated_vectors
 from kfs.operators.derivatives import leaves_and_rest, pull_back
 from kfs.precision import at_least_float32
 from kfs.risk import EmpiricalRisk
@@ -100,8 +100,8 @@ def exact_diagonals(risk: EmpiricalRisk, names: Iterable[str], settings: Setting
     """
     names = list(names)
     dtype = at_least_float32(risk.dtype)
-    total = {name: torch.zeros_like(risk.params[name], dtype=dtype) for name in names}
     with risk.ranks.agreed("diagonal"), risk.untouched(), torch.enable_grad():
+        total = {name: torch.zeros_like(risk.params[name], dtype=dtype) for name in names}
         for batch in risk.batches("diagonal"):
             leaves, rest = leaves_and_rest(risk, names)
             f = risk.predict(leaves | rest, batch)

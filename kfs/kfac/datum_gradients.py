@@ -22,11 +22,11 @@ from kfs.errors import DataError, ModelError, ShapeError
 from kfs.kfac.block_gradients import BlockGradients
 from kfs.kfac.coverage import coverage_error, not_covered
 from kfs.kfac.layout import Key, Layout
-from kfs.kfac.scaffold import Vectors, passes
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Progress
 from kfs.kfac.structures import BlockDiagonal
 from kfs.kfac.sums import Captured, KeptGradients
+from kfs.kfac.sweep import Vectors, passes
 from kfs.losses.quantities import Quantity, gradient_of
 from kfs.names import ByName, few, near
 from kfs.operators.derivatives import leaves_and_rest, pull_back
@@ -363,16 +363,15 @@ def _check_finite(columns: Sequence[GradientBatch]) -> None:
 
 def _explaining_indices(risk: EmpiricalRisk, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Iterate; if an index is out of range, say which one, of which datum and of which embedding."""
-    try:
-        yield from batches
-    except IndexError as error:
-        with suppress(IndexError):
-            for batch in risk.batches():
-                with _CheckedEmbeddings(risk, batch):
-                    risk.evaluate(batch)
-        raise DataError(
-            f"An index is out of range: {error}.", "Look for one in the data that is as large as what it points into."
-        ) from error
+    with risk.whole.held(risk.params):  # other processes have other numbers of batches
+        try:
+            yield from batches
+        except IndexError as error:
+            with suppress(IndexError), risk.untouched():
+                for batch in risk.batches():
+                    with _CheckedEmbeddings(risk, batch):
+                        risk.evaluate(batch)
+            raise DataError(f"An index is out of range: {error}.", "Look for one that is too large.") from error
 
 
 class _CheckedEmbeddings(TorchFunctionMode):

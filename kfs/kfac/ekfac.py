@@ -36,13 +36,11 @@ import torch
 from kfs.describing import Description
 from kfs.distributed import Ranks, checksum
 from kfs.errors import DataError, ModelError
-from kfs.kfac.backpropagated_vectors import one_by_one_if_needed
 from kfs.kfac.block import Block
 from kfs.kfac.coverage import exact_diagonals
 from kfs.kfac.kfac import KFAC
 from kfs.kfac.looking import ShowsFactors, describe_factors
 from kfs.kfac.loss_scale import LossScale
-from kfs.kfac.scaffold import JournalOf
 from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.kfac.squares import sum_squares
 from kfs.kfac.storage.checkpoint import Checkpoint, Progress
@@ -53,6 +51,8 @@ from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.owned_blocks import of_owner
 from kfs.kfac.structures.stack import Stack, check_coverage
+from kfs.kfac.sweep import JournalOf
+from kfs.kfac.vectors import one_by_one_if_needed
 from kfs.operators.space import Space
 from kfs.progress import show_progress
 from kfs.risk import EmpiricalRisk

@@ -76,6 +76,8 @@ def gradient_factor(g: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
+    from functools import partial
+
     import torch
     from torch.nn import Conv2d, Identity, Module, MSELoss, Sequential, Tanh
     from torch.nn.functional import conv2d
@@ -83,7 +85,9 @@ if __name__ == "__main__":
     from kfs.basics.flattening import rvec
     from kfs.basics.ggns import vec_ggn
     from kfs.basics.reduction_factors import reduction_factor
-    from kfs.kfac.expand_Linear import output_gradients, verify_layer
+    from kfs.kfac._checks import verify_layer
+    from kfs.kfac.backpropagated_vectors import backpropagated_vectors, send_back
+    from kfs.kfac.expand_Linear import kfac_block
     from kfs.risk import EmpiricalRisk
     from kfs.verification import verify
 
@@ -96,12 +100,13 @@ if __name__ == "__main__":
         f = head(activation(z))
         y = torch.randn_like(f)
         A = input_factor(X, window, reduction_factor(loss, y), bias=True)
-        B = gradient_factor(output_gradients(loss, f, y, z))
+        B = gradient_factor(send_back(backpropagated_vectors(loss, f, y), f, z))
         product_with_patches = patches(X, window) @ W[:, :-1].T + W[:, -1]
         verify("a convolution multiplies patches", product_with_patches, z.flatten(2).mT, case=case)
         risk = EmpiricalRisk(Sequential(layer, activation, head), loss, (X, y))
         shared = z[0, 0].numel() > 1
-        verify_layer(case, risk, "expand", A, B, vec_ggn(loss(f, y), f, W, vec=rvec), exact, shared, rvec)
+        G = vec_ggn(loss(f, y), f, W, vec=rvec)
+        verify_layer(case, risk, "expand", A, B, G, exact, shared, kron=partial(kfac_block, vec=rvec))
 
     torch.manual_seed(0)
     loss = MSELoss()

@@ -28,34 +28,18 @@ In `rvec` the factors change places. A bias is one more column of $W$, with one 
 Both steps are exact for one datum with one position. They are also exact for a linear net with square loss
 that makes a prediction at every position: the first step because a prediction depends on its own position
 only, the second because gradients are the same for all data and positions. If positions are added up before
-the loss, use `reduce_Linear`. The engine computes the same factors for every operation; see `scaffold`.
+the loss, use `reduce_Linear`. `scaffold` computes these factors for all layers of a
+net, and the engine for every operation.
 
 Implements: KFAC for a linear layer without weight sharing (chapter "KFAC for Linear Layers (No Weight
 Sharing)"), extended to shared positions by the variant `expand` (chapter "Conclusion & Outlook", "KFAC for
 linear layers with weight sharing"; Eschenhagen et al., 2023).
 """
 
-from torch import Tensor, kron, outer, stack
-from torch.autograd import grad
+from torch import Tensor, kron, outer
 
-from kfs.basics.flattening import Vec, check_vec, cvec, rvec
-from kfs.basics.hessian_factorizations import hessian_factor
+from kfs.basics.flattening import Vec, check_vec, cvec
 from kfs.basics.jacobians_linear_layer import append_one
-from kfs.basics.reduction_factors import Loss
-from kfs.kfac.kfac import KFAC
-from kfs.kfac.settings import Sharing
-from kfs.risk import EmpiricalRisk
-from kfs.verification import verify, verify_differs
-
-
-def output_gradients(loss: Loss, f: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """Send the columns of the criterion's Hessian factor back to a layer's output `z`: `g` is `[columns, *z.shape]`.
-
-    `f` and `y` are predictions and targets of all data. A datum's `f` must depend on its own row of `z` only.
-    """
-    S = stack([hessian_factor(loss, f_n, y_n) for f_n, y_n in zip(f, y, strict=True)])
-    columns = S.flatten(f.ndim).movedim(-1, 0)  # [columns, *f.shape]
-    return stack([grad(f, z, column, retain_graph=True)[0] for column in columns])
 
 
 def input_factor(x: Tensor, reduction_factor: float, bias: bool = False) -> Tensor:
@@ -88,38 +72,20 @@ def kfac_block(A: Tensor, B: Tensor, vec: Vec) -> Tensor:
     return kron(A, B) if vec is cvec else kron(B, A)
 
 
-def verify_layer(
-    case: str,
-    risk: EmpiricalRisk,
-    sharing: Sharing,
-    A: Tensor,
-    B: Tensor,
-    G: Tensor,
-    exact: bool,
-    shared: bool,
-    vec: Vec,
-) -> None:
-    """Compare the factors of layer `"0"` with the engine's, and their Kronecker product with the GGN's block `G`."""
-    block = KFAC(risk, sharing=sharing).blocks["0"]
-    verify("the engine computes the same input-based factor", block.A, A, case=case)
-    verify("the engine computes the same gradient-based factor", block.B, B, case=case)
-    if not exact:
-        verify_differs("otherwise, KFAC is an approximation", kfac_block(A, B, vec), G, case=case)
-        return
-    verify(f"KFAC-{sharing} equals the GGN", kfac_block(A, B, vec), G, case=case)
-    if shared:  # with one position, both variants are the same
-        other: Sharing = "reduce" if sharing == "expand" else "expand"
-        block = KFAC(risk, sharing=other).blocks["0"]
-        verify_differs(f"KFAC-{other} does not", kfac_block(block.A, block.B, vec), G, case=case)
-
-
 if __name__ == "__main__":
+    from functools import partial
+
     import torch
     from torch.nn import Identity, Linear, Module, MSELoss, Sequential, Tanh
     from torch.nn.functional import linear
 
+    from kfs.basics.flattening import rvec
     from kfs.basics.ggns import vec_ggn
     from kfs.basics.reduction_factors import reduction_factor
+    from kfs.kfac._checks import verify_layer
+    from kfs.kfac.backpropagated_vectors import backpropagated_vectors, send_back
+    from kfs.risk import EmpiricalRisk
+    from kfs.verification import verify_differs
 
     def check(case: str, N: int, S: int, activation: Module, exact: bool) -> None:
         """Compute both factors, and verify them in both flattenings."""
@@ -129,12 +95,12 @@ if __name__ == "__main__":
         z = linear(X, W[:, :-1], W[:, -1])
         f = head(activation(z))
         A = input_factor(X, reduction_factor(loss, y), bias=True)
-        B = gradient_factor(output_gradients(loss, f, y, z))
+        B = gradient_factor(send_back(backpropagated_vectors(loss, f, y), f, z))
         risk = EmpiricalRisk(Sequential(layer, activation, head), loss, (X, y))
         for vec, wrong in ((cvec, rvec), (rvec, cvec)):
             setting = f"{case}, {vec.__name__}"
             G = vec_ggn(loss(f, y), f, W, vec=vec)
-            verify_layer(setting, risk, "expand", A, B, G, exact, S > 1, vec)
+            verify_layer(setting, risk, "expand", A, B, G, exact, S > 1, partial(kfac_block, vec=vec))
             if exact:
                 verify_differs("the other order of factors does not", kfac_block(A, B, wrong), G, case=setting)
 

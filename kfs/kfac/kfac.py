@@ -78,7 +78,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
             is captured is what the model computes; see `kfs.kfac.capture.audit`. Without, the batch axis is guessed by
             its length.
         replay: Whether passes over batches of one shape are recorded as a CUDA graph, from the third one on, if the
-            model is on a GPU and more than a few batches are to come; see `kfs.kfac.capture.replay`. Passes that cannot
+            model is on a GPU and more than a few batches are to come; see `kfs.recording.replays`. Passes that cannot
             be recorded, because something in them depends on values of data, run as they are; the logger `kfs.kfac`
             says so.
         memory: How many bytes these graphs may take. By default, as many as there are.

@@ -59,14 +59,18 @@ def gradient_factor(g: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
+    from functools import partial
+
     import torch
     from torch import nn
 
     from kfs.basics.flattening import rvec
     from kfs.basics.ggns import vec_ggn
     from kfs.basics.reduction_factors import Loss, reduction_factor
+    from kfs.kfac._checks import verify_layer
+    from kfs.kfac.backpropagated_vectors import backpropagated_vectors, send_back
     from kfs.kfac.expand_Conv import patches
-    from kfs.kfac.expand_Linear import output_gradients, verify_layer
+    from kfs.kfac.expand_Linear import kfac_block
     from kfs.risk import EmpiricalRisk
     from kfs.verification import verify
 
@@ -81,11 +85,11 @@ if __name__ == "__main__":
         z = nn.functional.conv2d(X, W[:, :-1].reshape(layer.weight.shape), W[:, -1], *window[1:])
         f = head(z)
         A = input_factor(X, window, reduction_factor(loss, y), bias=True)
-        B = gradient_factor(output_gradients(loss, f, y, z))
+        B = gradient_factor(send_back(backpropagated_vectors(loss, f, y), f, z))
         verify("sums over pixels are sums of patches", summed_patches(X, window), patches(X, window).sum(1), case=case)
         risk = EmpiricalRisk(nn.Sequential(layer, head), loss, (X, y))
         G = vec_ggn(loss(f, y), f, W, vec=rvec)
-        verify_layer(case, risk, "reduce", A, B, G, exact, shared=True, vec=rvec)
+        verify_layer(case, risk, "reduce", A, B, G, exact, shared=True, kron=partial(kfac_block, vec=rvec))
 
     torch.manual_seed(0)
     check("one datum", nn.CrossEntropyLoss(), torch.tensor([1]), nn.Tanh(), exact=True)

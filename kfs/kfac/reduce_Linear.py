@@ -54,6 +54,8 @@ def gradient_factor(g: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
+    from functools import partial
+
     import torch
     from torch.nn import AvgPool2d, CrossEntropyLoss, Flatten, Identity, Linear, Module, MSELoss, Sequential, Tanh
     from torch.nn.functional import linear
@@ -61,7 +63,9 @@ if __name__ == "__main__":
     from kfs.basics.flattening import rvec
     from kfs.basics.ggns import vec_ggn
     from kfs.basics.reduction_factors import Loss, reduction_factor
-    from kfs.kfac.expand_Linear import output_gradients, verify_layer
+    from kfs.kfac._checks import verify_layer
+    from kfs.kfac.backpropagated_vectors import backpropagated_vectors, send_back
+    from kfs.kfac.expand_Linear import kfac_block
     from kfs.risk import EmpiricalRisk
 
     def check(case: str, loss: Loss, y: Tensor, activation: Module, exact: bool) -> None:
@@ -73,10 +77,10 @@ if __name__ == "__main__":
         z = linear(X, W[:, :-1], W[:, -1])
         f = head(z)
         A = input_factor(X, reduction_factor(loss, y), bias=True)
-        B = gradient_factor(output_gradients(loss, f, y, z))
+        B = gradient_factor(send_back(backpropagated_vectors(loss, f, y), f, z))
         risk = EmpiricalRisk(Sequential(layer, head), loss, (X, y))
         G = vec_ggn(loss(f, y), f, W, vec=rvec)
-        verify_layer(case, risk, "reduce", A, B, G, exact, shared=True, vec=rvec)
+        verify_layer(case, risk, "reduce", A, B, G, exact, shared=True, kron=partial(kfac_block, vec=rvec))
 
     torch.manual_seed(0)
     check("one datum", CrossEntropyLoss(), torch.tensor([1]), Tanh(), exact=True)

@@ -12,11 +12,11 @@ import torch
 from kfs.distributed.placement import passes
 from kfs.distributed.states import fetched, joined
 from kfs.kfac.kfac import KFAC
-from kfs.kfac.scaffold import JournalOf, sweep
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Progress
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.sums.per_datum import PerDatumSums, Squares
+from kfs.kfac.sweep import JournalOf, sweep
 from kfs.risk import EmpiricalRisk
 
 

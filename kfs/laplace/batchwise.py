@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfs.kfac.backpropagated_vectors import backpropagated_vectors
 from kfs.kfac.block import Block
 from kfs.kfac.coverage import coverage_error, not_covered
 from kfs.kfac.datum_gradients import GradientBatch, per_datum_columns
-from kfs.kfac.scaffold import passes
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Progress
 from kfs.kfac.sums import FactorSums
+from kfs.kfac.sweep import passes
+from kfs.kfac.vectors import backpropagated_vectors
 from kfs.risk import EmpiricalRisk
 
 

@@ -24,6 +24,7 @@ from kfs.laplace.variance import NO_LOSS, output_covariance
 from kfs.operators.computed_at import warn_of_other_values
 from kfs.operators.same_parameters import check_parameters
 from kfs.risk import EmpiricalRisk
+from kfs.sharded import whole
 
 Model = nn.Module | Callable[[dict[str, Tensor], Any], Any]
 
@@ -47,7 +48,7 @@ class Posterior(Described):
         self.risk = risk
         self.priors = dict(priors)
         self.likelihood = likelihood
-        self.mean = {name: risk.params[name].detach().clone() for name in K.domain.shapes}
+        self.mean = {name: whole(risk.params[name].detach()).clone() for name in K.domain.shapes}
 
     def describe(self) -> Description:
         """Describe model, curvature, prior and likelihood."""

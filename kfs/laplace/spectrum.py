@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kfs.errors import SolverError
 from kfs.kfac.structures import BlockDiagonal, Stack, Structure
+from kfs.sharded import whole
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str,
     Raises:
         SolverError: If a block has a negative eigenvalue, which is not that of round-off.
     """
-    columns = {name: p.detach().double().unsqueeze(0) for name, p in params.items()}
+    columns = {name: whole(p.detach()).double().unsqueeze(0) for name, p in params.items()}
     found: dict[str, BlockSpectrum] = {}
     for stack in curvature.stacks:
         values = stack.apply(lambda structure: structure.eigenvalues())

@@ -248,7 +248,8 @@ def placed(setting: Tensor, device: torch.device) -> Tensor:
     copies: dict[torch.device, tuple[int, Tensor]] = _COPIES.setdefault(setting, {})
     version = 0 if setting.is_inference() else setting._version
     if device not in copies or copies[device][0] != version:
-        copies[device] = version, setting.to(device, non_blocking=waiting.runs_behind(device))
+        copy = setting.to(device, non_blocking=waiting.runs_behind(device))
+        copies[device] = version, waiting.unwrapped(copy)
     return copies[device][1]
 
 

@@ -15,6 +15,7 @@ from kfs.names import few
 from kfs.operators import LinearOperator
 from kfs.operators.computed_at import computed_at, digest_for, warn_of_other_values
 from kfs.operators.same_parameters import check_parameters
+from kfs.sharded import refuse_sharded
 from kfs.state import check_module
 
 _ONE_PROGRAM = "Build all models by the same code."
@@ -45,6 +46,7 @@ def check_models(models: object) -> list[nn.Module]:
     for place, model in enumerate(found):
         with naming(f"models[{place}]"):
             check_module(model)
+            refuse_sharded(model)
             _check_values(model)
     for place, model in enumerate(found[1:], start=1):
         _check_same_architecture(found[0], model, place)

@@ -6,6 +6,8 @@ in prediction space, which the loss knows. The Hessian is differentiated twice.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Literal
 
 import torch
@@ -14,7 +16,7 @@ from torch.nn import Module
 
 from kfs.data import Batch, tensors_in
 from kfs.distributed import Ranks, added_up, checksum
-from kfs.errors import LossError, ModelError
+from kfs.errors import LossError
 from kfs.exact_derivatives import explained
 from kfs.losses.counter import Draws
 from kfs.operators.chunks import choose_chunk_size
@@ -27,13 +29,14 @@ from kfs.operators.derivatives import (
     push_forward,
     second_derivatives,
 )
+from kfs.operators.diagonal_blocks import Blocks, diagonal_blocks
 from kfs.operators.interface import LinearOperator, Submatrix
+from kfs.operators.recorded_products import RecordedProducts
 from kfs.operators.space import Columns, Space
 from kfs.risk import EmpiricalRisk
 
 # In prediction space, so many numbers are multiplied at once: losses make several copies of them.
 _NUMBERS_AT_ONCE = 2**24
-Blocks = bool | Literal["parameter", "layer"]
 
 
 class Curvature(LinearOperator):
@@ -49,6 +52,11 @@ class Curvature(LinearOperator):
         memory: About how many bytes the columns may take; fewer columns are multiplied at once where it does not
             suffice. A column takes at most as much as all that a forward pass makes for the largest batch, and the
             parameters twice.
+
+    Advanced:
+        replay: Whether products are recorded as CUDA graphs, if the model is on a GPU and products with as many columns
+            come again; see `kfs.operators.recorded_products`. Those that cannot be recorded run as they are; the logger
+            `kfs.operators` says so.
     """
 
     symmetric = True
@@ -61,13 +69,15 @@ class Curvature(LinearOperator):
         block_diagonal: Blocks = False,
         chunk_size: int | None = None,
         memory: int | None = None,
+        replay: bool = True,
     ) -> None:
         """Set up the space of the risk's parameters."""
         space = parameter_space(risk)
         super().__init__(space, space)
         self.risk, self.chunk_size = risk, choose_chunk_size(risk, chunk_size, memory)
-        self.blocks = _blocks(list(risk.params), block_diagonal)
+        self.blocks = diagonal_blocks(list(risk.params), block_diagonal)
         self.block_diagonal = block_diagonal
+        self._recorded = RecordedProducts(replay)
 
     @abstractmethod
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
@@ -83,26 +93,41 @@ class Curvature(LinearOperator):
 
     def block(self, columns: Columns, rows: list[str]) -> Columns:
         """Multiply the block that has some parameters' columns (those given) and some parameters' rows."""
-        total: Columns = {}
         wide, dtype = self.risk.sum_dtype, self.codomain.dtype
         ranks = self.risk.ranks
         task = type(self).__name__
         self.risk.count()
         check_same_columns(ranks, columns)
-        with ranks.agreed(task), self.risk.untouched(), torch.enable_grad(), explained():
-            for batch in self.risk.batches(task):
-                for names in self.blocks:
-                    inside = {name: columns[name] for name in names if name in columns}
-                    wanted = [name for name in names if name in rows]
-                    if inside and wanted:
-                        for name, t in self.product(batch, inside, wanted).items():
+        with ranks.agreed(task):
+            total = self._recorded.multiply(self, columns, rows, task)
+            if total is None:
+                total = {}
+                with self.running():
+                    for batch in self.risk.batches(task):
+                        for name, t in self.products(batch, columns, rows):
                             total[name] = total[name] + t if name in total else t.to(wide)  # may be shared: not +=
+                self._recorded.note(columns, rows)
         some = next(iter(columns.values()))
         for name in rows:
             if name not in total:
                 total[name] = some.new_zeros(len(some), *self.codomain.shapes[name], dtype=wide)
         total = added_up(ranks, task, {name: total[name] for name in rows})
         return {name: t.to(dtype) for name, t in total.items()}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let the model run in this context, and leave nothing behind."""
+        with self.risk.untouched(), torch.enable_grad(), explained():
+            yield
+
+    def products(self, batch: Batch, columns: Columns, rows: list[str]) -> Iterator[tuple[str, Tensor]]:
+        """Multiply a batch's matrix, block by block, and yield names of rows with their products."""
+        for names in self.blocks:
+            # A sharded model may compute in another precision than its parameters have.
+            inside = {name: columns[name].to(self.risk.dtype) for name in names if name in columns}
+            wanted = [name for name in names if name in rows]
+            if inside and wanted:
+                yield from self.product(batch, inside, wanted).items()
 
     def _block_of(self, rows: list[str], columns: list[str]) -> LinearOperator:
         """Return the block with some parameters' rows and columns; nothing else is computed."""
@@ -153,10 +178,12 @@ class Sandwich(Curvature):
         block_diagonal: Blocks = False,
         chunk_size: int | None = None,
         memory: int | None = None,
+        replay: bool = True,
     ) -> None:
         """Start without any graph."""
         chunk_size = choose_chunk_size(risk, chunk_size, memory, reuse)
-        super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size)
+        # Whoever reuses graphs of autograd keeps tensors of one product for the next one.
+        super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size, replay=replay and not reuse)
         self.reuse = reuse
         self._kept: dict[int, tuple[Linearization, list[Tensor]]] = {}
         self._kernels = enabled_kernels()
@@ -199,7 +226,7 @@ class Sandwich(Curvature):
         u: Tensor | None = None
         for start in range(0, len(f), at_once):
             some = slice(start, start + at_once)
-            part = R * self.middle(f[some], Batch(None, batch.y[some], batch.first + start), Jv[:, some])
+            part = R * self.middle(f[some], _part_of(batch, some), Jv[:, some])
             u = part.new_empty(Jv.shape) if u is None else u
             u[:, some] = part
         assert u is not None  # noqa: S101 (there is a datum)
@@ -219,10 +246,10 @@ class Sandwich(Curvature):
     def diagonal(self) -> Tensor:
         """Compute the diagonal exactly, as a flat vector: sums of squared per-datum gradients, one datum at a time."""
         wide = self.risk.sum_dtype
-        total = {name: torch.zeros_like(p, dtype=wide) for name, p in self.risk.params.items()}
         task = f"{type(self).__name__} diagonal"
-        with self.risk.ranks.agreed(task), self.risk.untouched(), torch.enable_grad(), explained():
+        with self.risk.ranks.agreed(task), self.running():
             leaves = self.risk.leaves()
+            total = {name: torch.zeros_like(p, dtype=wide) for name, p in leaves.items()}
             for batch in self.risk.batches(task):
                 f = self.risk.predict(leaves, batch)
                 self.risk.finite(f.detach(), batch)
@@ -250,6 +277,9 @@ class GGN(Sandwich):
         block_diagonal: As in `Curvature`.
         chunk_size: As in `Curvature`.
         memory: As in `Curvature`.
+
+    Advanced:
+        replay: As in `Curvature`; without `reuse`.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -281,6 +311,9 @@ class Fisher(Sandwich):
         block_diagonal: As in `Curvature`.
         chunk_size: As in `Curvature`.
         memory: As in `Curvature`.
+
+    Advanced:
+        replay: As in `Curvature`; without `reuse`.
     """
 
     shown = ("kind", "mc_samples", "seed", "block_diagonal", "chunk_size", "reuse")
@@ -296,9 +329,12 @@ class Fisher(Sandwich):
         block_diagonal: Blocks = False,
         chunk_size: int | None = None,
         memory: int | None = None,
+        replay: bool = True,
     ) -> None:
         """Check the settings."""
-        super().__init__(risk, reuse=reuse, block_diagonal=block_diagonal, chunk_size=chunk_size, memory=memory)
+        super().__init__(
+            risk, reuse=reuse, block_diagonal=block_diagonal, chunk_size=chunk_size, memory=memory, replay=replay
+        )
         if kind not in {"type-2", "mc", "type-1", "empirical"}:
             raise LossError(
                 f"kind is {kind!r}.",
@@ -329,9 +365,15 @@ class Fisher(Sandwich):
             return loss.fisher_factor(f, batch.y)
         if self.kind == "empirical":
             return loss.gradient(f, batch.y).unsqueeze(0)
-        draws = [Draws(self.seed, batch.first, sample) for sample in range(self.mc_samples)]
+        draws = [Draws(self.seed, batch.start, sample) for sample in range(self.mc_samples)]
         gradients = torch.stack([loss.sampled_gradient(f, batch.y, d) for d in draws])
         return gradients.div(self.mc_samples**0.5)
+
+
+def _part_of(batch: Batch, some: slice) -> Batch:
+    """Return the targets of some data of a batch."""
+    recorded = None if batch.recorded is None else batch.recorded + some.start
+    return Batch(None, batch.y[some], batch.first + some.start, recorded=recorded)
 
 
 def parameter_space(risk: EmpiricalRisk) -> Space:
@@ -353,19 +395,3 @@ def _inputs_of(risk: EmpiricalRisk, batch: Batch) -> list[Tensor]:
     """Return everything that the predictions for a batch depend on: parameters, buffers and data."""
     model = [*risk.model.parameters(), *risk.model.buffers()] if isinstance(risk.model, Module) else []
     return [*risk.params.values(), *model, *tensors_in(batch.x), batch.y]
-
-
-def _blocks(names: list[str], block_diagonal: Blocks) -> list[list[str]]:
-    """Group the parameters whose mutual derivatives are kept."""
-    if block_diagonal is False:
-        return [names]
-    if block_diagonal is True or block_diagonal == "parameter":
-        return [[name] for name in names]
-    if block_diagonal == "layer":
-        layers: dict[str, list[str]] = {}
-        for name in names:
-            layers.setdefault(name.rpartition(".")[0], []).append(name)
-        return list(layers.values())
-    raise ModelError(
-        f"block_diagonal is {block_diagonal!r}.", "Choose False, 'parameter' (the same as True) or 'layer'."
-    )

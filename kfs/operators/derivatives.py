@@ -278,8 +278,8 @@ def second_derivatives(
     used = [(g, t) for g, t in zip(gradient, columns.values(), strict=True) if g is not None and g.requires_grad]
     if not used:
         return zeros
-    _refuse_error_nodes([g for g, _ in used])
     second = gradients_of_columns([g for g, _ in used], [leaves[name] for name in rows], [t for _, t in used])
+    _refuse_error_nodes([g for g, _ in used])  # those that were reached have raised an error of their own
     return {name: zeros[name] if t is None else t for name, t in zip(rows, second, strict=True)}
 
 

@@ -52,6 +52,8 @@ class Jacobian(LinearOperator):
         check_same_columns(ranks, columns)
         with ranks.agreed("Jacobian"), self.risk.untouched(), torch.enable_grad(), explained():
             leaves, rest = leaves_and_rest(self.risk, columns)
+            # A sharded model may compute in another precision than its parameters have.
+            columns = {name: t.to(self.risk.dtype) for name, t in columns.items()}
             for batch in self.risk.batches("Jacobian"):
                 f, Jv = push_forward(self.risk, batch, leaves, rest, columns)
                 self._check_shape(f)
@@ -72,7 +74,7 @@ class Jacobian(LinearOperator):
                 f = self.risk.predict(leaves | rest, batch)
                 self.risk.finite(f.detach(), batch)
                 self._check_shape(f)
-                part = u[:, batch.first : batch.first + len(f)]
+                part = u[:, batch.first : batch.first + len(f)].to(f.dtype)
                 for name, t in pull_back(f, leaves, part).items():
                     total[name] += t
         total = added_up(ranks, "Jacobian.T", total)

@@ -12,15 +12,32 @@ from kfs.basics.flattening import cvec, rvec
 from kfs.describing import counted, kind
 from kfs.errors import DtypeError, FlatteningError, ModelError, ShapeError
 from kfs.names import few, guess, near
+from kfs.sharded import is_sharded, sharded_like, whole
 
 # Some vectors at once: every name's tensors, stacked along a leading axis, `[K, *shape]`.
 Columns: TypeAlias = dict[str, Tensor]
 Vector: TypeAlias = Tensor | Mapping[str, Tensor] | Sequence[Tensor]
-# How vectors come and go. Those in the plural have several vectors, stacked along a leading axis.
-Form: TypeAlias = Literal["vector", "matrix", "dict", "dicts", "list", "lists"]
+# Those in the plural have several vectors, stacked along a leading axis.
+_Kind: TypeAlias = Literal["vector", "matrix", "dict", "dicts", "list", "lists"]
 # Entries of flat vectors: their places, a mask, a slice; or names of tensors.
 Index: TypeAlias = Tensor | slice | Iterable[int] | Iterable[str]
 FLATTENINGS = {"cvec": cvec, "rvec": rvec}
+
+
+class Form(str):
+    """How vectors come and go: as a `"vector"`, a `"dict"`, ...
+
+    Attributes:
+        like: Tensors by name. The answer is sharded over processes in the way in which these are.
+    """
+
+    like: Mapping[str, Tensor]
+
+    def __new__(cls, kind: _Kind, like: Mapping[str, Tensor] | None = None) -> "Form":
+        """Keep both."""
+        form = super().__new__(cls, kind)
+        form.like = like or {}
+        return form
 
 
 class Space:
@@ -81,10 +98,11 @@ class Space:
         """
         if isinstance(v, Mapping):
             columns, several = self._read_dict(v)
-            return columns, "dicts" if several else "dict"
+            return columns, Form("dicts" if several else "dict", v)
         if isinstance(v, list | tuple) and all(isinstance(t, Tensor) for t in v):
-            columns, several = self._read_dict(self._named(v))
-            return columns, "lists" if several else "list"
+            named = self._named(v)
+            columns, several = self._read_dict(named)
+            return columns, Form("lists" if several else "list", named)
         if not isinstance(v, Tensor):
             raise DtypeError(
                 f"A {type(v).__name__} cannot be multiplied.",
@@ -96,19 +114,19 @@ class Space:
                 f"The vector has shape {list(v.shape)}, but the operator acts on {self.size} numbers.",
                 f"Pass shape [{self.size}], columns of shape [{self.size}, K], or a dictionary like the risk's params.",
             )
+        if is_sharded(v):
+            raise DtypeError(
+                "The vector is a DTensor.", "Pass a dictionary like the risk's params, or v.full_tensor()."
+            )
         flat = v.detach().unsqueeze(0) if v.ndim == 1 else v.detach().T
-        return self.unflatten(flat), "vector" if v.ndim == 1 else "matrix"
+        return self.unflatten(flat), Form("vector" if v.ndim == 1 else "matrix")
 
     def write(self, columns: Columns, form: Form) -> Vector:
         """Put columns together again, in the form that they came in."""
-        if form == "dicts":
-            return columns
-        if form == "lists":
-            return [columns[name] for name in self.shapes]
-        if form == "dict":
-            return {name: t.squeeze(0) for name, t in columns.items()}
-        if form == "list":
-            return [columns[name].squeeze(0) for name in self.shapes]
+        if form in {"dicts", "lists", "dict", "list"}:
+            tensors = columns if form in {"dicts", "lists"} else {name: t.squeeze(0) for name, t in columns.items()}
+            tensors = {name: sharded_like(t, form.like.get(name, t)) for name, t in tensors.items()}
+            return tensors if form in {"dicts", "dict"} else [tensors[name] for name in self.shapes]
         flat = self.flatten(columns)
         return flat.squeeze(0) if form == "vector" else flat.T
 
@@ -170,7 +188,8 @@ class Space:
                     "Pass tensors shaped like the risk's params. For several vectors at once, give all of them one "
                     "more axis in front, of one length.",
                 )
-        return {name: v[name].detach() if several else v[name].detach().unsqueeze(0) for name in self.shapes}, several
+        found = {name: whole(v[name].detach()) for name in self.shapes}
+        return {name: t if several else t.unsqueeze(0) for name, t in found.items()}, several
 
     def _named(self, v: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return a list of tensors, in the order of this space, by name."""

@@ -124,9 +124,8 @@ class Curvature:
         blocks = {key: block for key, block in used.items() if not without & set(block.layout.params)}
         totals = [s.total for block in blocks.values() for s in block.sums]
         totals += sums.squares.values()
-        are_finite = torch.nn.utils.get_total_norm(totals, 1.0).isfinite() if totals else None
-        if are_finite is not None:
-            are_finite = all_true(self.ranks, are_finite)
+        norm = torch.nn.utils.get_total_norm(totals, 1.0)
+        are_finite = all_true(self.ranks, norm.isfinite()) if totals else None
         good: Tensor | None = None
         if finite is not None:
             good = self.unconfirmed = finite if are_finite is None else finite & are_finite

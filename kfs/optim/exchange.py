@@ -35,7 +35,7 @@ from kfs.optim.step_sums import StepSums
 log = logging.getLogger("kfs.optim")
 # In so many steps, it is checked that gradients are the same on all ranks: a program does not change.
 _STEPS_TO_COMPARE = 3
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 _WAYS_OUT = {
     "Numbers of steps and data": "Load the same state_dict() in all processes, and call step() equally often.",
     "Parameters with gradients": "Train the same parameters in all processes, and average gradients over them.",
@@ -205,12 +205,12 @@ class Exchange:
         # A recorded pass writes to its own totals again. Counts are for this step alone.
         blocks = {key: block.shared() for key, block in mine.items()}
         result, conflicts = agreed_blocks(self.ranks, blocks, device, products)
-        # How two roles of a weight are combined depends on their totals: they are not summands, and one rank has all.
+        # How two roles of a weight are combined depends on their totals. They are not summands: the last rank has all.
         tied = [block for block in result.values() if len(block.roles) > 1]
         if tied:
             add_up_totals(self.ranks, tied)
         for s in (s for block in tied for s in block.sums):
-            if self.ranks.rank:
+            if self.ranks.rank < self.ranks.size - 1:
                 s.total = torch.zeros_like(s.total)
         return result, conflicts
 

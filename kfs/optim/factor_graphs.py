@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from kfs.data import Batch, mapped, tensors_in
-from kfs.kfac.backpropagated_vectors import backpropagated_vectors, columns_at_once
 from kfs.kfac.capture import (
     Capture,
     Graph,
@@ -38,6 +37,7 @@ from kfs.kfac.layout import Key
 from kfs.kfac.settings import Settings
 from kfs.kfac.structures import computable
 from kfs.kfac.sums import BlockSums, FactorSums, settle_counts
+from kfs.kfac.vectors import backpropagated_vectors, columns_at_once
 from kfs.losses import Loss
 from kfs.losses.counter import Draws
 from kfs.optim.hooks import has_other_hooks

@@ -13,12 +13,12 @@ from torch.autograd.graph import get_gradient_edge
 from kfs import waiting
 from kfs.data import mapped, tensors_in
 from kfs.errors import DataError, KfsError
-from kfs.kfac.backpropagated_vectors import backpropagated_vectors
 from kfs.kfac.capture import Capture, Known, Session, measure_rows, pass_derived, send_back
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.settings import Settings
 from kfs.kfac.structures import computable
 from kfs.kfac.sums import FactorSums
+from kfs.kfac.vectors import backpropagated_vectors
 from kfs.losses import Loss
 from kfs.losses.counter import Draws, Stream
 from kfs.optim.costs import Costs

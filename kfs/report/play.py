@@ -16,7 +16,7 @@ from kfs.risk import EmpiricalRisk
 SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 QUICK_SAMPLES = (1, 4, 16)
 TITLES = {
-    "rosenbrock": "Drag the anchor: the function (grey), its linearized version (red), and their curvature",
+    "rosenbrock": "Drag the anchor: a function, its linearized version, and their curvature",
     "samples": "Monte Carlo samples: how the Fisher matrix converges to the GGN",
     "structures": "Structures and flattenings of one matrix",
 }
@@ -39,11 +39,12 @@ def play_data(quick: bool = False) -> dict[str, dict[str, Any]]:
     }
 
 
-def fragment(name: str, data: dict[str, Any]) -> str:
-    """Return the HTML of one piece: its place, and its data."""
+def fragment(name: str, data: dict[str, Any], title: bool = True) -> str:
+    """Return the HTML of one piece: its title unless somebody else writes it, its place, and its data."""
+    heading = f"<h3>{escape(TITLES[name])}</h3>\n" if title else ""
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
-        f'<h3>{escape(TITLES[name])}</h3>\n<div class="play" id="play-{name}" data-widget="{name}"></div>\n'
+        f'{heading}<div class="play" id="play-{name}" data-widget="{name}"></div>\n'
         f'<script type="application/json" id="play-{name}-data">{text}</script>'
     )
 

@@ -12,7 +12,7 @@ from benchmarks import influence, influence_gpt
 from benchmarks.influence_digits import Recipe, digits, margins, predictions, train_together, trained
 from benchmarks.influence_methods import RELATIVE, peer
 from benchmarks.influence_quality import spearman, verdict
-from docs.results import benchmarks_body
+from docs import results as book
 from kfs.errors import KfsError
 
 SMALL = ["gpu", "--device=cpu", "--quick"]
@@ -47,10 +47,10 @@ def test_all_studies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def _check_book(results: Path) -> None:
     """The book shows results, but not those of a quick run."""
-    assert "There are no numbers yet" in benchmarks_body(results)
+    assert "There are no numbers yet" in book.markdown(results)
     for file in results.glob("*.json"):
         file.rename(results / file.name.replace("_quick", ""))
-    body = benchmarks_body(results)
+    body = book.markdown(results)
     for expected in ("dense GGN", "pairwise", "convolution, circular", "tokens / second"):
         assert expected in body
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import kfs
 from benchmarks import applications, laplace, laplace_tasks
-from docs.results import benchmarks_body
+from docs import results
 
 
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,8 +24,8 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     # The book shows what is not quick.
     for file in list(tmp_path.glob("*_quick.json")):
         file.rename(file.with_name(file.name.replace("_quick", "")))
-    page = benchmarks_body(tmp_path)
-    assert "<td>prior by validation data</td>" in page
+    page = results.markdown(tmp_path)
+    assert "| prior by validation data |" in page
     assert "with a pass over the data" in page
     assert "| digits | prior by validation data |" in shown
     with pytest.raises(SystemExit, match="Unknown: painting"):

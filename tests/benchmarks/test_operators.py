@@ -45,6 +45,15 @@ def test_compiled_products_are_those_of_operators(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.endswith("tiny, GGN is not compiled: no compiler\n")
 
 
+def test_products_that_are_not_replayed() -> None:
+    model = torch.nn.Linear(4, 2)
+    problem = problems.Problem("tiny", model, torch.randn(5, 4), torch.randint(2, (5,)))
+    found = operators.kfs_operators(problem, both=True)
+    v = torch.randn(10)
+    for name in ("Hessian", "GGN", "empirical Fisher"):
+        torch.testing.assert_close(found[f"{name}, replay=False"] @ v, found[name] @ v)
+
+
 def test_gpt_predicts_from_the_past_only() -> None:
     gpt = problems.GPT().eval()
     tokens = torch.randint(64, (2, 32))

@@ -41,9 +41,9 @@ def test_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert found["ViT bf16 autocast", "float32"]["B"]["median"] > 1e-4
     assert found["ViT bf16 autocast", "bf16"]["A_alone"]["worst"] == 0
     assert "| GPT float32 | bf16 | " in capsys.readouterr().out
-    page = results.benchmarks_body(tmp_path)
-    assert "<th class=number>step, damping 0.001</th>" in page
-    assert "<td>GPT float32</td><td>float32</td>" in page
+    page = results.markdown(tmp_path)
+    assert "| step, damping 0.001 |" in page
+    assert "| GPT float32 | float32 |" in page
 
 
 def test_problems() -> None:

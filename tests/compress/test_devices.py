@@ -33,8 +33,12 @@ def test_same_smaller_models(way: str, problem: str, make: Any) -> None:
     batch = next(iter(risk.batches()))
     there = deepcopy(here).to(DEVICE)
     risk_there = kfs.EmpiricalRisk(there, risk.loss, (batch.x, batch.y), params=list(risk.params))
-    expected, report = WAYS[way](here, make(risk))
-    found, report_there = WAYS[way](there, make(risk_there))
+    K = make(risk)
+    arbitrary = way == "eigenbasis" and problem == "cnn"  # vectors with the eigenvalue zero: factors are singular
+    if arbitrary and make is kfs.KFAC:
+        pytest.skip("each device would choose other vectors")
+    expected, report = WAYS[way](here, K)
+    found, report_there = WAYS[way](there, K if arbitrary else make(risk_there))
     assert {p.device.type for p in found.parameters()} == {DEVICE}
     assert report_there.stored_after == report.stored_after
     assert report_there.parameters_after == report.parameters_after

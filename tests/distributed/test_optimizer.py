@@ -44,13 +44,14 @@ def train_alone(plan: Plan, settings: dict[str, Any]) -> Any:
         pytest.param(EVEN, FAST | {"fisher": "type-2"}, id="type-2"),
         pytest.param(EVEN, FAST | {"fisher": "forward-only", "sharing": "reduce"}, id="forward-only"),
         pytest.param(EVEN, FAST | {"eigen": True}, id="eigen"),
-        pytest.param(EVEN, FAST | {"damping_method": "exact", "fisher": "type-2"}, id="exact damping"),
+        pytest.param(EVEN, FAST | {"damping_method": "exact", "fisher": "empirical"}, id="exact damping"),
         pytest.param(EVEN, {"quadratic_model": True, "fisher": "type-2"}, id="quadratic model"),
         pytest.param(EVEN._replace(reduction="sum"), FAST, id="sum"),
         pytest.param(Plan((6, 6), passes=2), FAST, id="no_sync"),
         pytest.param(Plan((6, 6), passes=2, ddp=False), FAST | {"eigen": True}, id="own averages"),
         pytest.param(Plan((3, 1, 7, 5)), FAST, id="uneven"),
         pytest.param(Plan((3, 1, 7, 5), reduction="sum", ddp=False), FAST | {"eigen": True}, id="uneven sum"),
+        pytest.param(Plan((5, 0, 4), reduction="sum"), FAST, id="empty batches"),
         pytest.param(Plan((4, 4, 4), net="experts", ddp=False), FAST, id="experts"),
         pytest.param(Plan((4, 4, 4), net="tied"), FAST, id="tied"),
     ],
@@ -80,3 +81,25 @@ def test_accelerators(ranks: Pool, plan: Plan, settings: dict[str, Any]) -> None
     assert len({one.bits for one in results}) == 1
     assert (results[0].params - expected.params).norm() / expected.params.norm() < TOLERANCE
     assert all(one.events == expected.events for one in results)
+
+
+WRONG = {
+    "own averages are inverted": ("kfs.optim.owners.collect", lambda *_: None),
+    "all ranks draw the same labels": ("kfs.optim.exchange.Exchange._place_of_data", lambda _, n: (0, 2 * n)),
+    "a mean over examples of one rank": ("kfs.optim.exchange._over_ranks", lambda told: told[0]),
+}
+
+
+def train_in_a_wrong_way(variant: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*WRONG[variant])
+        return on_ranks(EVEN, **FAST)
+
+
+@pytest.mark.parametrize("variant", WRONG)
+def test_wrong_variants_are_noticed(ranks: Pool, variant: str) -> None:
+    """They train as well, and bits are the same on all ranks, but it is not the training of one process."""
+    (expected,) = ranks(1, train_alone, EVEN, FAST)
+    first, second = ranks(2, train_in_a_wrong_way, variant)
+    assert first.bits == second.bits
+    assert (first.params - expected.params).norm() / expected.params.norm() > 1e5 * TOLERANCE

@@ -143,7 +143,7 @@ def chunks(x: Tensor, plan: Plan) -> list[list[Tensor]]:
 def on_ranks(plan: Plan, **settings: Any) -> Run:
     """Train on ranks."""
     module = model_of(plan.net)
-    model = DistributedDataParallel(module, find_unused_parameters=plan.net == "experts") if plan.ddp else module
+    model: Any = DistributedDataParallel(module) if plan.ddp else module
     loss = nn.CrossEntropyLoss(reduction=plan.reduction)
     group = None if plan.ddp else dist.group.WORLD
     optimizer = KFAC(model, loss, group=group, **settings)

@@ -1,82 +1,105 @@
-"""The site in a real browser, opened from the disk: search finds things, nothing complains, and nothing is too wide.
-
-A page of ours shows the site in frames, 1400 and 390 pixels wide (windows of Chromium are never that narrow), types
-into the search box, and writes what it saw into itself.
-"""
+"""The site in a real browser, opened from the disk: search works, formulas are drawn, and nothing is too wide."""
 
 import json
 import re
-import shutil
-import subprocess
-from html import unescape
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-WIDTHS = (1400, 390)
-HARNESS = """<!doctype html><meta charset="utf-8"><body><pre id="seen"></pre><script>
-const widths = WIDTHS, pages = PAGES, seen = {search: {}, typed: {}, wide: []};
-const show = (page, width) => new Promise((done) => {
-  const frame = document.createElement("iframe");
-  frame.style.cssText = `border:0;width:${width}px;height:900px`;
-  frame.onload = () => done(frame);
-  frame.src = page;
-  document.body.append(frame);
-});
-const links = (frame) => [...frame.contentDocument.querySelectorAll("#search-results a")];
-const found = (frame) => links(frame).map((link) => link.getAttribute("href"));
-(async () => {
-  for (const width of widths) {
-    const frame = await show("index.html#search=EKFAC", width);
-    seen.search[width] = found(frame);
-    const inner = frame.contentDocument, box = inner.getElementById("search");
-    box.value = "reduction factor";
-    box.dispatchEvent(new frame.contentWindow.Event("input"));
-    seen.typed[width] = found(frame);
-    const key = (name) => inner.dispatchEvent(new frame.contentWindow.KeyboardEvent("keydown", {key: name}));
-    box.focus(); key("ArrowDown");
-    seen.focused = inner.activeElement.getAttribute("href");
-    key("Escape");
-    seen.closed = inner.getElementById("search-results").hidden;
-    frame.remove();
-    for (const page of pages) {
-      const frame = await show(page, width), root = frame.contentDocument.documentElement;
-      if (root.scrollWidth > root.clientWidth) seen.wide.push(`${page}: ${root.scrollWidth} of ${width}`);
-      frame.remove();
-    }
-  }
-  document.getElementById("seen").textContent = JSON.stringify(seen);
-})();
-</script>"""
+from docs.site_checks import read
+from tests.browser import CHROMIUM, Page, browser
+from tests.docs.test_book import written
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+# One page of each kind, and those with the widest formulas, tables and pictures.
+LOOKED_AT = (
+    "docs/index",
+    "docs/api/kfs.KFAC",
+    "docs/api/index",
+    "docs/benchmarks",
+    "docs/cheatsheet_shapes",
+    "docs/errata",
+    "docs/howto_looking",
+    "docs/right",
+    "docs/test_your_kfac",
+    "kfs/__init__",
+    "kfs/basics/ggns",
+    "kfs/kfac/scaffold",
+    "CONTRIBUTING",
+)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium binary was found")
-def test_search_and_layout(site: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "site"
-    shutil.copytree(site, folder)
-    pages = sorted(page.name for page in site.glob("*.html"))
-    text = HARNESS.replace("WIDTHS", json.dumps(WIDTHS), 1).replace("PAGES", json.dumps(pages), 1)
-    (folder / "harness.html").write_text(text, encoding="utf-8")
-    seen, complaints = dump(folder / "harness.html", tmp_path / "profile")
-    assert complaints == []
-    for width in map(str, WIDTHS):
-        assert seen["search"][width][0] == "api.html#kfs.EKFAC"
-        assert "ekfac.html" in seen["search"][width]
-        assert "reduction_factors.html" in seen["typed"][width]
-    assert seen["focused"] == seen["typed"][str(WIDTHS[-1])][0]
-    assert seen["closed"] is True
-    assert seen["wide"] == []
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Page]:
+    with browser() as page:
+        yield page
 
 
-def dump(page: Path, profile: Path) -> tuple[Any, list[str]]:
-    """Open a page; return what it has seen, and what the console said."""
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr")
-    files = ("--allow-file-access-from-files", f"--user-data-dir={profile}", "--virtual-time-budget=60000")
-    command = [str(CHROMIUM), *options, *files, "--window-size=1500,1000", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    content = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, flags=re.DOTALL)
-    assert content is not None
-    assert content[1], "the page did not finish"
-    return json.loads(unescape(content[1])), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+def eventually(value: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Return a value once it is true, or the last one."""
+    end = time.monotonic() + seconds
+    while not (found := value()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("word", ["install", "shuffle", "synthetic_fisher_convergence", "EKFAC"])
+def test_search(site: Path, tab: Page, word: str) -> None:
+    """It works without a server."""
+    tab.open(site / "search.html", 1400)
+    tab.call("Page.navigate", url=f"{(site / 'search.html').as_uri()}?q={word}")
+    links = "[...document.querySelectorAll('#search-results li a')].map((link) => link.getAttribute('href')).join(' ')"
+    expected = {
+        "install": "README.html",
+        "shuffle": "docs/",
+        "synthetic_fisher_convergence": "kfs/basics/mc_fisher_convergence.html",
+        "EKFAC": "docs/api/kfs.EKFAC.html",
+    }[word]
+    assert eventually(lambda: expected in (tab.evaluate(links) or "")), tab.evaluate(links)
+    assert tab.problems() == []
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_layout(site: Path, tab: Page, width: int) -> None:
+    for name in LOOKED_AT:
+        tab.open(site / f"{name}.html", width)
+        assert tab.problems() == [], name
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width, name
+
+
+def test_all_formulas_are_drawn(site: Path, tab: Page) -> None:
+    """On a few pages, each is a picture; and MathJax, asked for all of the book, knows every command in them."""
+    formulas = {file: found for file in written(site) if (found := latex(file))}
+    assert len(formulas) > 50
+    most = sorted(formulas, key=lambda file: -len(formulas[file]))[:2]
+    drawn = "[...document.querySelectorAll('.math')].every((formula) => formula.querySelector('mjx-container svg'))"
+    for file in (*most, site / "kfs" / "basics" / "ggns.html"):
+        tab.open(file, 1400)
+        assert tab.evaluate("document.querySelectorAll('.math').length") == len(formulas[file])
+        assert eventually(lambda: tab.evaluate(drawn)), file
+        assert tab.problems() == []
+    # Unknown commands are shown in red, mistakes as errors.
+    all_of_them = [*(tex for found in formulas.values() for tex in found), r"\nonsense"]
+    tab.evaluate(
+        f"window.wrong = {json.dumps(all_of_them)}.filter((tex) => "
+        "MathJax.tex2svg(tex).querySelector('[data-mml-node=merror], [fill=red]')).join(' ')"
+    )
+    assert tab.evaluate("window.wrong") == r"\nonsense"
+
+
+def latex(file: Path) -> list[str]:
+    """Return the formulas of a page."""
+    found = [element for element in read(file).elements if "math" in element.attrib.get("class", "").split()]
+    return [re.sub(r"^\\[(\[]|\\[)\]]$", "", (element.text or "").strip()) for element in found]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_dark_mode(site: Path, tab: Page, theme: str) -> None:
+    tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+    tab.open(site / "docs" / "index.html", 1400)
+    color = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    red = int(color.partition("(")[2].split(",")[0])
+    assert (red > 200) == (theme == "light")

@@ -7,29 +7,32 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import other_libraries
-from docs.blocks import blocks, draw_pictures, installed, libraries, run
+from docs.blocks import blocks, inside, installed, libraries, pictures, run
+from tests.docs.pages import DOCS, run_of
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
-RUN_ELSEWHERE = {"test_your_kfac", "many_processes_plan"}  # in files of their own, with more to say about the results
-PAGES = {file.stem: file for file in sorted(DOCS.glob("*.md")) if blocks(file) and file.stem not in RUN_ELSEWHERE}
+PAGES = {file.stem: file for file in sorted(DOCS.glob("*.md")) if blocks(file)}
 PEERS = [(page, name) for page, file in PAGES.items() for name in libraries(file)]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_code_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    run(PAGES[page])
+def test_code_runs(page: str) -> None:
+    before = Path.cwd()
+    outputs = run_of(page).executed.outputs
+    assert Path.cwd() == before
+    for block, output in zip(blocks(PAGES[page]), outputs, strict=True):
+        assert (output is None) == bool(block.needs)
 
 
 @pytest.mark.filterwarnings("default")  # what other libraries warn about is their business
 @pytest.mark.parametrize(("page", "library"), PEERS)
-def test_code_of_other_libraries_runs(page: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_other_libraries_runs(page: str, library: str, tmp_path: Path) -> None:
     if library not in installed(PAGES[page]):
         pytest.skip(f"{library} is not installed")
-    monkeypatch.chdir(tmp_path)
-    run(PAGES[page], [library])
+    with inside(tmp_path):
+        run(PAGES[page], [library])
 
 
 def test_pages_with_code_are_found() -> None:
@@ -40,27 +43,62 @@ def test_pages_with_code_are_found() -> None:
         "howto_looking",
         "howto_compress",
         "howto_merge",
+        "howto_hugging_face",
+        "howto_language_model",
+        "howto_cnn",
+        "howto_spectra",
+        "howto_pinn",
+        "which_kfac",
+        "exercises",
         "coming_from",
+        "test_your_kfac",
     }
     assert {"index", "cheatsheet_kfac", "cheatsheet_shapes"} | guides <= set(PAGES)
-    assert [name for _, name in PEERS] == ["curvlinops", "backpack", "laplace", "kronfluence", "laplace"]
+    assert {"curvlinops", "backpack", "laplace", "kronfluence"} <= {name for _, name in PEERS}
 
 
 def test_no_block_is_forgotten() -> None:
     """Whatever a page shows as `python` runs somewhere; what is only shown is called `py`."""
     for file in DOCS.glob("*.md"):
-        fences = re.findall(r"^```python\b", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        fences = re.findall(r"^\s*(?:```|:::)+\s*\{?python\b", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert len(fences) == len(blocks(file)), file.name
 
 
-def test_pictures_are_drawn_by_the_page(tmp_path: Path) -> None:
-    page = PAGES["howto_looking"]
-    before = Path.cwd()
-    draw_pictures(page, tmp_path)
-    assert Path.cwd() == before
-    shown = re.findall(r"!\[[^\]]+\]\((\w+\.svg)\)", page.read_text(encoding="utf-8"))
-    assert len(shown) == 7
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(shown)
+def test_pictures_are_drawn_by_the_page() -> None:
+    drawn = run_of("howto_looking").pictures
+    assert len(drawn) == len(pictures(PAGES["howto_looking"])) == 7
+    assert all(b"<svg" in picture for picture in drawn.values())
+
+
+def test_what_a_block_prints(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nprint(1)\n```\n```python math\nprint(2)\n```\n```python\nx = 3\n```\n```py\n1 / 0\n```\n"
+    )
+    assert run(page).outputs == ["1\n", None, ""]
+    assert run(page, ["math"]).outputs == ["1\n", "2\n", ""]
+
+
+def test_a_page_chooses_its_dtype(tmp_path: Path) -> None:
+    """Also if it fails."""
+    page = tmp_path / "page.md"
+    page.write_text("```python\nimport torch\ntorch.set_default_dtype(torch.float64)\n1 / 0\n```\n")
+    with pytest.raises(ZeroDivisionError):
+        run(page)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_exercises_have_solutions() -> None:
+    """Each has one, which is folded, and asserts what it says."""
+    text = (DOCS / "exercises.md").read_text(encoding="utf-8")
+    exercises = re.split(r"^### ", text, flags=re.MULTILINE)[1:]
+    assert [int(exercise.partition(".")[0]) for exercise in exercises] == list(range(1, len(exercises) + 1))
+    assert len(exercises) >= 12
+    for exercise in exercises:
+        question, _, solution = exercise.partition(":::{dropdown} Solution\n")
+        assert "?" in question
+        assert "```" not in question
+        assert "\nassert " in solution.partition("\n:::\n")[0]
 
 
 def test_the_program_that_runs_code_of_other_libraries(
@@ -71,4 +109,4 @@ def test_the_program_that_runs_code_of_other_libraries(
     monkeypatch.setattr(other_libraries, "PAGE", page)
     other_libraries.main()
     assert capsys.readouterr().out == "math: as here\nnothing_like_this: not installed\n"
-    assert run(page, ["math"])["a"] == 2
+    assert run(page, ["math"]).namespace["a"] == 2

@@ -3,10 +3,9 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from benchmarks import conformance
 from kfs import __version__
+from tests.docs.pages import run_of
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "test_your_kfac.md").read_text(encoding="utf-8")
@@ -16,13 +15,11 @@ def table(text: str) -> str:
     return text[text.index(conformance.BEGIN) : text.index(conformance.END)]
 
 
-def test_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    namespace: dict[str, object] = {"__name__": "page"}
-    for block in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL):
-        exec(compile(block, "test_your_kfac.md", "exec"), namespace)
-    passed = [result for result in namespace["results"] if result.status == "passed"]  # type: ignore[attr-defined]
+def test_its_adapter_passes() -> None:
+    run = run_of("test_your_kfac").executed
+    passed = [result for result in run.namespace["results"] if result.status == "passed"]  # type: ignore[attr-defined]
     assert len(passed) > 15
-    assert "It is right up to a scale of 0.25" in capsys.readouterr().out
+    assert "It is right up to a scale of 0.25" in "".join(filter(None, run.outputs))
 
 
 def test_matrix_is_what_the_readme_counts() -> None:

@@ -43,6 +43,11 @@ def waits(func: Any, args: Any) -> bool:
     return name.startswith(tuple(one.lstrip("_") for one in WAITING)) or bool(masks)
 
 
+def has_memory(t: Tensor) -> bool:
+    """Whether a tensor has numbers. Derivatives that PyTorch knows to be zero, and tensors on `meta`, have none."""
+    return not t._is_zerotensor() and not t.is_meta
+
+
 class Watch(TorchDispatchMode):
     """Takes note of operations that wait."""
 
@@ -73,7 +78,7 @@ class Tape(TorchDispatchMode):
         given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         known = {t.untyped_storage()._cdata for t in given}
         if func._schema.is_mutable:
-            for t in given:
+            for t in (t for t in given if has_memory(t)):
                 key = t.untyped_storage()._cdata
                 if key not in self.own and key not in self.before:
                     whole = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
@@ -82,7 +87,7 @@ class Tape(TorchDispatchMode):
         result = func(*args, **kwargs)
         made = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
         new = [t for t in made if t.untyped_storage()._cdata not in known]
-        new = [t for t in new if not t._is_zerotensor()]  # these have no memory
+        new = [t for t in new if has_memory(t)]
         for t in new:
             self.own[t.untyped_storage()._cdata] = t
         if new or func._schema.is_mutable:
@@ -91,7 +96,7 @@ class Tape(TorchDispatchMode):
 
     def hold(self, t: Any) -> Any:
         """Return what stands for an argument."""
-        if not isinstance(t, Tensor) or t.untyped_storage()._cdata in self.own:
+        if not isinstance(t, Tensor) or not has_memory(t) or t.untyped_storage()._cdata in self.own:
             return t
         storage = StorageWeakRef(t.untyped_storage())
         return Foreign(storage, tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype)

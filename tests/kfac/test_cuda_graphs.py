@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from kfs.errors import DataError, KfsError
 from kfs.kfac import EKFAC, KFAC, exact_blocks
-from kfs.kfac.capture.replay import Recorded
 from kfs.kfac.structures.decompositions import eigh, inverse
 from kfs.losses.counter import Draws
 from kfs.moving import move
+from kfs.recording import Recorded
 from kfs.risk import EmpiricalRisk
 from tests.kfac.arrangements import ARRANGEMENTS, Problem
 from tests.kfac.problems import KNOWN

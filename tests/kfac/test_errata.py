@@ -1,7 +1,9 @@
 """Where the document's formulas about KFAC itself are wrong, and what is right."""
 
 import torch
+from torch import nn
 
+from kfs.kfac.backpropagated_vectors import empirical_vectors
 from tests.operators.contract import close
 
 
@@ -26,3 +28,12 @@ def test_motivation_by_a_block_diagonal_middle() -> None:
     close(outer @ torch.block_diag(*blocks) @ outer.T, exact)
     B = blocks.mean(0)
     close(outer @ torch.kron(torch.eye(N, dtype=torch.float64), B) @ outer.T, torch.kron(X.T @ X, B))
+
+
+def test_gradient_of_the_square_loss() -> None:
+    """It points from the target to the prediction; as printed, its sign is the other one, and its square the same."""
+    f, y = torch.randn(2, 3, dtype=torch.float64)
+    (vector,) = empirical_vectors(nn.MSELoss(), f, y)
+    close(vector, f - y)
+    assert not torch.allclose(vector, y - f)
+    close(torch.outer(vector, vector), torch.outer(y - f, y - f))

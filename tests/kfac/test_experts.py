@@ -15,9 +15,9 @@ from kfs import EKFAC, GGN, KFAC, EmpiricalRisk
 from kfs.kfac import exact_blocks
 from kfs.kfac.capture import forward
 from kfs.kfac.rules import new_session
-from kfs.kfac.scaffold import sweep
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums import FactorSums, PerDatumSums, Statistic
+from kfs.kfac.sweep import sweep
 from tests.kfac.models import Function
 from tests.kfac.test_composites import same_predictions
 from tests.operators.contract import close

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kfs import waiting
 from kfs.errors import DataError, LossError
 from kfs.flags import Flags, not_finite
-from kfs.kfac import KFAC, scaffold
+from kfs.kfac import KFAC, sweep
 from kfs.risk import EmpiricalRisk
 from tests.kfac.test_replay import make_risk
 from tests.operators.contract import close
@@ -28,7 +28,7 @@ def behind(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def test_explained_vectors(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator, a root of a negative curvature is NaN; why that is so is found out on the CPU."""
-    explain = scaffold.explain_vectors
+    explain = sweep.explain_vectors
 
     def on_a_cpu(*args: Any) -> None:
         behind.clear()

@@ -3,6 +3,7 @@
 Oracles are float64 sums over the very numbers in half precision, so that only the summation is under test.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from kfs import EKFAC, KFAC, EmpiricalRisk
+from kfs import EKFAC, KFAC, EmpiricalRisk, load
 from tests.kfac.models import Function
 
 HALF = [torch.bfloat16, torch.float16]
@@ -159,3 +160,17 @@ def test_sums_of_patches_beside_a_bias(dtype: torch.dtype) -> None:
     X, y = torch.rand(6, 3, 100).to(dtype), torch.randn(6, 2, 100).to(dtype)
     risk = EmpiricalRisk(nn.Conv1d(3, 2, 1).to(dtype), nn.MSELoss(reduction="sum"), (X, y))
     close(KFAC(risk).blocks["weight"].A[-1], 2 * torch.cat([X.double().sum((0, 2)), torch.tensor([600.0])]))
+
+
+def test_rounded_factors_stay_rounded(tmp_path: Path) -> None:
+    """In a better precision they are singular up to the round-off that they have, also in sums and from files."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 10))
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (torch.randn(12, 40), torch.randint(10, (12,))))
+    K = KFAC(risk).to(dtype=torch.float64)
+    K.save(tmp_path / "factors.safetensors")
+    again = load(tmp_path / "factors.safetensors")
+    assert isinstance(again, KFAC)
+    for one in (K, again, KFAC(risk).to(dtype=torch.float64).merge(K.shared())):
+        assert one.blocks["0"].structure().A.eps == torch.finfo(torch.float32).eps
+        assert one.inverse(damping=1e-8).logdet().isfinite()

@@ -17,9 +17,9 @@ from kfs.data import Batch
 from kfs.errors import ModelError
 from kfs.kfac.capture import forward
 from kfs.kfac.rules import RULES, asked, new_session
-from kfs.kfac.scaffold import sweep
 from kfs.kfac.settings import Settings
 from kfs.kfac.sums import FactorSums, PerDatumSums, Statistic
+from kfs.kfac.sweep import sweep
 from tests.kfac.calls import CASES, WIDTH, Case, N
 from tests.kfac.models import Function
 

@@ -135,7 +135,7 @@ def test_operations_that_vmap_does_not_know(monkeypatch: pytest.MonkeyPatch) -> 
     model = nn.Sequential(nn.Linear(3, 4), Apply(NoBatching.apply), nn.Linear(4, 2)).double()
     X, y = data()
     alone = KFAC(risk_of(model, X, y), columns_at_once=1)
-    monkeypatch.setattr("kfs.kfac.scaffold.columns_at_once", lambda settings, _: settings.columns_at_once or 2)
+    monkeypatch.setattr("kfs.kfac.sweep.columns_at_once", lambda settings, _: settings.columns_at_once or 2)
     same(KFAC(risk_of(model, X, y)), alone)
     with pytest.raises(ModelError, match=r"vmap.*columns_at_once"):
         KFAC(risk_of(model, X, y), columns_at_once=2)

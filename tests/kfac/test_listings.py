@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from kfs.basics.reduction_factors import reduction_factor
 from kfs.conformance.models import Pool
-from kfs.kfac import expand_Conv, expand_Linear, reduce_Conv, reduce_Linear
+from kfs.kfac import backpropagated_vectors as vectors
+from kfs.kfac import expand_Conv, expand_Linear, reduce_Conv, reduce_Linear, scaffold
+from kfs.kfac.backpropagated_vectors import backpropagated_vectors, send_back
 from kfs.kfac.expand_Conv import Window, patches
-from kfs.kfac.expand_Linear import output_gradients
 from kfs.tour import run_definition
 from tests.kfac.definition import definition
 from tests.operators.contract import close
@@ -47,7 +48,8 @@ def test_linear(sharing: str, loss: Any, bias: bool) -> None:
     X, y = torch.randn(3, 5, 3, dtype=torch.float64), targets(loss, 3)
     R = reduction_factor(loss, y)
     z = layer(X)
-    g = output_gradients(loss, rest(z), y, z)
+    f = rest(z)
+    g = send_back(backpropagated_vectors(loss, f, y), f, z)
     A, B = definition(nn.Sequential(layer, rest), loss, X, y, layer, sharing, R)
     close(listing.input_factor(X, R, bias), A[0])
     close(listing.gradient_factor(g), B[0])
@@ -65,12 +67,13 @@ def test_convolution(sharing: str, window: str, groups: int, bias: bool) -> None
     X, y = torch.randn(2, 4, 5, 6, dtype=torch.float64), targets(loss, 2)
     z = layer(X)
     rest = nn.Sequential(nn.Tanh(), nn.Flatten(), nn.Linear(z[0].numel(), 2)).double()
-    g = output_gradients(loss, rest(z), y, z)
+    f = rest(z)
+    g = send_back(backpropagated_vectors(loss, f, y), f, z)
     R = reduction_factor(loss, y)
     A, B = definition(nn.Sequential(layer, rest), loss, X, y, layer, sharing, R)
-    for k, (image, vectors) in enumerate(zip(X.chunk(groups, 1), g.chunk(groups, 2), strict=True)):
+    for k, (image, g_k) in enumerate(zip(X.chunk(groups, 1), g.chunk(groups, 2), strict=True)):
         close(listing.input_factor(image, WINDOWS[window], R, bias), A[k])
-        close(listing.gradient_factor(vectors), B[k])
+        close(listing.gradient_factor(g_k), B[k])
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -83,11 +86,11 @@ def test_patches_are_those_of_unfold(window: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sum", "mean"])
-def test_output_gradients(kind: str) -> None:
+def test_vectors_at_an_output(kind: str) -> None:
     """Gradients of a sum over positions are the columns of the identity at every position, for the square loss."""
     z = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
     f = Pool(kind, (1,))(z)
-    g = output_gradients(nn.MSELoss(), f, torch.zeros_like(f), z)
+    g = send_back(backpropagated_vectors(nn.MSELoss(), f, torch.zeros_like(f)), f, z)
     assert g.shape == (2, 3, 4, 2)
     close(g, torch.eye(2, dtype=torch.float64).reshape(2, 1, 1, 2).expand_as(g) / (1 if kind == "sum" else 4))
 
@@ -95,6 +98,12 @@ def test_output_gradients(kind: str) -> None:
 NO_BIAS = "append_one(x[n, s]) - append_one(0 * x[n, s]) if"  # the appended one becomes zero
 # What to replace in which listing, and the first claim that is then false.
 WRONG: dict[str, tuple[ModuleType, str, str, str]] = {
+    "scaffold: no reduction factor": (scaffold, "(R * A[name], ", "(A[name], ", "computes the same A"),
+    "scaffold: no bias": (scaffold, "bias=layer.bias is not None", "bias=False", "equals the GGN's block"),
+    "scaffold: no weight sharing": (scaffold, "RULES[sharing]", 'RULES["expand"]', "if positions are summed"),
+    "vectors: rows": (vectors, "flatten(f_n.ndim).movedim(-1, 0)", "flatten(f_n.ndim)", "factor of the criterion's"),
+    "vectors: draws are summed": (vectors, " / sqrt(mc_samples)", "", "drawn labels converge"),
+    "vectors: true label": (vectors, "(loss, f_n, label)[0]", "(loss, f_n, y_n)[0]", "drawn labels converge"),
     "expand: not averaged over data": (expand_Linear, "B / (N * S)", "B / S", "the same gradient-based factor"),
     "expand: summed over positions": (expand_Linear, "B / (N * S)", "B / N", "the same gradient-based factor"),
     "expand: one vector only": (expand_Linear, "for c in range(C)", "for c in range(1)", "the same gradient-based"),

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, optim
 from kfs.errors import ModelError
-from kfs.kfac import backpropagated_vectors
+from kfs.kfac import vectors
 from kfs.kfac.capture import Session, forward, mode, send_back
 from kfs.kfac.rules import RULES, new_session
 from kfs.kfac.rules.fallback import without_rule
@@ -180,7 +180,7 @@ def test_columns_are_computed_together_or_a_few_at_a_time(fisher: Any, monkeypat
     model, X, y = mlp(), normal(3, 3), torch.randint(2, (3,))
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y))
     expected = KFAC(risk, fisher).to_dense()
-    monkeypatch.setattr(backpropagated_vectors, "_NUMBERS", 1)
+    monkeypatch.setattr(vectors, "_NUMBERS", 1)
     for at_once in (1, 2, 3):
         close(KFAC(risk, fisher, columns_at_once=at_once).to_dense(), expected)
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfs.kfac import EKFAC, KFAC, exact_blocks, scaffold
-from kfs.kfac.capture import replay
-from kfs.kfac.capture.replay import Replays
+from kfs.kfac import EKFAC, KFAC, exact_blocks, sweep
+from kfs.kfac.capture import recorder_for
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.interface import Sums
+from kfs.recording import Replays, shape_of
 from kfs.risk import EmpiricalRisk
 from tests.kfac.test_no_waiting import NoWaiting
 from tests.operators.contract import close
@@ -77,11 +77,11 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """Record all passes by stand-ins; the last ones made are at the end."""
     made: list[StandIn] = []
 
-    def replays(run: Any, sums: Sums, _: Any, expected: int | None, model: object) -> Replays:
+    def replays(run: Any, sums: Sums, _: Any, expected: int | None, model: object, log: Any) -> Replays:
         made.append(StandIn(sums))
-        return Replays(run, sums, made[-1], expected, model)
+        return Replays(run, sums, made[-1], expected, model, log)
 
-    monkeypatch.setattr(scaffold, "Replays", replays)
+    monkeypatch.setattr(sweep, "Replays", replays)
     monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)  # the host does not know all counts
     return made
 
@@ -202,8 +202,8 @@ class TestWhatIsRecorded:
     @pytest.mark.parametrize("nested", [{"x": torch.ones(2), "n": 3}, [torch.ones(2), (None, "a")]])
     def test_shapes(self, nested: Any) -> None:
         batch = next(iter(make_risk(1).batches()))._replace(x=nested)
-        assert replay.shape_of(batch) == replay.shape_of(batch)
-        assert replay.shape_of(batch._replace(x=torch.ones(2).to_sparse())) is None
+        assert shape_of(batch) == shape_of(batch)
+        assert shape_of(batch._replace(x=torch.ones(2).to_sparse())) is None
 
     def test_waits_unless_recorded(self, stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
         """Models may look whether they are recorded, and not wait then."""
@@ -285,7 +285,7 @@ class TestWhatIsRecorded:
 
 def replay_recorder(on: bool) -> Any:
     """Return what would record passes on a CPU."""
-    return replay.recorder_for(make_risk(1), KFAC(make_risk(1), replay=on).settings)
+    return recorder_for(make_risk(1), KFAC(make_risk(1), replay=on).settings)
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

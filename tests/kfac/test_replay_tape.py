@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 from kfs import waiting
-from kfs.kfac import KFAC, scaffold
-from kfs.kfac.capture.replay import Replays, shape_of
+from kfs.kfac import KFAC, sweep
 from kfs.kfac.sums.interface import Sums
+from kfs.recording import Replays, shape_of
 from kfs.risk import EmpiricalRisk
 from tests.kfac.tape import Tapes
 from tests.kfac.test_replay import FISHERS, make_risk, same_factors
@@ -24,11 +24,11 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
     """Record all passes on tapes."""
     made: list[Tapes] = []
 
-    def replays(run: Any, sums: Sums, _: Any, expected: int | None, model: object) -> Replays:
+    def replays(run: Any, sums: Sums, _: Any, expected: int | None, model: object, log: Any) -> Replays:
         made.append(Tapes())
-        return Replays(run, sums, made[-1], expected, model)
+        return Replays(run, sums, made[-1], expected, model, log)
 
-    monkeypatch.setattr(scaffold, "Replays", replays)
+    monkeypatch.setattr(sweep, "Replays", replays)
     monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)
     waiting._constants.clear()
     yield made

@@ -46,7 +46,7 @@ class CountedRules(dict[Any, Any]):
 
 
 class Sweep:
-    """Passes over batches that share one session, as `scaffold.sweep` makes them.
+    """Passes over batches that share one session, as `sweep.sweep` makes them.
 
     Attributes:
         rules: Says how often rules were asked.

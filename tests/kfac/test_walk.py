@@ -17,7 +17,7 @@ import kfs
 
 ROOT = Path(kfs.__file__).parent
 # Files of the engine; and all of them, with those of data and of the loss, where few functions are called.
-MAX_CALLS, MAX_ENGINE_FILES, MAX_FILES = 150, 9, 20
+MAX_CALLS, MAX_ENGINE_FILES, MAX_FILES = 150, 9, 22
 # Calls of their own until Python 3.11, and part of the function around them since.
 COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
 

@@ -1,15 +1,20 @@
 """Operators give the same numbers on an accelerator as on the CPU, Monte Carlo draws included. Skipped without one."""
 
 import copy
+import gc
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kfs import GGN, EmpiricalRisk, Fisher, Hessian, Jacobian
+from kfs.errors import DataError
 from kfs.losses import Loss
+from kfs.recording import Recorded
 from tests.losses.cases import CASES, Case
 from tests.operators.problems import PROBLEMS, Problem
+from tests.operators.recorded import columns_for, make_risk
 
 DEVICES = ["cuda"] if torch.cuda.is_available() else []
 
@@ -59,3 +64,164 @@ def test_same_losses(case: Case, device: str) -> None:
         value = getattr(loss, method)(f, y, *extra)
         other = getattr(moved(), method)(f.to(device), y.to(device), *extra_moved)
         assert torch.allclose(other.cpu(), value, rtol=1e-10, atol=1e-12), method
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that has an entry for every replay of a batch."""
+    times: list[int] = []
+    replay = Recorded.replay
+
+    def note(*args: Any) -> None:
+        times.append(1)
+        replay(*args)
+
+    monkeypatch.setattr(Recorded, "replay", note)
+    return times
+
+
+OPERATORS: dict[str, Any] = {
+    "ggn": GGN,
+    "mc": lambda risk, **settings: Fisher(risk, "mc", mc_samples=2, **settings),
+    "empirical": lambda risk, **settings: Fisher(risk, "empirical", **settings),
+    "type-2": Fisher,
+    "hessian": Hessian,
+    "layers": lambda risk, **settings: GGN(risk, block_diagonal="layer", **settings),
+}
+
+
+def risk_on(device: str, dtype: torch.dtype = torch.float64) -> EmpiricalRisk:
+    """Return a risk on a device."""
+    risk = make_risk()
+    assert isinstance(risk.model, nn.Module)
+    batches = [(batch.x.to(device, dtype), batch.y.to(device)) for batch in risk.batches()]
+    return EmpiricalRisk(risk.model.to(device, dtype), nn.CrossEntropyLoss(), batches)
+
+
+def columns_on(A: Any, number: int = 3, seed: int = 0) -> Tensor:
+    """Return some columns on the operator's device."""
+    return columns_for(A, number, seed).to(A.device)
+
+
+def multiplied(A: Any, number: int = 3) -> Tensor:
+    """Multiply often enough that products are recorded."""
+    V = columns_on(A, number)
+    for _ in range(5):
+        A @ V
+    return V
+
+
+@pytest.mark.parametrize("device", DEVICES)
+class TestReplayedProducts:
+    """CUDA graphs compute what runs, and notice what has changed."""
+
+    @pytest.mark.parametrize("number", [1, 3])
+    @pytest.mark.parametrize("kind", OPERATORS)
+    def test_same(self, kind: str, number: int, device: str, replayed: list[int]) -> None:
+        risk = risk_on(device)
+        A, B = OPERATORS[kind](risk), OPERATORS[kind](risk, replay=False)
+        found = []
+        for seed in range(6):
+            V = columns_on(A, number, seed)
+            found.append((A @ V, B @ V))
+        for mine, theirs in found:
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+        assert len(replayed) == 2 + 4 * 4 + 3  # of batches: two of four, all four in four products, the last one thrice
+
+    @pytest.mark.parametrize("number", [1, 3])
+    @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+    def test_all_models(self, problem: Problem, number: int, device: str) -> None:
+        """Those that cannot be recorded run as they are."""
+        _, model, X, y = problem.make()
+        data = X.to(device), y.to(device)
+        risk = EmpiricalRisk(model.to(device), problem.loss, data, params=problem.params)
+        with torch.backends.cudnn.flags(enabled="nn" not in problem.name and problem.name not in {"lstm", "gru"}):
+            for make in OPERATORS.values():
+                A, B = make(risk), make(risk, replay=False)
+                for seed in range(6):
+                    V = columns_on(A, number, seed)
+                    torch.testing.assert_close(A @ V, B @ V, rtol=1e-8, atol=1e-10)
+
+    def test_nothing_waits(self, device: str, replayed: list[int]) -> None:
+        A = GGN(risk_on(device))
+        V = multiplied(A)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            A @ V
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(replayed) >= 5
+
+    def test_parameters_change(self, device: str, replayed: list[int]) -> None:
+        risk = risk_on(device)
+        A, B = GGN(risk), GGN(risk, replay=False)
+        V = multiplied(A)
+        with torch.no_grad():
+            for p in risk.params.values():
+                p.mul_(1.5)
+        times = len(replayed)
+        torch.testing.assert_close(A @ V, B @ V, rtol=1e-10, atol=1e-10)
+        assert len(replayed) == times + 5
+        weight = risk.params["head.weight"]
+        weight.data = 2 * weight.data
+        for _ in range(5):
+            torch.testing.assert_close(A @ V, B @ V, rtol=1e-10, atol=1e-10)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_autocast(self, dtype: torch.dtype, device: str, replayed: list[int]) -> None:
+        risk = risk_on(device, torch.float32)
+        A, B = GGN(risk), GGN(risk, replay=False)
+        with torch.autocast(device, dtype):
+            V = multiplied(A)
+            torch.testing.assert_close(A @ V, B @ V, rtol=1e-3, atol=1e-3)
+            assert replayed
+            with torch.no_grad():
+                for p in risk.params.values():
+                    p.mul_(1.5)
+        torch.testing.assert_close(A @ V, B @ V)  # without
+        with torch.autocast(device, dtype):
+            for _ in range(5):
+                torch.testing.assert_close(A @ V, B @ V, rtol=1e-3, atol=1e-3)
+
+    def test_nan(self, device: str, replayed: list[int]) -> None:
+        risk = risk_on(device)
+        A = GGN(risk)
+        V = multiplied(A)
+        assert replayed
+        bias = risk.params["head.bias"]
+        with torch.no_grad():
+            bias[0] = torch.nan
+        with pytest.raises(DataError, match="The prediction for datum 0 is not finite"):
+            A @ V
+        with torch.no_grad():
+            bias[0] = 1.0
+        for _ in range(5):
+            torch.testing.assert_close(A @ V, GGN(risk, replay=False) @ V, rtol=1e-10, atol=1e-10)
+
+    def test_many_kinds(self, device: str, replayed: list[int]) -> None:
+        """Graphs are freed together, and others recorded in their place."""
+        risk = risk_on(device)
+        A, B = GGN(risk), GGN(risk, replay=False)
+        for _ in range(2):
+            for number in range(1, 7):
+                V = multiplied(A, number)
+                times = len(replayed)
+                torch.testing.assert_close(A @ V, B @ V, rtol=1e-10, atol=1e-10)
+                assert len(replayed) == times + 5
+
+    def test_memory(self, device: str) -> None:
+        """What deleted operators have taken is free, but for a workspace of cuBLAS for each of PyTorch's streams."""
+        risk = risk_on(device)
+        multiplied(GGN(risk))
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        A = GGN(risk)
+        multiplied(A)
+        assert torch.cuda.memory_allocated() > before
+        for _ in range(20):
+            A = GGN(risk)
+            multiplied(A)
+        del A
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_allocated() <= before

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import kfs
-from kfs.kfac import scaffold
+from kfs.kfac import sweep
 from kfs.kfac.settings import Settings
 from kfs.losses import TokenCrossEntropy
 from kfs.optim import KFAC, factor_graphs, updates
@@ -355,7 +355,7 @@ def test_what_equal_sums_are() -> None:
     for widths in ((4, 3), (4, 3), (4, 2)):
         model = nn.Sequential(nn.Linear(*widths)).double()
         risk = kfs.EmpiricalRisk(model, LOSS, (X, y % 2), params=["0.weight"])
-        blocks.append(scaffold.kfac(risk, Settings())[0].blocks)
+        blocks.append(sweep.kfac(risk, Settings())[0].blocks)
     assert factor_graphs._are_equal(blocks[0], blocks[0])
     assert not factor_graphs._are_equal(blocks[0], {})
     resized = dict(zip(blocks[0], blocks[2].values(), strict=True))

@@ -34,7 +34,12 @@ def hidden_uses(f: Tensor, params: Mapping[str, Tensor]) -> set[tuple[str, str]]
             found.add((name, function))
         if isinstance(node, Tap._backward_cls):
             function = None
-        elif isinstance(node, BackwardCFunction):
+        elif isinstance(node, BackwardCFunction) and not _waits_for_gradients(node):
             function = type(node).__name__.removesuffix("Backward")
         waiting += [(following, function) for following, _ in node.next_functions]
     return found
+
+
+def _waits_for_gradients(node: Any) -> bool:
+    """Whether a function is the one that `fully_shard` puts around modules. It returns what it is given."""
+    return str(type(node)._forward_cls.__module__).startswith("torch.distributed.fsdp.")

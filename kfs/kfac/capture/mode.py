@@ -321,7 +321,7 @@ class Capture(TorchFunctionMode):
         """Look for uses that were not seen, unless an earlier pass consisted of the same operations."""
         known = self.session.hidden_uses
         if self.operations not in known:
-            hidden = hidden_uses(f, self.tracker.params)
+            hidden = hidden_uses(f, self.tracker.leaves())
             known[self.operations] = {(name, no_rule(function)) for name, function in hidden}
         self.unexplained |= known[self.operations]
 

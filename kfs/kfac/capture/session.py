@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from kfs.errors import ModelError
 from kfs.kfac.capture.plan import Call, Plan, Planned
@@ -33,6 +34,7 @@ class Session:
             arguments and its keyword arguments.
         joint_bias: Whether a bias shares the block of its weight.
         mixing: Whether data of a batch may influence each other, as by batch normalization in training.
+        model: As in `Tracker`.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class Session:
         fallback: Callable[..., Any],
         joint_bias: bool = True,
         mixing: bool = False,
+        model: Module | None = None,
     ) -> None:
         """Start without plans."""
-        self.tracker = Tracker(params)
+        self.tracker = Tracker(params, model)
         # Whose `autocast` counts. There is none on `meta`.
         self.device_type = next((p.device.type for p in params.values() if not p.is_meta), "cpu")
         self.rules = rules
@@ -60,7 +63,8 @@ class Session:
 
     def renewed(self) -> "Session":
         """Return a session for the same parameters that has no plans."""
-        return Session(self.tracker.params, self.rules, self.fallback, self.joint_bias, self.mixing)
+        tracker = self.tracker
+        return Session(tracker.params, self.rules, self.fallback, self.joint_bias, self.mixing, tracker.model)
 
     def forget_plans(self) -> None:
         """Forget everything that depends on where parameters are stored."""

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
+
+from kfs.sharded import is_sharded
 
 # Operations whose result does not depend on the values of their tensors, or only on those of the first one.
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like")
@@ -73,14 +76,23 @@ class Tracker:
 
     Args:
         params: The parameters, by name.
+        model: What they belong to. It is needed if `fully_shard` has sharded them, and the model runs as it is.
     """
 
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], model: Module | None = None) -> None:
         """Start with parameters."""
         self.params = dict(params)
+        self.model = model
         self._by_storage: dict[int, list[Tracked]] = {}
         self._added: set[int] = set()
         self._register()
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Return parameters as they are in computation graphs, by name: whole ones in place of sharded ones."""
+        found = {
+            one.name: one.tensor for some in self._by_storage.values() for one in some if one.name in self._sharded
+        }
+        return {**self.params, **found} if found else self.params
 
     def forget_batch(self) -> None:
         """Forget tensors that only a batch had: they may be large."""
@@ -90,7 +102,7 @@ class Tracker:
 
     def has_moved(self) -> bool:
         """Look where parameters are now, and return whether they have other storages than before."""
-        if [_place(p) for p in self.params.values()] == self._places:
+        if [_place(p) for name, p in self.params.items() if name not in self._sharded] == self._places:
             return False
         self._register()
         return True
@@ -109,6 +121,8 @@ class Tracker:
             inside = self._by_storage.get(t.untyped_storage()._cdata)
         except NotImplementedError:  # what torch.func.vjp keeps has no storage
             return None
+        if inside is None and self._sharded:
+            inside = self._unsharded(t)
         if inside is None:
             return None
         at = t.storage_offset() * t.element_size()
@@ -124,12 +138,28 @@ class Tracker:
         return tracked
 
     def _register(self) -> None:
-        """Note where parameters are."""
+        """Note where parameters are. Those that are sharded are nowhere until they are used."""
         self._by_storage.clear()
-        self._places = [_place(p) for p in self.params.values()]
-        for name, p in self.params.items():
+        self._sharded = {name for name, p in self.params.items() if is_sharded(p)}
+        own = {name: p for name, p in self.params.items() if name not in self._sharded}
+        self._places = [_place(p) for p in own.values()]
+        for name, p in own.items():
             if p.numel():
                 self._by_storage.setdefault(_storage(p), []).append(Tracked(name, p, name))
+
+    def _unsharded(self, t: Tensor) -> list[Tracked] | None:
+        """Track whole parameters that `fully_shard` has put into the places of sharded ones while the model runs.
+
+        Their storages are the same in all passes. In between they are empty, and others get their memory, so that
+        addresses tell nothing. Those that are whole at the same time are tracked together: a custom function may use
+        some of them, and does not show it.
+        """
+        if not isinstance(t, Parameter) or self.model is None:
+            return None
+        for name, p in self.model.named_parameters():
+            if name in self._sharded and not is_sharded(p):
+                self._by_storage.setdefault(_storage(p), [Tracked(name, p, name)])
+        return self._by_storage.get(_storage(t))
 
 
 def _storage(t: Tensor) -> int:

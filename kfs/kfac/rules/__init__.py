@@ -9,6 +9,7 @@ from inspect import signature
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from kfs.kfac.capture.plan import Call, Planned
 from kfs.kfac.capture.session import Rule, Session
@@ -27,9 +28,12 @@ RULES = {
 }
 
 
-def new_session(params: Mapping[str, Tensor], joint_bias: bool = True, mixing: bool = False) -> Session:
+def new_session(
+    params: Mapping[str, Tensor], joint_bias: bool = True, mixing: bool = False, model: Module | None = None
+) -> Session:
     """Start a session with all rules; arguments are those of `Session`."""
-    return Session(params, {func: asked(rule) for func, rule in RULES.items()}, without_rule, joint_bias, mixing)
+    rules = {func: asked(rule) for func, rule in RULES.items()}
+    return Session(params, rules, without_rule, joint_bias, mixing, model)
 
 
 @cache

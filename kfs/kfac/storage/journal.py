@@ -87,6 +87,9 @@ class Journal:
         self._device = settings.factor_device or str(risk.device)
         module = risk.model if isinstance(risk.model, torch.nn.Module) else torch.nn.Module()
         name = getattr(risk.model, "__qualname__", type(risk.model).__name__)
+        with risk.untouched():  # with all numbers of parameters that are sharded
+            values = digest(risk.params.values())
+            others = digest([*module.parameters(), *module.buffers()])
         self.belongs_to = {
             "stage": stage,
             "eigenvectors": digest(()) if basis is None else dict(basis),
@@ -94,8 +97,8 @@ class Journal:
             "model": repr(module) if module is risk.model else name,
             "loss": details(risk.loss),
             "parameters": {name: list(p.shape) for name, p in risk.params.items()},
-            "values of parameters": digest(risk.params.values()),
-            "values of other parameters and buffers": digest([*module.parameters(), *module.buffers()]),
+            "values of parameters": values,
+            "values of other parameters and buffers": others,
             "precision": f"{risk.dtype} on {risk.device.type}",
         }
         if blocks is not None:

@@ -187,7 +187,7 @@ class BlockSums:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         """Move all sums to a device, or convert them, in place. Those without numbers stay where they are."""
         for s in self.sums:
-            s.total = s.total.to(device=device if self.is_here else None, dtype=dtype)
+            s.convert(device if self.is_here else None, dtype)
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and convert them to another precision if asked for."""

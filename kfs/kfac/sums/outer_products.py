@@ -35,6 +35,7 @@ class OuterProductSum:
         self.products: Products = "auto" if diagonal else products
         self.ones = 0.0  # how many vectors had a bias coordinate of one, as far as the total does not know yet
         self.total = total
+        self.eps: float = torch.finfo(total.dtype).eps  # precision of the numbers, which may be stored in a better one
 
     @classmethod
     def zeros(
@@ -167,8 +168,12 @@ class OuterProductSum:
             mirror(self.total)
             if self.bias:
                 self.total[..., -1, :-1] = self._last_column
-        if dtype is not None and dtype != self.total.dtype:
-            self.total = self.total.to(dtype)
+        self.convert(None, dtype)
+
+    def convert(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Move the total to a device, or convert it. What was rounded stays so in a better precision."""
+        self.total = self.total.to(device=device, dtype=dtype)
+        self.eps = max(self.eps, torch.finfo(self.total.dtype).eps)
 
     def on(self, device: torch.device) -> "OuterProductSum":
         """Return a sum on a device to add vectors to: this one, or a new one to `merge_in` afterwards."""
@@ -187,7 +192,9 @@ class OuterProductSum:
         """Return the sum of two complete sums of the same vectors, added in float32 or better."""
         dtype = at_least_float32(self.total.dtype)
         total = self.total.to(dtype) + other.total.to(self.total.device, dtype)
-        return OuterProductSum(total.to(self.total.dtype), self.diagonal, self.bias)
+        result = OuterProductSum(total.to(self.total.dtype), self.diagonal, self.bias)
+        result.eps = max(self.eps, other.eps)
+        return result
 
     def densified(self) -> "OuterProductSum":
         """Return the same sum with zeros off the diagonal, if only the diagonal is kept."""
@@ -197,7 +204,8 @@ class OuterProductSum:
 
     def state(self) -> dict[str, Any]:
         """Return everything, also of a sum that is not complete, for a file."""
-        return {"total": self.total, "diagonal": self.diagonal, "bias": self.bias, "ones": self.ones}
+        about = {"diagonal": self.diagonal, "bias": self.bias, "ones": self.ones, "eps": self.eps}
+        return {"total": self.total, **about}
 
     @classmethod
     def from_state(cls, state: Any, size: int, groups: int, products: Products = "auto") -> "OuterProductSum":
@@ -219,6 +227,8 @@ class OuterProductSum:
         else:
             result.total = total.reshape(shape)
         result.ones = float(state["ones"])
+        # Older files do not have it.
+        result.eps = max(float(state.get("eps", 0.0)), torch.finfo(total.dtype).eps)
         return result
 
 

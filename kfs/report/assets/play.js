@@ -21,6 +21,47 @@
     return made;
   }
 
+  // A canvas with axes: ticks are [place between 0 and 1, text], from the left and from the top.
+  function framed(parent, size, label, ticks, names) {
+    const frame = element("div", { class: "frame" }, parent);
+    const left = element("div", { class: "ticks left", "aria-hidden": "true" }, frame);
+    const made = canvas(frame, size, size, label);
+    element("div", {}, frame);
+    const below = element("div", { class: "ticks below", "aria-hidden": "true" }, frame);
+    for (const [at, text] of ticks.left) element("span", { style: "top:" + 100 * at + "%" }, left, text);
+    for (const [at, text] of ticks.below) element("span", { style: "left:" + 100 * at + "%" }, below, text);
+    if (names) {
+      element("span", { class: "axis" }, left, names[1]);
+      element("span", { class: "axis" }, below, names[0]);
+    }
+    return made;
+  }
+
+  function legend(parent, entries) {
+    const list = element("ul", { class: "legend" }, parent);
+    for (const [sign, color, text] of entries) {
+      const item = element("li", {}, list);
+      element("span", { style: "color:" + color, "aria-hidden": "true" }, item, sign + " ");
+      item.append(text);
+    }
+  }
+
+  // The middle of each block is its tick, on both axes.
+  function blockTicks(blocks) {
+    const size = blocks[blocks.length - 1][2];
+    const ticks = blocks.map(([name, start, stop]) => [(start + stop) / 2 / size, name]);
+    return { left: ticks, below: ticks };
+  }
+
+  function scale(parent, limit) {
+    const made = element("div", { class: "scale" }, parent);
+    const stops = Array.from({ length: 21 }, (_, i) => "rgb(" + colour((i - 10) / 10, 1).join(",") + ")");
+    element("span", {}, made, number(-limit));
+    const bar = element("span", { class: "bar", role: "img", "aria-label": "Colors from blue, negative, over white, zero, to red, positive" }, made);
+    bar.style.background = "linear-gradient(to right, " + stops.join(", ") + ")";
+    element("span", {}, made, number(limit));
+  }
+
   function position(event, on) {
     const box = on.getBoundingClientRect();
     return [(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height];
@@ -100,7 +141,15 @@
 
   function rosenbrock(root, data) {
     const alpha = data.alpha, low = [-2, -1], high = [2, 3], cells = 90;
-    const picture = canvas(root, 420, 420, "Contours of the Rosenbrock function; drag the anchor, or move it with the arrow keys");
+    const ticks = {
+      left: [0, 1, 2, 3, 4].map((i) => [i / 4, String(high[1] - i)]),
+      below: [0, 1, 2, 3, 4].map((i) => [i / 4, String(low[0] + i)]),
+    };
+    const picture = framed(root, 420, "Contours of the Rosenbrock function; drag the anchor, or move it with the arrow keys", ticks, ["x\u2081", "x\u2082"]);
+    legend(root, [
+      ["\u2014", "#777", "Rosenbrock function"], ["\u2605", "#333", "its minimum, (1, 1)"],
+      ["\u2014", "#b2182b", "linearized at the anchor"], ["\u2715", "#b2182b", "minimum of that"], ["\u25cf", "#b2182b", "anchor"],
+    ]);
     picture.style.touchAction = "none";
     const side = element("div", { class: "numbers", "aria-live": "polite" }, root);
     const anchor = data.anchor.slice();
@@ -122,15 +171,23 @@
       context.strokeStyle = "rgba(178, 24, 43, 0.8)";
       const moving = grid(quadratic);
       for (const level of levels) contours(context, moving, cells, cells, level, toX, toY);
+      const place = (u, v) => [((u - low[0]) / (high[0] - low[0])) * width, ((high[1] - v) / (high[1] - low[1])) * height];
+      const [x, y] = anchor;
       context.fillStyle = "#b2182b";
       context.beginPath();
-      context.arc(((anchor[0] - low[0]) / (high[0] - low[0])) * width, ((high[1] - anchor[1]) / (high[1] - low[1])) * height, 12, 0, 7);
+      context.arc(...place(x, y), 12, 0, 7);
       context.fill();
-      const [x, y] = anchor;
+      // Both are zero where x1 = 1, and x2 is on the parabola or on its tangent.
+      context.textAlign = "center";
+      context.textBaseline = "middle";
+      context.font = "36px sans-serif";
+      context.fillText("\u2715", ...place(1, 2 * x - x * x));
+      context.fillStyle = "#333";
+      context.fillText("\u2605", ...place(1, 1));
       const G = [2 * (1 + 4 * alpha * x * x), -4 * alpha * x, 2 * alpha];
       const H = [2 * (1 + 6 * alpha * x * x - 2 * alpha * y), -4 * alpha * x, 2 * alpha];
       side.textContent = "";
-      element("p", {}, side, "anchor (" + x.toFixed(2) + ", " + y.toFixed(2) + ")");
+      element("p", {}, side, "anchor (" + x.toFixed(2) + ", " + y.toFixed(2) + "), minimum of the linearized function (1, " + (2 * x - x * x).toFixed(2) + ")");
       for (const [name, M] of [["GGN", G], ["Hessian", H]]) {
         const lowest = (M[0] + M[2]) / 2 - Math.sqrt(((M[0] - M[2]) / 2) ** 2 + M[1] ** 2);
         element("p", { class: "matrix", "data-name": name }, side,
@@ -162,7 +219,8 @@
     const label = element("label", {}, root, "samples per datum ");
     const slider = element("input", { type: "range", min: 0, max: data.samples.length - 1, value: 0, step: 1 }, label);
     const said = element("p", { class: "numbers", "aria-live": "polite" }, root);
-    const picture = canvas(root, 420, 420, "Heatmap of the Monte Carlo Fisher");
+    const picture = framed(root, 420, "Heatmap of the Monte Carlo Fisher", blockTicks(data.blocks));
+    scale(root, data.limit);
     const out = element("p", { class: "numbers" }, root, "Point at an entry.");
     const current = () => ({ matrix: data.matrices[+slider.value], blocks: data.blocks });
     function draw() {
@@ -191,7 +249,8 @@
         button.addEventListener("change", () => { chosen[kind] = name; draw(); });
       }
     }
-    picture.on = canvas(root, 420, 420, "Heatmap of a curvature matrix");
+    picture.on = framed(root, 420, "Heatmap of a curvature matrix", blockTicks(data.blocks));
+    scale(root, data.limit);
     const said = element("p", { class: "numbers", "aria-live": "polite" }, root);
     const out = element("p", { class: "numbers" }, root, "Point at an entry.");
     const current = () => ({ matrix: data.matrices[chosen.flattening][chosen.structure], blocks: data.blocks });

@@ -1,0 +1,116 @@
+"""Capturing passes of sharded models as PyTorch runs them: layer by layer, parameters are whole for a moment."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import kfs
+from kfs.kfac.block import Block
+from kfs.kfac.capture import Capture, send_back
+from kfs.kfac.rules import new_session
+from kfs.kfac.settings import Settings
+from kfs.kfac.sums import FactorSums
+from kfs.kfac.vectors import backpropagated_vectors
+from tests.distributed.pool import Pool
+
+SETTINGS = Settings(fisher="type-2")
+
+
+class Square(torch.autograd.Function):
+    """Hides what it does."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        result: Tensor = w**2
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (w,) = ctx.saved_tensors
+        result: Tensor = 2 * w * g
+        return result
+
+
+class Deep(nn.Module):
+    """Has equal layers, which get each other's memory, a view of a parameter, and one that is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))
+        self.out = nn.Linear(5, 3)
+        self.mixed = nn.Parameter(torch.randn(5, 5))
+        self.hidden = nn.Parameter(torch.rand(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        y: Tensor = self.out(x @ self.mixed.T * Square.apply(self.hidden))  # type: ignore[no-untyped-call]
+        return y
+
+
+def captured(model: nn.Module, x: Tensor, y: Tensor, passes: int) -> tuple[dict[str, Block], Any]:
+    """Return factors of some passes, as those of the user's training are captured."""
+    loss = kfs.losses.describe(nn.CrossEntropyLoss())
+    sums = FactorSums(SETTINGS)
+    frozen = {"layers.1.weight", "layers.1.bias"}
+    params = {name: p for name, p in model.named_parameters() if name not in frozen}
+    session = new_session(params, model=model).renewed()
+    for _ in range(passes):
+        capture = Capture(session, sums, len(x))
+        with capture:
+            f = model(capture.mark_data(x))
+        capture.leave_nothing_behind()
+        capture.running = False
+        capture.find_hidden_uses(f)
+        send_back(f, capture, backpropagated_vectors(loss, f.detach(), y, SETTINGS, 0, 1))
+    sums.complete(None)
+    return {one.layout.name: Block(one, 1.0) for one in sums.blocks.values()}, capture
+
+
+def compare_passes(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, plain = Deep().double(), Deep().double()
+    plain.load_state_dict(model.state_dict())
+    x, y = torch.randn(6, 5, dtype=torch.float64), torch.randint(3, (6,))
+    x = x + dist.get_rank()  # each process has other data
+    expected, other = captured(plain, x, y, passes=3)
+    for layer in model.layers:
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+    found, capture = captured(model, x, y, passes=3)
+    assert list(found) == list(expected)
+    assert len(found) == 5  # three of four layers, `out` and `mixed`
+    for block, one in zip(found.values(), expected.values(), strict=True):
+        torch.testing.assert_close((block.A, block.B), (one.A, one.B), rtol=1e-12, atol=1e-14)
+    assert capture.unexplained == other.unexplained
+    assert {name for name, _ in capture.unexplained} == {"hidden"}
+    assert set(capture.tracker.leaves()) == set(capture.tracker.params)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}])
+def test_passes_of_pytorch_are_captured(ranks: Pool, settings: dict[str, Any]) -> None:
+    """Three passes, of which each sends several vectors back."""
+    ranks(2, compare_passes, settings)
+
+
+def compare_without_model() -> None:
+    """A session that does not know the model sees nothing."""
+    model = nn.Linear(3, 2)
+    fully_shard(model)
+    session = new_session(dict(model.named_parameters()))
+    x = torch.rand(4, 3)
+    capture = Capture(session, FactorSums(SETTINGS), len(x))
+    with capture:
+        model(capture.mark_data(x))
+    capture.leave_nothing_behind()
+    assert not capture.sums.blocks  # type: ignore[attr-defined]
+
+
+def test_sessions_without_model(ranks: Pool) -> None:
+    ranks(2, compare_without_model)

@@ -1,0 +1,112 @@
+"""The page of benchmarks: a table for each file, with where its numbers come from, and a picture of its rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from docs import results
+
+# Others have no table, such as that of the conformance kit.
+COMMITTED = [file for file in results.files() if json.loads(file.read_text(encoding="utf-8")).get("rows")]
+
+
+@pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
+def test_committed_numbers_say_where_they_come_from(file: Path) -> None:
+    environment = json.loads(file.read_text(encoding="utf-8"))["environment"]
+    assert {"command", "date", "device", "kfs", "machine", "python", "torch"} <= environment.keys()
+
+
+def test_a_fresh_clone_has_numbers() -> None:
+    assert len(COMMITTED) >= 3
+    shown = results.markdown()
+    for file in COMMITTED:
+        assert json.loads(file.read_text(encoding="utf-8"))["environment"]["command"] in shown
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    row = {"problem": "MLP", "program": "KFAC", "library": "kfs", "seconds": 1.0, "ratio": 1.2, "flop_ratio": None}
+    content = {"environment": {"command": "python -m x", "date": "2025-01-02", "torch": "2"}, "rows": [row]}
+    (tmp_path / "factors.json").write_text(json.dumps(content), encoding="utf-8")
+    assert results.drawn(tmp_path) == ["factors"]
+    results.draw("factors", tmp_path, tmp_path)
+    assert "<svg" in (tmp_path / "benchmark_factors.svg").read_text(encoding="utf-8")
+    shown = results.markdown(tmp_path)
+    assert "(figures/benchmark_factors.svg)" in shown
+    assert "`python -m x`, 2025-01-02, torch 2" in shown
+    assert "Note" not in shown
+    content["environment"] = {"torch": "2", "note": "a guess"}
+    (tmp_path / "factors.json").write_text(json.dumps(content), encoding="utf-8")
+    assert "\ntorch 2. Note: a guess.\n" in results.markdown(tmp_path)
+
+
+def test_benchmarks_with_and_without_results(tmp_path: Path) -> None:
+    assert "make bench" in results.markdown(tmp_path).partition("no numbers yet")[2]
+    row = {"problem": "MLP", "program": "KFAC", "library": "kfs", "seconds": 1.0, "ratio": 1.234, "flop_ratio": None}
+    content = {"environment": {"torch": "2"}, "rows": [row]}
+    (tmp_path / "factors.json").write_text(json.dumps(content), encoding="utf-8")
+    (tmp_path / "conformance.json").write_text(json.dumps({"results": {}}), encoding="utf-8")
+    body = results.markdown(tmp_path)
+    assert "| MLP | KFAC | kfs | 1.23 |" in body
+    assert "no numbers yet" not in body
+
+
+def test_benchmarks_of_merging(tmp_path: Path) -> None:
+    row = {"start": "strong", "tasks": "halves", "way": "average", "accuracies": [90.0, 91.0]}
+    rows = [row | {"iterations": None, "seconds": None}, row | {"way": "KFAC", "iterations": 3, "seconds": 0.5}]
+    file = tmp_path / "applications_merging.json"
+    file.write_text(json.dumps({"environment": {}, "rows": rows}), encoding="utf-8")
+    body = results.markdown(tmp_path)
+    assert "| strong start, halves | average | 90.50 |  |  |" in body
+    assert "|  | KFAC | 90.50 | 3.00 | 0.50 |" in body
+
+
+def test_benchmarks_of_training(tmp_path: Path) -> None:
+    runs = [{"steps": 10, "seconds": 0.5, "reached": True}, {"steps": 99, "seconds": 9.0, "reached": False}]
+    row = {"task": "cnn", "optimizer": "kfs", "lr": 0.1, "runs": [runs[0], runs[1], runs[0]], "note": "at the edge"}
+    lost, missing = {**row, "optimizer": "sgd", "runs": runs[1:]}, {**row, "optimizer": "peer", "lr": None, "runs": []}
+    steps = [{"problem": "MLP", "optimizer": name, "seconds": 1.0, "ratio": 2.0} for name in ("kfs", "sgd")]
+    for name, rows in {"train_cnn": [row, lost, missing], "train_cost": steps, "train_gpt_quick": steps}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"environment": {}, "rows": rows}), encoding="utf-8")
+    body = results.markdown(tmp_path)
+    assert "| kfs | at the edge | 0.1 | 10 | 0.50 |" in body
+    assert "| sgd | at the edge, not reached | 0.1 |  |  |" in body
+    assert "| peer | at the edge |  |" in body
+    assert "| MLP | kfs | 2.00 |\n|  | sgd |" in body
+    assert "Train: cost" in body
+    assert "quick" not in body
+
+
+def test_runs_on_a_gpu(tmp_path: Path) -> None:
+    history = [[step, step / 10, 1 / step] for step in range(1, 9)]
+    row = {"task": "gpt", "optimizer": "kfs", "lr": 1.0, "seconds": 0.8, "end": 0.125, "history": history}
+    (tmp_path / "train_cuda_gpt.json").write_text(json.dumps({"rows": [row]}), encoding="utf-8")
+    assert "| kfs | 1 | 0.5 | 0.25 | 0.125 | 0.80 |" in results.markdown(tmp_path)
+
+
+def test_traffic_of_several_processes(tmp_path: Path) -> None:
+    row = {"model": "MLP", "ranks": 2, "seconds": 0.01, "busy": 0.01, "factors": 9}
+    rows = [
+        row | {"optimizer": "AdamW", "sent": 0.0, "scheme": 0.0, "held": 0},
+        row | {"optimizer": "KFAC", "sent": 2e6, "scheme": 8e6, "held": 5_000_000},
+    ]
+    (tmp_path / "distributed.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    text = results.markdown(tmp_path)
+    assert "| MLP | AdamW | 2 | 10.00 |  |  |  |" in text
+    assert "| MLP | KFAC | 2 | 10.00 | 2.00 | 8.00 | 5.00 |" in text
+
+
+def test_benchmarks_of_compression(tmp_path: Path) -> None:
+    row = {
+        "method": "OBS",
+        "keep": 0.2,
+        "accuracy": 91.5,
+        "accuracies": [91.5],
+        "stored": 1.0,
+        "flops": 0.5,
+        "time": 0.7,
+    }
+    content = {"environment": {}, "rows": [row, {**row, "keep": 0.1}]}
+    (tmp_path / "compression.json").write_text(json.dumps(content), encoding="utf-8")
+    first = "| OBS | 0.20 | 91.50 | 1.00 | 0.50 | 0.70 |"
+    assert f"{first}\n|  | 0.10 |" in results.markdown(tmp_path)

@@ -1,0 +1,25 @@
+"""A stand-in for an accelerator."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kfs import waiting
+from kfs.operators import recorded_products
+from tests.kfac.tape import Tapes
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
+    """Let the CPU count as an accelerator whose graphs are tapes."""
+    made: list[Tapes] = []
+
+    def make() -> Tapes:
+        made.append(Tapes())
+        return made[-1]
+
+    monkeypatch.setattr(recorded_products, "recorder_for", lambda _: make)
+    monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)
+    waiting._constants.clear()
+    yield made
+    waiting._constants.clear()
