@@ -5,6 +5,7 @@ state, in which every tensor is fetched from the rank that has it when somebody 
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfs.distributed.ranks import Ranks, connected
-from kfs.storage import Elsewhere, in_file_order, with_tensors
+from kfs.storage import Elsewhere, in_file_order, with_tensors, write
 
 
 def joined(ranks: Ranks, state: Mapping[str, Any], lists: Iterable[str], root: int | None = None) -> dict[str, Any]:
@@ -96,3 +97,22 @@ def fetched(state: Any) -> Any:
     """
     tensors = {id(one): one.fetch() for one in in_file_order(state) if isinstance(one, Elsewhere)}
     return with_tensors(state, lambda one: tensors[id(one)], Elsewhere)
+
+
+def write_joined(ranks: Ranks, path: str | Path, about: Mapping[str, Any], state: Any, root: int = 0) -> None:
+    """Let one rank write a file with a state that was `joined` for it. All ranks call it.
+
+    Args:
+        ranks: Who takes part.
+        path: Where.
+        about: What people want to see in the header, by name.
+        state: From `joined`, on all ranks, or something that has it.
+        root: The rank that writes.
+
+    Raises:
+        StorageError: If the file cannot be written. Call it where ranks agree on errors.
+    """
+    if ranks.rank == root:
+        write(path, about, state)
+    else:
+        fetched(state)

@@ -25,7 +25,6 @@ from kfs.kfac.storage.files import loadable
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked, zero_blocks
-from kfs.kfac.structures.structure import Structure
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.placement import Placement
 from kfs.names import ByName, near
@@ -168,10 +167,11 @@ class KFAC(ShowsFactors, BlockDiagonal):
         """The blocks of this process as Kronecker products, those of one size together in memory."""
         if self._stacks is None:
             here = [block for block in self.blocks.values() if block.sums.is_here]
-            parts: list[tuple[Layout, Structure]] = [(block.layout, block.structure()) for block in here]
-            if self.ranks.rank == 0:  # one of them has rows of parameters that are not used
-                parts += zero_blocks([block.layout for block in self.blocks.values()], self.domain)
-            self._stacks = stacked(parts)
+            parts = [(block.layout, block.structure()) for block in here]
+            layouts = [block.layout for block in self.blocks.values()]
+            # One of the ranks has rows of parameters that are not used.
+            zeros = zero_blocks(layouts, self.domain) if self.ranks.rank == 0 else []
+            self._stacks = stacked([*parts, *zeros])
             self._share_memory()
         return self._stacks
 
@@ -318,6 +318,8 @@ class KFAC(ShowsFactors, BlockDiagonal):
         K._of = str(state.get("of", ""))  # older files do not say it
         K.computed_at = str(state.get("computed_at", ""))  # nor this
         K.settings = Settings.from_state(state["settings"])
+        if K.ranks.are_several:
+            K.settings = replace(K.settings, placement="owner")
         K.loss = LossScale(**state["loss"])
         K.count = float(state["count"])
         K.num_data = int(state["num_data"])

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import kfs
+from kfs import storage
+from kfs.distributed import Ranks
+from kfs.distributed.states import joined, write_joined
 from kfs.errors import DataError, DistributedError, ModelError, SolverError
 from kfs.kfac.kfac import KFAC
 from kfs.kfac.structures import BlockDiagonal
@@ -70,7 +73,7 @@ def compare_numbers(kind: type[KFAC | kfs.EKFAC], name: str, settings: dict[str,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "size"), [("tokens", 4), ("experts", 3), ("convolution", 2), ("mlp", 1)])
+@pytest.mark.parametrize(("name", "size"), [("tokens", 4), ("experts", 3), ("convolution", 2), ("tokens", 1)])
 def test_same_results(ranks: Pool, kind: type[KFAC | kfs.EKFAC], name: str, size: int) -> None:
     """Some ranks own nothing, some have no data, and blocks of one parameter may have different owners."""
     assert len(set(ranks(size, compare_numbers, kind, name, {"fisher": "mc"}))) == 1
@@ -87,7 +90,9 @@ def compare_combinations() -> None:
     close(mine @ v, theirs @ v)
     close((K @ F) @ v, one @ (other @ v))
     close((K @ F).T @ v, other @ (one @ v))
-    close((K + one) @ v, 2 * (one @ v))  # without common blocks
+    close((K + one) @ v, 2 * (one @ v))  # without common owners
+    apart = KFAC(risk, joint_bias=False, placement="owner")
+    close((K + apart) @ v, one @ v + KFAC(risk, joint_bias=False) @ v)  # without common blocks
     close((K + kfs.EKFAC(risk, placement="owner").inverse(1.0)) @ v, one @ v + kfs.EKFAC(risk).inverse(1.0) @ v)
     dampings = {name: 0.1 * (1 + place) for place, name in enumerate(K.blocks)}
     for method in ("exact", "factored", "per-factor"):
@@ -327,12 +332,14 @@ def test_errors(ranks: Pool) -> None:
 
 
 def not_finite() -> str:
-    model = nn.Linear(3, 1).double()
-    X = torch.full((4, 3), 1e200, dtype=torch.float64)
+    """Rank 1 owns the block that is not finite."""
+    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 30)).double()
+    X = torch.full((4, 1), 1e200, dtype=torch.float64)
     with torch.no_grad():
-        model.weight.zero_()
-    risk = kfs.EmpiricalRisk(model, nn.MSELoss(), kfs.shard((X, X[:, :1]), dist.group.WORLD))
-    with pytest.raises(DataError, match="The inputs of block 'weight' are not finite") as caught:
+        model[0].weight.zero_()
+    y = torch.zeros(4, 30, dtype=torch.float64)
+    risk = kfs.EmpiricalRisk(model, nn.MSELoss(), kfs.shard((X, y), dist.group.WORLD))
+    with pytest.raises(DataError, match="The inputs of block '0' are not finite") as caught:
         KFAC(risk, placement="owner")
     return str(caught.value)
 
@@ -340,3 +347,18 @@ def not_finite() -> str:
 def test_factors_that_are_not_finite(ranks: Pool) -> None:
     one, other = ranks(2, not_finite)
     assert one == other
+
+
+def write_at_another_rank(path: str) -> None:
+    ranks = Ranks(dist.group.WORLD)
+    mine = {"number": 7, "parts": [torch.full((2,), float(ranks.rank)), [ranks.rank]]}
+    state = joined(ranks, mine, ["parts"], root=1)
+    write_joined(ranks, path, {"kind": "test"}, state, root=1)
+    dist.barrier()
+    found = storage.read(path)[1]
+    assert (found["number"], found["parts"][1::2]) == (7, [[0], [1], [2]])
+    assert [t.tolist() for t in found["parts"][::2]] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+
+
+def test_states_of_several_ranks(ranks: Pool, tmp_path: Path) -> None:
+    ranks(3, write_at_another_rank, str(tmp_path / "state"))

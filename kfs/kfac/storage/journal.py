@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kfs import storage
 from kfs.data import Batch, cut, plain, tensors_in
-from kfs.distributed.states import fetched, joined
+from kfs.distributed.states import joined, write_joined
 from kfs.errors import StorageError
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Checkpoint, Progress
@@ -84,6 +84,7 @@ class Journal:
         self.checkpoint = checkpoint
         self._loss = risk.loss
         self._batch_axis = settings.batch_axis
+        self._owned = settings.placement == "owner"
         self._device = settings.factor_device or str(risk.device)
         module = risk.model if isinstance(risk.model, torch.nn.Module) else torch.nn.Module()
         name = getattr(risk.model, "__qualname__", type(risk.model).__name__)
@@ -256,18 +257,15 @@ class Journal:
 
     def write(self, progress: Progress, sums: Sums) -> None:
         """Write the sums of this process."""
-        self._write(self.own_path, progress.state(), self._seen, sums.state())
+        storage.write(self.own_path, *self._content(progress.state(), self._seen, sums.state()))
         self._in_file = self._seen.number
         self._written_at = time.monotonic()
 
-    def _write(self, path: Path, progress: Mapping[str, Any], seen: SeenData, uses: Any) -> None:
-        state = self._state(progress, seen, uses)
+    def _content(self, progress: Mapping[str, Any], seen: SeenData, uses: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return header and state of a file."""
         about = {"kind": "checkpoint", "belongs_to": self.belongs_to, "batches": progress["batches"]}
-        storage.write(path, about, state)
-
-    def _state(self, progress: Mapping[str, Any], seen: SeenData, uses: Any) -> dict[str, Any]:
         ranges = [list(some) for some in seen.ranges]
-        return {"progress": {**progress, "ranges": ranges, "digest": f"{seen.digest:032x}"}, "uses": uses}
+        return about, {"progress": {**progress, "ranges": ranges, "digest": f"{seen.digest:032x}"}, "uses": uses}
 
     def unite(self, progress: Progress, sums: Sums) -> None:
         """Replace all files by one, after the sums of all ranks were added up. All ranks call it.
@@ -297,11 +295,11 @@ class Journal:
 
     def _write_united(self, progress: Mapping[str, Any], seen: SeenData, sums: Sums) -> None:
         """Let rank 0 write the sums of all blocks, also of those that others own."""
-        uses: Any = joined(self.ranks, sums.own_state(self.ranks.rank), _LISTS, root=0)
-        if self.ranks.rank == 0:
-            self._write(self.path, progress, seen, uses)
-        else:
-            fetched(self._state(progress, seen, uses))
+        # If all ranks have all sums, those of rank 0 are enough.
+        is_copy = not self._owned and self.ranks.rank > 0
+        own = {name: [] if is_copy and name in _LISTS else value for name, value in sums.state().items()}
+        about, state = self._content(progress, seen, joined(self.ranks, own, _LISTS, root=0))
+        write_joined(self.ranks, self.path, about, state)
 
 
 def details(loss: Loss) -> str:

@@ -13,10 +13,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kfs import storage
 from kfs.distributed import Ranks, add_up
 from kfs.distributed.placement import EIGENVALUES, Part, place
-from kfs.distributed.states import fetched, joined
+from kfs.distributed.states import fetched, joined, write_joined
 from kfs.errors import DistributedError
 from kfs.kfac.structures.looking import Listed, VisibleBlocks, kind_of
 from kfs.kfac.structures.stack import Stack, check_coverage, stacked
@@ -147,10 +146,7 @@ class OwnedBlocks(VisibleBlocks):
         space = {"shapes": shapes, "dtype": str(self.dtype).removeprefix("torch.")}
         with self.ranks.agreed("save"):
             state = joined(self.ranks, self._state(), self._lists, root=0)
-            if self.ranks.rank == 0:
-                storage.write(path, {"kind": kind} | self._about(), state | {"space": space})
-            else:
-                fetched(state | {"space": space})
+            write_joined(self.ranks, path, {"kind": kind} | self._about(), state | {"space": space})
 
     def _about(self) -> dict[str, Any]:
         """Return what people want to see in a file's header."""

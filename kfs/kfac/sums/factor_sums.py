@@ -176,10 +176,6 @@ class FactorSums(Sums):
         blocks = [block.state() for block in self.blocks.values() if block.is_here]
         return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
 
-    def own_state(self, rank: int) -> dict[str, Any]:
-        """Return the sums that a rank owns; all of them for rank 0, if they have no owners."""
-        return self.state() | ({} if rank == 0 or self.owners else {"blocks": []})
-
     def restore(self, state: Any) -> None:
         """Undo `state`."""
         self.conflicts = {(str(name), str(operation)) for name, operation in state["conflicts"]}

@@ -114,9 +114,5 @@ class Sums(ABC):
     def restore(self, state: Any) -> None:
         """Undo `state`."""
 
-    def own_state(self, rank: int) -> dict[str, Any]:
-        """Return the part of `state` that a rank writes, after sums were added up; rank 0, if all ranks have all."""
-        return self.state()
-
     def add(self, state: Any) -> None:  # noqa: B027 (most are not kept in files)
         """Add what `state` has returned for sums over other data, after the last batch."""

@@ -109,6 +109,7 @@ class PerDatumSums(Sums):
         super().__init__(layouts.values())
         self._left_out = left_out
         self._owners = owners
+        self._here: Collection[Key] = statistics.keys()
         self.settings = settings
         self._layouts = layouts
         self._statistics = statistics
@@ -170,10 +171,12 @@ class PerDatumSums(Sums):
         for owner in sorted(set(self._owners.values())):
             of_owner = [s for key, s in self._statistics.items() if self._owners[key] == owner]
             add_up_at(ranks, owner, [total for statistic in of_owner for total in statistic.totals])
+        self._here = {key for key, owner in self._owners.items() if owner == ranks.rank}
 
     def state(self) -> dict[str, Any]:
-        """Return all sums, between two batches, for a file."""
-        return {"totals": [[self._layouts[key].name, s.total] for key, s in self._statistics.items()]}
+        """Return all sums, between two batches, for a file; after they were added up, those that this rank owns."""
+        here = {key: s for key, s in self._statistics.items() if key in self._here}
+        return {"totals": [[self._layouts[key].name, s.total] for key, s in here.items()]}
 
     def restore(self, state: Any) -> None:
         """Undo `state`."""
@@ -186,12 +189,6 @@ class PerDatumSums(Sums):
         by_name = {self._layouts[key].name: statistic for key, statistic in self._statistics.items()}
         for name, total in state["totals"]:
             by_name[name].total.add_(total.to(by_name[name].total.device))
-
-    def own_state(self, rank: int) -> dict[str, Any]:
-        """Return the sums that a rank owns; all of them for rank 0, if they have no owners."""
-        owners = {} if self._owners is None else self._owners
-        mine = {self._layouts[key].name for key in self._statistics if owners.get(key, 0) == rank}
-        return {"totals": [[name, total] for name, total in self.state()["totals"] if name in mine]}
 
 
 @dataclass
