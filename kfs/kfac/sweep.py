@@ -144,7 +144,7 @@ def sweep(
     ranks = risk.ranks
     if ranks.are_several:
         _check_same_computation(risk, settings)
-    with _naming(journal):
+    with nullcontext() if journal is None else _naming(journal):
         with ranks.agreed(task):
             progress = Progress() if journal is None else journal.resume(sums)
             for _ in passes(risk, sums, settings, task, progress, journal):
@@ -161,13 +161,11 @@ def sweep(
 
 
 @contextmanager
-def _naming(journal: Journal | None) -> Iterator[None]:
+def _naming(journal: Journal) -> Iterator[None]:
     """Let the error about a process that has ended name the checkpoint that others can continue from."""
     try:
         yield
     except LostRankError as error:
-        if journal is None:
-            raise
         raise LostRankError(
             error.cause,
             f"Start the program again, with any number of processes: it continues from the checkpoint {journal.path}.",

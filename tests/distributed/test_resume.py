@@ -126,6 +126,20 @@ def test_continued_by_one_process_and_back(ranks: Pool, tmp_path: Path) -> None:
     assert {of_bits for *_, of_bits in ranks(3, result, KFAC, str(tmp_path / "run"), settings)} == {found[0][2]}
 
 
+def test_files_that_were_united_are_not_counted_twice(ranks: Pool, tmp_path: Path) -> None:
+    """A kill between writing the file of all ranks, and deleting the others."""
+    path = tmp_path / "run"
+    ranks(3, interrupted, KFAC, str(path), {}, 1)
+    others = {file: file.read_bytes() for file in tmp_path.glob("run.rank-*")}
+    expected = ranks(3, result, KFAC, str(path), {})
+    for file, content in others.items():
+        file.write_bytes(content)
+    for found, number, of_bits in ranks(2, result, KFAC, str(path), {}):
+        assert (number, of_bits) == (23, expected[0][2])
+        assert torch.equal(found, expected[0][0])
+    assert not list(tmp_path.glob("run.rank-*"))
+
+
 def killed(path: str) -> str:
     """Let the last rank be killed in the middle."""
     rank = dist.get_rank()

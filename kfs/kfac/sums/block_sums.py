@@ -89,10 +89,8 @@ class RoleSums:
         self.input.merge_in(other.input)
         self.gradient.merge_in(other.gradient)
         self.counted = self.terms + other.terms
-        if self.inverse_squares is not None:
-            self.inverse_squares = (
-                None if other.inverse_squares is None else self.inverse_squares + other.inverse_squares
-            )
+        squares = [self.inverse_squares, other.inverse_squares]
+        self.inverse_squares = None if any(one is None for one in squares) else sum(squares)  # type: ignore[arg-type]
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and let the host know their counts; nothing is kept on a device for further ones."""
