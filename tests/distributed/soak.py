@@ -48,21 +48,23 @@ def work(rank: int, size: int, store: str, folder: str, kind: str, settings: dic
     """Compute factors on one rank of several, and save them."""
     gc.freeze()  # see `pool`
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, size),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=60),
-    )
-    model, loss, X, y = problem("tokens")
-    own = slice(rank * len(X) // size, (rank + 1) * len(X) // size)
-    risk = kfs.EmpiricalRisk(model, loss, Slow(batches(X[own], y[own], 2)), group=dist.group.WORLD)
     try:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, size),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=60),
+        )
+        Path(f"{store}.{rank}").touch()
+        model, loss, X, y = problem("tokens")
+        own = slice(rank * len(X) // size, (rank + 1) * len(X) // size)
+        risk = kfs.EmpiricalRisk(model, loss, Slow(batches(X[own], y[own], 2)), group=dist.group.WORLD)
         K = KINDS[kind](risk, checkpoint=kfs.Checkpoint(f"{folder}/run", batches=1), **settings)
         dense = K.to_dense()
         if rank == 0:
-            torch.save(dense, f"{folder}/result")
+            torch.save(dense, f"{folder}/partial result")
+            os.replace(f"{folder}/partial result", f"{folder}/result")
         dist.barrier()
     except (DistributedError, RuntimeError):
         os._exit(LOST)
@@ -77,6 +79,9 @@ def attempt(folder: Path, size: int, kind: str, settings: dict[str, Any], after:
         processes = [context.Process(target=work, args=(rank, *arguments)) for rank in range(size)]
         for process in processes:
             process.start()
+        # Who waits for others to connect would not notice that one of them is gone.
+        while len(list(Path(place).glob("store.*"))) < size:
+            time.sleep(0.01)
         if after is not None:
             processes[victim % size].join(after)
             processes[victim % size].kill()
@@ -103,7 +108,7 @@ def run(folder: Path, rounds: int | None, seed: int, kills: int = 4, seconds: fl
         settings = chance.choice(SETTINGS)
         finished = False
         for number in range(kills + 1):
-            after = chance.uniform(0.05, 0.8) if number < kills else None
+            after = chance.uniform(0.0, 0.7) if number < kills else None
             finished = attempt(place, chance.randint(1, 4), kind, settings, after, chance.randrange(4))
             if finished:
                 break

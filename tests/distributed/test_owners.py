@@ -333,10 +333,11 @@ def test_errors(ranks: Pool) -> None:
 
 def not_finite() -> str:
     """Rank 1 owns the block that is not finite."""
-    model = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 30)).double()
+    first = nn.Linear(1, 2)
+    model = nn.Sequential(first, nn.Linear(2, 30)).double()
     X = torch.full((4, 1), 1e200, dtype=torch.float64)
     with torch.no_grad():
-        model[0].weight.zero_()
+        first.weight.zero_()
     y = torch.zeros(4, 30, dtype=torch.float64)
     risk = kfs.EmpiricalRisk(model, nn.MSELoss(), kfs.shard((X, y), dist.group.WORLD))
     with pytest.raises(DataError, match="The inputs of block '0' are not finite") as caught:
