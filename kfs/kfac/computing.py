@@ -12,7 +12,7 @@ from kfs.distributed import Ranks
 from kfs.errors import DataError
 from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shared_with
 from kfs.kfac.settings import Settings
-from kfs.kfac.storage.checkpoint import Checkpoint, Progress
+from kfs.kfac.storage.checkpoint import Checkpoint, Progress, naming
 from kfs.kfac.storage.journal import Journal
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.owned import choose_owners, keep_own
@@ -41,7 +41,8 @@ def compute_sums(
         The sums; the rank that owns each block, if blocks have owners; and what was counted.
     """
     journal = None if checkpoint is None else partial(Journal, checkpoint, risk, settings)
-    sums, progress = one_by_one_if_needed(settings, lambda s: kfac(risk, s, journal, owners))
+    with naming(checkpoint):
+        sums, progress = one_by_one_if_needed(settings, lambda s: kfac(risk, s, journal, owners))
     found = list(sums.blocks.values())
     bad = not_covered(risk.params, found, progress.unexplained, sums.conflicts)
     blocks = [block for block in found if not bad.keys() & set(block.layout.params)]

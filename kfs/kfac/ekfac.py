@@ -43,7 +43,7 @@ from kfs.kfac.looking import ShowsFactors, describe_factors
 from kfs.kfac.loss_scale import LossScale
 from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.kfac.squares import sum_squares
-from kfs.kfac.storage.checkpoint import Checkpoint, Progress
+from kfs.kfac.storage.checkpoint import Checkpoint, Progress, naming
 from kfs.kfac.storage.files import loadable
 from kfs.kfac.storage.journal import Journal
 from kfs.kfac.storage.seen_data import digest
@@ -160,7 +160,8 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         if checkpoint is not None:
             settings = self.settings.with_fresh_draws()
             journal = partial(Journal, checkpoint, risk, settings, basis=self._digests_of_eigenvectors())
-        self._sums, progress = self._squares(risk, self.settings, journal)
+        with naming(checkpoint):
+            self._sums, progress = self._squares(risk, self.settings, journal)
         self.num_data = progress.num_data
         self.count = progress.count
         self.audit = progress.audit

@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.data import Batch, values_digest
 from kfs.distributed.placement import passes as subsets_of
-from kfs.errors import LostRankError
 from kfs.exact_derivatives import RightGradients, explained, has_instance_norms
 from kfs.kfac.capture import Audits, forward, recorder_for, send_back
 from kfs.kfac.layout import Key
@@ -144,32 +143,19 @@ def sweep(
     ranks = risk.ranks
     if ranks.are_several:
         _check_same_computation(risk, settings)
-    with nullcontext() if journal is None else _naming(journal):
-        with ranks.agreed(task):
-            progress = Progress() if journal is None else journal.resume(sums)
-            for _ in passes(risk, sums, settings, task, progress, journal):
-                pass
-            if journal is not None:
-                journal.close(progress, sums)
-        if ranks.are_several:
-            risk.count()  # refuses data that are empty on all ranks
-            progress.add_up(ranks)
-            sums.add_up(ranks, risk.device)
+    with ranks.agreed(task):
+        progress = Progress() if journal is None else journal.resume(sums)
+        for _ in passes(risk, sums, settings, task, progress, journal):
+            pass
         if journal is not None:
-            journal.unite(progress, sums)
+            journal.close(progress, sums)
+    if ranks.are_several:
+        risk.count()  # refuses data that are empty on all ranks
+        progress.add_up(ranks)
+        sums.add_up(ranks, risk.device)
+    if journal is not None:
+        journal.unite(progress, sums)
     return progress
-
-
-@contextmanager
-def _naming(journal: Journal) -> Iterator[None]:
-    """Let the error about a process that has ended name the checkpoint that others can continue from."""
-    try:
-        yield
-    except LostRankError as error:
-        raise LostRankError(
-            error.cause,
-            f"Start the program again, with any number of processes: it continues from the checkpoint {journal.path}.",
-        ) from error
 
 
 def _check_same_computation(risk: EmpiricalRisk, settings: Settings) -> None:

@@ -28,7 +28,7 @@ from tests.distributed.problems import batches, problem, risk_of_all
 SETTINGS: list[dict[str, Any]] = [
     {"fisher": "mc"},
     {"fisher": "mc", "placement": "owner"},
-    {"fisher": "mc", "factor_memory": 1000, "placement": "owner"},
+    {"fisher": "mc", "factor_memory": 1600, "placement": "owner"},
     {"fisher": "empirical", "sharing": "reduce"},
 ]
 KINDS: dict[str, Any] = {"KFAC": kfs.KFAC, "EKFAC": kfs.EKFAC}

@@ -1,5 +1,7 @@
 """Checkpoints: how often sums are written, and what a pass over the data has counted. `journal` writes them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -8,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from kfs.distributed import Ranks
-from kfs.errors import StorageError
+from kfs.errors import LostRankError, StorageError
 from kfs.kfac.capture import Audit
 from kfs.waiting import number
 
@@ -38,6 +40,21 @@ class Checkpoint:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise StorageError(f"{name} is {value!r}.", "Use a positive number.")
+
+
+@contextmanager
+def naming(checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Let the error about a process that has ended name the checkpoint that others can continue from."""
+    try:
+        yield
+    except LostRankError as error:
+        way_out = error.way_out
+        if checkpoint is not None:
+            way_out = (
+                "Start the program again, with any number of processes: it continues from the checkpoint "
+                f"{checkpoint.path}."
+            )
+        raise LostRankError(error.cause, way_out) from error
 
 
 @dataclass
