@@ -76,6 +76,10 @@ class DistributedError(KfsError, RuntimeError):
     """Processes of a group do not fit together."""
 
 
+class LostRankError(DistributedError):
+    """A process of a group does not answer any more."""
+
+
 class VerificationError(KfsError, AssertionError):
     """A numerical claim turned out to be false."""
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import cycle
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -29,6 +30,22 @@ from kfs.version import __version__
 
 class UnfitError(Exception):
     """A part of a state is not what it should be; `valid` turns this into a helpful message."""
+
+
+class Elsewhere:
+    """A tensor that is fetched when it is written.
+
+    Args:
+        shape: Its shape.
+        dtype: Its dtype.
+        fetch: Returns it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, fetch: Callable[[], Tensor]) -> None:
+        """Remember what it looks like."""
+        self.shape = shape
+        self.dtype = dtype
+        self.fetch = fetch
 
 
 Piece = TypeVar("Piece")
@@ -64,13 +81,14 @@ def write(path: str | Path, about: Mapping[str, Any], state: Any) -> None:
     Args:
         path: Where.
         about: What people want to see in the header, by name: strings, numbers, lists, dictionaries.
-        state: Nested dictionaries and lists of tensors, strings, numbers, booleans and nothing.
+        state: Nested dictionaries and lists of tensors, strings, numbers, booleans and nothing. Tensors that are
+            `Elsewhere` are fetched one after the other.
 
     Raises:
         StorageError: If the file cannot be written.
     """
     path = Path(path)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Elsewhere] = {}
     packed = _pack(state, "", tensors)
     header = {name: value if isinstance(value, str) else json.dumps(value) for name, value in about.items()}
     header |= {"format": "kfs", "kfs_version": __version__, "state": json.dumps(packed)}
@@ -90,6 +108,24 @@ def write(path: str | Path, about: Mapping[str, Any], state: Any) -> None:
     finally:
         with suppress(OSError):  # it has got its name already, or could not even be made
             partial.unlink()
+
+
+def in_file_order(state: Any) -> list[Tensor | Elsewhere]:
+    """Return all tensors of a state, in the order in which `write` writes them."""
+    tensors: dict[str, Tensor | Elsewhere] = {}
+    _pack(state, "", tensors)
+    return [tensors[name] for name in _names_in_order(tensors)]
+
+
+def with_tensors(state: Any, function: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """Return a state in which everything of a kind, by default tensors, is replaced by what a function returns."""
+    if isinstance(state, kind):
+        return function(state)
+    if isinstance(state, Mapping):
+        return {key: with_tensors(value, function, kind) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [with_tensors(value, function, kind) for value in state]
+    return state
 
 
 def read(path: str | Path, device: str | torch.device = "cpu", check_digest: bool = True) -> tuple[dict[str, str], Any]:
@@ -227,29 +263,33 @@ def _in_order(
         yield under_way.popleft().result()
 
 
-def _write_tensors(file: BinaryIO, header: dict[str, str], tensors: Mapping[str, Tensor]) -> None:
+def _names_in_order(tensors: Mapping[str, Tensor | Elsewhere]) -> list[str]:
+    """Return the names of tensors, the largest numbers first, so that all of them lie at multiples of their size."""
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+
+
+def _write_tensors(file: BinaryIO, header: dict[str, str], tensors: Mapping[str, Tensor | Elsewhere]) -> None:
     """Write a file in the safetensors format, with its digest.
 
     Hashing takes longer than anything else here. So threads copy pieces from an accelerator and hash them, while this
     one writes those that are hashed. What was written is not read again.
     """
     entries: dict[str, Any] = {"__metadata__": header}
-    # The largest numbers come first, so that all of them lie at multiples of their size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = _names_in_order(tensors)
     end = 0
     for name in names:
         t = tensors[name]
-        start, end = end, end + t.numel() * t.element_size()
+        start, end = end, end + prod(t.shape) * t.dtype.itemsize
         entries[name] = {"dtype": _DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     beginning = len(text).to_bytes(8, "little") + text
     file.write(beginning)
     hashed = hashlib.blake2b(beginning, digest_size=32)
-    buffers = _pinned_buffers(tensors.values())
-    in_file_order = (tensors[name] for name in names)
+    buffers = _pinned_buffers(t for t in tensors.values() if isinstance(t, Tensor))
+    fetched = (t if isinstance(t, Tensor) else t.fetch() for t in map(tensors.__getitem__, names))
     # A piece gets the buffer of an earlier one whose result was written (see `_in_order`).
-    pieces = zip(_pieces(in_file_order, pinned=bool(buffers)), cycle(buffers or [None]), strict=False)
+    pieces = zip(_pieces(fetched, pinned=bool(buffers)), cycle(buffers or [None]), strict=False)
     with ThreadPoolExecutor(_THREADS) as threads:
         for parts, digest in _in_order(threads, _fetch_and_hash, pieces):
             file.writelines(parts)
@@ -324,9 +364,9 @@ def _fetch_and_hash(piece: tuple[list[Tensor], Tensor | None]) -> tuple[list[mem
     return there, _digest_of_piece(there)
 
 
-def _pack(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def _pack(state: Any, name: str, tensors: dict[str, Tensor | Elsewhere]) -> Any:
     """Take tensors out of a state."""
-    if isinstance(state, Tensor):
+    if isinstance(state, Tensor | Elsewhere):
         if state.dtype not in _DTYPES:
             raise StorageError(f"{name} has dtype {state.dtype}, which files cannot have.", "Convert it before.")
         while name in tensors:  # `{"a": {"b": ...}, "a.b": ...}`

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfs.distributed.ranks import Ranks
+from kfs.distributed.ranks import Ranks, connected
 from kfs.distributed.summing import buckets
 
 
@@ -32,7 +32,8 @@ def add_up_at(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
         return
     for some in buckets(list(parts)):
         flat = _flat(ranks, some)
-        dist.reduce(flat, group=ranks.group, group_dst=owner)
+        with connected("sums for owners"):
+            dist.reduce(flat, group=ranks.group, group_dst=owner)
         if ranks.rank == owner:
             _copy_back(flat, some)
         else:
@@ -55,7 +56,8 @@ def copy_from(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
         return
     for some in buckets(list(parts)):
         flat = _flat(ranks, some)
-        dist.broadcast(flat, group=ranks.group, group_src=owner)
+        with connected("copies from owners"):
+            dist.broadcast(flat, group=ranks.group, group_src=owner)
         if ranks.rank != owner:
             _copy_back(flat, some)
 

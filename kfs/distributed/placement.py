@@ -230,7 +230,7 @@ class Placement:
         return max(held) * self.ranks / sum(held)
 
 
-def place(parts: Iterable[Part], ranks: int, limit: float = LIMIT) -> Placement:
+def place(parts: Iterable[Part], ranks: int, limit: float = LIMIT, divide: bool = True) -> Placement:
     """Choose owners.
 
     Args:
@@ -238,6 +238,7 @@ def place(parts: Iterable[Part], ranks: int, limit: float = LIMIT) -> Placement:
         ranks: How many ranks there are.
         limit: How many bytes a rank may hold, in units of the mean over ranks. It is exceeded only if no way to
             keep it was found.
+        divide: Whether the parts of a block that fits nowhere may have different owners. `kfs.KFAC` does not do that.
 
     Raises:
         ModelError: If there is no rank or no part, or a part comes twice.
@@ -255,17 +256,21 @@ def place(parts: Iterable[Part], ranks: int, limit: float = LIMIT) -> Placement:
         raise ModelError("There is no block to place.", "kfs.inspect says which parameters are covered.")
     if len({part.key for part in ordered}) < len(ordered):
         raise ModelError("A part comes twice.", "Give blocks names of their own.")
-    # No limit below the largest part can be kept.
-    largest = ranks * max(part.nbytes for part in ordered) / sum(part.nbytes for part in ordered)
+    together: dict[str, int] = {}  # bytes of what has one owner
+    for part in ordered:
+        name = f"{part.block} {part.side}" if divide else part.block
+        together[name] = together.get(name, 0) + part.nbytes
+    # No limit below the largest of them can be kept.
+    largest = ranks * max(together.values()) / sum(together.values())
     low = max(limit, largest)
-    found = _within(ordered, ranks, low)
+    found = _within(ordered, ranks, low, divide)
     if found is None:
-        # Some rank is at the mean or below, and has room for any part.
+        # Some rank is at the mean or below, and has room for any of them.
         high = 1 + largest
-        found = _within(ordered, ranks, high)
+        found = _within(ordered, ranks, high, divide)
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            better = _within(ordered, ranks, middle)
+            better = _within(ordered, ranks, middle, divide)
             if better is None:
                 low = middle
             else:
@@ -275,10 +280,10 @@ def place(parts: Iterable[Part], ranks: int, limit: float = LIMIT) -> Placement:
     return Placement(ranks, tuple(ordered), {part.key: found[part.key] for part in ordered})
 
 
-def _within(parts: Sequence[Part], ranks: int, limit: float) -> dict[tuple[str, str], int] | None:
+def _within(parts: Sequence[Part], ranks: int, limit: float, divide: bool) -> dict[tuple[str, str], int] | None:
     """Choose owners such that a limit holds, in one of two ways; `None` if both fail."""
     for first_fit in (False, True):
-        found = _Room(parts, ranks, limit, first_fit).owners(parts)
+        found = _Room(parts, ranks, limit, first_fit).owners(parts, divide)
         if found is not None:
             return found
     return None
@@ -304,8 +309,8 @@ class _Room:
         self.share_of_bytes = ranks / sum(part.nbytes for part in parts)
         self.share_of_work = ranks / sum(part.work for part in parts)
 
-    def owners(self, parts: Iterable[Part]) -> dict[tuple[str, str], int] | None:
-        """Place all parts; `None` if one of them fits nowhere."""
+    def owners(self, parts: Iterable[Part], divide: bool) -> dict[tuple[str, str], int] | None:
+        """Place all parts; `None` if one of them, or a block that may not be divided, fits nowhere."""
         blocks: dict[str, list[Part]] = {}
         for part in parts:
             blocks.setdefault(part.block, []).append(part)
@@ -316,7 +321,7 @@ class _Room:
                 owners |= {part.key: rank for part in block}
                 continue
             for part in sorted(block, key=lambda part: part.nbytes, reverse=True):
-                rank = self._add([part])
+                rank = self._add([part]) if divide else None
                 if rank is None:
                     return None
                 owners[part.key] = rank

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from kfs.errors import DistributedError
+from kfs.errors import DistributedError, LostRankError
 
 Group = dist.ProcessGroup | DeviceMesh
 T = TypeVar("T")
@@ -119,6 +119,8 @@ class Ranks:
             return
         try:
             yield
+        except LostRankError:  # nobody can be told
+            raise
         except Exception as error:
             if getattr(error, "_kfs_agreed_in", None) is not self.group:  # otherwise all ranks know it
                 self._exchange(_Message(where, error=_pickled(error)))
@@ -148,7 +150,8 @@ class Ranks:
     def _exchange(self, mine: _Message) -> list[_Message]:
         """Send a message to all ranks, and return theirs if none of them has an error."""
         messages: list[_Message] = [mine] * self.size
-        dist.all_gather_object(messages, mine, group=self.group)
+        with connected(mine.where):
+            dist.all_gather_object(messages, mine, group=self.group)
         failed = [(rank, message.error) for rank, message in enumerate(messages) if message.error is not None]
         if failed:
             rank, found = failed[0]
@@ -169,6 +172,30 @@ class Ranks:
         error.add_note(f"Rank {rank} of {self.size} has raised this.")
         vars(error)["_kfs_agreed_in"] = self.group
         return error
+
+
+@contextmanager
+def connected(where: str) -> Iterator[None]:
+    """Exchange something in here, and say so if a process has ended. It holds nothing but calls of `torch.distributed`.
+
+    Args:
+        where: What is exchanged, in words.
+
+    Raises:
+        LostRankError: If the connection to another process is lost.
+
+    Example:
+        >>> with connected("nothing"):
+        ...     pass
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        first_line = str(error).partition("\n")[0]
+        raise LostRankError(
+            f"A process of the group has ended, or does not answer, at {where!r} ({first_line}).",
+            "Look at what it has written last, and start all processes again.",
+        ) from error
 
 
 def _process_group(group: Group | None) -> dist.ProcessGroup | None:

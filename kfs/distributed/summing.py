@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfs.distributed.ranks import Ranks
+from kfs.distributed.ranks import Ranks, connected
 from kfs.waiting import waiting_allowed
 
 # Large enough that starting an exchange does not count, and small enough that copies of a few buckets do not either.
@@ -158,12 +158,14 @@ def _start(ranks: Ranks, parts: list[Tensor]) -> _Bucket:
     """Copy tensors into a bucket, and let it be added up."""
     flat = torch.cat([part.detach().reshape(-1) for part in parts])
     flat = flat.to(ranks.device_for(flat.device))
-    return _Bucket(parts, flat, dist.all_reduce(flat, group=ranks.group, async_op=True))
+    with connected("sums"):
+        return _Bucket(parts, flat, dist.all_reduce(flat, group=ranks.group, async_op=True))
 
 
 def _finish(bucket: _Bucket) -> None:
     """Wait for a bucket, and copy it back."""
-    bucket.work.wait()
+    with connected("sums"):
+        bucket.work.wait()
     sizes = [part.numel() for part in bucket.parts]
     for part, total in zip(bucket.parts, bucket.flat.split(sizes), strict=True):
         part.detach().copy_(total.view(part.shape))

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from kfs.data import Batch, Fingerprint, fingerprint, tensors_in
-from kfs.kfac.storage.checkpoint import details, digest
+from kfs.kfac.storage.journal import details
+from kfs.kfac.storage.seen_data import digest
 from kfs.kfac.structures import BlockDiagonal
 from kfs.losses.quantities import Quantity
 from kfs.risk import EmpiricalRisk

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfs.describing import Described, Description, matrix, readable_size, shaped, times
-from kfs.errors import ShapeError
+from kfs.errors import DistributedError, ShapeError
 from kfs.kfac.layout import Layout, Side
 from kfs.kfac.structures.decompositions import computable
 from kfs.kfac.structures.factor import Factor
@@ -53,7 +53,7 @@ class Block(Described):
         sides: tuple[Side, ...] = ("A", "B")
         for side in sides:
             total = self.sums.on_side(side)[0].total
-            # Scales may be on an accelerator, too, and scaling copies the factor.
+            # Scales may be on an accelerator, too, and scaling copies the factor. Other processes may have the numbers.
             if total.device.type != "cpu" or total.numel() > _SHOWN:
                 facts.append(f"{side}: {shaped(total if groups > 1 else total[0])}")
             else:
@@ -88,12 +88,12 @@ class Block(Described):
     @property
     def A(self) -> Tensor:  # noqa: N802 (the document's symbol)
         """The input-based factor: `[d, d]`, only its diagonal `[d]`, or one for each group."""
-        return self._without_single_group(self.scale("A") * self.sums.side_total("A"))
+        return self._without_single_group(self.scale("A") * self._total("A"))
 
     @property
     def B(self) -> Tensor:  # noqa: N802
         """The gradient-based factor: `[d, d]`, only its diagonal `[d]`, or one for each group."""
-        total = self.sums.side_total("B")
+        total = self._total("B")
         if self.sums.forward_only:
             ones = torch.ones_like(total)
             total = ones if self.is_diagonal("B") else torch.diag_embed(ones.diagonal(dim1=-2, dim2=-1))
@@ -188,7 +188,7 @@ class Block(Described):
 
     def _factor(self, side: Side) -> Factor:
         """Return one side, with its scale beside it."""
-        total = self.sums.side_total(side)
+        total = self._total(side)
         values = computable(total)
         if side == "B" and self.sums.forward_only:
             # A scale that is a tensor stays on its device, which need not wait for it.
@@ -197,6 +197,15 @@ class Block(Described):
         scale = values.new_full((len(values),), self.scale(side))
         kind = "diagonal" if self.is_diagonal(side) else "dense"
         return Factor(values, scale, kind, eps=max(s.eps for s in self.sums.on_side(side)))  # type: ignore[arg-type]
+
+    def _total(self, side: Side) -> Tensor:
+        """Return the numbers of one side, before scaling."""
+        if not self.sums.is_here:
+            raise DistributedError(
+                f"Another process owns block {self.name!r}, and has its factors.",
+                "Call K.fetch(name) in all processes, which copies one block to each of them, or K.gathered() for all.",
+            )
+        return self.sums.side_total(side)
 
     def _without_single_group(self, factor: Tensor) -> Tensor:
         return factor if self.layout.groups > 1 else factor.squeeze(0)

@@ -25,30 +25,33 @@ times too small, and inverses too large. Measured with fresh draws, every eigenv
 depend on seed, datum and number alone.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from kfs.describing import Description
-from kfs.distributed import checksum
+from kfs.distributed import Ranks, checksum
 from kfs.errors import DataError, ModelError
 from kfs.kfac.block import Block
 from kfs.kfac.coverage import exact_diagonals
 from kfs.kfac.kfac import KFAC
-from kfs.kfac.layout import Key
 from kfs.kfac.looking import ShowsFactors, describe_factors
 from kfs.kfac.loss_scale import LossScale
 from kfs.kfac.settings import Fisher, Settings, Sharing
-from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress
+from kfs.kfac.squares import sum_squares
+from kfs.kfac.storage.checkpoint import Checkpoint, Progress, naming
 from kfs.kfac.storage.files import loadable
+from kfs.kfac.storage.journal import Journal
+from kfs.kfac.storage.seen_data import digest
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.eigenbasis import Eigenbasis
+from kfs.kfac.structures.owned_blocks import of_owner
 from kfs.kfac.structures.stack import Stack, check_coverage
-from kfs.kfac.sums.per_datum import PerDatumSums, Squares, Statistic
-from kfs.kfac.sweep import sweep
+from kfs.kfac.sweep import JournalOf
 from kfs.kfac.vectors import one_by_one_if_needed
 from kfs.operators.space import Space
 from kfs.progress import show_progress
@@ -102,6 +105,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
     """
 
     symmetric = True
+    _lists = ("blocks", "eigenvalues")
 
     def __init__(
         self,
@@ -135,26 +139,39 @@ class EKFAC(ShowsFactors, BlockDiagonal):
 
     def _start(self, factors: KFAC, risk: EmpiricalRisk, checkpoint: Checkpoint | None = None) -> None:
         """Decompose factors, and compute eigenvalues."""
-        super().__init__(factors.domain, None)
+        super().__init__(factors.domain, None, factors.ranks)
+        factors.check_ranks(risk)
         self.factors = factors
         self._of = factors.of
-        with waiting_allowed():  # a decomposition is checked before anybody uses it
+        # A decomposition is checked before anybody uses it.
+        with waiting_allowed(), self.ranks.agreed("eigenvectors"):
             self._sums = [
-                Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis())) for stack in factors.stacks
+                Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis()))
+                for stack in factors.own_stacks
             ]
-        basis = [Q.values for stack in self._sums for Q in (stack.structure.Q_A, stack.structure.Q_B)]  # type: ignore[attr-defined]
-        risk.ranks.same(
-            "Eigenvectors",
-            [checksum(Q) for Q in basis] if risk.ranks.are_several else [],
-            "Use the same kind of device and the same version of PyTorch in all processes.",
-        )
+        if risk.ranks.are_several and not self.ranks.are_several:
+            basis = [Q.values for stack in self._sums for Q in (stack.structure.Q_A, stack.structure.Q_B)]  # type: ignore[attr-defined]
+            risk.ranks.same(
+                "Eigenvectors",
+                list(map(checksum, basis)),
+                "Use the same kind of device and the same version of PyTorch in all processes.",
+            )
         journal = None
         if checkpoint is not None:
-            journal = Journal(checkpoint, risk, self.settings.with_fresh_draws(), "eigenvalues", basis)
-        self._sums, progress = self._squares(risk, self.settings, journal)
+            settings = self.settings.with_fresh_draws()
+            journal = partial(Journal, checkpoint, risk, settings, basis=self._digests_of_eigenvectors())
+        with naming(checkpoint):
+            self._sums, progress = self._squares(risk, self.settings, journal)
         self.num_data = progress.num_data
         self.count = progress.count
         self.audit = progress.audit
+        self._list_blocks()
+
+    def _digests_of_eigenvectors(self) -> dict[str, str]:
+        """Return what tells the eigenvectors of each block from others, also of those that others own."""
+        own = self._blocks_in(self._sums)
+        digests = {name: digest([basis.Q_A.values, basis.Q_B.values]) for name, basis in own.items()}
+        return {name: one for some in self.ranks.gather("eigenvectors", digests) for name, one in some.items()}
 
     def describe(self) -> Description:
         """Describe model, loss, settings, data and blocks."""
@@ -171,13 +188,17 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         """As that of the factors."""
         return self.factors.computed_at
 
+    def fetch(self, name: str) -> Block:
+        """As that of the factors: return a block with `A` and `B`, whoever owns it."""
+        return self.factors.fetch(name)
+
     @property
     def settings(self) -> Settings:
         """All settings."""
         return self.factors.settings
 
     @property
-    def stacks(self) -> list[Stack]:
+    def own_stacks(self) -> list[Stack]:
         """The blocks by eigenvalues and eigenvectors, those of one size together in memory."""
         if self._stacks is None:
             R = self.factors.loss.reduction_factor(self.count)
@@ -191,6 +212,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
             risk: The same model, loss and parameters with other data. Draws continue where they ended.
         """
         settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
+        self.factors.check_ranks(risk)
         sums, progress = self._squares(risk, settings)
         self._add(sums, progress.num_data, progress.count)
         return self
@@ -205,10 +227,11 @@ class EKFAC(ShowsFactors, BlockDiagonal):
             raise ModelError(f"A {type(other).__name__} cannot be merged with an EKFAC.", "Merge two of one kind.")
         self.settings.check_same(other.settings)
         self.factors.loss.check_same(other.factors.loss)
-        if not all(
+        is_same = self.ranks.group is other.ranks.group and all(
             mine.layouts == theirs.layouts and mine.structure.same_basis(theirs.structure)  # type: ignore[attr-defined]
             for mine, theirs in zip(self._sums, other._sums, strict=True)
-        ):
+        )
+        if not all(self.ranks.gather("eigenvectors", is_same)):
             raise ModelError("The eigenvectors differ.", "Make both from one KFAC, with EKFAC.from_kfac(K, risk).")
         self._add(other._sums, other.num_data, other.count)
         return self
@@ -219,59 +242,51 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         self._sums = [Stack(stack.layouts, stack.structure.to(device, dtype)) for stack in self._sums]
         self._move_space(device, dtype)
         self._stacks = None
+        self._list_blocks()
         return self
 
     def _squares(
-        self, risk: EmpiricalRisk, settings: Settings, journal: Journal | None = None
+        self, risk: EmpiricalRisk, settings: Settings, journal: JournalOf | None = None
     ) -> tuple[list[Stack], Progress]:
         """Sum squared gradients in the eigenbases, without the reduction factor, and count data."""
         self.factors.loss.check_same(LossScale.of(risk))
-        layouts = {block.layout.key: block.layout for block in self.blocks.values()}
 
         def run(settings: Settings) -> tuple[list[Stack], Progress]:
             stacks = [_zeros(stack) for stack in self._sums]
-            sums = PerDatumSums(settings, layouts, self._statistics(stacks))
-            progress = sweep(risk, sums, settings, "EKFAC", journal)
-            sums.check_complete(resumed=journal is not None)
-            return stacks, progress
+            return stacks, sum_squares(risk, settings, self.factors, self._blocks_in(stacks), journal)
 
         # The draws behind the eigenvectors have least curvature along the smallest of them, by chance.
         stacks, progress = one_by_one_if_needed(settings.with_fresh_draws(), run)
         self._write_exact_diagonals(stacks, risk, settings)
         finite = numbers([stack.structure.like.isfinite().all() for stack in stacks])
-        for stack, is_finite in zip(stacks, finite, strict=True):
-            if not is_finite:
-                raise DataError(
-                    f"Gradients of the blocks {sorted(set(stack.names))} are not finite.",
-                    "Look for NaN or infinity in the data, the parameters or the loss.",
-                )
+        with risk.ranks.agreed("eigenvalues"):
+            for stack, is_finite in zip(stacks, finite, strict=True):
+                if not is_finite:
+                    raise DataError(
+                        f"Gradients of the blocks {sorted(set(stack.names))} are not finite.",
+                        "Look for NaN or infinity in the data, the parameters or the loss.",
+                    )
         return stacks, progress
-
-    def _statistics(self, stacks: list[Stack]) -> dict[Key, Statistic]:
-        """Return what adds to the eigenvalues of each block."""
-        found: dict[Key, Statistic] = {}
-        for block, basis, part in self._blocks_in(stacks):
-            if block.sharing != "exact":
-                Q_A, Q_B = (Q.values[part] if Q.kind == "dense" else None for Q in (basis.Q_A, basis.Q_B))
-                found[block.layout.key] = Squares(basis.values[part], Q_A, Q_B)
-        return found
 
     def _write_exact_diagonals(self, stacks: list[Stack], risk: EmpiricalRisk, settings: Settings) -> None:
         """Write the exact diagonals of parameters that no rule covers."""
-        exact = {
-            block.name: basis.values[part] for block, basis, part in self._blocks_in(stacks) if block.sharing == "exact"
-        }
+        exact = [block.name for block in self.blocks.values() if block.sharing == "exact"]
         if exact:
-            for name, entries in exact_diagonals(risk, exact, settings).items():
-                exact[name].copy_(entries.reshape(1, -1, 1))
+            entries = exact_diagonals(risk, exact, settings)
+            for name, basis in self._blocks_in(stacks).items():
+                if name in entries:
+                    basis.values.copy_(entries[name].reshape(1, -1, 1))
 
-    def _blocks_in(self, stacks: list[Stack]) -> Iterator[tuple[Block, Eigenbasis, slice]]:
-        """Go through all blocks, with their place among the eigenvalues of stacks."""
+    def _blocks_in(self, stacks: list[Stack]) -> dict[str, Eigenbasis]:
+        """Return the blocks of stacks by name; their tensors are views."""
+        found = {}
         for stack in stacks:
             for layout, part in stack.slices():
                 if layout.name in self.blocks:  # not rows that are not used
-                    assert isinstance(stack.structure, Eigenbasis)  # noqa: S101 (all of them are made that way)
-                    yield self.blocks[layout.name], stack.structure, part
+                    basis = stack.structure[part]
+                    assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
+                    found[layout.name] = basis
+        return found
 
     def _add(self, stacks: list[Stack], num_data: int, count: float) -> None:
         """Add eigenvalues of other data."""
@@ -280,6 +295,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         self.num_data += num_data
         self.count += count
         self._stacks = None
+        self._list_blocks()
 
     def _about(self) -> dict[str, Any]:
         """Return what people want to see in a file's header."""
@@ -295,19 +311,22 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         }
 
     @classmethod
-    def _from_state(cls, state: Any, space: Space) -> "EKFAC":
+    def _from_state(cls, state: Any, space: Space, ranks: Ranks | None = None) -> Self:
         """Undo `_state`. Older files do not say from how many data the factors come."""
         E = cls.__new__(cls)
-        BlockDiagonal.__init__(E, space, None)
+        BlockDiagonal.__init__(E, space, None, ranks)
         E.num_data = int(state["num_data"])
         E.audit = None
         E._of = str(state.get("of", ""))
-        E.factors = KFAC._from_state(state | {"num_data": state.get("num_data_of_factors", E.num_data)}, space)
+        of_factors = state | {"num_data": state.get("num_data_of_factors", E.num_data)}
+        E.factors = KFAC._from_state(of_factors, space, ranks)
         E.count = float(state["eigen_count"])
         E._sums = list(map(Stack.from_state, state["eigenvalues"]))
         check_coverage([layout for stack in E._sums for layout in stack.layouts], space)
         if not all(isinstance(stack.structure, Eigenbasis) for stack in E._sums):
             raise UnfitError("blocks are not given by eigenvalues")
+        E._sums = of_owner(E._sums, E.factors.owners, E.ranks)
+        E._list_blocks()
         return E
 
 

@@ -2,36 +2,34 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
 
-from kfs import waiting
 from kfs.data import values_digest
 from kfs.describing import Description
-from kfs.errors import DataError, ModelError
+from kfs.distributed import Ranks
+from kfs.distributed.states import fetched, joined
+from kfs.errors import DistributedError, ModelError
 from kfs.kfac.block import Block
 from kfs.kfac.capture import both_audits
-from kfs.kfac.coverage import coverage_error, exact_diagonals, not_covered, shared_with, warn_of_wide
+from kfs.kfac.computing import compute_sums, read_blocks
+from kfs.kfac.coverage import warn_of_wide
 from kfs.kfac.layout import Layout
 from kfs.kfac.looking import ShowsFactors, describe_factors
 from kfs.kfac.loss_scale import LossScale
 from kfs.kfac.settings import Advanced, Fisher, Settings, Sharing, Uncovered, check_names
-from kfs.kfac.storage.checkpoint import Checkpoint, Journal, Progress
+from kfs.kfac.storage.checkpoint import Checkpoint
 from kfs.kfac.storage.files import loadable
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.kronecker import Kronecker
-from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked_with_zeros
+from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_rows, stacked, zero_blocks
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.placement import Placement
-from kfs.kfac.sweep import explain_vectors, kfac
-from kfs.kfac.vectors import one_by_one_if_needed
 from kfs.names import ByName, near
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
-from kfs.waiting import numbers
 
 if TYPE_CHECKING:
     pass
@@ -83,9 +81,15 @@ class KFAC(ShowsFactors, BlockDiagonal):
             be recorded, because something in them depends on values of data, run as they are; the logger `kfs.kfac`
             says so.
         memory: How many bytes these graphs may take. By default, as many as there are.
+        placement: Where factors are, if several processes share the risk. With `"replicated"`, all of them have all
+            blocks. With `"owner"`, each block is on one of them, which inverts and decomposes it. Then all processes
+            call the same methods, as for the risk, and get the same results.
+        factor_memory: How many bytes the sums of one pass over the data may take. If blocks have more, there are
+            several passes, each for some of them. Results are the same to the last bit.
 
     Attributes:
-        blocks: Blocks by name. Each has `A` and `B`.
+        blocks: Blocks by name. Each has `A` and `B`; if another process owns it, `fetch` gets them.
+        owners: The rank that owns each block, by name; empty if all processes have all blocks.
         num_data: Number of data seen.
         settings: All of the above.
         loss: What the factors depend on in the loss.
@@ -113,6 +117,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
     """
 
     symmetric = True
+    _lists = ("blocks",)
 
     def __init__(
         self,
@@ -140,28 +145,33 @@ class KFAC(ShowsFactors, BlockDiagonal):
         )
         self._check_names(risk)
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
-        blocks, progress = _compute(risk, self.settings, checkpoint)
+        blocks, owners, progress = compute_sums(risk, self.settings, checkpoint)
         covered = {name for block in blocks for name in block.layout.params}
         space = Space({n: p.shape for n, p in risk.params.items() if n in covered}, risk.dtype, risk.device)
-        super().__init__(space, None)
+        super().__init__(space, None, risk.ranks if owners else None)
+        self.owners = owners
         self._of = risk.about
         self.computed_at = values_digest(risk.params[name] for name in space.shapes)
         self.loss = LossScale.of(risk)
         self.count = progress.count
         self.num_data = progress.num_data
         self.audit = progress.audit
-        order = {name: place for place, name in enumerate(risk.params)}
-        blocks.sort(key=lambda block: _place(block.layout, order))
+        place_of = self._order()
+        blocks.sort(key=lambda block: place_of(block.layout))
         self.blocks = ByName({block.layout.name: Block(block) for block in blocks}, "block")
         self._update_scale()
         warn_of_wide(self.blocks.values(), self.settings, stacklevel=3)
 
     @property
-    def stacks(self) -> list[Stack]:
-        """The blocks as Kronecker products, those of one size together in memory."""
+    def own_stacks(self) -> list[Stack]:
+        """The blocks of this process as Kronecker products, those of one size together in memory."""
         if self._stacks is None:
-            parts = [(block.layout, block.structure()) for block in self.blocks.values()]
-            self._stacks = stacked_with_zeros(parts, self.domain)
+            here = [block for block in self.blocks.values() if block.sums.is_here]
+            parts = [(block.layout, block.structure()) for block in here]
+            layouts = [block.layout for block in self.blocks.values()]
+            # One of the ranks has rows of parameters that are not used.
+            zeros = zero_blocks(layouts, self.domain) if self.ranks.rank == 0 else []
+            self._stacks = stacked([*parts, *zeros])
             self._share_memory()
         return self._stacks
 
@@ -180,8 +190,9 @@ class KFAC(ShowsFactors, BlockDiagonal):
         """
         self.loss.check_same(LossScale.of(risk))
         settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
-        blocks, progress = _compute(risk, settings)
-        self._add(blocks, progress.num_data, progress.count)
+        self.check_ranks(risk)
+        blocks, owners, progress = compute_sums(risk, settings, owners=self.owners)
+        self._add(blocks, progress.num_data, progress.count, owners)
         self.audit = both_audits(self.audit, progress.audit)
         return self
 
@@ -198,17 +209,20 @@ class KFAC(ShowsFactors, BlockDiagonal):
             raise ModelError(f"A {type(other).__name__} cannot be merged with a KFAC.", "Merge two of one kind.")
         self.settings.check_same(other.settings)
         self.loss.check_same(other.loss)
-        self._add([block.sums for block in other.blocks.values()], other.num_data, other.count)
+        if self.ranks.group is not other.ranks.group or self.owners != other.owners:
+            raise ModelError(
+                "The blocks have other owners.", "Merge two with the same owners, or K.gathered() of both."
+            )
+        self._add([block.sums for block in other.blocks.values()], other.num_data, other.count, self.owners)
         self.audit = both_audits(self.audit, other.audit)
         return self
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Move all factors to a device, or convert them, in place."""
         for block in self.blocks.values():
-            for s in block.sums.sums:
-                s.convert(device, dtype)
+            block.sums.to(device, dtype)
         self._move_space(device, dtype)
-        self._stacks = None
+        self._update_scale()
         return self
 
     def shared(self) -> "KFAC":
@@ -220,7 +234,37 @@ class KFAC(ShowsFactors, BlockDiagonal):
         K._stacks = None
         return K
 
-    def _add(self, blocks: Iterable[BlockSums], num_data: int, count: float) -> None:
+    def fetch(self, name: str) -> Block:
+        """Return a block with its factors, whoever owns it. If blocks have owners, all processes call it.
+
+        Args:
+            name: The block's name.
+
+        Example:
+            >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
+            >>> KFAC(risk, placement="owner").fetch("weight").A.shape
+            torch.Size([4, 4])
+        """
+        block = self.blocks[name]
+        if not self.ranks.are_several:
+            return block
+        state = {"blocks": [block.sums.state()] if block.sums.is_here else []}
+        (found,) = fetched(joined(self.ranks, state, self._lists))["blocks"]
+        return replace(block, sums=BlockSums.from_state(found))
+
+    def check_ranks(self, risk: EmpiricalRisk) -> None:
+        """Refuse a risk of other processes than those that own blocks.
+
+        Raises:
+            DistributedError: If these are others.
+        """
+        if self.ranks.are_several and self.ranks.group is not risk.ranks.group:
+            raise DistributedError(
+                f"The blocks are owned by {self.ranks.size} processes, and the risk is that of others.",
+                "Pass a risk whose data are shared by the same group, or use K.gathered().",
+            )
+
+    def _add(self, blocks: Iterable[BlockSums], num_data: int, count: float, owners: Mapping[str, int]) -> None:
         """Add sums of other data. Some of them may use rows of a parameter (experts) that the others do not use."""
         others = {block.layout.name: block for block in blocks}
         mine = [block.layout for block in self.blocks.values()]
@@ -235,9 +279,10 @@ class KFAC(ShowsFactors, BlockDiagonal):
         merged |= {n: b.sums.plus(others[n]) for n, b in self.blocks.items() if n in others}
         for name, sums in merged.items():
             self.blocks.setdefault(name, Block(sums)).sums = sums
-        order = {name: place for place, name in enumerate(self.domain.shapes)}
-        by_place = sorted(self.blocks.items(), key=lambda item: _place(item[1].layout, order))
+        place_of = self._order()
+        by_place = sorted(self.blocks.items(), key=lambda item: place_of(item[1].layout))
         self.blocks = ByName(dict(by_place), "block")
+        self.owners = dict(owners)
         self.num_data += num_data
         self.count += count
         self._update_scale()
@@ -262,22 +307,26 @@ class KFAC(ShowsFactors, BlockDiagonal):
             "loss": asdict(self.loss),
             "count": self.count,
             "num_data": self.num_data,
-            "blocks": [block.sums.state() for block in self.blocks.values()],
+            "blocks": [block.sums.state() for block in self.blocks.values() if block.sums.is_here],
         }
 
     @classmethod
-    def _from_state(cls, state: Any, space: Space) -> "KFAC":
-        """Undo `_state`."""
+    def _from_state(cls, state: Any, space: Space, ranks: Ranks | None = None) -> Self:
+        """Undo `_state`. If there are ranks, they own blocks, and each has its own ones only."""
         K = cls.__new__(cls)
-        BlockDiagonal.__init__(K, space, None)
+        BlockDiagonal.__init__(K, space, None, ranks)
         K._of = str(state.get("of", ""))  # older files do not say it
         K.computed_at = str(state.get("computed_at", ""))  # nor this
         K.settings = Settings.from_state(state["settings"])
+        if K.ranks.are_several:
+            K.settings = replace(K.settings, placement="owner")
         K.loss = LossScale(**state["loss"])
         K.count = float(state["count"])
         K.num_data = int(state["num_data"])
         K.audit = None
-        blocks = list(map(BlockSums.from_state, state["blocks"]))
+        blocks, K.owners = read_blocks(state["blocks"], K.ranks)
+        place_of = K._order()
+        blocks.sort(key=lambda block: place_of(block.layout))
         layouts = [block.layout for block in blocks]
         check_coverage([*layouts, *layouts_of_unused_rows(layouts, space)], space)
         K.blocks = ByName({block.layout.name: Block(block) for block in blocks}, "block")
@@ -289,10 +338,11 @@ class KFAC(ShowsFactors, BlockDiagonal):
         for block in self.blocks.values():
             block.reduction_factor = self.loss.reduction_factor(self.count)
         self._stacks = None
+        self._list_blocks()
 
     def _share_memory(self) -> None:
         """Let sums live where blocks of one size were put together, so that they are stored once."""
-        for stack in self.stacks:
+        for stack in self.own_stacks:
             structure = stack.structure
             for layout, place in stack.slices():
                 block = self.blocks.get(layout.name)
@@ -312,59 +362,6 @@ class KFAC(ShowsFactors, BlockDiagonal):
                 raise ModelError(f"sharing has unknown names {unknown}.", near(unknown, sorted(known)))
 
 
-def _compute(
-    risk: EmpiricalRisk, settings: Settings, checkpoint: Checkpoint | None = None
-) -> tuple[list[BlockSums], Progress]:
-    """Compute the sums of all blocks, check them, and deal with parameters that are not covered."""
-    journal = None if checkpoint is None else Journal(checkpoint, risk, settings, "factors")
-    sums, progress = one_by_one_if_needed(settings, lambda s: kfac(risk, s, journal))
-    found = list(sums.blocks.values())
-    bad = not_covered(risk.params, found, progress.unexplained, sums.conflicts)
-    blocks = [block for block in found if not bad.keys() & set(block.layout.params)]
-    uncovered = bad | shared_with(bad, found)
-    if uncovered and settings.uncovered == "error":
-        raise coverage_error(uncovered)
-    if not _is_finite(blocks):
-        if waiting.runs_behind(risk.device):
-            explain_vectors(risk, settings)
-        raise _not_finite(blocks)
-    if uncovered and settings.uncovered == "diagonal":
-        diagonals = exact_diagonals(risk, uncovered, settings)
-        blocks += [BlockSums.of_diagonal(name, entries) for name, entries in diagonals.items()]
-    if not blocks:
-        raise coverage_error(uncovered)
-    return blocks, progress
-
-
-def _place(layout: Layout, order: Mapping[str, int]) -> tuple[int, tuple[int, int]]:
-    """Return the place of a block among others, given those of parameters."""
-    return order[layout.weight], layout.rows
-
-
 def _params(layouts: Iterable[Layout]) -> set[str]:
     """Return all parameters that some blocks have."""
     return {name for layout in layouts for name in layout.params}
-
-
-def _is_finite(blocks: list[BlockSums]) -> bool:
-    """Whether there is neither NaN nor infinity; the device is asked once if all is well."""
-    totals = [s.total for block in blocks for s in block.sums]
-    if not totals or all(map(isfinite, numbers([torch.nn.utils.get_total_norm(totals)]))):
-        return True
-    # Numbers may only be so large that the norm overflows.
-    return all(numbers([total.isfinite().all() for total in totals]))
-
-
-def _not_finite(blocks: list[BlockSums]) -> DataError:
-    """Return the error for the first sums that are not finite."""
-    sums = [
-        (block.layout.name, what, s.total)
-        for block in blocks
-        for role in block.roles.values()
-        for what, s in (("inputs", role.input), ("gradients", role.gradient))
-    ]
-    name, what = next((name, what) for name, what, total in sums if not total.isfinite().all())
-    return DataError(
-        f"The {what} of block {name!r} are not finite.",
-        "Look for NaN or infinity in the data, the parameters or the loss.",
-    )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kfs.errors import ModelError
-from kfs.kfac.storage.checkpoint import details
+from kfs.kfac.storage.journal import details
 from kfs.risk import EmpiricalRisk
 
 

@@ -13,11 +13,13 @@ Fisher = Literal["type-2", "ggn", "mc", "empirical", "forward-only"]
 Sharing = Literal["expand", "reduce"]
 Uncovered = Literal["error", "skip", "diagonal"]
 Products = Literal["auto", "float32", "tf32", "bf16"]
+Placed = Literal["replicated", "owner"]
 _CHOICES = {
     "fisher": get_args(Fisher),
     "uncovered": get_args(Uncovered),
     "sharing": get_args(Sharing),
     "products": get_args(Products),
+    "placement": get_args(Placed),
 }
 # The smallest value of each number.
 _SMALLEST = {
@@ -28,9 +30,16 @@ _SMALLEST = {
     "columns_at_once": 1,
     "first_sample": 0,
     "memory": 0,
+    "factor_memory": 1,
 }
-# Settings that do not change results: whether they are checked, and how they are computed.
-_NO_RESULT = ("audit", "replay", "memory")
+# Settings that do not change results: whether they are checked, how they are computed, and where they are.
+_NO_RESULT: dict[str, Any] = {
+    "audit": True,
+    "replay": True,
+    "memory": None,
+    "placement": "replicated",
+    "factor_memory": None,
+}
 
 
 class Advanced(TypedDict, total=False):
@@ -46,6 +55,8 @@ class Advanced(TypedDict, total=False):
     audit: bool
     replay: bool
     memory: int | None
+    placement: Placed
+    factor_memory: int | None
 
 
 def check_names(given: Iterable[str], common: Iterable[str]) -> None:
@@ -109,6 +120,8 @@ class Settings:
     products: Products = "auto"
     replay: bool = True
     memory: int | None = None
+    placement: Placed = "replicated"
+    factor_memory: int | None = None
 
     def __post_init__(self) -> None:
         """Check all settings."""
@@ -119,7 +132,7 @@ class Settings:
                     raise ModelError(f"{name} is {one!r}.", f"Choose from {', '.join(map(repr, choices))}.")
         for name, smallest in _SMALLEST.items():
             value = getattr(self, name)
-            optional = name in {"max_dim", "columns_at_once", "memory"} and value is None
+            optional = name in {"max_dim", "columns_at_once", "memory", "factor_memory"} and value is None
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < smallest):
                 raise ModelError(f"{name} is {value!r}.", f"Use an integer of at least {smallest}.")
         dtype = self.factor_dtype
@@ -155,7 +168,7 @@ class Settings:
 
     def check_same(self, other: "Settings") -> None:
         """Raise a `ModelError` if a setting differs, except for which data were used."""
-        mine, theirs = (replace(one, first_datum=0, audit=True, replay=True, memory=None) for one in (self, other))
+        mine, theirs = (replace(one, first_datum=0, **_NO_RESULT) for one in (self, other))
         if mine != theirs:
             raise ModelError(f"The settings differ: {mine} and {theirs}.", "Merge what was computed in the same way.")
 

@@ -7,21 +7,27 @@ for how their inputs and gradients are added up.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs.data import Batch, values_digest
+from kfs.distributed.placement import passes as subsets_of
 from kfs.exact_derivatives import RightGradients, explained, has_instance_norms
 from kfs.kfac.capture import Audits, forward, recorder_for, send_back
+from kfs.kfac.layout import Key
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
-from kfs.kfac.storage.checkpoint import Journal, Progress, details
+from kfs.kfac.storage.checkpoint import Progress
+from kfs.kfac.storage.journal import Journal, details
+from kfs.kfac.sums.across_ranks import agreed_blocks
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.interface import Sums
+from kfs.kfac.sums.owned import choose_owners
 from kfs.kfac.vectors import backpropagated_vectors, columns_at_once
 from kfs.recording import Replays
 from kfs.risk import EmpiricalRisk
@@ -32,23 +38,74 @@ log = logging.getLogger("kfs.kfac")
 Vectors = Callable[[Tensor, Tensor], Iterable[Tensor]]
 
 
-def kfac(risk: EmpiricalRisk, settings: Settings, journal: Journal | None = None) -> tuple[FactorSums, Progress]:
+class JournalOf(Protocol):
+    """Makes the journal of a pass, for some blocks or all of them."""
+
+    def __call__(self, stage: str, *, blocks: Sequence[str] | None = None) -> Journal:
+        """Make it."""
+
+
+def kfac(
+    risk: EmpiricalRisk,
+    settings: Settings,
+    journal: JournalOf | None = None,
+    owners: Mapping[str, int] | None = None,
+) -> tuple[FactorSums, Progress]:
     """Compute the sums behind the Kronecker factors of all parametric operations.
 
     Args:
         risk: Model, loss, data and parameters.
         settings: Which curvature matrix, and how.
-        journal: Keeps intermediate results in a file.
+        journal: Makes what keeps intermediate results in a file.
+        owners: The ranks that own blocks, as far as they are known.
 
     Returns:
         The sums of all blocks, and what was counted on the way. Scaling by `R` is left to the blocks, so that more
         data can be added.
     """
-    sums = FactorSums(settings)
-    progress = sweep(risk, sums, settings, "KFAC", journal)
+    if settings.factor_memory is None:
+        sums = FactorSums(settings, owners=owners)
+        progress = sweep(risk, sums, settings, "KFAC", None if journal is None else journal("factors"))
+    else:
+        sums, progress = _in_several_passes(risk, settings, settings.factor_memory, journal, owners)
     sums.complete(settings.factor_dtype)
     # Step 5: return the factors.
     return sums, progress
+
+
+def _in_several_passes(
+    risk: EmpiricalRisk,
+    settings: Settings,
+    memory: int,
+    journal: JournalOf | None,
+    owners: Mapping[str, int] | None,
+) -> tuple[FactorSums, Progress]:
+    """Compute the sums of a few blocks at a time, in one pass over the data for each few."""
+    ranks = risk.ranks
+    total = FactorSums(settings, owners=owners)
+    progress = Progress()
+    # The first batch says which blocks there are. Others, of experts that it does not use, come later.
+    found = FactorSums(settings, chosen=())
+    with ranks.agreed("first batch"), closing(passes(risk, found, settings, "", Progress())) as run:
+        next(run, None)
+    left = found.left_out
+    known: set[Key] = set()
+    number = 0
+    while blocks := agreed_blocks(ranks, left, "meta", settings.products)[0]:
+        known |= blocks.keys()
+        if settings.placement == "owner":
+            total.owners = choose_owners(blocks.values(), ranks.size, total.owners)
+        sizes = {block.layout.name: block.nbytes for block in blocks.values()}
+        left = {}
+        for subset in subsets_of(sizes, memory):
+            number += 1
+            stage = "factors" if number == 1 else f"factors.{number}"
+            sums = FactorSums(settings, chosen=subset, owners=total.owners)
+            progress = sweep(risk, sums, settings, "KFAC", None if journal is None else journal(stage, blocks=subset))
+            total.take(sums)
+            left |= sums.left_out
+        left = {key: block for key, block in left.items() if key not in known}
+    return total, progress
 
 
 def explain_vectors(risk: EmpiricalRisk, settings: Settings) -> None:
@@ -96,6 +153,8 @@ def sweep(
         risk.count()  # refuses data that are empty on all ranks
         progress.add_up(ranks)
         sums.add_up(ranks, risk.device)
+    if journal is not None:
+        journal.unite(progress, sums)
     return progress
 
 
@@ -117,7 +176,7 @@ def passes(
     vectors: Vectors | None = None,
     pausing: bool = False,
     skip: Callable[[int, Batch], bool] | None = None,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Run the passes over all batches, and yield each batch after its pass.
 
     Args:
@@ -131,13 +190,12 @@ def passes(
             matrix are.
         pausing: Whether code of somebody else runs between two passes. Then modes of PyTorch, parameters and random
             state are as they were before whenever a batch is yielded, and values are checked after every pass.
-        skip: Says of a batch, by its place, whether its pass is left out. If there is a journal, it decides instead.
+        skip: Says of a batch, by its place, whether its pass is left out.
 
     Yields:
         The batches whose passes are complete.
     """
     at_once = 1 if vectors is not None else columns_at_once(settings, risk.device)
-    skip = journal.knows if journal is not None else skip
     instances = has_instance_norms(risk.model)  # PyTorch takes them for channels of a single datum
 
     def vectors_of(f: Tensor, batch: Batch) -> Iterable[Tensor]:
@@ -170,17 +228,20 @@ def passes(
             for place, batch in enumerate(risk.batches(task)):
                 if skip is not None and skip(place, batch):
                     continue
-                with around_each(risk, at_once) as check_this:
-                    replays.run(batch)
-                    check_this()
-                # Step 4: what the loss's reduction divides by.
-                progress.batches += 1
-                progress.num_data += len(batch.y)
-                progress.counted = progress.counted + batch.counted
-                if journal is not None and journal.is_due(progress):
-                    check_values()
-                    journal.write(progress, sums)
-                yield batch
+                for part in [batch] if journal is None else journal.rest_of(batch):
+                    with around_each(risk, at_once) as check_this:
+                        replays.run(part)
+                        check_this()
+                    # Step 4: what the loss's reduction divides by.
+                    progress.batches += 1
+                    progress.num_data += len(part.y)
+                    progress.counted = progress.counted + part.counted
+                    if journal is not None:
+                        journal.note(part)
+                        if journal.is_due(progress):
+                            check_values()
+                            journal.write(progress, sums)
+                    yield part
         check_values()
     progress.settle()
     progress.audit = audits.report

@@ -4,6 +4,7 @@ The process of the tests is rank 0, so that coverage, debuggers and assertions w
 forked once and wait for functions. Every call has a world of its own, with exactly as many ranks as asked for.
 """
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -129,6 +130,8 @@ def _import_all() -> None:
 def _work(connection: Connection) -> None:
     """Run functions until nobody sends any more."""
     sys.settrace(None)  # nobody would read what a copy of the coverage measurement has seen
+    # A process group that was garbage where this process was forked from would wait for threads that are not here.
+    gc.freeze()
     torch.set_num_threads(1)
     while True:
         try:

@@ -1,7 +1,6 @@
 """Factors and eigenvalues of several ranks are those of one process that has all data."""
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,22 +145,6 @@ def compare_diagonals(kind: type[KFAC | kfs.EKFAC]) -> None:
 @pytest.mark.parametrize("kind", [KFAC, kfs.EKFAC])
 def test_exact_diagonals(ranks: Pool, kind: type[KFAC | kfs.EKFAC]) -> None:
     ranks(3, compare_diagonals, kind)
-
-
-def resume(folder: str) -> tuple[int, list[str]]:
-    path = Path(folder) / "run"
-    first = kfs.EKFAC(risk_of_own("mlp"), checkpoint=path)
-    second = kfs.EKFAC(risk_of_own("mlp"), checkpoint=path)
-    assert bits([first.eigenvalues()]) == bits([second.eigenvalues()])
-    assert second.factors.num_data == second.num_data == 23
-    dist.barrier()
-    return second.num_data, sorted(one.name for one in Path(folder).iterdir())
-
-
-def test_every_rank_has_a_checkpoint(ranks: Pool, tmp_path: Path) -> None:
-    for _, names in ranks(2, resume, str(tmp_path)):
-        stages = ("run", "run.eigenvalues")
-        assert names == sorted(f"{stage}.rank-{rank}-of-2" for stage in stages for rank in range(2))
 
 
 def differing(what: str) -> str:

@@ -125,6 +125,14 @@ def test_an_old_checkpoint_is_resumed(tmp_path: Path) -> None:
     close(resumed.to_dense(), KFAC(in_batches(fail=False)).to_dense())
 
 
+def test_an_old_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
+    path = Path(copy(FOLDER / "checkpoint", tmp_path))
+    risk = in_batches(fail=False)
+    risk._data = [(x + 1, y) for x, y in risk._data]
+    with pytest.raises(StorageError, match="The data differ"):
+        KFAC(risk, checkpoint=Checkpoint(path, batches=1))
+
+
 @pytest.mark.parametrize("name", ["kfac", "inverse_ekfac"])
 def test_damaged_old_files_are_refused(name: str, tmp_path: Path) -> None:
     """They have a digest of all bytes in a row, and do not name how it was computed."""

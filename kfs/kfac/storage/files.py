@@ -6,6 +6,7 @@ from typing import TypeVar
 import torch
 
 from kfs import storage
+from kfs.distributed import Group, Ranks
 from kfs.errors import StorageError
 from kfs.kfac.settings import check_device
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
@@ -22,7 +23,7 @@ def loadable(cls: Operator) -> Operator:
     return cls
 
 
-def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal:
+def load(path: str | Path, device: str | torch.device = "cpu", group: Group | None = None) -> BlockDiagonal:
     """Read a `KFAC`, an `EKFAC`, or an operator made from them (such as an inverse) from a file.
 
     No code from the file is executed.
@@ -30,6 +31,8 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal:
     Args:
         path: A file that `save` has written.
         device: Device for all tensors.
+        group: Processes that own blocks, as with `KFAC(..., placement="owner")`: each reads its own ones. By default,
+            this process has all of them. Whoever has written the file, any number of processes can read it.
 
     Returns:
         An object of the same class that equals the saved one to the last bit. More data can be added to it.
@@ -50,7 +53,14 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal:
         True
     """
     check_device(device)
-    header, state = storage.read(path, device)
+    ranks = Ranks(group)
+    with ranks.agreed("load"):
+        return _read(path, device, ranks)
+
+
+def _read(path: str | Path, device: str | torch.device, ranks: Ranks) -> BlockDiagonal:
+    """Read an operator. Tensors that are not needed stay in the file."""
+    header, state = storage.read(path, "cpu" if ranks.are_several else device)
     cls = _CLASSES.get(header.get("kind", ""))
     if cls is None:
         raise StorageError(
@@ -62,4 +72,5 @@ def load(path: str | Path, device: str | torch.device = "cpu") -> BlockDiagonal:
         dtype = getattr(torch, state["space"]["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise UnfitError(f"{dtype} is no dtype")
-        return cls._from_state(state, Space(shapes, dtype, torch.device(device)))
+        made = cls._from_state(state, Space(shapes, dtype, torch.device(device)), ranks)
+    return made.to(device) if ranks.are_several else made

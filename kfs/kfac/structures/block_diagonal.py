@@ -9,13 +9,11 @@ Contracts, for such an operator `K`, a vector `v` and numbers `d`, `p`:
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal, Self, overload
+from typing import Literal, Self, overload
 
 import torch
 from torch import Tensor
 
-from kfs import storage
 from kfs.describing import number
 from kfs.errors import ModelError
 from kfs.kfac.structures import decompositions
@@ -32,11 +30,13 @@ from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.kronecker_sum import plus, product
-from kfs.kfac.structures.looking import VisibleBlocks, shown
+from kfs.kfac.structures.looking import shown
+from kfs.kfac.structures.owned_blocks import OwnedBlocks
 from kfs.kfac.structures.restriction import restricted
-from kfs.kfac.structures.sampling import colored
-from kfs.kfac.structures.stack import Stack, check_coverage, stacked
+from kfs.kfac.structures.sampling import colored, noise_for
+from kfs.kfac.structures.stack import Stack, stacked
 from kfs.kfac.structures.structure import Structure
+from kfs.operators.curvature import check_same_columns
 from kfs.operators.formulas import bracketed
 from kfs.operators.interface import LinearOperator
 from kfs.operators.solve import Vec
@@ -45,47 +45,33 @@ from kfs.operators.space import Columns, Space
 _LARGE = 256  # rows and columns; with fewer, a product with one column takes longer to read factors than to multiply
 
 
-class BlockDiagonal(VisibleBlocks):
+class BlockDiagonal(OwnedBlocks):
     """An operator with structured blocks on its diagonal, and zeros elsewhere.
 
     Args:
         space: What it acts on.
-        stacks: The blocks. They cover every parameter once. `None` if a subclass makes them later.
+        stacks: The blocks of this process. Those of all processes cover every parameter once. `None` if a subclass
+            makes them later.
+        ranks: Those that own blocks. By default, this process has all of them.
     """
-
-    def __init__(self, space: Space, stacks: list[Stack] | None) -> None:
-        """Store the blocks."""
-        super().__init__(space, space)
-        self._stacks = stacks
-
-    @property
-    def stacks(self) -> list[Stack]:
-        """The blocks, those of one structure and size together."""
-        assert self._stacks is not None  # noqa: S101 (subclasses that make them later override this)
-        return self._stacks
-
-    @property
-    def symmetric(self) -> bool:  # type: ignore[override]
-        """Whether all blocks are symmetric."""
-        return all(stack.structure.symmetric for stack in self.stacks)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(stack.structure.nbytes for stack in self.stacks)
 
     def multiply(self, columns: Columns) -> Columns:
         """Multiply block by block."""
         columns = {name: t.contiguous() for name, t in columns.items()}
-        result = {name: torch.empty_like(t) for name, t in columns.items()}
+        check_same_columns(self.ranks, columns)
+        # Rows of blocks that others own stay zero.
+        fresh = torch.zeros_like if self.ranks.are_several else torch.empty_like
+        result = {name: fresh(t) for name, t in columns.items()}
         num_columns = len(next(iter(columns.values())))
-        for stack in self.stacks:
-            at_once = _columns_at_once(stack.structure, num_columns)
-            for start in range(0, num_columns, at_once):
-                some = slice(start, start + at_once)
-                M = stack.read({name: columns[name][some] for name in stack.params})
-                product = stack.structure.multiply(M.to(stack.structure.like))
-                stack.write(product.to(M), {name: result[name][some] for name in stack.params})
+        with self.ranks.agreed("product"):
+            for stack in self.own_stacks:
+                at_once = _columns_at_once(stack.structure, num_columns)
+                for start in range(0, num_columns, at_once):
+                    some = slice(start, start + at_once)
+                    M = stack.read({name: columns[name][some] for name in stack.params})
+                    product = stack.structure.multiply(M.to(stack.structure.like))
+                    stack.write(product.to(M), {name: result[name][some] for name in stack.params})
+        self._add_up(result.values())
         return result
 
     def multiply_transposed(self, columns: Columns) -> Columns:
@@ -132,9 +118,9 @@ class BlockDiagonal(VisibleBlocks):
         """Return the block with some parameters' rows and columns, with all that this operator can do if they agree."""
         if set(rows) == set(columns):
             space = self.domain.subspace(rows)
-            parts = restricted(self.stacks, space.shapes)
-            if parts is not None:
-                made = BlockDiagonal(space, stacked(parts))
+            parts = restricted(self.own_stacks, space.shapes)
+            if all(self.ranks.gather("submatrix", parts is not None)):
+                made = BlockDiagonal(space, stacked(parts or ()), self.ranks)
                 return made.called(f"{bracketed(self)}[{space.listed}; {space.listed}]", self.of)
         return super()._block_of(rows, columns)
 
@@ -221,22 +207,27 @@ class BlockDiagonal(VisibleBlocks):
         """Return the diagonal as a flat vector."""
         zeros = torch.zeros(1, self.shape[0], dtype=self.dtype, device=self.device)
         columns = {name: t.clone() for name, t in self.domain.unflatten(zeros).items()}
-        for stack in self.stacks:
-            stack.write(stack.structure.diagonal().unsqueeze(1).to(zeros), columns)
+        with self.ranks.agreed("diagonal"):
+            for stack in self.own_stacks:
+                stack.write(stack.structure.diagonal().unsqueeze(1).to(zeros), columns)
+        self._add_up(columns.values())
         return self.domain.flatten(columns).squeeze(0)
 
     def eigenvalues(self) -> Tensor:
         """Return all eigenvalues, in ascending order."""
         self._check_symmetric("decomposed")
-        parts = [stack.apply(lambda structure: structure.eigenvalues()) for stack in self.stacks]
-        return torch.cat([part.flatten().to(self.device) for part in parts]).sort().values
+        with self.ranks.agreed("eigenvalues"):
+            parts = [stack.apply(lambda structure: structure.eigenvalues()) for stack in self.own_stacks]
+            values = torch.cat([self._none(), *(part.flatten().to(self.device) for part in parts)])
+        return self._joined(values).sort().values
 
     def eigh(self) -> "tuple[Tensor, BlockDiagonal]":
         """Decompose: return eigenvalues as a flat vector, and an orthogonal operator whose columns belong to them."""
         self._check_symmetric("decomposed")
-        values, vectors = zip(*(stack.apply(_eigh) for stack in self.stacks), strict=True)
-        diagonal = self._with_structures(map(Eigenbasis.of_diagonal, values)).diagonal()
-        return diagonal, self._with_structures(vectors)
+        with self.ranks.agreed("eigenvectors"):
+            pairs = [stack.apply(_eigh) for stack in self.own_stacks]
+        diagonal = self._with_structures(Eigenbasis.of_diagonal(values) for values, _ in pairs).diagonal()
+        return diagonal, self._with_structures(vectors for _, vectors in pairs)
 
     @overload
     def sample(
@@ -254,7 +245,7 @@ class BlockDiagonal(VisibleBlocks):
         Args:
             num_samples: Number of draws.
             damping: Added times the identity, such as the precision of a prior.
-            seed: Seed for the draws.
+            seed: Seed for the draws. Those of a block depend on the seed and its name alone.
             form: `"matrix"` for columns of flat vectors, `"dict"` for tensors by the names of parameters.
 
         Returns:
@@ -265,13 +256,16 @@ class BlockDiagonal(VisibleBlocks):
         """
         if form not in {"matrix", "dict"}:
             raise ModelError(f"form is {form!r}.", "Choose 'matrix' or 'dict'.")
-        generator = torch.Generator().manual_seed(seed)
         columns = {
-            name: torch.empty(num_samples, *shape, dtype=self.dtype, device=self.device)
+            name: torch.zeros(num_samples, *shape, dtype=self.dtype, device=self.device)
             for name, shape in self.domain.shapes.items()
         }
-        for stack in self.power(-0.5, damping).stacks:
-            stack.write(colored(stack.structure, num_samples, generator).to(self.device, self.dtype), columns)
+        root = self.power(-0.5, damping)
+        with self.ranks.agreed("sample"):
+            for stack in root.own_stacks:
+                noise = noise_for(stack, num_samples, seed)
+                stack.write(colored(stack.structure, noise).to(self.device, self.dtype), columns)
+        self._add_up(columns.values())
         return self.domain.flatten(columns).T if form == "matrix" else columns
 
     def to_dense(self, flattening: str = "rvec") -> Tensor:
@@ -283,15 +277,18 @@ class BlockDiagonal(VisibleBlocks):
         order = self.domain.order(flattening)
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         places = self.domain.unflatten(torch.arange(self.shape[0], device=self.device).unsqueeze(0))
-        for stack in self.stacks:
-            index = stack.read(places).flatten(1)  # [stack, d_B * d_A]
-            dense[index.unsqueeze(2), index.unsqueeze(1)] = stack.structure.to_dense().to(dense)
+        with self.ranks.agreed("matrix"):
+            for stack in self.own_stacks:
+                index = stack.read(places).flatten(1)  # [stack, d_B * d_A]
+                dense[index.unsqueeze(2), index.unsqueeze(1)] = stack.structure.to_dense().to(dense)
+        self._add_up([dense])
         return dense[order][:, order]
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Move all blocks to a device, or convert them, in place."""
-        self._stacks = self._map_structures(lambda structure: structure.to(device, dtype)).stacks
+        self._stacks = self._map_structures(lambda structure: structure.to(device, dtype)).own_stacks
         self._move_space(device, dtype)
+        self._list_blocks()
         return self
 
     def _move_space(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
@@ -299,55 +296,23 @@ class BlockDiagonal(VisibleBlocks):
         space = Space(self.domain.shapes, dtype or self.dtype, device)
         self.domain = self.codomain = space
 
-    def save(self, path: str | Path) -> None:
-        """Write everything to a file that `kfs.load` reads, in the safetensors format.
-
-        A file is written completely or not at all; an older one is replaced at once. Its header is readable text: the
-        library's version and the shapes of parameters; for `KFAC` and `EKFAC` also loss, kind of Fisher, sharing,
-        number of data and seed.
-
-        Args:
-            path: Name of the file, such as `"k.safetensors"`.
-
-        Raises:
-            StorageError: If the file cannot be written.
-        """
-        kind = next(cls.__name__ for cls in type(self).__mro__ if cls.__name__ in {"EKFAC", "KFAC", "BlockDiagonal"})
-        shapes = [[name, list(shape)] for name, shape in self.domain.shapes.items()]
-        space = {"shapes": shapes, "dtype": str(self.dtype).removeprefix("torch.")}
-        storage.write(path, {"kind": kind} | self._about(), self._state() | {"space": space})
-
-    def _about(self) -> dict[str, Any]:
-        """Return what people want to see in a file's header."""
-        return {"parameters": {name: list(shape) for name, shape in self.domain.shapes.items()}}
-
-    def _state(self) -> dict[str, Any]:
-        """Return everything but the space, for a file."""
-        return {"groups": [stack.state() for stack in self.stacks]}
-
-    @classmethod
-    def _from_state(cls, state: Any, space: Space) -> "BlockDiagonal":
-        """Undo `_state`."""
-        # In files, stacks are called groups.
-        stacks = [Stack.from_state(part) for part in state["groups"]]
-        check_coverage([layout for stack in stacks for layout in stack.layouts], space)
-        return cls(space, stacks)
-
     def _with_structures(self, structures: Iterable[Structure]) -> "BlockDiagonal":
         """Return an operator with the same layouts and other structures, one for each stack."""
-        pairs = zip(self.stacks, structures, strict=True)
-        made = BlockDiagonal(self.domain, [Stack(stack.layouts, structure) for stack, structure in pairs])
-        return made.called("", self.of)
+        with self.ranks.agreed("blocks"):  # structures may be computed in here
+            pairs = zip(self.own_stacks, structures, strict=True)
+            stacks = [Stack(stack.layouts, structure) for stack, structure in pairs]
+        return BlockDiagonal(self.domain, stacks, self.ranks).called("", self.of)
 
     def _map_structures(self, function: Callable[[Structure], Structure]) -> "BlockDiagonal":
         """Apply a function to all structures."""
-        return self._with_structures(stack.apply(function) for stack in self.stacks)
+        return self._with_structures(stack.apply(function) for stack in self.own_stacks)
 
     def _map_damped(self, function: Callable[[Structure, Tensor], Structure], damping: Damping) -> "BlockDiagonal":
         """Apply a function to all structures and their dampings, `[stack]`."""
-        names = {name for stack in self.stacks for name in stack.names}
-        numbers = damping_by_name(damping, names)
-        return self._with_structures(stack.apply(function, absolute_damping(stack, numbers)) for stack in self.stacks)
+        numbers = damping_by_name(damping, {block.layout.name for block in self._listed()})
+        return self._with_structures(
+            stack.apply(function, absolute_damping(stack, numbers)) for stack in self.own_stacks
+        )
 
     def _combine_blocks(
         self, other: object, function: Callable[[Structure, Structure], Structure | None]
@@ -355,26 +320,36 @@ class BlockDiagonal(VisibleBlocks):
         """Combine two operators block by block. `None` if blocks differ, or if a result has no structure."""
         if not isinstance(other, BlockDiagonal) or self.domain != other.domain:
             return None
-        if [stack.layouts for stack in self.stacks] != [stack.layouts for stack in other.stacks]:
+        if self.ranks.group is not other.ranks.group:
             return None
-        structures = []
-        for mine, theirs in zip(self.stacks, other.stacks, strict=True):
-            structure = mine.apply(function, theirs.structure)
-            if structure is None:
-                return None
-            structures.append(structure)
-        return self._with_structures(structures)
+        structures: list[Structure | None] = []
+        with self.ranks.agreed("combined blocks"):
+            mine, theirs = self.own_stacks, other.own_stacks
+            same = [stack.layouts for stack in mine] == [stack.layouts for stack in theirs]
+            if same:
+                structures = [a.apply(function, b.structure) for a, b in zip(mine, theirs, strict=True)]
+        if not all(self.ranks.gather("combined blocks", same and None not in structures)):
+            return None
+        return self._with_structures(structure for structure in structures if structure is not None)
 
     def _sum_over_blocks(self, function: Callable[[Structure], Tensor]) -> Tensor:
         """Sum one number for every block, `[stack]` for each stack."""
-        parts = [stack.apply(function).sum().to(self.device) for stack in self.stacks]
-        return torch.stack(parts).sum()
+        with self.ranks.agreed("sum over blocks"):
+            parts = [stack.apply(function).sum().to(self.device) for stack in self.own_stacks]
+            total = torch.stack(parts or [self._none().sum()]).sum()
+        return self._joined(total.unsqueeze(0)).sum()
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         """Return sign and logarithm of the determinant."""
-        parts = [stack.apply(lambda structure: structure.slogdet()) for stack in self.stacks]
-        sign = torch.cat([sign.to(self.device) for sign, _ in parts]).prod()
-        return sign, torch.cat([log.to(self.device) for _, log in parts]).sum()
+        with self.ranks.agreed("log-determinant"):
+            parts = [stack.apply(lambda structure: structure.slogdet()) for stack in self.own_stacks]
+            signs = torch.cat([self._none(), *(sign.to(self.device) for sign, _ in parts)])
+            logs = torch.cat([self._none(), *(log.to(self.device) for _, log in parts)])
+        return self._joined(signs).prod(), self._joined(logs).sum()
+
+    def _none(self) -> Tensor:
+        """Return no numbers, for a process that owns no block."""
+        return torch.zeros(0, dtype=self.dtype, device=self.device)
 
     def _check_symmetric(self, verb: str) -> None:
         if not self.symmetric:

@@ -1,8 +1,8 @@
 """How block-diagonal operators show themselves: a table of their blocks, and their eigenvalues block by block."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kfs.charts import draw_spectra
 from kfs.describing import Description, Table, counted, number, readable_size, times
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+class Listed(NamedTuple):
+    """What is said about a block, also if another process owns it."""
+
+    layout: Layout
+    kind: str
+    nbytes: int
+    symmetric: bool
+    rank: int | None = None  # that owns it; `None` if all processes have it
+
+
 class VisibleBlocks(LinearOperator):
     """An operator with blocks that can be looked at: in a table, and by their eigenvalues."""
 
@@ -42,9 +52,21 @@ class VisibleBlocks(LinearOperator):
 
     def _blocks_in_order(self) -> list[tuple[Layout, Structure]]:
         """Return all blocks in the order of parameters."""
-        order = {name: place for place, name in enumerate(self.domain.shapes)}
         found = [(layout, stack.structure[part]) for stack in self.stacks for layout, part in stack.slices()]
-        return sorted(found, key=lambda block: (order[block[0].weight], block[0].rows))
+        place_of = self._order()
+        return sorted(found, key=lambda block: place_of(block[0]))
+
+    def _order(self) -> Callable[[Layout], tuple[int, tuple[int, int]]]:
+        """Return what blocks are sorted by: the place of their parameters, and rows."""
+        order = {name: place for place, name in enumerate(self.domain.shapes)}
+        return lambda layout: (order[layout.weight], layout.rows)
+
+    def _listed(self) -> list[Listed]:
+        """List all blocks in the order of parameters. Nothing is exchanged."""
+        return [
+            Listed(layout, kind_of(structure), structure.nbytes, structure.symmetric)
+            for layout, structure in self._blocks_in_order()
+        ]
 
     @property
     def formula(self) -> str:
@@ -59,13 +81,14 @@ class VisibleBlocks(LinearOperator):
     def describe(self) -> Description:
         """Describe all blocks. Only their sizes are looked at."""
         rows = []
-        nbytes = 0
-        for layout, structure in self._blocks_in_order():
-            nbytes += structure.nbytes
-            size = times(layout.matrix_shape if layout.groups > 1 else layout.matrix_shape[1:])
-            rows.append((layout.name, size, kind_of(structure), readable_size(structure.nbytes)))
-        facts = (f"{counted(len(rows), 'block')}, {readable_size(nbytes)}",)
-        table = Table("blocks", ("block", "matrix", "structure", "bytes"), rows, ("bytes",))
+        listed = self._listed()
+        for block in listed:
+            shape = block.layout.matrix_shape
+            size = times(shape if block.layout.groups > 1 else shape[1:])
+            rank = "" if block.rank is None else str(block.rank)
+            rows.append((block.layout.name, size, block.kind, readable_size(block.nbytes), rank))
+        facts = (f"{counted(len(rows), 'block')}, {readable_size(sum(block.nbytes for block in listed))}",)
+        table = Table("blocks", ("block", "matrix", "structure", "bytes", "rank"), rows, ("bytes", "rank"))
         return Description(self.about, facts, (table,))
 
     def plot_spectrum(

@@ -121,8 +121,12 @@ def stacked(parts: Iterable[tuple[Layout, Structure]]) -> list[Stack]:
 def stacked_with_zeros(parts: Iterable[tuple[Layout, Structure]], space: Space) -> list[Stack]:
     """Stack blocks, together with blocks of zeros for rows of parameters that no block has."""
     parts = list(parts)
-    unused = layouts_of_unused_rows([layout for layout, _ in parts], space)
-    return stacked([*parts, *((layout, zero_block(layout, space)) for layout in unused)])
+    return stacked([*parts, *zero_blocks([layout for layout, _ in parts], space)])
+
+
+def zero_blocks(layouts: Iterable[Layout], space: Space) -> list[tuple[Layout, Structure]]:
+    """Return blocks of zeros for rows of parameters that no block has; they take no memory."""
+    return [(layout, zero_block(layout, space)) for layout in layouts_of_unused_rows(layouts, space)]
 
 
 def layouts_of_unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:

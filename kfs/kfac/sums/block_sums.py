@@ -79,6 +79,19 @@ class RoleSums:
             squares = self.inverse_squares + other.inverse_squares
         return RoleSums(input_sum, gradient_sum, self.terms + other.terms, squares)
 
+    def fits(self, other: "RoleSums") -> bool:
+        """Whether both sums are stored in the same way."""
+        pairs = (self.input, other.input), (self.gradient, other.gradient)
+        return all(a.total.shape == b.total.shape and a.bias == b.bias for a, b in pairs)
+
+    def merge_in(self, other: "RoleSums") -> None:
+        """Add sums over other data, in place, before both are completed."""
+        self.input.merge_in(other.input)
+        self.gradient.merge_in(other.gradient)
+        self.counted = self.terms + other.terms
+        squares = [self.inverse_squares, other.inverse_squares]
+        self.inverse_squares = None if any(one is None for one in squares) else sum(squares)  # type: ignore[arg-type]
+
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and let the host know their counts; nothing is kept on a device for further ones."""
         self.input.complete(dtype)
@@ -134,6 +147,11 @@ class BlockSums:
         return [s for role in self.roles.values() for s in (role.input, role.gradient)]
 
     @property
+    def is_here(self) -> bool:
+        """Whether this process has the numbers. If not, another one owns the block, or nothing was computed."""
+        return all(s.device.type != "meta" for s in self.sums)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all sums."""
         return sum(s.total.numel() * s.total.element_size() for s in self.sums)
@@ -164,6 +182,11 @@ class BlockSums:
         """Whether one side is stored by its diagonal."""
         return all(s.diagonal for s in self.on_side(side))
 
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        """Move all sums to a device, or convert them, in place. Those without numbers stay where they are."""
+        for s in self.sums:
+            s.convert(device if self.is_here else None, dtype)
+
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and convert them to another precision if asked for."""
         for role in self.roles.values():
@@ -173,6 +196,19 @@ class BlockSums:
         """Return a block with the same tensors, for another owner: what one replaces, the other keeps."""
         roles = {s: replace(r, input=copy(r.input), gradient=copy(r.gradient)) for s, r in self.roles.items()}
         return replace(self, roles=roles, operations=set(self.operations))
+
+    def fits(self, other: "BlockSums") -> bool:
+        """Whether sums of the roles that both have are stored in the same way."""
+        return all(role.fits(other.roles[side]) for side, role in self.roles.items() if side in other.roles)
+
+    def merge_in(self, other: "BlockSums") -> None:
+        """Add sums over other data that fit, in place, before both are completed."""
+        self.operations |= other.operations
+        for side, role in other.roles.items():
+            if side in self.roles:
+                self.roles[side].merge_in(role)
+            else:
+                self.roles[side] = role
 
     def plus(self, other: "BlockSums") -> "BlockSums":
         """Return the sums over both; one may have a role that the other does not have."""

@@ -4,7 +4,7 @@ With `expand`, inputs are added in the forward pass, and gradients where they ar
 positions of all uses of a parameter are collected for one batch, and added when they are complete.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,11 +17,12 @@ from kfs.distributed import Ranks
 from kfs.errors import DataError
 from kfs.kfac.layout import Key, Side
 from kfs.kfac.settings import Settings
-from kfs.kfac.sums.across_ranks import add_up_blocks
+from kfs.kfac.sums.across_ranks import add_up_blocks, agreed_blocks
 from kfs.kfac.sums.block_sums import BlockSums, RoleSums, settle_counts
 from kfs.kfac.sums.inputs import Vectors
-from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums, ignore
+from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums, ignore
 from kfs.kfac.sums.outer_products import OuterProductSum, full_precision
+from kfs.kfac.sums.owned import add_up_at_owners, choose_owners
 from kfs.kfac.sums.owners import Owners, Regular
 from kfs.kfac.sums.placement import Placement
 from kfs.kfac.sums.precision import check_products
@@ -34,13 +35,29 @@ class FactorSums(Sums):
     Args:
         settings: What was asked for.
         dry: Whether to take note of blocks only, and to compute nothing.
+        chosen: Names of the blocks to compute. By default, all of them are.
+        owners: The ranks that own blocks, as far as they are known.
+
+    Attributes:
+        blocks: The blocks by what identifies them.
+        left_out: Blocks that were not chosen, without numbers.
+        owners: The rank that owns each block, by name; empty if all ranks have all blocks.
     """
 
-    def __init__(self, settings: Settings, dry: bool = False) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        dry: bool = False,
+        chosen: Collection[str] | None = None,
+        owners: Mapping[str, int] | None = None,
+    ) -> None:
         """Start without blocks."""
         super().__init__()
         self.settings = settings
         self.dry = dry
+        self.chosen = chosen
+        self.owners: dict[str, int] = dict(owners or {})
+        self.left_out: dict[Key, BlockSums] = {}
         self.by_datum = settings.sharing != "expand" and not dry
         self.blocks: dict[Key, BlockSums] = {}
         # `(parameter, operation)` of uses that do not fit together with other uses of the parameter.
@@ -50,19 +67,23 @@ class FactorSums(Sums):
     def adder_of(self, plan: PlannedUse) -> Adder:
         """Return what adds the uses of a plan; the first use of a block decides how it is stored."""
         layout = plan.layout
-        if layout.key not in self.blocks:
+        is_chosen = self.chosen is None or layout.name in self.chosen
+        blocks = self.blocks if is_chosen else self.left_out
+        if layout.key not in blocks:
             forward_only = self.settings.fisher == "forward-only"
             sharing = self.settings.sharing_of(layout.weight)
-            self.blocks[layout.key] = BlockSums(layout, sharing, forward_only)
-        block = self.blocks[layout.key]
+            blocks[layout.key] = BlockSums(layout, sharing, forward_only)
+        block = blocks[layout.key]
         block.operations.add(plan.operation)
         if plan.side not in block.roles:
-            block.roles[plan.side] = self._new_role(block, plan)
+            block.roles[plan.side] = self._new_role(block, plan, dry=self.dry or not is_chosen)
         role = block.roles[plan.side]
         wide = self.settings.is_diagonal(role.input.size)
         if role.input.diagonal and not plan.inputs.sparse and not wide:
             # Unit vectors came first, and made the factor diagonal.
             self.conflicts.add((layout.weight, plan.operation))
+        if not is_chosen:
+            return Ignore()
         if self.dry:
             return _Count(role)
         if block.sharing == "expand":
@@ -135,7 +156,12 @@ class FactorSums(Sums):
         self.settle_counts()
         conflicts = ranks.gather("conflicts", self.conflicts)
         where = self.settings.factor_device or device
-        self.blocks, more = add_up_blocks(ranks, self.blocks, where, self.settings.products)
+        if self.settings.placement == "replicated":
+            self.blocks, more = add_up_blocks(ranks, self.blocks, where, self.settings.products)
+        else:
+            self.blocks, more = agreed_blocks(ranks, self.blocks, where, self.settings.products)
+            self.owners = choose_owners(self.blocks.values(), ranks.size, self.owners)
+            add_up_at_owners(ranks, self.blocks.values(), self.owners)
         self.conflicts = more.union(*conflicts)
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
@@ -145,9 +171,9 @@ class FactorSums(Sums):
             block.complete(dtype)
 
     def state(self) -> dict[str, Any]:
-        """Return all sums, between two batches, for a file."""
+        """Return all sums, between two batches, for a file; if blocks have owners, those of this rank."""
         self.settle_counts()
-        blocks = [block.state() for block in self.blocks.values()]
+        blocks = [block.state() for block in self.blocks.values() if block.is_here]
         return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
 
     def restore(self, state: Any) -> None:
@@ -157,21 +183,42 @@ class FactorSums(Sums):
         self.blocks = {block.layout.key: block for block in blocks}
         self.placement = Placement(block.layout for block in self.blocks.values())
 
+    def add(self, state: Any) -> None:
+        """Add sums over other data. Uses that do not fit together with them are conflicts."""
+        other = FactorSums(self.settings)
+        other.restore(state)
+        self.settle_counts()
+        self.conflicts |= other.conflicts
+        for key, block in other.blocks.items():
+            mine = self.blocks.get(key)
+            if not self.placement.admit(block.layout) or (mine is not None and not mine.fits(block)):
+                self.conflicts |= {(block.layout.weight, operation) for operation in block.operations}
+            elif mine is None:
+                self.blocks[key] = block
+            else:
+                mine.merge_in(block)
+
+    def take(self, other: "FactorSums") -> None:
+        """Take the blocks that another pass over the same data was for."""
+        self.blocks |= other.blocks
+        self.conflicts |= other.conflicts
+        self.owners = other.owners
+
     def _roles(self) -> Iterator[tuple[Key, Side, RoleSums]]:
         """Go through the roles of all blocks."""
         for key, block in self.blocks.items():
             for side, role in block.roles.items():
                 yield key, side, role
 
-    def _new_role(self, block: BlockSums, plan: PlannedUse) -> RoleSums:
-        """Return zeros for the first use of a parameter in a role."""
+    def _new_role(self, block: BlockSums, plan: PlannedUse, dry: bool) -> RoleSums:
+        """Return zeros for the first use of a parameter in a role; without numbers, if nothing is to be computed."""
         layout, s = block.layout, self.settings
         rows, columns = layout.row_size, layout.column_size
         input_size, gradient_size = (columns, rows) if plan.side == "A" else (rows, columns)
         bias = layout.bias is not None and plan.side == "A"
         dtype = s.factor_dtype or plan.dtype
         check_products(s.products, at_least_float32(dtype), plan.device, layout.name)
-        device = "meta" if self.dry else s.factor_device or plan.device
+        device = "meta" if dry else s.factor_device or plan.device
         sparse = plan.inputs.sparse or s.is_diagonal(input_size + bias)
         narrow = block.forward_only or s.is_diagonal(gradient_size)
         return RoleSums(

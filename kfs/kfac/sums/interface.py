@@ -113,3 +113,6 @@ class Sums(ABC):
     @abstractmethod
     def restore(self, state: Any) -> None:
         """Undo `state`."""
+
+    def add(self, state: Any) -> None:  # noqa: B027 (most are not kept in files)
+        """Add what `state` has returned for sums over other data, after the last batch."""

@@ -164,7 +164,7 @@ class OuterProductSum:
             corner = self.total[..., -1] if self.diagonal else self.total[..., -1, -1]
             corner += self.ones
             self.ones = 0.0
-        if not self.diagonal:
+        if not self.diagonal and self.device.type != "meta":
             mirror(self.total)
             if self.bias:
                 self.total[..., -1, :-1] = self._last_column

@@ -7,7 +7,7 @@ keeps a sum.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.distributed import Ranks, add_up
+from kfs.distributed import Ranks, add_up, add_up_at
 from kfs.errors import ModelError
 from kfs.kfac.layout import Key, Layout
 from kfs.kfac.settings import Settings
@@ -91,13 +91,25 @@ class PerDatumSums(Sums):
         settings: What was asked for.
         layouts: The blocks of the first pass.
         statistics: By block.
+        left_out: Blocks that another pass is for.
+        owners: The rank that keeps the statistic of each block. By default, all ranks do.
     """
 
     by_datum = True
 
-    def __init__(self, settings: Settings, layouts: Mapping[Key, Layout], statistics: Mapping[Key, Statistic]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        layouts: Mapping[Key, Layout],
+        statistics: Mapping[Key, Statistic],
+        left_out: Collection[Key] = (),
+        owners: Mapping[Key, int] | None = None,
+    ) -> None:
         """Know all blocks from the start."""
         super().__init__(layouts.values())
+        self._left_out = left_out
+        self._owners = owners
+        self._here: Collection[Key] = statistics.keys()
         self.settings = settings
         self._layouts = layouts
         self._statistics = statistics
@@ -110,6 +122,8 @@ class PerDatumSums(Sums):
         """Return what shows the gradients of a plan's uses to the block's statistic."""
         key = plan.layout.key
         self._seen.add(key)
+        if key in self._left_out and self._layouts[key] == plan.layout:
+            return Ignore()
         if key not in self._statistics or self._layouts[key] != plan.layout:
             self._unknown.add(plan.layout.name)
             return Ignore()
@@ -150,17 +164,31 @@ class PerDatumSums(Sums):
         seen = ranks.gather("blocks of per-datum gradients", (self._seen, self._unknown))
         self._seen = set().union(*(keys for keys, _ in seen))
         self._unknown = set().union(*(names for _, names in seen))
-        totals = [total for statistic in self._statistics.values() for total in statistic.totals]
-        add_up(ranks, "per-datum gradients", totals)
+        if self._owners is None:
+            totals = [total for statistic in self._statistics.values() for total in statistic.totals]
+            add_up(ranks, "per-datum gradients", totals)
+            return
+        for owner in sorted(set(self._owners.values())):
+            of_owner = [s for key, s in self._statistics.items() if self._owners[key] == owner]
+            add_up_at(ranks, owner, [total for statistic in of_owner for total in statistic.totals])
+        self._here = {key for key, owner in self._owners.items() if owner == ranks.rank}
 
     def state(self) -> dict[str, Any]:
-        """Return all sums, between two batches, for a file."""
-        return {"totals": [statistic.total for statistic in self._statistics.values()]}
+        """Return all sums, between two batches, for a file; after they were added up, those that this rank owns."""
+        here = {key: s for key, s in self._statistics.items() if key in self._here}
+        return {"totals": [[self._layouts[key].name, s.total] for key, s in here.items()]}
 
     def restore(self, state: Any) -> None:
         """Undo `state`."""
-        for statistic, total in zip(self._statistics.values(), state["totals"], strict=True):
-            statistic.total.copy_(total)
+        for statistic in self._statistics.values():
+            statistic.total.zero_()
+        self.add(state)
+
+    def add(self, state: Any) -> None:
+        """Add sums over other data."""
+        by_name = {self._layouts[key].name: statistic for key, statistic in self._statistics.items()}
+        for name, total in state["totals"]:
+            by_name[name].total.add_(total.to(by_name[name].total.device))
 
 
 @dataclass

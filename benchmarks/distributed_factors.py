@@ -1,0 +1,165 @@
+"""Factors on many processes: what each rank holds and sends, and how long it takes, replicated and with owners.
+
+    python -m benchmarks.distributed_factors          # on 2 and 4 ranks of this machine, connected by gloo
+
+Bytes held are those of factors and of what a damped inverse keeps, counted by tensors. Bytes that are sent are counted
+from the sizes of what travels, for a ring: a sum for all ranks takes `2 (W - 1) / W` of it per rank, and a sum for one
+rank half of that. The scheme of kfac-pytorch, by count, averages whole factors on all ranks, in every update. Here,
+the upper triangles travel, once.
+"""
+
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import kfs
+from kfs.describing import Table
+
+WIDTHS = [256, 512, 512, 512, 384, 384, 384, 256, 256, 10]
+NUM_DATA = 2048
+
+
+class Row(NamedTuple):
+    """What one rank has measured."""
+
+    seconds: float
+    seconds_of_inverse: float
+    held: int
+    peak: int
+
+
+def network() -> nn.Module:
+    """Return a net with blocks of a few sizes."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(WIDTHS):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def risk_of(group: Any) -> kfs.EmpiricalRisk:
+    """Return the risk of random data, split over a group."""
+    generator = torch.Generator().manual_seed(1)
+    X = torch.randn(NUM_DATA, WIDTHS[0], generator=generator)
+    y = torch.randint(WIDTHS[-1], (NUM_DATA,), generator=generator)
+    batches = [(X[n : n + 128], y[n : n + 128]) for n in range(0, NUM_DATA, 128)]
+    return kfs.EmpiricalRisk(network(), nn.CrossEntropyLoss(), kfs.shard(batches, group))
+
+
+def sizes() -> tuple[int, int]:
+    """Return the bytes of all factors, and of their upper triangles."""
+    sides = [side for inputs, outputs in pairwise(WIDTHS) for side in (inputs + 1, outputs)]
+    return 4 * sum(side**2 for side in sides), 4 * sum(side * (side + 1) // 2 for side in sides)
+
+
+def held_by(operators: list[Any]) -> int:
+    """Count the bytes that operators have here, each memory once."""
+    found: dict[int, int] = {}
+    for K in operators:
+        for stack in K.own_stacks:
+            for t in _tensors(stack.structure):
+                storage = t.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for part in vars(value).values() for t in _tensors(part)] if hasattr(value, "__dict__") else []
+
+
+def measure(placement: Any, memory: int | None) -> Row:
+    """Compute factors and inverses on this rank."""
+    risk = risk_of(dist.group.WORLD)
+    risk.count()
+    start = time.perf_counter()
+    K = kfs.KFAC(risk, "empirical", placement=placement, factor_memory=memory, audit=False)
+    middle = time.perf_counter()
+    inverse = K.inverse(1e-3, "factored")
+    end = time.perf_counter()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Row(middle - start, end - middle, held_by([K, inverse]), peak)
+
+
+def work(rank: int, size: int, store: str, results: Any, arguments: tuple[Any, ...]) -> None:
+    """Measure on one of several ranks."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    found = dist.FileStore(store, size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=found, rank=rank, world_size=size)
+    results.put((rank, measure(*arguments)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_ranks(size: int, *arguments: Any) -> list[Row]:
+    """Measure on several processes."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        given = size, f"{folder}/store", results, arguments
+        processes = [context.Process(target=work, args=(rank, *given)) for rank in range(size)]
+        for process in processes:
+            process.start()
+        rows = dict(results.get(timeout=600) for _ in processes)
+        for process in processes:
+            process.join()
+    return [rows[rank] for rank in range(size)]
+
+
+def sent(size: int, owner: bool) -> tuple[float, float]:
+    """Return the bytes that a rank sends for one update: here, and with kfac-pytorch's scheme."""
+    whole, triangles = sizes()
+    ring = (size - 1) / size
+    return ring * triangles * (1 if owner else 2), 2 * ring * whole
+
+
+def main(numbers: tuple[int, ...] = (2, 4)) -> Table:
+    """Measure everything."""
+    rows = []
+    for size in numbers:
+        for name, placement, memory in (
+            ("replicated", "replicated", None),
+            ("owner", "owner", None),
+            ("owner, 4 MiB a pass", "owner", 4 * 2**20),
+        ):
+            found = on_ranks(size, placement, memory)
+            here, there = sent(size, placement == "owner")
+            rows.append(
+                (
+                    str(size),
+                    name,
+                    f"{max(row.held for row in found) / 2**20:.1f}",
+                    f"{sum(row.held for row in found) / 2**20:.1f}",
+                    f"{here / 2**20:.1f}",
+                    f"{there / 2**20:.1f}",
+                    f"{max(row.seconds for row in found):.2f}",
+                    f"{max(row.seconds_of_inverse for row in found):.2f}",
+                    f"{max(row.peak for row in found) / 2**20:.0f}",
+                )
+            )
+    columns = (
+        "ranks",
+        "placement",
+        "most held, MiB",
+        "all held, MiB",
+        "sent, MiB",
+        "kfac-pytorch, MiB",
+        "factors, s",
+        "inverses, s",
+        "peak, MiB",
+    )
+    return Table("KFAC of 9 layers, 2,048 data", columns, rows, columns[2:])
+
+
+if __name__ == "__main__":
+    print(main().text())

@@ -1,0 +1,365 @@
+"""Blocks that have owners: the same results as with all blocks in every process, and a share of the memory."""
+
+import gc
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import kfs
+from kfs import storage
+from kfs.distributed import Ranks
+from kfs.distributed.states import joined, write_joined
+from kfs.errors import DataError, DistributedError, ModelError, SolverError
+from kfs.kfac.kfac import KFAC
+from kfs.kfac.structures import BlockDiagonal
+from tests.distributed.pool import Pool
+from tests.distributed.problems import bits, problem, risk_of_all, risk_of_own
+
+CLOSE: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-13}
+KINDS: list[type[KFAC | kfs.EKFAC]] = [KFAC, kfs.EKFAC]
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def compare_numbers(kind: type[KFAC | kfs.EKFAC], name: str, settings: dict[str, Any]) -> str:
+    """Compare everything that an operator can do with that of all blocks in every process."""
+    risk = risk_of_own(name)
+    K = kind(risk, placement="owner", **settings)
+    one = kind(risk, **settings)
+    assert list(K.blocks) == list(one.blocks)
+    assert (K.num_data, K.count) == (one.num_data, one.count)
+    assert repr(K).replace(", placement='owner'", "") == repr(one)
+    v = torch.linspace(-1, 1, K.shape[0], dtype=torch.float64)
+    gradient = risk.gradient()
+    found = [K @ v, K.T @ v, (K @ gradient)["out.weight" if name == "tokens" else next(iter(gradient))]]
+    close(found[0], one @ v)
+    pairs: list[tuple[Any, Any]] = [
+        (K, one),
+        (K.inverse(0.1), one.inverse(0.1)),
+        (K.shift(0.2), one.shift(0.2)),
+        (2 * K, 2 * one),
+    ]
+    pairs += [(K.power(0.5, 0.1), one.power(0.5, 0.1)), (K.inverse(kfs.Relative(0.1)), one.inverse(kfs.Relative(0.1)))]
+    for mine, other in pairs:
+        assert str(mine.formula) == str(other.formula)
+        assert mine.nbytes == other.nbytes
+        close(mine @ v, other @ v)
+        close(mine.trace(), other.trace())
+        close(mine.diagonal(), other.diagonal())
+        close(mine.frobenius_norm(), other.frobenius_norm())
+        close(mine.eigenvalues(), other.eigenvalues())
+        close(mine.to_dense(), other.to_dense())
+        found += [mine @ v, mine.diagonal(), mine.eigenvalues()]
+    close(K.inverse(0.1).logdet(), one.inverse(0.1).logdet())
+    close(K.inverse(0.1).det(), one.inverse(0.1).det())
+    close(K.sample(3, damping=0.1, seed=2), one.sample(3, damping=0.1, seed=2))
+    values, Q = K.eigh()
+    close(Q @ (values * (Q.T @ v)), one @ v)
+    close(K.solve(v, 0.3), one.solve(v, 0.3))
+    part = list(K.domain.shapes)[:2]
+    close(K.submatrix(part).to_dense(), one.submatrix(part).to_dense())
+    close(K.gathered().to_dense(), one.to_dense())
+    for block in one.blocks.values():
+        close(K.fetch(block.name).A, block.A)
+        close(K.fetch(block.name).B, block.B)
+    return bits(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "size"), [("tokens", 4), ("experts", 3), ("convolution", 2), ("tokens", 1)])
+def test_same_results(ranks: Pool, kind: type[KFAC | kfs.EKFAC], name: str, size: int) -> None:
+    """Some ranks own nothing, some have no data, and blocks of one parameter may have different owners."""
+    assert len(set(ranks(size, compare_numbers, kind, name, {"fisher": "mc"}))) == 1
+
+
+def compare_combinations() -> None:
+    """Compare sums and products of operators, and methods that need Kronecker factors."""
+    risk = risk_of_own("mlp")
+    K, one = KFAC(risk, placement="owner"), KFAC(risk)
+    F, other = KFAC(risk, "empirical", placement="owner"), KFAC(risk, "empirical")
+    v = torch.linspace(-1, 1, K.shape[0], dtype=torch.float64)
+    assert type(K + F) is type(one + other)
+    mine, theirs = (cast("BlockDiagonal", total).inverse(0.1, "factored") for total in (K + F, one + other))
+    close(mine @ v, theirs @ v)
+    close((K @ F) @ v, one @ (other @ v))
+    close((K @ F).T @ v, other @ (one @ v))
+    close((K + one) @ v, 2 * (one @ v))  # without common owners
+    apart = KFAC(risk, joint_bias=False, placement="owner")
+    close((K + apart) @ v, one @ v + KFAC(risk, joint_bias=False) @ v)  # without common blocks
+    close((K + kfs.EKFAC(risk, placement="owner").inverse(1.0)) @ v, one @ v + kfs.EKFAC(risk).inverse(1.0) @ v)
+    dampings = {name: 0.1 * (1 + place) for place, name in enumerate(K.blocks)}
+    for method in ("exact", "factored", "per-factor"):
+        close(K.inverse(dampings, method) @ v, one.inverse(dampings, method) @ v)
+    assert (K @ F).symmetric == (one @ other).symmetric
+    assert K.submatrix("0.weight", "2.weight").shape == (20, 15)
+
+
+def test_combinations(ranks: Pool) -> None:
+    ranks(2, compare_combinations)
+
+
+class Deep(nn.Module):
+    """Has many blocks of a few sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # With the bias, rows of sums are not padded.
+        sizes = [47, 63, 63, 63, 47, 47, 47, 47, 31, 31, 31, 63, 63, 47, 7]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def bytes_in_use() -> int:
+    """Count the bytes of all tensors that there are, by their memory."""
+    gc.collect()
+    # `isinstance` would ask objects that warn about themselves.
+    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and one.device.type == "cpu"]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values())
+
+
+def deep_risk(group: Any) -> kfs.EmpiricalRisk:
+    torch.manual_seed(1)
+    X, y = torch.randn(12, 47), torch.randint(7, (12,))
+    return kfs.EmpiricalRisk(Deep(), nn.CrossEntropyLoss(), kfs.shard((X, y), group))
+
+
+def held(kind: type[KFAC | kfs.EKFAC], placement: Any) -> tuple[int, int]:
+    risk = deep_risk(dist.group.WORLD)
+    kind(risk, fisher="empirical", placement=placement).inverse(0.1)  # some small tensors are kept for the next time
+    before = bytes_in_use()
+    K = kind(risk, fisher="empirical", placement=placement)
+    inverse = K.inverse(0.1, "factored") if isinstance(K, KFAC) else K.inverse(0.1)
+    owned = sum(block.sums.is_here for block in K.blocks.values())
+    assert inverse.shape == K.shape
+    return bytes_in_use() - before, owned
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_holds_its_share(ranks: Pool, kind: type[KFAC | kfs.EKFAC]) -> None:
+    whole = ranks(1, held, kind, "replicated")[0][0]
+    shares = ranks(3, held, kind, "owner")
+    assert sum(owned for _, owned in shares) == 14
+    # Owners are chosen by the bytes of factors and their inverses. EKFAC has eigenvalues, too.
+    assert max(nbytes for nbytes, _ in shares) <= (1.05 if kind is KFAC else 1.1) / 3 * whole
+    assert sum(nbytes for nbytes, _ in shares) == pytest.approx(whole, rel=0.01)  # no block is anywhere twice
+
+
+def compare_passes(kind: type[KFAC | kfs.EKFAC], name: str, placement: Any, memory: int) -> tuple[str, int]:
+    risk = risk_of_own(name)
+    calls = [0]
+    risk.model.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))  # type: ignore[union-attr]
+    settings: dict[str, Any] = {"fisher": "mc", "placement": placement, "audit": False}
+    one = kind(risk, **settings)
+    in_one_pass, calls[0] = calls[0], 0
+    several = kind(risk, factor_memory=memory, **settings)
+    assert (several.num_data, several.count) == (one.num_data, one.count)
+    assert list(several.blocks) == list(one.blocks)
+    assert bits([several.to_dense()]) == bits([one.to_dense()])
+    return several.blocks[next(iter(several.blocks))].sharing, calls[0] // max(in_one_pass, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("placement", ["replicated", "owner"])
+@pytest.mark.parametrize("name", ["tokens", "experts"])
+def test_passes_over_the_data(ranks: Pool, kind: type[KFAC | kfs.EKFAC], placement: str, name: str) -> None:
+    """Results are the same to the last bit. Some ranks see an expert that others, and first batches, do not use."""
+    memory = {"tokens": (900, 1600), "experts": (600, 900)}[name][kind is kfs.EKFAC]
+    passes = [calls for _, calls in ranks(2, compare_passes, kind, name, placement, memory)]
+    assert max(passes) >= 2
+
+
+def test_passes_of_one_process() -> None:
+    risk = risk_of_all("experts")
+    expected = KFAC(risk)
+    found = KFAC(risk, factor_memory=600)
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    with pytest.raises(ModelError, match=r"needs 4..*Allow more memory, or use a smaller max_dim"):
+        KFAC(risk, factor_memory=300)
+
+
+def save(kind: type[KFAC | kfs.EKFAC], folder: str) -> list[Tensor]:
+    K = kind(risk_of_own("tokens"), placement="owner")
+    K.save(f"{folder}/k")
+    K.inverse(0.1).save(f"{folder}/inverse")
+    with pytest.raises(kfs.errors.StorageError, match="cannot be written"):
+        K.save(f"{folder}/missing/k")
+    return [K.to_dense(), K.inverse(0.1).to_dense()]
+
+
+def load(folder: str, kind: type[KFAC | kfs.EKFAC]) -> list[Tensor]:
+    K = kfs.load(f"{folder}/k", group=dist.group.WORLD)
+    inverse = kfs.load(f"{folder}/inverse", group=dist.group.WORLD)
+    assert type(K) is kind
+    assert K.ranks.size == inverse.ranks.size == dist.get_world_size()
+    for one in (K, inverse):
+        mine = sum(stack.structure.nbytes for stack in one.own_stacks)
+        assert mine < one.nbytes or dist.get_world_size() == 1
+    if kind is KFAC:
+        assert isinstance(K, KFAC)
+        K.update(risk_of_own("tokens"))
+        assert K.num_data == 46
+        K = kfs.load(f"{folder}/k", group=dist.group.WORLD)
+    with pytest.raises(kfs.errors.StorageError, match="cannot be read"):
+        kfs.load(f"{folder}/missing", group=dist.group.WORLD)
+    return [K.to_dense(), inverse.to_dense()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files(ranks: Pool, kind: type[KFAC | kfs.EKFAC], tmp_path: Path) -> None:
+    """One file, which any number of processes reads."""
+    expected = ranks(4, save, kind, str(tmp_path))[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inverse", "k"]
+    alone = kfs.load(tmp_path / "k")
+    assert type(alone) is kind
+    close(alone.to_dense(), kind(risk_of_all("tokens")).to_dense())
+    found = [[alone.to_dense(), kfs.load(tmp_path / "inverse").to_dense()]]
+    for size in (1, 2, 3):
+        found += ranks(size, load, str(tmp_path), kind)
+    for K, inverse in found:
+        assert torch.equal(K, expected[0])
+        assert torch.equal(inverse, expected[1])
+
+
+def more_data() -> None:
+    model, loss, X, y = problem("mlp")
+
+    def risk(some: slice) -> kfs.EmpiricalRisk:
+        return kfs.EmpiricalRisk(model, loss, kfs.shard((X[some], y[some]), dist.group.WORLD))
+
+    for kind in KINDS:
+        K = kind(risk(slice(0, 10)), placement="owner")
+        close(K.update(risk(slice(10, 23))).to_dense(), kind(risk(slice(0, 10))).update(risk(slice(10, 23))).to_dense())
+    K = KFAC(risk(slice(0, 10)), placement="owner").merge(KFAC(risk(slice(10, 23)), placement="owner"))
+    close(K.to_dense(), KFAC(risk(slice(0, 23))).to_dense())
+    E, F = (kfs.EKFAC.from_kfac(K, risk(some)) for some in (slice(0, 10), slice(10, 23)))
+    close(E.merge(F).to_dense(), kfs.EKFAC.from_kfac(K, risk(slice(0, 23))).to_dense())
+    assert K.to(dtype=torch.float32).nbytes == KFAC(risk(slice(0, 10))).to(dtype=torch.float32).nbytes
+    assert E.to(dtype=torch.float32).dtype == torch.float32
+    alone = kfs.EmpiricalRisk(model, loss, (X, y))
+    with pytest.raises(DistributedError, match="the risk is that of others"):
+        kfs.EKFAC.from_kfac(K, alone)
+    with pytest.raises(ModelError, match="other owners"):
+        K.merge(KFAC(alone))
+
+
+def test_more_data(ranks: Pool) -> None:
+    ranks(3, more_data)
+
+
+def new_blocks() -> None:
+    """Add data that use an expert which was not used before, after all owners were chosen."""
+    model, loss, X, y = problem("experts")
+    first, rest = (kfs.EmpiricalRisk(model, loss, kfs.shard((X[s], y[s]), dist.group.WORLD)) for s in PARTS)
+    K = KFAC(first, placement="owner", uncovered="skip")
+    assert len(K.blocks) == 2
+    whole = KFAC(kfs.EmpiricalRisk(model, loss, (X, y)), uncovered="skip")
+    with pytest.raises(ModelError, match="The blocks differ"):
+        K.update(rest)
+    assert len(whole.blocks) == 3
+
+
+PARTS = slice(0, 10), slice(10, 23)
+
+
+def test_new_blocks(ranks: Pool) -> None:
+    ranks(2, new_blocks)
+
+
+class Scaled(nn.Module):
+    """Has a parameter that no rule covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.power = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(x.abs() ** self.power)
+        return result
+
+
+def exact_diagonals(kind: type[KFAC | kfs.EKFAC]) -> None:
+    _, loss, X, y = problem("mlp")
+    torch.manual_seed(2)
+    risk = kfs.EmpiricalRisk(Scaled().double(), loss, kfs.shard((X, y), dist.group.WORLD))
+    K = kind(risk, uncovered="diagonal", placement="owner")
+    close(K.to_dense(), kind(risk, uncovered="diagonal").to_dense())
+    assert sum(K.ranks.gather("owned", K.blocks["power"].sums.is_here)) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_diagonals(ranks: Pool, kind: type[KFAC | kfs.EKFAC]) -> None:
+    ranks(2, exact_diagonals, kind)
+
+
+def refused() -> list[str]:
+    risk = risk_of_own("mlp")
+    K = KFAC(risk, placement="owner")
+    texts = []
+    elsewhere = next((block for block in K.blocks.values() if not block.sums.is_here), None)
+    assert elsewhere is not None
+    with pytest.raises(DistributedError, match=r"Another process owns block .* Call K.fetch"):
+        _ = elsewhere.A
+    with pytest.raises(DistributedError, match=r"owned by 2 processes.* Call K.gathered\(\)"):
+        kfs.Influence(K, damping=0.1).self_scores(risk)
+    with pytest.raises(DistributedError, match="needs all of them"):
+        K.plot_spectrum()
+    with pytest.raises(DistributedError, match="The vectors to multiply with differ"):
+        K @ torch.full((K.shape[0],), float(dist.get_rank()), dtype=torch.float64)
+    with pytest.raises(SolverError) as singular:
+        cast("BlockDiagonal", 0.0 * K).inverse()
+    texts.append(str(singular.value))
+    with pytest.raises(ModelError, match="damping lacks the blocks"):
+        K.inverse({"0": 1.0})
+    assert "Block '" in repr(elsewhere)
+    return texts
+
+
+def test_errors(ranks: Pool) -> None:
+    one, other = ranks(2, refused)
+    assert one == other
+
+
+def not_finite() -> str:
+    """Rank 1 owns the block that is not finite."""
+    first = nn.Linear(1, 2)
+    model = nn.Sequential(first, nn.Linear(2, 30)).double()
+    X = torch.full((4, 1), 1e200, dtype=torch.float64)
+    with torch.no_grad():
+        first.weight.zero_()
+    y = torch.zeros(4, 30, dtype=torch.float64)
+    risk = kfs.EmpiricalRisk(model, nn.MSELoss(), kfs.shard((X, y), dist.group.WORLD))
+    with pytest.raises(DataError, match="The inputs of block '0' are not finite") as caught:
+        KFAC(risk, placement="owner")
+    return str(caught.value)
+
+
+def test_factors_that_are_not_finite(ranks: Pool) -> None:
+    one, other = ranks(2, not_finite)
+    assert one == other
+
+
+def write_at_another_rank(path: str) -> None:
+    ranks = Ranks(dist.group.WORLD)
+    mine = {"number": 7, "parts": [torch.full((2,), float(ranks.rank)), [ranks.rank]]}
+    state = joined(ranks, mine, ["parts"], root=1)
+    write_joined(ranks, path, {"kind": "test"}, state, root=1)
+    dist.barrier()
+    found = storage.read(path)[1]
+    assert (found["number"], found["parts"][1::2]) == (7, [[0], [1], [2]])
+    assert [t.tolist() for t in found["parts"][::2]] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+
+
+def test_states_of_several_ranks(ranks: Pool, tmp_path: Path) -> None:
+    ranks(3, write_at_another_rank, str(tmp_path / "state"))
