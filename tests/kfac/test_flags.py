@@ -34,7 +34,7 @@ def test_explained_vectors(behind: list[bool], monkeypatch: pytest.MonkeyPatch) 
         behind.clear()
         explain(*args)
 
-    monkeypatch.setattr("kfs.kfac.kfac.explain_vectors", on_a_cpu)
+    monkeypatch.setattr("kfs.kfac.computing.explain_vectors", on_a_cpu)
     X, y = torch.randn(4, 3), torch.full((4, 2), 3.0)
     risk = EmpiricalRisk(nn.Linear(3, 2), nn.BCEWithLogitsLoss(pos_weight=torch.tensor(0.1)), (X, y))
     with pytest.raises(LossError, match="negative curvature"):
