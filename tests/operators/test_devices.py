@@ -16,6 +16,9 @@ from tests.losses.cases import CASES, Case
 from tests.operators.problems import PROBLEMS, Problem
 from tests.operators.recorded import columns_for, make_risk
 
+# PyTorch's own, about cells of recurrent layers on a GPU.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
 DEVICES = ["cuda"] if torch.cuda.is_available() else []
 
 
