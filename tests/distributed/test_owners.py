@@ -120,13 +120,21 @@ class Deep(nn.Module):
         return x
 
 
+def memory_of(t: Tensor) -> tuple[int, int]:
+    """Return address and size of a tensor's memory; zeros if it has none, as those that `torch.func` wraps."""
+    try:
+        storage = t.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except (NotImplementedError, RuntimeError):
+        return 0, 0
+
+
 def bytes_in_use() -> int:
     """Count the bytes of all tensors that there are, by their memory."""
     gc.collect()
-    # `isinstance` would ask objects that warn about themselves. What torch.func wraps has no memory of its own.
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and torch._C._has_storage(one)]
-    found = [one for one in tensors if one.device.type == "cpu"]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}.values())
+    # `isinstance` would ask objects that warn about themselves.
+    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and one.device.type == "cpu"]
+    return sum(dict(map(memory_of, found)).values())
 
 
 def deep_risk(group: Any) -> kfs.EmpiricalRisk:

@@ -184,8 +184,9 @@ class BlockSums:
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         """Move all sums to a device, or convert them, in place. Those without numbers stay where they are."""
+        where = device if self.is_here else None
         for s in self.sums:
-            s.convert(device if self.is_here else None, dtype)
+            s.convert(where, dtype)
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and convert them to another precision if asked for."""
