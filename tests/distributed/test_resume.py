@@ -268,12 +268,12 @@ def test_uses_that_do_not_fit_together_with_other_files(tmp_path: Path) -> None:
 
 
 def test_a_use_on_the_other_side(tmp_path: Path) -> None:
-    """Before the kill, a parameter multiplied from one side, and afterwards from the other side as well."""
+    """Before the kill, a parameter multiplied from both sides, and afterwards from one of them."""
     torch.manual_seed(3)
     W = torch.randn(3, 3, dtype=torch.float64)
 
     def model(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return x @ params["W"] if x.sum() > 0 else x @ params["W"].T
+        return x @ params["W"] @ params["W"].T if x.sum() > 0 else x @ params["W"]
 
     X = torch.rand(8, 3, dtype=torch.float64) * torch.tensor([[1.0]] * 4 + [[-1.0]] * 4, dtype=torch.float64)
     y = torch.randn(8, 3, dtype=torch.float64)
