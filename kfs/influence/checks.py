@@ -119,8 +119,8 @@ def check_same_queries(queries: EmpiricalRisk, train: EmpiricalRisk) -> None:
     Raises:
         DistributedError: If they differ, or are split over processes.
     """
+    check_alone(queries, "Scores of queries")
     if train.ranks.are_several:
-        check_alone(queries, "Scores of queries")
         with train.ranks.agreed("queries"):
             found = [fingerprint(batch.x, batch.y) for batch in queries.batches()]
         train.ranks.same("Queries", found, "Pass the same queries in all processes; only training data are split.")

@@ -267,14 +267,19 @@ def test_uses_that_do_not_fit_together_with_other_files(tmp_path: Path) -> None:
     conflicting(str(tmp_path / "run"), first=False)
 
 
-def test_a_use_on_the_other_side(tmp_path: Path) -> None:
-    """Before the kill, a parameter multiplied from both sides, and afterwards from one of them."""
+def both_sides(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x @ params["W"] @ params["W"].T if x.sum() > 0 else x @ params["W"]
+
+
+def other_side(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x @ params["W"] if x.sum() > 0 else x @ params["W"].T
+
+
+@pytest.mark.parametrize("model", [both_sides, other_side])
+def test_a_use_on_the_other_side(tmp_path: Path, model: Any) -> None:
+    """After the kill, a parameter is not multiplied from the same sides as before."""
     torch.manual_seed(3)
     W = torch.randn(3, 3, dtype=torch.float64)
-
-    def model(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return x @ params["W"] @ params["W"].T if x.sum() > 0 else x @ params["W"]
-
     X = torch.rand(8, 3, dtype=torch.float64) * torch.tensor([[1.0]] * 4 + [[-1.0]] * 4, dtype=torch.float64)
     y = torch.randn(8, 3, dtype=torch.float64)
     inputs = [(X[:4], y[:4]), (X[4:], y[4:])]
