@@ -151,9 +151,10 @@ def test_outputs_in_another_order_of_memory() -> None:
 
     torch.manual_seed(1)
     X = torch.randn(5, 2, 4).double()
-    risk = kfs.EmpiricalRisk(Transposed().double(), nn.CrossEntropyLoss(), (X, torch.randint(3, (5, 2))))
+    model = Transposed().double()
+    risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, torch.randint(3, (5, 2))))
     K = kfs.KFAC(risk)
-    flat = kfs.EmpiricalRisk(nn.Sequential(risk.model, nn.Flatten()), nn.MSELoss(), [])
+    flat = kfs.EmpiricalRisk(nn.Sequential(model, nn.Flatten()), nn.MSELoss(), [])
     expected = dense_variance(flat, dense_covariance(K, 1 / risk.reduction_factor, 1.0), X)
     close(functional_variance(K, risk, X, 1.0), expected)
 
