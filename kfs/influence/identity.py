@@ -1,15 +1,18 @@
 """What an index belongs to: weights, curvature, settings and data, in a form that can be compared and told apart."""
 
 import hashlib
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from inspect import getclosurevars
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kfs.data import Batch, Fingerprint, fingerprint, tensors_in
 from kfs.kfac.storage.journal import details
-from kfs.kfac.storage.seen_data import digest
+from kfs.kfac.storage.seen_data import bytes_of, digest, text_of
 from kfs.kfac.structures import BlockDiagonal
 from kfs.losses.quantities import Quantity
 from kfs.risk import EmpiricalRisk
@@ -32,7 +35,7 @@ def identity(
     name = getattr(train.model, "__qualname__", type(train.model).__name__)
     return {
         "model": repr(train.model) if isinstance(train.model, torch.nn.Module) else name,
-        "loss": details(train.loss),
+        "loss": f"{details(train.loss)}, {_digest(vars(train.loss))}",
         "parameters": {name: list(p.shape) for name, p in train.params.items()},
         "curvature": digest(t for stack in K.stacks for t in tensors_in(stack.state()["blocks"])),
         "of_train": _named(of_train),
@@ -73,12 +76,67 @@ def batch_identity(batch: Batch) -> list[str]:
 
 
 def _named(quantity: Quantity) -> str:
-    """Return a quantity's name; of a function, also a digest of its code."""
+    """Return a quantity's name; of a function, also a digest of its code and of the values that it uses."""
     if isinstance(quantity, str):
         return quantity
-    code = getattr(quantity, "__code__", None)
-    parts = [] if code is None else [code.co_code.hex(), repr(code.co_names), repr(code.co_consts)]
-    # Functions inside of it are constants, which have an address in memory.
-    text = re.sub(r" at 0x[0-9a-f]+", "", "".join(parts))
     name = getattr(quantity, "__qualname__", type(quantity).__name__)
-    return f"{name} ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
+    return f"{name} ({_digest(quantity)})"
+
+
+def _digest(value: object) -> str:
+    """Return a digest of a function, or of anything that has functions in it."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for part in _content(value, None, {}):
+        hashed.update(part)
+    return hashed.hexdigest()
+
+
+def _content(value: object, home: str | None, seen: dict[int, object]) -> Iterator[Any]:
+    """Yield bytes that tell a value from others.
+
+    Args:
+        value: A function, or what one uses.
+        home: The module of the function that uses it. Functions of other modules are told apart by their names alone.
+        seen: Objects that were visited, by their addresses: functions may use themselves.
+    """
+    if home is None and isinstance(value, FunctionType):
+        home = value.__module__
+    parts = _parts(value, home)
+    if isinstance(value, Tensor):
+        yield text_of((value.shape, value.dtype)).encode()
+        yield bytes_of(value)
+    elif parts is None:
+        yield text_of(value).encode()
+    elif id(value) not in seen:
+        seen[id(value)] = value  # as long as it is kept, no other object has its address
+        yield f"{type(value).__qualname__} of {len(parts)}".encode()
+        for part in parts:
+            yield from _content(part, home, seen)
+
+
+def _parts(value: object, home: str | None) -> list[object] | None:
+    """Return what a value consists of; `None` if its text tells all."""
+    if isinstance(value, Mapping):
+        return [part for pair in value.items() for part in pair]
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, CodeType):
+        return [value.co_code, value.co_names, *value.co_consts]
+    if isinstance(value, torch.nn.Module):
+        return [text_of(value), value.state_dict()]
+    return _parts_of_function(value, home) if callable(value) else None
+
+
+def _parts_of_function(value: Callable[..., Any], home: str | None) -> list[object] | None:
+    """Return code and values that a function uses; `None` if it is from another module."""
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, FunctionType) and value.__module__ == home:
+        used = getclosurevars(value)
+        named = {name: one for name, one in used.globals.items() if not isinstance(one, ModuleType)}
+        return [value.__code__, value.__defaults__, value.__kwdefaults__, dict(used.nonlocals), named]
+    # An object with a method `__call__` that somebody wrote.
+    call = type(value).__call__
+    return [call, vars(value)] if isinstance(call, FunctionType) else None
