@@ -159,8 +159,8 @@ def test_each_rank_holds_its_share(ranks: Pool, kind: type[KFAC | kfs.EKFAC]) ->
     whole = ranks(1, held, kind, "replicated")[0][0]
     shares = ranks(3, held, kind, "owner")
     assert sum(owned for _, owned in shares) == 14
-    # Owners are chosen by the bytes of factors and their inverses. EKFAC has eigenvalues, too.
-    assert max(nbytes for nbytes, _ in shares) <= (1.05 if kind is KFAC else 1.1) / 3 * whole
+    # Owners are chosen by the bytes of EKFAC. The inverse here is a factored one, which has no eigenvalues.
+    assert max(nbytes for nbytes, _ in shares) <= (1.05 if kind is kfs.EKFAC else 1.1) / 3 * whole
     assert sum(nbytes for nbytes, _ in shares) == pytest.approx(whole, rel=0.01)  # no block is anywhere twice
 
 
