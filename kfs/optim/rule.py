@@ -33,11 +33,11 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 _LARGEST = 30.0
 _HUGE = 1e6
 # Weights and shifts: the sum of `weight / (x + shift)` is `1 / sqrt(1 + x)` up to 8 %, from zero to `_LARGEST` squared,
-# and one at zero: short steps stay as they are. No other two inverses are closer (`tests/optim/test_rule_constants.py`).
+# and one at zero: short steps stay as they are. No other two inverses are closer.
 _TERMS = ((2.46247241, 2.73299192), (35.2504843, 356.12694738))
 # Coefficients of odd polynomials of degree five. Applied one after the other, they move all numbers between
-# `1 / sqrt(1 + _LARGEST**2)` and one to one, up to 3 %; no others are closer (Amsel et al., 2025). The same file computes
-# them again.
+# `1 / sqrt(1 + _LARGEST**2)` and one to one, up to 3 %; no others are closer (Amsel et al., 2025).
+# `tests/optim/test_rule_constants.py` computes these numbers, and those above, from what they are best at.
 _QUINTICS = ((7.253831, -20.316468, 14.821728), (2.838153, -2.119765, 0.468511), (2.013579, -1.396625, 0.389938))
 # This one makes errors of numbers that are close to one small: their third power, roughly.
 _LAST_QUINTIC = (1.875, -1.25, 0.375)
