@@ -227,12 +227,12 @@ class Identity(LinearOperator):
         super().__init__(space, space)
 
     def multiply(self, columns: Columns) -> Columns:
-        """Return the columns."""
-        return columns
+        """Return copies of the columns: whoever changes a product does not change what was multiplied."""
+        return {name: t.clone() for name, t in columns.items()}
 
     def multiply_transposed(self, columns: Columns) -> Columns:
-        """Return the columns."""
-        return columns
+        """Return copies of the columns."""
+        return self.multiply(columns)
 
 
 class Transposed(LinearOperator):

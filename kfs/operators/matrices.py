@@ -19,6 +19,7 @@ class Dense(LinearOperator):
 
     Raises:
         ShapeError: If it does not fit.
+        DtypeError: If it has integers or complex numbers.
 
     Example:
         >>> A = Dense(torch.tensor([[2.0, 1.0], [1.0, 3.0]]))
@@ -33,6 +34,7 @@ class Dense(LinearOperator):
         if not isinstance(matrix, Tensor) or matrix.ndim != 2:
             found = f"shape {list(matrix.shape)}" if isinstance(matrix, Tensor) else f"a {type(matrix).__name__}"
             raise ShapeError(f"The matrix is {found}.", "Pass a tensor of shape [rows, columns].")
+        _check_floating(matrix, "The matrix is")
         rows, columns = matrix.shape
         domain = domain or _flat(columns, matrix)
         codomain = codomain or (domain if rows == columns else _flat(rows, matrix))
@@ -65,7 +67,7 @@ class OuterProducts(LinearOperator):
 
     Raises:
         ShapeError: If there is not one weight for every vector.
-        DtypeError: If vectors come as something else.
+        DtypeError: If vectors come as something else, or have integers or complex numbers.
 
     Example:
         >>> A = OuterProducts(torch.tensor([[1.0, 0.0], [2.0, 1.0]]), torch.tensor([1.0, 10.0]))
@@ -87,6 +89,7 @@ class OuterProducts(LinearOperator):
                 f"The vectors come as a single {form}.", "Pass columns [size, n], or tensors [n, *shape] by name."
             )
         self.vectors = space.flatten(columns)  # [n, size]
+        _check_floating(self.vectors, "The vectors are")
         self.weights = self.vectors.new_ones(len(self.vectors)) if weights is None else weights.detach()
         if self.weights.shape != (len(self.vectors),) or self.weights.dtype != space.dtype:
             raise ShapeError(
@@ -108,6 +111,11 @@ class OuterProducts(LinearOperator):
     def multiply_transposed(self, columns: Columns) -> Columns:
         """Multiply: the operator is symmetric."""
         return self.multiply(columns)
+
+
+def _check_floating(t: Tensor, subject: str) -> None:
+    if not t.is_floating_point():
+        raise DtypeError(f"{subject} {t.dtype}.", "Convert to real numbers first, such as with .double().")
 
 
 def _is_symmetric(matrix: Tensor) -> bool:

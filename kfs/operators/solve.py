@@ -158,7 +158,8 @@ def _conjugate_gradients(
         bad = active & ~((curvature > 0) & (curvature < torch.inf) & (rho > 0))
         # Close to what this precision can resolve, a direction consists of rounding errors and says nothing about `A`.
         if (bad & ~(length <= 10 * eps * norm)).any():
-            raise _breakdown(curvature[bad], rho[bad], A.dtype)
+            squared_length = P.square().sum(0).clamp(min=torch.finfo(P.dtype).tiny)
+            raise _breakdown((curvature / squared_length)[bad], rho[bad], A.dtype)
         active = active & ~bad
         if not active.any():
             return
@@ -178,7 +179,7 @@ def share_done(iterations: int, limit: int, residual: float, tolerance: float) -
 
 
 def _breakdown(curvature: Tensor, rho: Tensor, dtype: torch.dtype) -> SolverError:
-    """Return the error for directions along which no step can be made."""
+    """Return the error for directions along which no step can be made, given curvature along vectors of length one."""
     if not (curvature.isfinite().all() and rho.isfinite().all()):
         return SolverError(
             f"The iteration left the range of {dtype}: a direction has curvature {curvature[0].item():.2e}.",

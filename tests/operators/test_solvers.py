@@ -116,8 +116,10 @@ def test_lsmr_in_all_forms_and_for_indefinite_operators() -> None:
     values = torch.linalg.eigvalsh(H.to_dense())
     assert values[0] < 0 < values[-1]
     b = random(31)
-    with pytest.raises(SolverError, match="not positive definite"):
+    with pytest.raises(SolverError, match="not positive definite") as refused:
         solve(H, b)
+    # The error says how much damping is missing at least: a quotient between the smallest eigenvalue and zero.
+    assert values[0] <= 1.01 * float(str(refused.value).split("curvature ")[1].split(". ")[0]) < 0
     torch.testing.assert_close(lsmr(H, b, tolerance=1e-12).x, torch.linalg.solve(H.to_dense(), b), rtol=1e-5, atol=1e-6)
     nothing = lsmr(J, {"prediction": 0 * u})
     assert (nothing.iterations, nothing.converged, float(nothing.x["0.bias"].abs().max())) == (0, True, 0.0)
