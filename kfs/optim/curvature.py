@@ -208,11 +208,12 @@ class Curvature:
     ) -> dict[str, Tensor]:
         """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`.
 
-        A parameter of a block, one of all `tensors`, that is not in `u` counts as zero. If the flag `taken` is false,
+        Vectors in `u` are whole. A parameter of a block, one of all `tensors`, that is not in `u` counts as zero. If the flag `taken` is false,
         or becomes false because steps are not finite, steps are zero. Limits of gradients in `half` precision are less
         precise.
         """
-        zeros = {n: torch.zeros_like(tensors[n]) for n in self.covered - u.keys()}
+        others = {n: tensors[n] for n in self.covered - u.keys()}
+        zeros = {n: torch.zeros(p.shape, dtype=p.dtype, device=p.device) for n, p in others.items()}
         steps = self.inverses.multiply(self.averages.values(), {**u, **zeros}, groups, limit, taken, half)
         return {n: steps[n] for n in u}
 

@@ -25,6 +25,7 @@ from kfs.optim.call import check_call
 from kfs.optim.curvature import Curvature, Interval, interval_at
 from kfs.optim.divergence import Fine, LastFine
 from kfs.optim.exchange import Exchange
+from kfs.optim.fully_sharded import is_fully_sharded, part_of
 from kfs.optim.inverses import Inverses
 from kfs.optim.options import check_options, more_often_at_first, number_and_unit
 from kfs.optim.outstanding import Outstanding
@@ -146,6 +147,7 @@ class KFAC(Reported, Saved):
         self._settings = Settings(fisher, sharing, seed=seed, max_dim=max_dim, batch_axis=batch_axis, audit=audit)
         damping, damping_unit = number_and_unit(damping, damping_unit)
         check_options(locals())
+        replay = replay and not is_fully_sharded(model)  # Graphs exchange nothing.
         defaults = {
             "lr": lr,
             "damping": damping,
@@ -239,7 +241,7 @@ class KFAC(Reported, Saved):
             batch = None if closure is None else BatchLoss(closure, self._model, self._device, self._exchange.mean)
             result = None if batch is None else batch.result
             self._params.check_model()
-            grads = {n: p.grad.to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
+            grads = {n: part_of(p.grad).to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
             sums = self._merged(self._watch.collect(), grads)
             if sums is not None and sums.has_factors:
                 self._outstanding.settle(self.state)

@@ -62,6 +62,7 @@ class Pass:
     by_datum: bool = False  # whether labels depend on the number of their datum alone, not on the batch that it is in
     # Given a number of data: how many data of other processes come before them, and how many there are of all.
     place_of_data: Callable[[int], tuple[int, int]] | None = None
+    wants_factors: bool = False  # whether factors are due; of other processes, too, if this one has no data
     has_gradient: bool = False  # whether the gradient of a loss has arrived
     # If passes like this one are to be recorded: what they have in common, how they run, and the data of this one.
     to_record: tuple[PassKey, FactorPass, Data | None] | None = None

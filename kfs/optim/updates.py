@@ -10,6 +10,7 @@ from torch import Tensor
 from kfs import waiting
 from kfs.optim.averages import copied_to
 from kfs.optim.curvature import Curvature
+from kfs.optim.fully_sharded import gathered, own_parts, part_of
 from kfs.optim.parameters import Parameters
 from kfs.optim.recorded_update import RecordedUpdate, recorder_for
 from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, natural_step
@@ -100,19 +101,23 @@ def natural_updates(
         shares = [share._replace(taken=taken) for share in shares]
     names = [name for part in parts for name in part.names]
 
+    def own(D: Tensors) -> Tensors:
+        return list(own_parts(dict(zip(names, D, strict=True)), params.tensors).values())
+
     def clipped(u: Tensors) -> Tensors:
-        steps = precondition(dict(zip(names, u, strict=True)))
+        whole = gathered(dict(zip(names, u, strict=True)), params.tensors)
+        steps = precondition(whole)
         D = [steps[n] for n in names]
         if not behind and not torch.nn.utils.get_total_norm(D, 1.0).isfinite():
             raise StepNotFiniteError
         if kl_clip is None:
-            return D
+            return own(D)
         lrs = [share.lr for share in shares for _ in share.params]
-        change = torch.stack([lr**2 * (v * d).sum() for lr, v, d in zip(lrs, u, D, strict=True)]).sum()
+        change = torch.stack([lr**2 * (v * d).sum() for lr, v, d in zip(lrs, whole.values(), D, strict=True)]).sum()
         shorter = (kl_clip / change.clamp(min=1e-30)).sqrt().clamp(max=1.0)
         if behind:
             shorter = torch.where(taken, shorter, 1.0)  # Gradients that are not finite have no length.
-        return [shorter * d for d in D]
+        return own([shorter * d for d in D])
 
     natural_step(shares, clipped)
 
@@ -129,7 +134,7 @@ def adamw_updates(
     behind = waiting.runs_behind(taken.device)
     for part in parts:
         share = _share(params, state, part, "exp_avg", numbers, grads)
-        squares = [state[p]["exp_avg_sq"] for p in share.params]
+        squares = [part_of(state[params.tensors[n]]["exp_avg_sq"]) for n in part.names]
         adamw_step(share._replace(taken=taken if behind else None), squares, _BETAS[1], next(numbers))
 
 
@@ -147,12 +152,12 @@ def _share(
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
 ) -> Share:
-    """Return parameters with their gradients, averages and numbers."""
+    """Return parameters with their gradients, averages and numbers; of sharded ones, the part of this process."""
     tensors = [params.tensors[n] for n in part.names]
-    averages = [state[p][average] for p in tensors]
+    averages = [part_of(state[p][average]) for p in tensors]
     own = [grads[n].to(m.dtype) for n, m in zip(part.names, averages, strict=True)]
     lr, kept, corrected = (next(numbers) for _ in range(3))
-    return Share(tensors, own, averages, part.momentum, lr, kept, corrected)
+    return Share([part_of(p) for p in tensors], own, averages, part.momentum, lr, kept, corrected)
 
 
 class Updates:
