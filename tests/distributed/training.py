@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kfs import waiting
 from kfs.distributed import checksum
 from kfs.optim import KFAC, factor_graphs, recorded_update, updates
+from kfs.sharded import model_to_run, whole
 from tests.kfac.tape import Tapes
 
 STEPS = 20
@@ -69,6 +70,45 @@ class Tied(nn.Module):
         return y.squeeze(1)
 
 
+class Convolutions(nn.Module):
+    """Has convolutions, with shapes that two and three processes cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 5, 2, padding=1)
+        self.second = nn.Conv2d(5, 4, 2, stride=2, groups=1, bias=False)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(x.unflatten(1, (1, 2, 3))))))
+        y: Tensor = self.out(hidden.flatten(1))
+        return y
+
+
+class Transformer(nn.Module):
+    """Reads six numbers as a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(1, 5)
+        self.layer = nn.TransformerEncoderLayer(5, 1, 7, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.layer(self.embedding(x.unsqueeze(-1))).mean(1))
+        return y
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "net": Net,
+    "experts": Experts,
+    "tied": Tied,
+    "mlp": lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)),
+    "cnn": Convolutions,
+    "transformer": Transformer,
+}
+
+
 class Run(NamedTuple):
     """What came out of a training."""
 
@@ -93,7 +133,7 @@ def accelerators() -> Iterator[None]:
 def model_of(name: str) -> nn.Module:
     """Return a model, the same in every process."""
     torch.manual_seed(2)
-    return {"net": Net, "experts": Experts, "tied": Tied}[name]().double()
+    return NETS[name]().double()
 
 
 def batches(steps: int = STEPS, size: int = BATCH) -> Iterator[tuple[Tensor, Tensor]]:
@@ -121,7 +161,7 @@ def take_step(optimizer: KFAC, closure: Callable[[], Any] | None = None) -> None
 
 def result(model: nn.Module, optimizer: KFAC) -> Run:
     """Describe a training."""
-    params = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    params = torch.cat([whole(p.detach()).reshape(-1) for p in model_to_run(model).parameters()])
     return Run(params, checksum(params), optimizer.events, optimizer.uncovered)
 
 
