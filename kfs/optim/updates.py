@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kfs import waiting
+from kfs.data import mapped
 from kfs.optim.averages import copied_to
 from kfs.optim.curvature import Curvature
 from kfs.optim.fully_sharded import gathered, own_parts, part_of
@@ -16,6 +17,7 @@ from kfs.optim.recorded_update import RecordedUpdate, recorder_for
 from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, natural_step
 from kfs.optim.trials import Trial, try_step
 from kfs.precision import at_least_float32
+from kfs.sharded import is_sharded, sharded_like, whole
 from kfs.tf32 import tf32, uses_tf32
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -105,15 +107,15 @@ def natural_updates(
         return list(own_parts(dict(zip(names, D, strict=True)), params.tensors).values())
 
     def clipped(u: Tensors) -> Tensors:
-        whole = gathered(dict(zip(names, u, strict=True)), params.tensors)
-        steps = precondition(whole)
+        ahead = gathered(dict(zip(names, u, strict=True)), params.tensors)
+        steps = precondition(ahead)
         D = [steps[n] for n in names]
         if not behind and not torch.nn.utils.get_total_norm(D, 1.0).isfinite():
             raise StepNotFiniteError
         if kl_clip is None:
             return own(D)
         lrs = [share.lr for share in shares for _ in share.params]
-        change = torch.stack([lr**2 * (v * d).sum() for lr, v, d in zip(lrs, whole.values(), D, strict=True)]).sum()
+        change = torch.stack([lr**2 * (v * d).sum() for lr, v, d in zip(lrs, ahead.values(), D, strict=True)]).sum()
         shorter = (kl_clip / change.clamp(min=1e-30)).sqrt().clamp(max=1.0)
         if behind:
             shorter = torch.where(taken, shorter, 1.0)  # Gradients that are not finite have no length.
@@ -299,7 +301,11 @@ def read_state(state: State, groups: list[dict[str, Any]], saved: dict[str, Any]
     """
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
-        state[p] = copied_to(p.device, saved["state"].get(i, {}))
+        mine = saved["state"].get(i, {})
+        if is_sharded(p):
+            # Copies of parts: whole tensors are not kept.
+            mine = mapped(mine, lambda t, p=p: sharded_like(whole(t), p).clone())
+        state[p] = copied_to(p.device, mine)
 
 
 def _state_of(state: State, p: Tensor, *names: str) -> dict[str, Any]:

@@ -5,12 +5,20 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from kfs.optim import KFAC
-from tests.distributed.sharded_problems import every_layer, freed_after_forward, hybrid, kept_after_forward
+from tests.distributed.sharded_problems import every_layer, freed_after_forward, hybrid, kept_after_forward, whole_blocks
 from tests.distributed.training import Plan, Run, batches, chunks, model_of, result, take_step
 
-SHARDS = {"layers": every_layer, "kept": kept_after_forward, "freed": freed_after_forward, "hybrid": hybrid}
+SHARDS = {
+    "layers": every_layer,
+    "blocks": whole_blocks,
+    "kept": kept_after_forward,
+    "freed": freed_after_forward,
+    "hybrid": hybrid,
+    "whole": fully_shard,
+}
 
 
 class ShardedRun(NamedTuple):
