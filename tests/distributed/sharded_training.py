@@ -1,23 +1,40 @@
 """Training of models that `fully_shard` has sharded over ranks."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from kfs.optim import KFAC
-from tests.distributed.sharded_problems import every_layer, freed_after_forward, hybrid, kept_after_forward, whole_blocks
+from kfs.optim.fully_sharded import part_of
+from tests.distributed.sharded_problems import (
+    every_layer,
+    freed_after_forward,
+    hybrid,
+    kept_after_forward,
+    whole_blocks,
+)
 from tests.distributed.training import Plan, Run, batches, chunks, model_of, result, take_step
 
-SHARDS = {
-    "layers": every_layer,
+
+def parts_of_a_plain_module(model: nn.Module) -> nn.Module:
+    """Shard each layer, and leave the model as it is: there are several roots."""
+    for child in model.children():
+        if list(child.parameters()):
+            fully_shard(child)
+    return model
+
+
+SHARDS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "every layer": every_layer,
     "blocks": whole_blocks,
-    "kept": kept_after_forward,
-    "freed": freed_after_forward,
+    "all at once": fully_shard,
+    "parts": parts_of_a_plain_module,
+    "kept after forward": kept_after_forward,
+    "freed after forward": freed_after_forward,
     "hybrid": hybrid,
-    "whole": fully_shard,
 }
 
 
@@ -25,10 +42,10 @@ class ShardedRun(NamedTuple):
     """What came out of a training."""
 
     run: Run
-    shapes: dict[str, list[tuple[int, ...]]]  # of the own parts of averages, by name of the parameter
+    numbers: int  # that this rank keeps of the averages of gradients
 
 
-def train_sharded(plan: Plan, shard: str, settings: dict[str, Any], clip: float | None = None) -> Run:
+def train_sharded(plan: Plan, shard: str, settings: dict[str, Any], clip: float | None = None) -> ShardedRun:
     """Train a sharded model, each rank with its part of every batch."""
     model: Any = SHARDS[shard](model_of(plan.net))
     loss = nn.CrossEntropyLoss(reduction=plan.reduction)
@@ -39,9 +56,11 @@ def train_sharded(plan: Plan, shard: str, settings: dict[str, Any], clip: float 
         optimizer.zero_grad()
         pairs = zip(chunks(x, plan), chunks(y, plan), strict=True)
         for number, (xs, ys) in enumerate(pairs):
-            model.set_requires_gradient_sync(number == plan.passes - 1)
+            if plan.passes > 1:
+                model.set_requires_gradient_sync(number == plan.passes - 1)
             (loss(model(xs[rank]), ys[rank]) * weight).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         take_step(optimizer)
-    return result(model, optimizer)
+    averages = [one[name] for one in optimizer.state.values() for name in ("average", "exp_avg") if name in one]
+    return ShardedRun(result(model, optimizer), sum(part_of(t).numel() for t in averages))

@@ -103,6 +103,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "net": Net,
     "experts": Experts,
     "tied": Tied,
+    "two layers": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
     "mlp": lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)),
     "cnn": Convolutions,
     "transformer": Transformer,
