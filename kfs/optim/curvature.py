@@ -208,9 +208,9 @@ class Curvature:
     ) -> dict[str, Tensor]:
         """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`.
 
-        Vectors in `u` are whole. A parameter of a block, one of all `tensors`, that is not in `u` counts as zero. If the flag `taken` is false,
-        or becomes false because steps are not finite, steps are zero. Limits of gradients in `half` precision are less
-        precise.
+        Vectors in `u` are whole. A parameter of a block, one of all `tensors`, that is not in `u` counts as zero. If
+        the flag `taken` is false, or becomes false because steps are not finite, steps are zero. Limits of gradients in
+        `half` precision are less precise.
         """
         others = {n: tensors[n] for n in self.covered - u.keys()}
         zeros = {n: torch.zeros(p.shape, dtype=p.dtype, device=p.device) for n, p in others.items()}

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 

@@ -171,5 +171,6 @@ def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
     """Whether a parameter is the one that it was, or all of the one that was sharded."""
     if now is before:
         return True
-    whole = isinstance(now, nn.Parameter) and is_sharded(before) and not is_sharded(now)
-    return whole and before is not None and now.shape == before.shape
+    if not isinstance(now, nn.Parameter) or before is None:
+        return False
+    return is_sharded(before) and not is_sharded(now) and now.shape == before.shape

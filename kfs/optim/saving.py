@@ -70,8 +70,9 @@ class Saved(Optimizer):
         else:
             tensors = {}  # Before the first step, there is no state.
         state = super().state_dict()
-        for one in state["state"].values():
-            one |= {name: tensors.get(id(value), value) for name, value in one.items()}
+        state["state"] = {
+            i: {name: tensors.get(id(value), value) for name, value in one.items()} for i, one in state["state"].items()
+        }
         state["kfac"] = {
             "curvature": self._curvature.state(averages),
             "steps": self.steps,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -302,10 +303,13 @@ def read_state(state: State, groups: list[dict[str, Any]], saved: dict[str, Any]
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
         mine = saved["state"].get(i, {})
-        if is_sharded(p):
-            # Copies of parts: whole tensors are not kept.
-            mine = mapped(mine, lambda t, p=p: sharded_like(whole(t), p).clone())
-        state[p] = copied_to(p.device, mine)
+        # Of a sharded parameter, its part alone is copied: whole tensors are not kept.
+        state[p] = copied_to(p.device, mapped(mine, partial(_sharded_like, p)) if is_sharded(p) else mine)
+
+
+def _sharded_like(p: Tensor, t: Tensor) -> Tensor:
+    """Return a tensor of a state, which may be sharded in any way, in the way of a parameter."""
+    return sharded_like(whole(t), p)
 
 
 def _state_of(state: State, p: Tensor, *names: str) -> dict[str, Any]:

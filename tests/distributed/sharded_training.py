@@ -27,10 +27,15 @@ def parts_of_a_plain_module(model: nn.Module) -> nn.Module:
     return model
 
 
+def all_at_once(model: nn.Module) -> nn.Module:
+    fully_shard(model)
+    return model
+
+
 SHARDS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "every layer": every_layer,
     "blocks": whole_blocks,
-    "all at once": fully_shard,
+    "all at once": all_at_once,
     "parts": parts_of_a_plain_module,
     "kept after forward": kept_after_forward,
     "freed after forward": freed_after_forward,
