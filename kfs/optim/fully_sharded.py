@@ -138,7 +138,7 @@ def has_gradients(model: nn.Module) -> bool:
 
 
 @contextmanager
-def whole_in_backward(model: nn.Module) -> Iterator[None]:
+def whole_in_backward(model: nn.Module, ranks: Ranks, is_needed: bool) -> Iterator[None]:
     """Let all parameters be whole in this context, and until the user's backward pass has come by.
 
     Passes in this context exchange nothing, so that processes may run different numbers of them. All processes have to
@@ -146,8 +146,14 @@ def whole_in_backward(model: nn.Module) -> Iterator[None]:
 
     Args:
         model: What is trained. Without sharded parameters, nothing happens.
+        ranks: All processes.
+        is_needed: Whether this process is about to run a pass. If none is, parameters stay as they are.
     """
-    for module in _fsdp_modules(model):
+    modules = _fsdp_modules(model)
+    if not modules or not any(ranks.gather("vectors to send back", is_needed)):
+        yield
+        return
+    for module in modules:
         module.unshard()
     groups = list(_param_groups(model))
     before = [{name: getattr(group, name) for name in _IN_BACKWARD} for group in groups]

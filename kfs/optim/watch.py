@@ -285,7 +285,8 @@ class Watch:
         if not self.exchange.ranks.are_several:
             one.receive_gradient(g, first_datum)
         else:
-            with whole_in_backward(model) if one.wants_factors else nullcontext():
+            ranks = self.exchange.ranks
+            with whole_in_backward(model, ranks, one.sends_vectors) if one.wants_factors else nullcontext():
                 problem = self._receive_beside_others(one, g, first_datum)
         # If the user has set gradients to None since, the passes that they came from do not count.
         backward = torch._C._current_graph_task_id()

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from kfs.optim import KFAC
 from kfs.optim.fully_sharded import gathered, own_parts
 from tests.distributed.pool import Pool
-from tests.distributed.sharded_problems import every_layer
+from tests.distributed.sharded_problems import every_layer, freed_after_forward
 from tests.distributed.sharded_training import ShardedRun, train_sharded
 from tests.distributed.training import Plan, Run, batches, chunks, in_one_process, model_of, result, take_step
 
@@ -44,6 +45,7 @@ def distance(found: Run, expected: Run) -> float:
         pytest.param(EVEN, "every layer", FAST | {"fisher": "type-2", "kl_clip": 0.01}, id="type-2, clipped"),
         pytest.param(EVEN, "all at once", FAST | {"fisher": "forward-only", "sharing": "reduce"}, id="forward-only"),
         pytest.param(EVEN, "every layer", FAST | {"eigen": True, "audit": False}, id="eigen, no audit"),
+        pytest.param(EVEN._replace(net="experts"), "every layer", FAST | {"fisher": "empirical"}, id="experts"),
         pytest.param(EVEN._replace(reduction="sum"), "blocks", FAST, id="sum"),
         pytest.param(Plan((6, 6), passes=2), "every layer", FAST, id="accumulated"),
         pytest.param(Plan((3, 1, 7, 5)), "hybrid", FAST, id="hybrid, uneven"),
@@ -140,6 +142,29 @@ def gathered_from_the_first(parts: Any, like: Any) -> Any:
 def parts_of_reversed(tensors: Any, like: Any) -> Any:
     """Return parts of tensors whose rows are in the opposite order."""
     return own_parts({name: t.flip(0) for name, t in tensors.items()}, like)
+
+
+def whole_layers(fisher: Any) -> tuple[bool, bool]:
+    """Return whether the first layer is whole when a backward pass has come by the last one, and after the pass."""
+    model = freed_after_forward(model_of("mlp"))
+    optimizer = KFAC(model, nn.CrossEntropyLoss(), fisher=fisher)
+    (x, y), *_ = batches(1, 8)
+    found = []
+
+    def look(_: nn.Module, __: Any, output: Any) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: found.append(not isinstance(model.get_parameter("0.weight"), DTensor)))
+
+    model.get_submodule("3").register_forward_hook(look)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    return found[-1], not isinstance(model.get_parameter("0.weight"), DTensor)
+
+
+@pytest.mark.parametrize(("fisher", "expected"), [("mc", True), ("empirical", False)])
+def test_parameters_are_whole_if_need_be(ranks: Pool, fisher: str, expected: bool) -> None:
+    """Without vectors of the optimizer, layers are whole one after the other, as PyTorch has it."""
+    assert ranks(2, whole_layers, fisher) == 2 * [(expected, False)]
 
 
 WRONG = {
