@@ -44,7 +44,7 @@ class KFAC(Reported, Saved):
 
     Args:
         model: The model. Train it by calling it: `loss_function(model(x), y).backward()`. With several processes, pass
-            the `DistributedDataParallel` model.
+            the `DistributedDataParallel` model, or one that `fully_shard` has sharded.
         loss: The loss that is minimized: a loss module of `torch.nn`, or a `kfs.losses.Loss`. It defines the curvature;
             gradients come from your backward pass. In the first steps the gradient at the predictions is compared with
             it: another loss, or another reduction, is an error, a factor in front a warning. For losses other than
@@ -83,7 +83,7 @@ class KFAC(Reported, Saved):
         replay: On a GPU, whether updates of parameters, and passes for factors, are recorded once and then repeated as
             CUDA graphs. They take memory: about four times the parameters, and as much as a pass does.
         group: Processes that train the model together, each with data of its own, if you average gradients over them
-            between `backward()` and `step()`. That of a `DistributedDataParallel` model is known.
+            between `backward()` and `step()`. That of a `DistributedDataParallel` or sharded model is known.
 
     Attributes:
         steps: Number of steps that were taken.
