@@ -38,6 +38,7 @@ def part_of(t: Tensor) -> Tensor:
     """Return the part of a tensor that this process has, in the same memory; all of it if it is not sharded.
 
     Example:
+        >>> import torch
         >>> part_of(torch.ones(2))
         tensor([1., 1.])
     """
@@ -52,6 +53,7 @@ def gathered(parts: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[st
         like: Tensors that are sharded in the same way, or not at all.
 
     Example:
+        >>> import torch
         >>> gathered({"b": torch.ones(2)}, {"b": torch.zeros(2)})
         {'b': tensor([1., 1.])}
     """
@@ -62,6 +64,7 @@ def own_parts(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict
     """Undo `gathered`: return this process's parts of whole tensors. Nothing is exchanged.
 
     Example:
+        >>> import torch
         >>> own_parts({"b": torch.ones(2)}, {"b": torch.zeros(2)})
         {'b': tensor([1., 1.])}
     """

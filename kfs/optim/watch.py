@@ -200,29 +200,31 @@ class Watch:
 
         The parameters of a sharded model are gathered for an audit, if one process needs it.
         """
-        num_data = number_of_data(arguments, self.settings.batch_axis or 0, self._place)
         audits = None
-        if session is not None and self.settings.audit and num_data is not None:
+        if session is not None and self.settings.audit:
             audits = Audits(model, session, self.settings.batch_axis, halves=False)
         if not self._sharded or wanted is None:
-            return None if audits is None else self._audited(model, audits, arguments, num_data or 0)
+            return self._audited(model, audits, arguments)
         ranks = self.exchange.ranks
-        is_needed = audits is not None and not audits.are_done(arguments, num_data or 0)
+        num_data = number_of_data(arguments, self.settings.batch_axis or 0, self._place)
+        is_needed = audits is not None and num_data is not None and not audits.are_done(arguments, num_data)
         if not any(ranks.gather("audits", is_needed)):
-            return None if audits is None else self._audited(model, audits, arguments, num_data or 0)
+            return self._audited(model, audits, arguments)
         with ranks.agreed("an audit"), WholeParameters(model, ranks).in_place(wanted[0]) as params:
-            if audits is None:
-                return None
-            audits.session = new_session(params, self.settings.joint_bias, mixing=True)
-            return self._audited(model, audits, arguments, num_data or 0)
+            if audits is not None:
+                audits.session = new_session(params, self.settings.joint_bias, mixing=True)
+            return self._audited(model, audits, arguments)
 
-    def _audited(self, model: nn.Module, audits: Audits, arguments: Any, num_data: int) -> Known | None:
+    def _audited(self, model: nn.Module, audits: Audits | None, arguments: Any) -> Known | None:
         """Check, on a few data, that watching changes nothing and sees everything.
 
         Returns:
-            What was found; `None` if the model returns nothing that can be trained.
+            What was found; `None` if nobody wants to know, or if the model returns nothing that can be trained.
         """
         axis = self.settings.batch_axis or 0
+        num_data = number_of_data(arguments, axis, self._place)
+        if audits is None or num_data is None:
+            return None
         try:
             try:
                 known = audits.of(partial(_predictions, model), arguments, num_data)
