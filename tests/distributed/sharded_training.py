@@ -1,14 +1,13 @@
 """Training of models that `fully_shard` has sharded over ranks."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from kfs.optim import KFAC
-from kfs.optim.fully_sharded import part_of
 from tests.distributed.sharded_problems import (
     every_layer,
     freed_after_forward,
@@ -43,14 +42,7 @@ SHARDS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-class ShardedRun(NamedTuple):
-    """What came out of a training."""
-
-    run: Run
-    numbers: int  # that this rank keeps of the averages of gradients
-
-
-def train_sharded(plan: Plan, shard: str, settings: dict[str, Any], clip: float | None = None) -> ShardedRun:
+def train_sharded(plan: Plan, shard: str, settings: dict[str, Any], clip: float | None = None) -> Run:
     """Train a sharded model, each rank with its part of every batch."""
     model: Any = SHARDS[shard](model_of(plan.net))
     loss = nn.CrossEntropyLoss(reduction=plan.reduction)
@@ -67,5 +59,4 @@ def train_sharded(plan: Plan, shard: str, settings: dict[str, Any], clip: float 
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         take_step(optimizer)
-    averages = [one[name] for one in optimizer.state.values() for name in ("average", "exp_avg") if name in one]
-    return ShardedRun(result(model, optimizer), sum(part_of(t).numel() for t in averages))
+    return result(model, optimizer)

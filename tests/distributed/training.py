@@ -11,10 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from kfs import waiting
 from kfs.distributed import checksum
 from kfs.optim import KFAC, factor_graphs, recorded_update, updates
+from kfs.optim.fully_sharded import part_of
 from kfs.sharded import model_to_run, whole
 from tests.kfac.tape import Tapes
 
@@ -99,6 +101,25 @@ class Transformer(nn.Module):
         return y
 
 
+class Reused(nn.Module):
+    """Has a layer that is called twice, one that nobody calls, a frozen one, and one that is run again for gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.first.weight.requires_grad_(False)
+        self.block = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+        self.unused = nn.Linear(3, 3)
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        for _ in range(2):
+            hidden = hidden + checkpoint(self.block, hidden, use_reentrant=False)
+        y: Tensor = self.out(hidden)
+        return y
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "net": Net,
     "experts": Experts,
@@ -106,6 +127,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "two layers": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
     "mlp": lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)),
     "cnn": Convolutions,
+    "reused": Reused,
     "transformer": Transformer,
 }
 
@@ -117,6 +139,7 @@ class Run(NamedTuple):
     bits: int
     events: Any
     uncovered: dict[str, str]
+    numbers: int  # that this process keeps as averages of gradients
 
 
 @contextmanager
@@ -163,7 +186,9 @@ def take_step(optimizer: KFAC, closure: Callable[[], Any] | None = None) -> None
 def result(model: nn.Module, optimizer: KFAC) -> Run:
     """Describe a training."""
     params = torch.cat([whole(p.detach()).reshape(-1) for p in model_to_run(model).parameters()])
-    return Run(params, checksum(params), optimizer.events, optimizer.uncovered)
+    averages = [one[name] for one in optimizer.state.values() for name in ("average", "exp_avg") if name in one]
+    numbers = sum(part_of(t).numel() for t in averages)
+    return Run(params, checksum(params), optimizer.events, optimizer.uncovered, numbers)
 
 
 class Plan(NamedTuple):
