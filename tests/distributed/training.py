@@ -102,7 +102,7 @@ class Transformer(nn.Module):
 
 
 class Reused(nn.Module):
-    """Has a layer that is called twice, one that nobody calls, a frozen one, and one that is run again for gradients."""
+    """Has a layer that is called twice and run again for gradients, one that nobody calls, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
