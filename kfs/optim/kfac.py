@@ -163,6 +163,8 @@ class KFAC(Reported, Saved):
         self._factors_every = factors_every or (1 if quadratic_model else more_often_at_first)
         method: Method = damping_method or ("exact" if eigen else "factored")
         self._curvature = Curvature(decay, Inverses(method, damping_unit, eigen), inverses_every, patience, ranks)
+        # Corrected eigenvalues need all eigenvectors in every process.
+        self._curvature.at_owners = is_fully_sharded(model) and not eigen
         self._last_fine = LastFine(patience)
         self.steps = 0
         self.uncovered: dict[str, str] = {}
@@ -176,8 +178,7 @@ class KFAC(Reported, Saved):
         self._updates = Updates(self._params, self._curvature, kl_clip, replay)
         self._outstanding = Outstanding(self._curvature, self._last_fine, self._params)
         module = loss if isinstance(loss, nn.Module) else None
-        costs = self._curvature.costs
-        watched = (self._loss, self._settings, quadratic_model, costs, replay, self._exchange)
+        watched = (self._loss, self._settings, quadratic_model, self._curvature.costs, replay, self._exchange)
         self._watch = Watch(model, module, self._wanted, *watched)
 
     def close(self) -> None:

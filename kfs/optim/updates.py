@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kfs import waiting
 from kfs.data import mapped
+from kfs.optim.at_owners import AtOwners, Everywhere
 from kfs.optim.averages import copied_to
 from kfs.optim.curvature import Curvature
-from kfs.optim.fully_sharded import gathered, own_parts, part_of
+from kfs.optim.fully_sharded import part_of
 from kfs.optim.parameters import Parameters
 from kfs.optim.recorded_update import RecordedUpdate, recorder_for
 from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, natural_step
@@ -87,6 +88,7 @@ def natural_updates(
     precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     kl_clip: float | None,
     taken: Tensor,
+    way: Everywhere,
 ) -> None:
     """Update parameters that have curvature, given gradients of the average over examples.
 
@@ -104,23 +106,26 @@ def natural_updates(
         shares = [share._replace(taken=taken) for share in shares]
     names = [name for part in parts for name in part.names]
 
-    def own(D: Tensors) -> Tensors:
-        return list(own_parts(dict(zip(names, D, strict=True)), params.tensors).values())
-
     def clipped(u: Tensors) -> Tensors:
-        ahead = gathered(dict(zip(names, u, strict=True)), params.tensors)
-        steps = precondition(ahead)
-        D = [steps[n] for n in names]
-        if not behind and not torch.nn.utils.get_total_norm(D, 1.0).isfinite():
-            raise StepNotFiniteError
-        if kl_clip is None:
-            return own(D)
-        lrs = [share.lr for share in shares for _ in share.params]
-        change = torch.stack([lr**2 * (v * d).sum() for lr, v, d in zip(lrs, ahead.values(), D, strict=True)]).sum()
-        shorter = (kl_clip / change.clamp(min=1e-30)).sqrt().clamp(max=1.0)
+        own = dict(zip(names, u, strict=True))
+        ahead = way.gathered(own)
+        D = precondition(ahead)
         if behind:
-            shorter = torch.where(taken, shorter, 1.0)  # Gradients that are not finite have no length.
-        return own([shorter * d for d in D])
+            # The flag is about what this process has multiplied.
+            everywhere = way.all_true(taken)
+            if everywhere is not taken:
+                taken.copy_(everywhere)
+                D = {n: torch.where(taken, d, 0.0) for n, d in D.items()}
+        elif not way.all_true(torch.nn.utils.get_total_norm(list(D.values()), 1.0).isfinite()):
+            raise StepNotFiniteError
+        if kl_clip is not None:
+            lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
+            change = torch.stack([u[0].new_zeros(()), *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
+            shorter = (kl_clip / way.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
+            if behind:
+                shorter = torch.where(taken, shorter, 1.0)  # Gradients that are not finite have no length.
+            D = {n: shorter * d for n, d in D.items()}
+        return list(way.scattered(D, own).values())
 
     natural_step(shares, clipped)
 
@@ -180,6 +185,7 @@ class Updates:
         self._kl_clip = kl_clip
         self._replay = replay
         self._recorded: RecordedUpdate | None = None
+        self._at_owners: AtOwners | None = None
 
     def take(
         self, state: State, natural: dict[str, Tensor], rest: dict[str, Tensor], finite: Tensor, unit: float, half: bool
@@ -203,6 +209,7 @@ class Updates:
         grads = {**natural, **rest}
 
         behind = waiting.runs_behind(finite.device)
+        way = self._way_to_inverses()
 
         def update(given: list[Tensor], taken: Tensor, numbers: list[Scalar]) -> None:
             def precondition(u: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -215,7 +222,7 @@ class Updates:
             if unit != 1:
                 mine |= {n: mine[n] * share for n in natural}
             with tf32(True if half else None):
-                natural_updates(params, state, parts, values, mine, precondition, self._kl_clip, taken)
+                natural_updates(params, state, parts, values, mine, precondition, self._kl_clip, taken, way)
             adamw_updates(params, state, others, values, mine, taken)
 
         if self._recorded is None:
@@ -231,6 +238,15 @@ class Updates:
         torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
         grow_older(params, state, grads)
         return Taken(tuple(grads), flag) if behind else None
+
+    def _way_to_inverses(self) -> Everywhere:
+        """Return how gradients come to where inverses are."""
+        if not self._curvature.at_owners:
+            return Everywhere(self._params.tensors)
+        if self._at_owners is None or self._at_owners.like is not self._params.tensors:
+            self._at_owners = AtOwners(self._curvature.ranks, self._params.tensors)
+        self._at_owners.owners = self._curvature.owners
+        return self._at_owners
 
     def _key(
         self,

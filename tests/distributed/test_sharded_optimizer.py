@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from kfs.optim import KFAC
-from kfs.optim.fully_sharded import gathered, own_parts
+from kfs.optim.at_owners import AtOwners
 from tests.distributed.pool import Pool
 from tests.distributed.sharded_problems import every_layer, freed_after_forward
 from tests.distributed.sharded_training import train_sharded
@@ -135,14 +135,18 @@ def abandon_a_pass() -> None:
     assert distance(found[0], found[1]) < TOLERANCE
 
 
-def gathered_from_the_first(parts: Any, like: Any) -> Any:
+gathered = AtOwners.gathered
+scattered = AtOwners.scattered
+
+
+def gathered_from_the_first(self: AtOwners, parts: Any) -> Any:
     """Return whole tensors that are zero where other ranks have their parts."""
-    return gathered({name: part if dist.get_rank() == 0 else 0 * part for name, part in parts.items()}, like)
+    return gathered(self, {name: part if dist.get_rank() == 0 else 0 * part for name, part in parts.items()})
 
 
-def parts_of_reversed(tensors: Any, like: Any) -> Any:
+def scattered_in_reverse(self: AtOwners, tensors: Any, parts: Any) -> Any:
     """Return parts of tensors whose rows are in the opposite order."""
-    return own_parts({name: t.flip(0) for name, t in tensors.items()}, like)
+    return scattered(self, {name: t.flip(0) for name, t in tensors.items()}, parts)
 
 
 def whole_layers(fisher: Any) -> tuple[bool, bool]:
@@ -169,8 +173,8 @@ def test_parameters_are_whole_if_need_be(ranks: Pool, fisher: str, expected: boo
 
 
 WRONG = {
-    "parts of others are missing": ("kfs.optim.updates.gathered", gathered_from_the_first),
-    "parts are those of others": ("kfs.optim.updates.own_parts", parts_of_reversed),
+    "parts of others are missing": ("kfs.optim.at_owners.AtOwners.gathered", gathered_from_the_first),
+    "parts are those of others": ("kfs.optim.at_owners.AtOwners.scattered", scattered_in_reverse),
     "own averages are inverted": ("kfs.optim.owners.collect", lambda *_: None),
     "passes use parameters from before the step": ("kfs.optim.parameters.reshard", lambda _: None),
 }
