@@ -73,9 +73,9 @@ class Average:
         return self.inverse is not None and not self.inverse.like.is_meta
 
     def leave_inverse(self, owner: int, is_mine: bool) -> None:
-        """Let one rank have the inverse alone."""
-        self.owner = owner
-        if not is_mine and self.inverse is not None:
+        """Let one rank have the inverse alone, if there is one."""
+        self.owner = None if self.inverse is None else owner
+        if self.inverse is not None and not is_mine:
             self.inverse = self.inverse.to("meta")
             self.input_size = None
 

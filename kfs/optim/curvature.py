@@ -358,8 +358,7 @@ class Curvature:
         self.averages = {average.layout.key: average for average in averages}
         if self.at_owners:
             for key, owner in owners.owners_of(averages, False, self.ranks.size).items():
-                if self.averages[key].inverse is not None:
-                    self.averages[key].leave_inverse(owner, owner == self.ranks.rank)
+                self.averages[key].leave_inverse(owner, owner == self.ranks.rank)
         self.damping_scale = float(state["damping_scale"])
         self.events = Events(**state["events"])
         self._troubles, self._successes, self._rises = map(int, state["in_a_row"])

@@ -2,8 +2,8 @@
 
 PyTorch makes parameters whole, layer by layer, while the model runs, and leaves each process its part of averaged
 gradients. The optimizer keeps to that: momentum and updates are those of the own parts. What needs whole tensors is
-here: an *audit*, vectors that are sent back for factors, and products with inverses. Computations outside of training
-live in `kfs.sharded`.
+here: an *audit*, and vectors that are sent back for factors. How gradients come to inverses is in `at_owners`.
+Computations outside of training live in `kfs.sharded`.
 
 How `fully_shard` keeps whole parameters is no public interface of PyTorch. Only this file knows about it.
 """

@@ -163,8 +163,7 @@ class KFAC(Reported, Saved):
         self._factors_every = factors_every or (1 if quadratic_model else more_often_at_first)
         method: Method = damping_method or ("exact" if eigen else "factored")
         self._curvature = Curvature(decay, Inverses(method, damping_unit, eigen), inverses_every, patience, ranks)
-        # Corrected eigenvalues need all eigenvectors in every process.
-        self._curvature.at_owners = is_fully_sharded(model) and not eigen
+        self._curvature.at_owners = is_fully_sharded(model) and not eigen  # Eigenvectors are needed everywhere.
         self._last_fine = LastFine(patience)
         self.steps = 0
         self.uncovered: dict[str, str] = {}

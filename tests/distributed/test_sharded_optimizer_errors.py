@@ -72,39 +72,6 @@ def test_resuming_with_another_number_of_ranks(ranks: Pool) -> None:
         assert (params - expected).norm() / expected.norm() < 1e-12
 
 
-def inverses_here() -> tuple[dict[str, bool], dict[str, int], int]:
-    """Return which inverses this rank has, who owns them, and the bytes of blocks, after a state was loaded, too."""
-    model = every_layer(model_of("mlp"))
-    optimizer = KFAC(model, LOSS)
-    for _ in range(2):
-        train(model, optimizer, 0, 2)
-        averages = optimizer._curvature.averages.values()
-        here = {a.layout.weight: a.inverse is not None and not a.inverse.like.is_meta for a in averages}
-        owners = optimizer._curvature.owners
-        assert all(a.damping is not None and float(a.damping.mean()) > 0 for a in averages)
-        nbytes = sum(row.nbytes for row in optimizer.report().blocks)
-        optimizer.consolidate_state_dict()
-        optimizer.load_state_dict(optimizer.state_dict())
-        loaded = optimizer._curvature.averages.values()
-        assert here == {a.layout.weight: a.inverse is not None and not a.inverse.like.is_meta for a in loaded}
-    return here, owners, nbytes
-
-
-def test_inverses_are_at_their_owners(ranks: Pool) -> None:
-    """Each inverse is in one process alone, and all know which one that is."""
-    results = ranks(3, inverses_here)
-    owners = results[0][1]
-    assert {owners[name] for name in results[0][0]} == {0, 1, 2}  # three layers
-    for rank, (here, told, nbytes) in enumerate(results):
-        assert told == owners
-        assert here == {name: owners[name] == rank for name in here}
-        assert nbytes > 0
-    ((all_here, _, all_bytes),) = ranks(1, inverses_here)
-    assert all(all_here.values())
-    # Half of the bytes are averages, which each process has for its own data.
-    assert sum(nbytes for _, _, nbytes in results) < (3 + 1) * all_bytes / 2 * 1.01
-
-
 def load_sharded_state() -> None:
     """A state may have sharded tensors, such as those that `torch.distributed.checkpoint` has read."""
     model = every_layer(model_of("net"))
