@@ -9,11 +9,11 @@ alternative, to let the owner multiply and to send steps, has to send something 
 are parameters. Of a square layer, that is what both triangles of its inverse have, and they are sent once in
 `inverses_every` steps. Eigenvectors are not symmetric, and twice as much.
 
-If parameters are sharded, gradients have to travel in any case. Then inverses stay at their owners, which multiply: see
-`at_owners`.
-
 So a block sends the triangles of its averages to its owner, and those of its inverse back, once in `inverses_every`
 steps, however often factors are computed.
+
+If parameters are sharded, gradients have to travel in any case. Then inverses stay at their owners, which multiply: see
+`at_owners`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
