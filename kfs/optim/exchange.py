@@ -105,8 +105,9 @@ class Exchange:
             raise ModelError(
                 f"There are {dist.get_world_size()} processes, and the optimizer does not know which of them train the "
                 "model together.",
-                "Pass the DistributedDataParallel model: KFAC(DistributedDataParallel(model), loss). Or average "
-                "gradients yourself, and pass group=torch.distributed.group.WORLD. For a training in each process, "
+                "Pass the DistributedDataParallel model, KFAC(DistributedDataParallel(model), loss), or make the "
+                "optimizer after fully_shard(model). Or average gradients yourself, and pass "
+                "group=torch.distributed.group.WORLD. For a training in each process, "
                 "pass group=torch.distributed.new_subgroups(1)[0].",
             )
 

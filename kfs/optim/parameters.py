@@ -171,6 +171,5 @@ def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
     """Whether a parameter is the one that it was, or all of the one that was sharded."""
     if now is before:
         return True
-    if not isinstance(now, nn.Parameter) or before is None:
-        return False
-    return is_sharded(before) and not is_sharded(now) and now.shape == before.shape
+    is_whole = isinstance(now, nn.Parameter) and not is_sharded(now)
+    return is_whole and is_sharded(before) and before is not None and now is not None and now.shape == before.shape

@@ -255,3 +255,17 @@ class Fragile(nn.Module):
 
 def test_errors_in_audits(ranks: Pool) -> None:
     ranks(2, fail_in_an_audit)
+
+
+def shard_too_late() -> None:
+    """Parameters are others than those that the optimizer knows."""
+    for settings, text in (({}, r"make the optimizer after fully_shard"), ({"group": dist.group.WORLD}, "has changed")):
+        model = model_of("mlp")
+        optimizer = KFAC(model, LOSS, **settings)  # type: ignore[arg-type]
+        every_layer(model)
+        with pytest.raises(ModelError, match=text):
+            train(model, optimizer, 0, 1)
+
+
+def test_models_that_are_sharded_later(ranks: Pool) -> None:
+    ranks(2, shard_too_late)
