@@ -21,6 +21,11 @@ class Reads(TorchDispatchMode):
         self._made: set[int] = set()
         self._held: dict[int, Any] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # PyTorch asks. Otherwise it wraps what is below, and imports its compiler for that, which takes two seconds.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
         kwargs = kwargs or {}
         for t in tree_iter((args, kwargs)):
