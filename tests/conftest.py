@@ -10,6 +10,8 @@ from hypothesis import settings
 from torch.overrides import TorchFunctionMode
 from xdist.scheduler import LoadFileScheduling
 
+from kfs.recording import Recorded
+
 # On some CPUs oneDNN chooses instructions for bfloat16 products that they do not have.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # Plots need no display.
@@ -29,6 +31,20 @@ def _fixed_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that has an entry for every replay of a batch."""
+    times: list[int] = []
+    replay = Recorded.replay
+
+    def note(*args: Any) -> None:
+        times.append(1)
+        replay(*args)
+
+    monkeypatch.setattr(Recorded, "replay", note)
+    return times
 
 
 THE_BOOK = ("tests/docs/", "tests/basics/test_definitions.py")
