@@ -190,7 +190,11 @@ class BlockDiagonal(OwnedBlocks):
         return self._sum_over_blocks(lambda structure: structure.trace())
 
     def logdet(self) -> Tensor:
-        """Return the logarithm of the determinant: minus infinity for a singular operator, NaN for a negative one."""
+        """Return the logarithm of the determinant; NaN if the determinant is negative.
+
+        That of a singular operator, as most curvature matrices are, is made of round-off: minus infinity, a large
+        negative number or NaN. Add damping first: `K.shift(damping).logdet()`.
+        """
         sign, log = self._slogdet()
         return torch.where(sign < 0, torch.nan, log)
 
