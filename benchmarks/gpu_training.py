@@ -2,9 +2,9 @@
 
 `python -m benchmarks.train cuda [gpt|deep|lstm|large ...] [--quick]` prints a table for each task, and writes JSON and
 a plot to benchmarks/results. Learning rates rise for 5 % of the steps and then fall to zero along a cosine, for all
-optimizers alike; each gets the best of `GRIDS` by the loss at its end, with one seed. Seconds are those of forward pass,
-backward pass and optimizer, without the evaluations. *Seconds to the best of the others* are those until the loss is
-reached that the best other optimizer has at its end.
+optimizers alike; each gets the best of its `GRIDS` by the loss at its end, with one seed. Seconds are those of forward
+pass, backward pass and optimizer, without the evaluations. *Seconds to the best of the others* are those until the loss
+is reached that the best other optimizer has at its end.
 """
 
 import math
