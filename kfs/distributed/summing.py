@@ -81,7 +81,7 @@ def added_up(ranks: Ranks, where: str, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def all_true(ranks: Ranks, flag: Tensor) -> Tensor:
-    """Return whether a flag is true on all ranks: a tensor without axes on its device, which nobody waits for.
+    """Return whether a flag, or each of several, is true on all ranks: a tensor on its device, which nobody waits for.
 
     All ranks must be at the same place of the program; nothing is exchanged before.
 

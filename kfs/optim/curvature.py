@@ -78,6 +78,7 @@ class Curvature:
     ranks: Ranks = field(default_factory=Ranks)  # processes that have a summand of each average (see `owners`)
     at_owners: bool = False  # whether each inverse stays at the rank that has computed it
     averages: dict[Key, Average] = field(default_factory=dict)
+    awaited: set[str] = field(default_factory=set)  # parameters that had a gradient before they had any factors
     damping_scale: float = 1.0  # multiplies all dampings
     events: Events = field(default_factory=Events)
     costs: Costs = field(default_factory=Costs)
@@ -155,6 +156,7 @@ class Curvature:
                 average.eigen.values.lerp_(squares, 1 - self.decay)
             pairs.append((average, block))
             self.costs.add("factors", _operations(block_sums))
+            self.awaited -= set(block.layout.params)
         add_factors(pairs, self.decay, good)
         self.forget(without)
         if good is None:
@@ -348,6 +350,7 @@ class Curvature:
             "events": asdict(self.events),
             "in_a_row": [self._troubles, self._successes, self._rises],
             "credit": self._credit,
+            "awaited": sorted(self.awaited),
         }
 
     def restore(self, state: Any, device: torch.device) -> None:
@@ -363,6 +366,7 @@ class Curvature:
         self.events = Events(**state["events"])
         self._troubles, self._successes, self._rises = map(int, state["in_a_row"])
         self._credit = float(state["credit"])
+        self.awaited = set(state.get("awaited", ()))  # Earlier versions did without.
         self.inverses.forget()
         self.inverses.forget_failures()
         self.unconfirmed = None

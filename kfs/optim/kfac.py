@@ -14,7 +14,7 @@ from kfs import waiting
 from kfs.distributed import Group, all_true
 from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.block import Block
-from kfs.kfac.coverage import listed, shared_with, warn_of_wide
+from kfs.kfac.coverage import listed, warn_of_wide
 from kfs.kfac.layout import Key
 from kfs.kfac.settings import Fisher, Settings, Sharing
 from kfs.kfac.structures import Method, Relative
@@ -22,6 +22,7 @@ from kfs.losses import describe
 from kfs.optim.announcement import Announcement
 from kfs.optim.averages import Unit
 from kfs.optim.call import check_call
+from kfs.optim.coverage import lost_parameters
 from kfs.optim.curvature import Curvature, Interval, interval_at
 from kfs.optim.divergence import Fine, LastFine
 from kfs.optim.exchange import Exchange
@@ -250,7 +251,7 @@ class KFAC(Reported, Saved):
             finite = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).isfinite()
             finite = all_true(self._exchange.ranks, finite)
             fine = Fine.of(self.steps, result, self.param_groups[0], self.damping_scale)
-            lost = self._lost(sums)
+            lost = self._lost(sums, grads)
             # Reading a value from a GPU waits for it. Where nothing new begins, the device looks at flags itself.
             waits = not waiting.runs_behind(finite.device) or not self._is_steady(sums, lost)
             if waits:
@@ -282,9 +283,9 @@ class KFAC(Reported, Saved):
         covered = self._curvature.covered
         natural = {n: g for n, g in grads.items() if n in covered}
         rest = {n: g for n, g in grads.items() if n in self.uncovered or self._params.groups[n]["method"] == "adamw"}
-        if len(natural) + len(rest) < len(grads):
-            # Some parameters were used for the first time. Track all of them in the next step.
-            self._tracked = frozenset()
+        # Parameters that were used for the first time. New factors are due until a step with factors uses them again.
+        unused = {} if sums is None else sums.uncovered
+        self._curvature.awaited |= grads.keys() - natural.keys() - rest.keys() - unused.keys()
         if self._quadratic is None or batch is None:
             with self._curvature.costs.timed("products"):
                 half = self._watch.in_half_precision
@@ -327,7 +328,8 @@ class KFAC(Reported, Saved):
         """Return all tracked parameters if factors are due: by schedule, or because other parameters are trained."""
         tracked = self._tracked_now()
         by_schedule = self.steps % interval_at(self._factors_every, self.steps) == 0
-        return tracked if by_schedule or tracked.keys() != self._tracked else {}
+        others = tracked.keys() != self._tracked or not self._curvature.awaited.isdisjoint(tracked)
+        return tracked if by_schedule or others else {}
 
     def _has_statistics(self) -> bool:
         """Whether the step that is running needs to know about its passes."""
@@ -357,13 +359,11 @@ class KFAC(Reported, Saved):
             self._announcement.check(sums, value if self._exchange.ranks.size == 1 else None)
             self._watch.compare = self._announcement.steps_left > 0
 
-    def _lost(self, sums: StepSums | None) -> dict[str, str]:
+    def _lost(self, sums: StepSums | None, grads: Mapping[str, Tensor]) -> dict[str, str]:
         """Return parameters that turn out not to be covered, and why."""
         if sums is None:
             return {}
-        trained = self._params.trainable()
-        lost = {n: why for n, why in sums.uncovered.items() if n in trained and trained[n].grad is not None}
-        return lost | shared_with(lost, sums.blocks.values())
+        return lost_parameters(sums, self._params.trainable(), grads, self._curvature.averages, self._exchange.ranks)
 
     def _is_steady(self, sums: StepSums | None, lost: Mapping[str, str]) -> bool:
         """Whether a step changes nothing but numbers: nobody has to decide anything before it is taken."""
