@@ -147,10 +147,10 @@ class Exchange:
 
         Args:
             sums: What the passes of this rank gave.
-            numbers: Of steps, data and so on, which must be the same on all ranks.
+            numbers: Numbers of steps, data and so on, which must be the same on all ranks.
             params: All parameters.
             grads: All gradients.
-            averages: Of known blocks.
+            averages: Averages of known blocks.
             products: Precision in which vectors are multiplied.
 
         Raises:

@@ -38,7 +38,7 @@ def owners_of(averages: Iterable[Average], eigen: bool, size: int) -> dict[Key, 
     """Return the rank that inverts each block, the same on all ranks: work and bytes are balanced.
 
     Args:
-        averages: Of all blocks.
+        averages: Averages of all blocks.
         eigen: Whether eigenvectors are computed, or inverses.
         size: Number of ranks.
     """
@@ -75,7 +75,7 @@ def invert(
     Args:
         ranks: All processes.
         inverses: How inverses are computed and kept.
-        averages: Of all blocks.
+        averages: Averages of all blocks.
         together: Blocks of one size that are inverted now, with their dampings, the same on all ranks.
 
     Returns:
