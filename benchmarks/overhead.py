@@ -365,7 +365,7 @@ def main(results: Path = RESULTS, repeats: int = REPEATS, scale: int = 1) -> Non
     """Measure on one CPU thread, and write tables, JSON and plot."""
     with one_thread():
         found = measure(repeats, scale)
-    settings = {"repeats": repeats, "batches": (FEW_BATCHES, MANY_BATCHES), "depths": DEPTHS}
+    settings = {"threads": 1, "repeats": repeats, "batches": (FEW_BATCHES, MANY_BATCHES), "depths": DEPTHS}
     file = save(found, "overhead", settings, results)
     draw([row for row in found if ":" not in row.program], "overhead", results / "overhead.png")
     show(found)

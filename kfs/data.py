@@ -244,7 +244,7 @@ class Fingerprint(NamedTuple):
 
     Attributes:
         tensors: Dtype and shape of each tensor.
-        digest: Of some numbers of each tensor, or of all. NaN equals NaN.
+        digest: Digest of some numbers of each tensor, or of all. NaN equals NaN.
     """
 
     tensors: tuple[str, ...]
@@ -276,7 +276,7 @@ def fingerprint(x: Any, y: Tensor, *, complete: bool = False) -> Fingerprint:
 
 
 def values_digest(tensors: Iterable[Tensor]) -> str:
-    """Return what tells values of parameters from others, in whatever precision; empty for special tensors."""
+    """Return a digest of values of parameters, rounded to float32; empty for special tensors."""
     found = list(tensors)
     if any(type(t) not in {Tensor, Parameter} or t.is_meta for t in found):
         return ""

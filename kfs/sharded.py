@@ -25,6 +25,8 @@ from kfs.distributed.sharding import Unpack
 from kfs.errors import DistributedError, ModelError
 from kfs.parameters import Params, checked
 
+# PyTorch 2.8 divides rows in the wrong order if two axes of a mesh shard one dimension; 2.13 does not.
+_DIVIDES_TWICE = "2.13"
 M = TypeVar("M")
 # Where the hooks come from that distribute a model.
 _PYTORCH = ("torch.distributed.fsdp.", "torch.distributed.tensor.")
@@ -54,6 +56,9 @@ def whole(t: Tensor) -> Tensor:
 def sharded_like(t: Tensor, other: Tensor) -> Tensor:
     """Return a tensor, which all processes have, sharded in the way of another one. Nothing is exchanged.
 
+    Raises:
+        ModelError: If this version of PyTorch cannot do so.
+
     Example:
         >>> sharded_like(torch.ones(2), torch.zeros(2))
         tensor([1., 1.])
@@ -63,7 +68,14 @@ def sharded_like(t: Tensor, other: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor  # noqa: PLC0415 (slow to import)
 
     like = cast("Any", other)
-    return distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None)
+    result: Tensor = distribute_tensor(t, like.device_mesh, like.placements, src_data_rank=None)
+    if torch.__version__ < _DIVIDES_TWICE and not torch.equal(whole(result), t):
+        raise ModelError(
+            f"PyTorch {torch.__version__} puts rows of tensors that are sharded along two axes of a mesh into a wrong "
+            "order.",
+            f"Use PyTorch {_DIVIDES_TWICE} or newer, or vectors of whole tensors.",
+        )
+    return result
 
 
 def model_to_run(model: M) -> M:

@@ -109,6 +109,19 @@ def test_names_are_where_the_text_says() -> None:
         assert re.search(rf"\b{name}\b", (ROOT / file).read_text(encoding="utf-8")), (name, file)
 
 
+def test_layers_are_those_of_the_contract() -> None:
+    """The table of layers has all of them, from the bottom to the top of the import contract."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (contract,) = [c for c in settings["tool"]["importlinter"]["contracts"] if c.get("containers") == ["kfs"]]
+    levels = [re.findall(r"\w+", layer) for layer in reversed(contract["layers"])]
+    level = {name: place for place, names in enumerate(levels) for name in names if name != "__main__"}
+    rows = [line.split("|")[1] for line in section("The layer rule").splitlines() if line.startswith("| `")]
+    listed = [re.findall(r"`(\w+)`", row) for row in rows]
+    assert sorted(name for names in listed for name in names) == sorted(level)
+    heights = [level[names[0]] for names in listed]
+    assert heights == sorted(heights)
+
+
 def test_rooms_are_those_of_the_contract() -> None:
     """The list of rooms is that of the import contract, line by line."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

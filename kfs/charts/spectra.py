@@ -92,7 +92,7 @@ def draw_density(
         grid: Where it is evaluated.
         density: Its values there.
         nodes: Point masses.
-        axis: Of what it is a density.
+        axis: What it is a density of.
         axes: Where to draw; by default in a new figure.
     """
     axes = axes_of(axes, 6.0, 3.2)

@@ -35,9 +35,9 @@ class Adapter:
         compute: Returns factors, or a matrix.
         unsupported: Tags of checks that it does not claim to pass; nothing by default.
         expected_failures: Reasons by how the name of a check begins. All these checks must fail.
-        version: Of the library.
+        version: Version of the library.
         single: Whether it computes in float32.
-        flattening: Of a matrix: `"rvec"` (by rows) or `"cvec"` (by columns).
+        flattening: How a matrix is flattened: `"rvec"` (by rows) or `"cvec"` (by columns).
     """
 
     name: str
@@ -119,7 +119,7 @@ def read(answer: Any, model: nn.Module, tied: Mapping[str, str] | None = None, f
         answer: What an adapter returned.
         model: The model that it is about.
         tied: Names that stand for others.
-        flattening: Of a matrix.
+        flattening: How a matrix is flattened.
 
     Raises:
         UnreadableError: If it is neither factors nor a matrix of the right size.

@@ -29,7 +29,7 @@ class Shard:
         batches: The batches of this process, which may be none.
         ranks: The processes that share the data.
         start: Index of the first datum among all data.
-        stop: Index behind the last datum among all data.
+        stop: End of the half-open range of data, `start` to `stop`.
         num_data: Number of all data.
     """
 

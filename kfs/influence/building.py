@@ -42,7 +42,7 @@ class Plan:
         of_train: What is differentiated.
         rank: How many coordinates or singular vectors are kept; `None` for all.
         compression: Whether these are coordinates (`"projected"`) or singular vectors (`"low rank"`).
-        dtype: Of the numbers that are stored.
+        dtype: Dtype of the stored numbers.
         shard_bytes: Write a file whenever this many bytes are there.
     """
 

@@ -118,9 +118,9 @@ def cost_of(stream: Stream, rank: int | None, compression: Compression, dtype: t
 
     Args:
         stream: What was asked for.
-        rank: Of an index.
-        compression: Of an index.
-        dtype: Of an index.
+        rank: Rank of an index.
+        compression: Compression of an index.
+        dtype: Dtype of an index.
 
     Raises:
         ModelError: If an index has no such setting.

@@ -74,7 +74,7 @@ class Influence(Described):
         if not isinstance(K, BlockDiagonal):
             raise ModelError(
                 f"Influence takes an operator with blocks, and this is a {type(K).__name__}.",
-                "Use kfs.KFAC or kfs.EKFAC, or exact_blocks of kfs.kfac.alternatives for small layers. For products "
+                "Use kfs.KFAC or kfs.EKFAC, or kfs.kfac.exact_blocks(risk) for small layers. For products "
                 "with an exact inverse, see kfs.operators.solve.",
             )
         if not K.symmetric:
@@ -307,7 +307,7 @@ class Influence(Described):
                 number compresses blocks for which that takes fewer bytes.
             compression: `"low rank"` keeps this many singular vectors of every datum's matrix. `"projected"` keeps this
                 many coordinates of each block: those of the leading eigenvectors of the curvature.
-            dtype: Of the numbers that are stored: `torch.float32`, `torch.bfloat16` or `torch.float64`.
+            dtype: Dtype of the stored numbers: `torch.float32`, `torch.bfloat16` or `torch.float64`.
             of_train: As in `scores`.
             file: A folder, which is made if it does not exist. By default, gradients are kept in memory.
             shard_bytes: Write a file whenever this many bytes are there. So much is lost if the process ends.

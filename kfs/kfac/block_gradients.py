@@ -57,8 +57,8 @@ class BlockGradients(Described):
     Attributes:
         layout: How the parameter becomes a matrix.
         num_data: Number of data.
-        dtype: Of all numbers, float32 or better.
-        device: Of all numbers.
+        dtype: Dtype of all numbers, float32 or better.
+        device: Device of all numbers.
         uses: One part for each use of the parameter: what was captured, or rows.
         whole: A part that consists of matrices, `[n, groups, d_B, d_A]`. `None` if there is none.
     """

@@ -92,7 +92,7 @@ def exact_diagonals(risk: EmpiricalRisk, names: Iterable[str], settings: Setting
 
     Args:
         risk: Model, loss, data and parameters.
-        names: Of which parameters.
+        names: Names of the parameters in question.
         settings: Which curvature matrix. `"forward-only"` has no gradients; its diagonal is zero.
 
     Returns:

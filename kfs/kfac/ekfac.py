@@ -185,11 +185,11 @@ class EKFAC(ShowsFactors, BlockDiagonal):
 
     @property
     def computed_at(self) -> str:
-        """As that of the factors."""
+        """Digest of the values of parameters at which the factors were computed; empty if these are not known."""
         return self.factors.computed_at
 
     def fetch(self, name: str) -> Block:
-        """As that of the factors: return a block with `A` and `B`, whoever owns it."""
+        """Return a block with `A` and `B`, whoever owns it, as `KFAC.fetch` does."""
         return self.factors.fetch(name)
 
     @property

@@ -95,7 +95,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         loss: What the factors depend on in the loss.
         count: What a mean over all targets seen divides by.
         audit: What was checked, and how closely; `None` if nothing was, or if factors were loaded.
-        computed_at: Tells the values of parameters at which it was computed from others; empty if it is not known.
+        computed_at: Digest of the values of parameters at which it was computed; empty if these are not known.
 
     Raises:
         ModelError: If a parameter is not covered.
@@ -201,7 +201,8 @@ class KFAC(ShowsFactors, BlockDiagonal):
         """Add what another object computed from other data, in place.
 
         Args:
-            other: Of the same model, loss and settings; with `"mc"`, give it another `first_datum`, or draws repeat.
+            other: One of the same model, loss and settings. With `"mc"`, give it another `first_datum`, or draws
+                repeat.
 
         Returns:
             This object.

@@ -162,7 +162,7 @@ def check_curvature(K: object) -> None:
     if not isinstance(K, BlockDiagonal):
         raise ModelError(
             f"The Laplace approximation takes an operator with blocks, and this is a {type(K).__name__}.",
-            "Use kfs.KFAC or kfs.EKFAC, or exact_blocks of kfs.kfac.alternatives for small layers.",
+            "Use kfs.KFAC or kfs.EKFAC, or kfs.kfac.exact_blocks(risk) for small layers.",
         )
     if not K.symmetric:
         raise ModelError("The operator is not symmetric.", "Use the curvature itself, and not a product with it.")

@@ -113,13 +113,13 @@ class Custom(Loss):
         if not all(d.has_enumerate_support for d in distributions):
             raise LossError(
                 f"The expectation over {type(distributions[0]).__name__} has no closed form here.",
-                "Use the Monte Carlo Fisher (kind='type-1'), which draws from it.",
+                "Use the Monte Carlo Fisher ('mc'), which draws from it.",
             )
         labels = torch.stack([d.enumerate_support() for d in distributions], 1)  # [K, N, ...]
         if labels.ndim != 2:
             raise LossError(
                 f"The likelihood has {list(labels.shape[2:])} independent labels per datum; they are not enumerated.",
-                "Use the Monte Carlo Fisher (kind='type-1').",
+                "Use the Monte Carlo Fisher ('mc').",
             )
         roots = torch.stack([d.log_prob(labels[:, n]).exp().sqrt() for n, d in enumerate(distributions)], 1)[start:stop]
         gradients = (

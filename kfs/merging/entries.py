@@ -81,7 +81,7 @@ def is_count(name: str) -> bool:
 
 
 def merged_buffer(name: str, values: Sequence[Any], weights: Sequence[float]) -> tuple[Any, str]:
-    """Return an entry that is no parameter, and what was done, in a word; nothing if it is the same in all models."""
+    """Return an entry that is no parameter, and what was done, in a word; no word if it is the same in all models."""
     if all_equal(values):
         return (values[0].clone() if isinstance(values[0], Tensor) else deepcopy(values[0])), ""
     if is_count(name):

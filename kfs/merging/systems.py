@@ -47,7 +47,7 @@ class Options:
     Attributes:
         tolerance: Largest residual, relative to the right-hand side; `None` for 1e-6 or the root of the precision,
             whichever is larger.
-        max_iterations: Of conjugate gradients, for each system.
+        max_iterations: Limit for conjugate gradients, for each system.
         progress: Whether to show them.
     """
 

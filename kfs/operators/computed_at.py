@@ -11,13 +11,13 @@ from kfs.operators.interface import LinearOperator
 
 
 def computed_at(C: LinearOperator) -> str:
-    """Return what tells the values of parameters at which an operator was computed; empty if it is not known."""
+    """Return a digest of the values of parameters at which an operator was computed; empty if these are not known."""
     risk = getattr(C, "risk", None)
     return str(getattr(C, "computed_at", "")) if risk is None else digest_for(C, risk.params)
 
 
 def digest_for(C: LinearOperator, params: Mapping[str, Tensor]) -> str:
-    """Return what tells these values of the operator's parameters from others; empty for special tensors."""
+    """Return a digest of the values of the operator's parameters; empty for special tensors."""
     return values_digest(params[name] for name in C.domain.shapes)
 
 
@@ -33,7 +33,7 @@ def warn_of_other_values(
         params: The parameters that a model has now, by name. There may be more of them.
         what: What the operator is called.
         owner: What the model is called.
-        stacklevel: As that of `warnings.warn`; two for the caller of this function.
+        stacklevel: As in `warnings.warn`; two for the caller of this function.
     """
     before, now = computed_at(C), digest_for(C, params)
     if before and now and before != now:

@@ -30,8 +30,8 @@ def random_columns(probes: Probes, size: int, num: int, dtype: torch.dtype, devi
         probes: `"rademacher"` for signs, `"normal"` for standard normal numbers.
         size: Rows.
         num: Columns.
-        dtype: Of the result.
-        device: Of the result.
+        dtype: Dtype of the result.
+        device: Device of the result.
         seed: Equal seeds give equal columns.
 
     Raises:

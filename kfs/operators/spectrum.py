@@ -44,7 +44,7 @@ def eigenvalues(
         by: What is compared: the `"value"`, or its `"magnitude"`, whatever the sign. The smallest magnitudes converge
             slowly.
         tolerance: Relative accuracy; 0 for machine precision.
-        seed: Of the start vector.
+        seed: Seed for the start vector.
         progress: Whether to show the number of products meanwhile, and how long one takes. By default, if it takes
             longer than two seconds. How many will be needed is not known before they are done.
 
@@ -54,6 +54,12 @@ def eigenvalues(
     Raises:
         ShapeError: If `k` is not between 1 and the number of rows minus 1, or if the operator is not symmetric.
         SolverError: If the iteration fails.
+
+    Example:
+        >>> from kfs.operators import Dense
+        >>> values, vectors = eigenvalues(Dense(torch.diag(torch.tensor([5.0, 1.0, 3.0, 2.0]))), k=2)
+        >>> values, vectors.shape
+        (tensor([5.0000, 3.0000]), torch.Size([4, 2]))
     """
     from scipy.sparse.linalg import ArpackError, eigsh  # noqa: PLC0415 (slow to import)
 
@@ -92,7 +98,7 @@ class Density(Described):
     Attributes:
         nodes: Where the masses are, `[M]`.
         weights: How large they are, `[M]`; they sum up to one.
-        axis: Of what it is a density: an `"eigenvalue"`, or `"log10 |eigenvalue|"`, as `log10` returns it.
+        axis: What it is a density of: an `"eigenvalue"`, or `"log10 |eigenvalue|"`, as `log10` returns it.
 
     Example:
         >>> density = Density(torch.tensor([1e-4, 1e-2, 1e2]), torch.tensor([0.5, 0.25, 0.25]))
@@ -125,7 +131,7 @@ class Density(Described):
         """Draw the density, smoothed, on a log axis.
 
         Args:
-            width: Of the normal density that smooths it. By default a hundredth of the range of point masses.
+            width: Width of the normal density that smooths it. By default a hundredth of the range of point masses.
             axes: Where to draw; by default in a new figure.
 
         Returns:

@@ -37,7 +37,7 @@ class Announcement:
     Attributes:
         loss: Its description.
         ranks: Over how many processes gradients are averaged.
-        steps_left: In how many further steps passes should be compared with other losses and reductions.
+        steps_left: Compare passes with other losses and reductions in this many further steps.
     """
 
     loss: Loss

@@ -180,7 +180,7 @@ def inverted(
     """Return damped inverses of averages that have equal keys, with corrected eigenvalues if `eigen`.
 
     Args:
-        averages: Of blocks with factors of the same kinds and sizes.
+        averages: Averages of blocks with factors of the same kinds and sizes.
         damping: One for each, in this unit.
         unit: What damping is measured in.
         method: How damping is split between factors.

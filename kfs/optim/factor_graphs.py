@@ -291,7 +291,7 @@ class FactorGraphs:
         Args:
             key: What such passes have in common.
             one: How to run them.
-            data: Of the watched pass.
+            data: What the watched pass was about; see `Data`.
             watched: Its sums.
         """
         make = recorder_for(data[2].device)

@@ -158,7 +158,7 @@ class Inverses:
         """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`.
 
         Args:
-            averages: Of all blocks.
+            averages: Averages of all blocks.
             u: By parameter; it has all parameters of all blocks that have an inverse.
             groups: Have the trust regions.
             limit: Whether there are trust regions.

@@ -42,7 +42,7 @@ def owners_of(averages: Iterable[Average], eigen: bool, size: int) -> dict[Key, 
     """Return the rank that inverts each block, the same on all ranks: work and bytes are balanced.
 
     Args:
-        averages: Of all blocks.
+        averages: Averages of all blocks.
         eigen: Whether eigenvectors are computed, or inverses.
         size: Number of ranks.
     """
@@ -86,7 +86,7 @@ def invert(
     Args:
         ranks: All processes.
         inverses: How inverses are computed and kept.
-        averages: Of all blocks.
+        averages: Averages of all blocks.
         together: Blocks of one size that are inverted now, with their dampings, the same on all ranks.
         at_owners: Whether inverses stay at their owners.
 

@@ -38,7 +38,7 @@ def number_of_data(arguments: Any, axis: int = 0, place: int = 0) -> int | None:
     """Return how many data a model is called with, by a tensor that has a batch axis; `None` without one.
 
     Args:
-        arguments: Of the model.
+        arguments: Arguments of the model.
         axis: The batch axis.
         place: Which of these tensors has as many rows as there are data; by default the first one.
     """

@@ -35,7 +35,7 @@ def problem(num_data: int = 100, seed: int = 6) -> EmpiricalRisk:
 
     Args:
         num_data: How many data.
-        seed: Of parameters and data.
+        seed: Seed for parameters and data.
 
     Returns:
         A risk whose parameters are three weights and three biases, in turn: 59 numbers.
@@ -136,7 +136,7 @@ def save(figure: "Figure", folder: str | Path, name: str, formats: tuple[str, ..
     Args:
         figure: What to write.
         folder: Where to; it is made if need be.
-        name: Of the files, without what the format adds.
+        name: Name of the files, without what the format adds.
         formats: Which ones.
 
     Returns:
@@ -166,7 +166,7 @@ def draw_flattenings(
     Args:
         data: Computes panels, for a flattening and a problem.
         folder: Where to write figures.
-        name: Of the files, without flattening and format.
+        name: Name of the files, without flattening and format.
         columns: How many panels stand side by side.
         formats: Which files to write of each.
 

@@ -27,7 +27,7 @@ def data(points: int = 301) -> dict[str, Tensor]:
     """Compute what is shown.
 
     Args:
-        points: Of the grid, per axis.
+        points: Number of grid points per axis.
 
     Returns:
         Coordinates `x1`, `x2` `[points]`; `function` and `approximation` on their grid, `[x2, x1]`; the `anchor`, the

@@ -52,7 +52,7 @@ def draw(path: str | Path, steps: int = 40) -> dict[str, Comparison]:
 
     Args:
         path: Where to write it.
-        steps: Of training.
+        steps: Number of training steps.
 
     Returns:
         What is shown, by panel.

@@ -55,10 +55,10 @@ class Host(Protocol):
 
 
 class Nothing:
-    """Of passes that change tensors alone, in place."""
+    """The host of passes that only change tensors, in place."""
 
     def __init__(self) -> None:
-        """Have nothing that could grow."""
+        """Start without adders, and stay so."""
         self.adders: dict[Any, Any] = {}
 
     def counts(self) -> dict[Any, float]:
@@ -66,10 +66,10 @@ class Nothing:
         return {}
 
     def add_counts(self, more: Mapping[Any, float]) -> None:
-        """Have none to add to."""
+        """Do nothing: there are no numbers."""
 
     def finish_batch(self) -> None:
-        """Have nothing to forget."""
+        """Do nothing: a pass leaves nothing behind."""
 
 
 @dataclass

@@ -33,5 +33,5 @@ def surroundings(device: torch.device) -> Hashable:
 
 
 def is_watched() -> bool:
-    """Whether somebody looks at every operation, as PyTorch's counter of operations does: a graph shows him none."""
+    """Whether somebody looks at every operation, as PyTorch's counter of operations does: a graph shows it none."""
     return _get_current_dispatch_mode() is not None

@@ -49,7 +49,7 @@ class Found:
         train: The data that they are explained by.
         top: The most helpful and most harmful data of each query.
         own: Scores of training data with themselves, if they were asked for.
-        shape: Of images that are stored as vectors.
+        shape: Shape of images that are stored as vectors.
         most: How many data with large scores with themselves are shown.
         normalized: Whether scores were divided by something.
     """
@@ -80,8 +80,8 @@ class Wish:
         own: Whether to compute scores of training data with themselves.
         normalize: As in `Influence.top`.
         folder: Where to keep gradients; `None` for nowhere.
-        rank: Of the index there.
-        shape: Of images that are stored as vectors.
+        rank: Rank of the index there.
+        shape: Shape of images that are stored as vectors.
     """
 
     top: int

@@ -90,7 +90,7 @@ def _structures(risk: EmpiricalRisk) -> dict[str, Any]:
 
 
 def _blocks(risk: EmpiricalRisk) -> list[list[Any]]:
-    """Return name, first and one behind the last place of every parameter in a flat vector."""
+    """Return the name of every parameter, and its half-open range in a flat vector."""
     found, start = [], 0
     for name, p in risk.params.items():
         found.append([name, start, start + p.numel()])

@@ -181,10 +181,10 @@ class Marks:
         num_data: Number of data in the batch.
         batch_axis: Where the batch axis is in inputs, if not first.
         constants: Which inputs are the same for all data, by their number.
-        known: Of the first inputs, whether they are data.
+        known: Whether each of the first inputs is data.
 
     Attributes:
-        inputs: Of every input: its shape, and whether it is taken for data.
+        inputs: Shape of every input, and whether it is taken for data.
     """
 
     def __init__(

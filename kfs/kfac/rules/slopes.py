@@ -69,7 +69,7 @@ def slopes_of(kind: type[Slopes], p: Tensor, q: Tensor, before: Tensor, cell: Te
     """Return all states and partial derivatives of a step, in float32 or better.
 
     Args:
-        kind: Of the step.
+        kind: Kind of the step.
         p: What inputs contribute, `[time, batch, gates * features]`.
         q: What states contribute, likewise.
         before: States before each time.

@@ -103,7 +103,7 @@ class Sums(ABC):
 
         Args:
             ranks: Who has sums of the same blocks, or of some of them.
-            device: Of the model, for sums of blocks that only other ranks have.
+            device: Device of the model, for sums of blocks that only other ranks have.
         """
 
     @abstractmethod

@@ -162,7 +162,7 @@ class Listed(Owners):
 
     @cached_property
     def _places(self) -> Tensor:
-        """The rows of each datum, `[batch, shared]`; one behind the last row where there are no more."""
+        """The rows of each datum, `[batch, shared]`; the number of all rows where there are no more."""
         with waiting.waiting_allowed():
             number, most = int(self._counts.sum()), int(self._counts.max())
         order = self._owners.argsort(stable=True)

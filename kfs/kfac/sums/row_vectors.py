@@ -148,7 +148,7 @@ class UnitVectors(RowVectors):
     Attributes:
         index: `[batch, shared]`.
         size: Number of coordinates.
-        dtype: Of numbers that are computed from them.
+        dtype: Dtype of numbers that are computed from them.
     """
 
     index: Tensor
