@@ -152,13 +152,8 @@ class Exchange:
             sums: What the passes of this rank gave.
             numbers: Numbers of steps, data and so on, which must be the same on all ranks.
             params: All parameters.
-<<<<<<< HEAD
             grads: All gradients; of sharded parameters, this rank's part.
-            averages: Of known blocks.
-=======
-            grads: All gradients.
             averages: Averages of known blocks.
->>>>>>> 59349841886217f86d3250e6a6a5fc0a8ca9fbda
             products: Precision in which vectors are multiplied.
 
         Raises:
