@@ -204,7 +204,19 @@ def _predictions(risk: kfs.EmpiricalRisk) -> torch.Tensor:
         return torch.cat([risk.evaluate(batch) for batch in risk.batches()])
 
 
-@pytest.mark.parametrize("shard", [problems.freed_after_forward, problems.kept_after_forward, problems.half_precision])
+@pytest.mark.parametrize(
+    "shard",
+    [
+        problems.freed_after_forward,
+        problems.kept_after_forward,
+        pytest.param(
+            problems.half_precision,
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.9", reason="PyTorch 2.8 adds up gradients in half precision, with gloo"
+            ),
+        ),
+    ],
+)
 def test_passes_of_pytorch(ranks: Pool, shard: Shard) -> None:
     ranks(2, compare_with_training, shard)
 
@@ -313,6 +325,7 @@ def compare_data_axis() -> None:
         torch.testing.assert_close(t.full_tensor(), expected[name], **CLOSE)  # type: ignore[attr-defined]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older ones may shard along two axes in the wrong order")
 def test_data_axis(ranks: Pool) -> None:
     ranks(4, compare_data_axis)
 
