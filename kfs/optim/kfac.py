@@ -125,7 +125,7 @@ class KFAC(Reported, Saved):
         fisher: Fisher = "mc",
         sharing: Sharing | Mapping[str, Sharing] = "expand",
         eigen: bool = False,
-        decay: float = 0.9,
+        decay: float = 0.7,
         factors_every: Interval | None = None,
         inverses_every: Interval = 20,
         damping_method: Method | None = None,
