@@ -49,7 +49,7 @@ bench: .venv-bench/.peers  ## measure our products, factors, overhead, inverses 
 	@.venv-bench/bin/python -m benchmarks.train
 	@.venv-bench/bin/python -m benchmarks.long_runs
 	@.venv-bench/bin/python -m benchmarks.distributed
-	@.venv-bench/bin/python -m benchmarks.applications
+	@.venv-bench/bin/python -m benchmarks.distributed_factors
 
 dist: $(VENV)/.dev  ## build sdist and wheel into dist, check them, and run the tour from the wheel, elsewhere
 	@rm -rf dist

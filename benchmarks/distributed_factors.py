@@ -10,10 +10,11 @@ the upper triangles travel, once.
 
 import multiprocessing
 import os
-import resource
 import tempfile
 import time
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,19 +22,43 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import kfs
-from kfs.describing import Table
+from benchmarks.report import RESULTS, save
 
 WIDTHS = [256, 512, 512, 512, 384, 384, 384, 256, 256, 10]
 NUM_DATA = 2048
 
 
-class Row(NamedTuple):
-    """What one rank has measured."""
+class Measured(NamedTuple):
+    """What one rank has measured: seconds, and bytes of factors and their inverses."""
 
     seconds: float
     seconds_of_inverse: float
     held: int
-    peak: int
+
+
+@dataclass(frozen=True)
+class PlacementRow:
+    """What was measured on all ranks.
+
+    Attributes:
+        ranks: How many there were.
+        placement: Who has the factors.
+        most_held: Bytes of the rank that holds most.
+        all_held: Bytes of all ranks together.
+        sent: Bytes that a rank sends for one update.
+        sent_by_kfac_pytorch: The same, in the scheme of kfac-pytorch.
+        seconds: For factors, on the slowest rank.
+        seconds_of_inverse: For inverses, on the slowest rank.
+    """
+
+    ranks: int
+    placement: str
+    most_held: int
+    all_held: int
+    sent: float
+    sent_by_kfac_pytorch: float
+    seconds: float
+    seconds_of_inverse: float
 
 
 def network() -> nn.Module:
@@ -77,7 +102,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [t for part in vars(value).values() for t in _tensors(part)] if hasattr(value, "__dict__") else []
 
 
-def measure(placement: Any, memory: int | None) -> Row:
+def measure(placement: Any, memory: int | None) -> Measured:
     """Compute factors and inverses on this rank."""
     risk = risk_of(dist.group.WORLD)
     risk.count()
@@ -86,8 +111,7 @@ def measure(placement: Any, memory: int | None) -> Row:
     middle = time.perf_counter()
     inverse = K.inverse(1e-3, "factored")
     end = time.perf_counter()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Row(middle - start, end - middle, held_by([K, inverse]), peak)
+    return Measured(middle - start, end - middle, held_by([K, inverse]))
 
 
 def work(rank: int, size: int, store: str, results: Any, arguments: tuple[Any, ...]) -> None:
@@ -101,7 +125,7 @@ def work(rank: int, size: int, store: str, results: Any, arguments: tuple[Any, .
     dist.destroy_process_group()
 
 
-def on_ranks(size: int, *arguments: Any) -> list[Row]:
+def on_ranks(size: int, *arguments: Any) -> list[Measured]:
     """Measure on several processes."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -123,9 +147,18 @@ def sent(size: int, owner: bool) -> tuple[float, float]:
     return ring * triangles * (1 if owner else 2), 2 * ring * whole
 
 
-def main(numbers: tuple[int, ...] = (2, 4)) -> Table:
-    """Measure everything."""
+def line(row: PlacementRow) -> str:
+    """Return a row of the table."""
+    mebibytes = [row.most_held, row.all_held, row.sent, row.sent_by_kfac_pytorch]
+    cells = [str(row.ranks), row.placement, *(f"{n / 2**20:.1f}" for n in mebibytes)]
+    return f"| {' | '.join([*cells, f'{row.seconds:.2f}', f'{row.seconds_of_inverse:.2f}'])} |"
+
+
+def main(results: Path = RESULTS, numbers: tuple[int, ...] = (2, 4)) -> None:
+    """Measure, print a table, and write JSON."""
     rows = []
+    print("| ranks | placement | most held, MiB | all held | sent | kfac-pytorch | factors, s | inverses, s |")
+    print("|---|---|---|---|---|---|---|---|")
     for size in numbers:
         for name, placement, memory in (
             ("replicated", "replicated", None),
@@ -134,32 +167,13 @@ def main(numbers: tuple[int, ...] = (2, 4)) -> Table:
         ):
             found = on_ranks(size, placement, memory)
             here, there = sent(size, placement == "owner")
-            rows.append(
-                (
-                    str(size),
-                    name,
-                    f"{max(row.held for row in found) / 2**20:.1f}",
-                    f"{sum(row.held for row in found) / 2**20:.1f}",
-                    f"{here / 2**20:.1f}",
-                    f"{there / 2**20:.1f}",
-                    f"{max(row.seconds for row in found):.2f}",
-                    f"{max(row.seconds_of_inverse for row in found):.2f}",
-                    f"{max(row.peak for row in found) / 2**20:.0f}",
-                )
-            )
-    columns = (
-        "ranks",
-        "placement",
-        "most held, MiB",
-        "all held, MiB",
-        "sent, MiB",
-        "kfac-pytorch, MiB",
-        "factors, s",
-        "inverses, s",
-        "peak, MiB",
-    )
-    return Table("KFAC of 9 layers, 2,048 data", columns, rows, columns[2:])
+            held = [one.held for one in found]
+            seconds = max(one.seconds for one in found)
+            inverses = max(one.seconds_of_inverse for one in found)
+            rows.append(PlacementRow(size, name, max(held), sum(held), here, there, seconds, inverses))
+            print(line(rows[-1]), flush=True)
+    print(f"Written: {save(rows, 'distributed_factors', {'widths': WIDTHS, 'data': NUM_DATA}, results)}")
 
 
 if __name__ == "__main__":
-    print(main().text())
+    main()

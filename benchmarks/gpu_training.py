@@ -30,9 +30,9 @@ from kfs.report.digits import load
 
 EVALUATIONS = 20  # in a run
 GRIDS: dict[str, tuple[float, ...]] = {
-    "adamw": (1e-3, 3e-3, 1e-2),
+    "adamw": (3e-4, 1e-3, 3e-3, 1e-2),
     "muon": (0.006, 0.02, 0.06),
-    "soap": (1e-3, 3e-3, 1e-2),
+    "soap": (3e-4, 1e-3, 3e-3, 1e-2),
     "kfs": (0.1, 0.3, 1.0),
 }
 
@@ -230,7 +230,7 @@ def draw(runs: dict[str, list[GpuRun]], file: Path) -> None:
     rows = figure.subplots(len(runs), 2, sharey="row", squeeze=False)
     for panels, (task, mine) in zip(rows, runs.items(), strict=True):
         for axis, (panel, label) in enumerate(zip(panels, ("steps", "seconds"), strict=True)):
-            for name in dict.fromkeys(run.optimizer for run in mine):
+            for name in sorted({run.optimizer for run in mine}, key=list(GRIDS).index):
                 run = min((run for run in mine if run.optimizer == name), key=lambda run: run.end)
                 places, losses = [point[axis] for point in run.history], [point[2] for point in run.history]
                 panel.plot(places, losses, label=f"{name}, lr {run.lr:g}", linewidth=2 if name == "kfs" else 1.2)

@@ -11,6 +11,9 @@ from hypothesis import settings
 from torch.overrides import TorchFunctionMode
 from xdist.scheduler import LoadFileScheduling
 
+from kfs.recording import Recorded
+from tests.unmeasured import is_unmeasured
+
 # On some CPUs oneDNN chooses instructions for bfloat16 products that they do not have.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # Plots need no display.
@@ -32,15 +35,10 @@ def _fixed_seed() -> Iterator[None]:
     assert torch.get_default_dtype() == torch.float32
 
 
-# Measuring coverage nearly doubles the time that Python takes. What these tests run of `kfs` others run, too, and are
-# measured: the limit of 100 percent notices if that is no longer so.
-UNMEASURED = ("tests/benchmarks/", "tests/docs/", "tests/conformance/test_wrong_kfacs.py")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Stop measuring during tests that need not be measured, and during fixtures that these are the first to need."""
-    measurement = coverage.Coverage.current() if item.nodeid.startswith(UNMEASURED) else None
+    measurement = coverage.Coverage.current() if is_unmeasured(item.nodeid) else None
     if measurement is None:
         return (yield)
     measurement.stop()
@@ -48,6 +46,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         measurement.start()
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that has an entry for every replay of a batch."""
+    times: list[int] = []
+    replay = Recorded.replay
+
+    def note(*args: Any) -> None:
+        times.append(1)
+        replay(*args)
+
+    monkeypatch.setattr(Recorded, "replay", note)
+    return times
 
 
 THE_BOOK = ("tests/docs/", "tests/basics/test_definitions.py")

@@ -62,7 +62,9 @@ def links(model: nn.Module) -> list[Link]:
         ) from error
     modules = dict(model.named_modules())
     targets = [str(node.target) for node in graph.nodes if node.op == "call_module"]
-    once = {name: modules[name] for name in targets if targets.count(name) == 1}
+    # Whoever reads a weight besides the layer itself would notice that a row of it is gone.
+    read = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
+    once = {name: modules[name] for name in targets if targets.count(name) == 1 and name not in read}
     found = []
     for node in graph.nodes:
         if node.op == "call_module" and _is_plain(once.get(str(node.target))):
@@ -91,7 +93,7 @@ def _followed(node: fx.Node, once: Mapping[str, nn.Module]) -> Link | None:
 
     Args:
         node: The call of the layer.
-        once: Modules that are called once.
+        once: Modules that are called once, and whose weights nobody else reads.
 
     Returns:
         `None` if there is no such layer, or if something in between mixes channels.

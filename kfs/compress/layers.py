@@ -177,6 +177,8 @@ def _layer(
     """Read a layer's matrix, and compute its damping."""
     columns = {param: params[param].detach().double().unsqueeze(0) for param in layout.params}
     matrix = layout.matrix(columns).squeeze(0)
+    if not matrix.isfinite().all():
+        raise ModelError(f"Layer {name!r} has NaN or infinity in its weights.", "Load other weights.")
     precise = _in_double(structure).to(device=matrix.device)
     delta = damping
     if isinstance(delta, Relative):

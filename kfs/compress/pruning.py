@@ -39,7 +39,8 @@ def prune(
     """Remove what matters least for the loss, according to curvature, in one shot.
 
     Linear layers and convolutions are pruned, with their biases if these share the block of their weight. All other
-    modules stay as they are. By default all layers compete: what costs least goes first, wherever it is.
+    modules stay as they are, except for a BatchNorm whose channels go. By default all layers compete: what costs least
+    goes first, wherever it is.
 
     - `basis="parameters"`, `update=False`: optimal brain damage. Weights are set to zero by the diagonal of the
       curvature.

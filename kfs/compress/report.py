@@ -13,6 +13,7 @@ from kfs.compress.layers import Layer
 from kfs.describing import Described, Description, Table, counted, number, readable_count
 
 _COLUMNS = ("layer", "before", "kept", "share", "bases", "matrix", "form", "loss")
+_SAME_SIZE = ("unchanged", "masked", "one layer")  # forms that have all numbers that the layer had
 _NUMBERS = ("before", "kept", "share", "bases", "loss")
 
 
@@ -141,7 +142,9 @@ def make_report(
         sample: Input of a forward pass, or `None`.
     """
     num_before, num_after = (sum(p.numel() for p in model.parameters()) for model in (before, after))
-    untouched = num_before - sum(row.before for row in rows)
+    # What else there is: the rest of the new model, where a BatchNorm between channels is smaller, too.
+    stored = [row.before if row.form in _SAME_SIZE else row.kept + row.bases for row in rows]
+    untouched = num_after - sum(stored)
     kept = sum(row.kept + count_bases * row.bases for row in rows)
     flops = [None, None] if sample is None else [_flops(model, sample) for model in (before, after)]
     return Report(method, tuple(rows), num_before, untouched + kept, num_after, count_bases, flops[0], flops[1])

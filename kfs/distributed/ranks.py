@@ -159,10 +159,14 @@ class Ranks:
         places = {message.where: rank for rank, message in reversed(list(enumerate(messages)))}
         if len(places) > 1:
             listed = ", ".join(f"rank {rank} at {where!r}" for where, rank in sorted(places.items(), key=_rank_of))
-            raise DistributedError(
+            error = DistributedError(
                 f"The processes are at different places of the program: {listed}.",
-                "Call the same functions in the same order in all processes of the group.",
+                "Call the same functions and methods with the same arguments, in the same order, in all processes of "
+                "the group.",
             )
+            # All ranks raise this here. They may be in different contexts, and some in none.
+            vars(error)["_kfs_agreed_in"] = self.group
+            raise error
         return messages
 
     def _marked(self, found: bytes, rank: int) -> Exception:

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor, nn
 
 from kfs.data import fingerprint
 from kfs.errors import DistributedError, KfsWarning, ModelError, SolverError
@@ -119,24 +120,40 @@ def check_same_queries(queries: EmpiricalRisk, train: EmpiricalRisk) -> None:
     Raises:
         DistributedError: If they differ, or are split over processes.
     """
+    check_alone(queries, "Scores of queries")
     if train.ranks.are_several:
-        check_alone(queries, "Scores of queries")
         with train.ranks.agreed("queries"):
             found = [fingerprint(batch.x, batch.y) for batch in queries.batches()]
         train.ranks.same("Queries", found, "Pass the same queries in all processes; only training data are split.")
 
 
 def check_same_parameters(K: BlockDiagonal, queries: EmpiricalRisk, train: EmpiricalRisk) -> None:
-    """Refuse queries for a model with other values of its parameters than that of the training data.
+    """Refuse queries for a model with other values of parameters or buffers than that of the training data.
+
+    Gradients depend on all of them, also on those that the curvature lacks.
 
     Raises:
         ModelError: If a value differs.
     """
-    for name in K.domain.shapes:
-        mine, theirs = queries.params[name], train.params[name]
-        same = mine is theirs or (mine.device == theirs.device and torch.equal(mine, theirs))
+    one = _tensors(queries) | {name: queries.params[name] for name in K.domain.shapes}
+    other = _tensors(train) | {name: train.params[name] for name in K.domain.shapes}
+    for name, theirs in other.items():
+        mine = one.get(name)
+        same = mine is theirs or (
+            mine is not None
+            and mine.device == theirs.device
+            and mine.shape == theirs.shape
+            and torch.equal(mine, theirs)
+        )
         if not same:
             raise ModelError(
-                f"Parameter {name!r} has another value (or device) in queries than in train.",
+                f"Parameter or buffer {name!r} has another value (or device) in queries than in train.",
                 "Use one model for both: influence functions compare gradients at the same parameters.",
             )
+
+
+def _tensors(risk: EmpiricalRisk) -> dict[str, Tensor]:
+    """Return all parameters and buffers of a module, by name; none of a function."""
+    if not isinstance(risk.model, nn.Module):
+        return {}
+    return dict(risk.model.named_parameters()) | dict(risk.model.named_buffers())

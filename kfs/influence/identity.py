@@ -1,13 +1,12 @@
 """What an index belongs to: weights, curvature, settings and data, in a form that can be compared and told apart."""
 
-import hashlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from kfs.data import Batch, Fingerprint, fingerprint, tensors_in
+from kfs.kfac.storage.function_digest import function_digest
 from kfs.kfac.storage.journal import details
 from kfs.kfac.storage.seen_data import digest
 from kfs.kfac.structures import BlockDiagonal
@@ -73,12 +72,8 @@ def batch_identity(batch: Batch) -> list[str]:
 
 
 def _named(quantity: Quantity) -> str:
-    """Return a quantity's name; of a function, also a digest of its code."""
+    """Return a quantity's name; of a function, also a digest of its code and of the values that it uses."""
     if isinstance(quantity, str):
         return quantity
-    code = getattr(quantity, "__code__", None)
-    parts = [] if code is None else [code.co_code.hex(), repr(code.co_names), repr(code.co_consts)]
-    # Functions inside of it are constants, which have an address in memory.
-    text = re.sub(r" at 0x[0-9a-f]+", "", "".join(parts))
     name = getattr(quantity, "__qualname__", type(quantity).__name__)
-    return f"{name} ({hashlib.blake2b(text.encode(), digest_size=8).hexdigest()})"
+    return f"{name} ({function_digest(quantity)})"

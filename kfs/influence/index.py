@@ -24,6 +24,7 @@ from kfs.kfac.datum_gradients import GradientBatch
 from kfs.kfac.structures import BlockDiagonal, Damping, Method
 from kfs.losses.quantities import Quantity, gradient_of
 from kfs.names import ByName
+from kfs.operators.computed_at import warn_of_other_values
 from kfs.risk import EmpiricalRisk
 
 _ROUND_OFF = 1e-5  # smaller errors are not shown as a number
@@ -69,6 +70,7 @@ class Index(Described):
         check_memory(shard_bytes, "shard_bytes")
         check_risk(K, train, "train")
         gradient_of(of_train, train.loss)
+        warn_of_other_values(K, train.params, what="The curvature", owner="the model", stacklevel=4)
         self._K = K
         self._inverse = inverse
         self._of_train = of_train
@@ -186,8 +188,8 @@ class Index(Described):
     ) -> "_IndexStream":
         """Check what was asked for."""
         request = Request(queries, self.train, of, self._of_train, normalize, memory, query_rank)
-        check_request(self._K, request)
         self._check_weights()
+        check_request(self._K, request)
         return _IndexStream(self._K, self._inverse, request, self._shards, self._count, self._stored)
 
     def _check_weights(self) -> None:

@@ -23,6 +23,7 @@ from kfs.kfac.block_gradients import BlockGradients
 from kfs.kfac.datum_gradients import GradientBatch
 from kfs.kfac.structures import BlockDiagonal
 from kfs.losses.quantities import gradient_of, sign_of
+from kfs.operators.computed_at import warn_of_other_values
 
 By = Literal["block", "layer", "token"]
 Normalize = Literal["cosine", "self"]
@@ -31,7 +32,7 @@ _NORMALIZE = ("cosine", "self")
 
 
 def check_request(K: BlockDiagonal, request: Request) -> None:
-    """Refuse what cannot be computed, before anything is.
+    """Refuse what cannot be computed, before anything is. Warn if the model was trained after its curvature.
 
     Raises:
         ModelError: If models or parameters differ, or an option does not exist.
@@ -45,6 +46,8 @@ def check_request(K: BlockDiagonal, request: Request) -> None:
     gradient_of(request.of, request.queries.loss)
     gradient_of(request.of_train, request.train.loss)
     check_same_parameters(K, request.queries, request.train)
+    # The level is that of whoever calls a method of `Influence` or `Index`.
+    warn_of_other_values(K, request.train.params, what="The curvature", owner="the model", stacklevel=5)
 
 
 def all_scores(stream: Stream, by: By | None) -> Tensor | dict[str, Tensor]:

@@ -219,9 +219,10 @@ def projected(gradients: BlockGradients, basis: Basis, coordinates: Tensor) -> T
 def _state(vectors: RowVectors, dtype: torch.dtype) -> dict[str, Any]:
     """Return what a file stores of one side of rows."""
     if isinstance(vectors, UnitVectors):
-        return {"index": vectors.index.to(torch.int32), "size": vectors.size}
+        return {"index": vectors.index.to(torch.int32, copy=True), "size": vectors.size}
     assert isinstance(vectors, PlainVectors)  # noqa: S101 (there is no third kind)
-    return {"values": vectors.values.to(dtype), "last": vectors.last}
+    # Inputs of the first layer are the user's data. A loader may write its next batch into the same memory.
+    return {"values": vectors.values.to(dtype, copy=True), "last": vectors.last}
 
 
 def _vectors(state: Mapping[str, Any], size: int, dtype: torch.dtype, device: torch.device) -> RowVectors:

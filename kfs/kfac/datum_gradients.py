@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from kfs.data import Batch
+from kfs.data import Batch, tensors_in
 from kfs.describing import Described, Description, Table, counted, kind, times
 from kfs.errors import DataError, ModelError, ShapeError
 from kfs.kfac.block_gradients import BlockGradients
@@ -288,14 +288,7 @@ class _Stream:
         differentiated: Mapping[str, Tensor],
         bad: Mapping[str, str],
     ) -> GradientBatch:
-        """Return the gradients of a batch for one column, by block.
-
-        Args:
-            batch: The data.
-            captured: What the pass has left.
-            differentiated: Gradients by autograd, by parameter.
-            bad: Parameters that no rule covers.
-        """
+        """Return the gradients of a batch for one column, by block: what the pass has left, and those by autograd."""
         risk, num_data = self.risk, len(batch.y)
 
         def of_block(layout: Layout, uses: Sequence[Captured] = (), whole: Tensor | None = None) -> BlockGradients:
@@ -340,7 +333,11 @@ def _flat_layout(risk: EmpiricalRisk, name: str) -> Layout:
 def _check_finite(columns: Sequence[GradientBatch]) -> None:
     """Refuse gradients with NaN or infinity, and name the datum; an accelerator is asked once if all is well."""
     blocks = [block for batch in columns for block in batch.blocks.values()]
-    tensors = [use.gradient for block in blocks for use in block.uses if isinstance(use, Captured)]
+    uses = [use for block in blocks for use in block.uses if isinstance(use, Captured)]
+    tensors = [use.gradient for use in uses]
+    # Inputs may be NaN where what comes back is zero, and the product is NaN, too. All columns have the same inputs.
+    inputs = [t for use in uses[: len(uses) // len(columns)] for t in tensors_in(use.use.x)]
+    tensors += [t for t in inputs if t.is_floating_point()]
     tensors += [block.whole for block in blocks if block.whole is not None]
     if not tensors or all(map(isfinite, numbers([torch.nn.utils.get_total_norm(tensors)]))):
         return

@@ -212,7 +212,8 @@ class EKFAC(ShowsFactors, BlockDiagonal):
             risk: The same model, loss and parameters with other data. Draws continue where they ended.
         """
         settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
-        self.factors.check_ranks(risk)
+        with self.ranks.agreed("update"):
+            self.factors.check_ranks(risk)
         sums, progress = self._squares(risk, settings)
         self._add(sums, progress.num_data, progress.count)
         return self
@@ -223,16 +224,17 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         Args:
             other: Comes from the same factors: use `from_kfac`.
         """
-        if not isinstance(other, EKFAC):
-            raise ModelError(f"A {type(other).__name__} cannot be merged with an EKFAC.", "Merge two of one kind.")
-        self.settings.check_same(other.settings)
-        self.factors.loss.check_same(other.factors.loss)
-        is_same = self.ranks.group is other.ranks.group and all(
-            mine.layouts == theirs.layouts and mine.structure.same_basis(theirs.structure)  # type: ignore[attr-defined]
-            for mine, theirs in zip(self._sums, other._sums, strict=True)
-        )
-        if not all(self.ranks.gather("eigenvectors", is_same)):
-            raise ModelError("The eigenvectors differ.", "Make both from one KFAC, with EKFAC.from_kfac(K, risk).")
+        with self.ranks.agreed("merge"):
+            if not isinstance(other, EKFAC):
+                raise ModelError(f"A {type(other).__name__} cannot be merged with an EKFAC.", "Merge two of one kind.")
+            self.settings.check_same(other.settings)
+            self.factors.loss.check_same(other.factors.loss)
+            is_same = self.ranks.group is other.ranks.group and all(
+                mine.layouts == theirs.layouts and mine.structure.same_basis(theirs.structure)  # type: ignore[attr-defined]
+                for mine, theirs in zip(self._sums, other._sums, strict=True)
+            )
+            if not is_same:
+                raise ModelError("The eigenvectors differ.", "Make both from one KFAC, with EKFAC.from_kfac(K, risk).")
         self._add(other._sums, other.num_data, other.count)
         return self
 

@@ -188,9 +188,10 @@ class KFAC(ShowsFactors, BlockDiagonal):
         Returns:
             This object. It equals one that was computed from all data at once.
         """
-        self.loss.check_same(LossScale.of(risk))
+        with self.ranks.agreed("update"):
+            self.loss.check_same(LossScale.of(risk))
+            self.check_ranks(risk)
         settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
-        self.check_ranks(risk)
         blocks, owners, progress = compute_sums(risk, settings, owners=self.owners)
         self._add(blocks, progress.num_data, progress.count, owners)
         self.audit = both_audits(self.audit, progress.audit)
@@ -205,14 +206,15 @@ class KFAC(ShowsFactors, BlockDiagonal):
         Returns:
             This object.
         """
-        if not isinstance(other, KFAC):
-            raise ModelError(f"A {type(other).__name__} cannot be merged with a KFAC.", "Merge two of one kind.")
-        self.settings.check_same(other.settings)
-        self.loss.check_same(other.loss)
-        if self.ranks.group is not other.ranks.group or self.owners != other.owners:
-            raise ModelError(
-                "The blocks have other owners.", "Merge two with the same owners, or K.gathered() of both."
-            )
+        with self.ranks.agreed("merge"):
+            if not isinstance(other, KFAC):
+                raise ModelError(f"A {type(other).__name__} cannot be merged with a KFAC.", "Merge two of one kind.")
+            self.settings.check_same(other.settings)
+            self.loss.check_same(other.loss)
+            if self.ranks.group is not other.ranks.group or self.owners != other.owners:
+                raise ModelError(
+                    "The blocks have other owners.", "Merge two with the same owners, or K.gathered() of both."
+                )
         self._add([block.sums for block in other.blocks.values()], other.num_data, other.count, self.owners)
         self.audit = both_audits(self.audit, other.audit)
         return self
@@ -245,6 +247,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
             >>> KFAC(risk, placement="owner").fetch("weight").A.shape
             torch.Size([4, 4])
         """
+        self._check_same(name=name)
         block = self.blocks[name]
         if not self.ranks.are_several:
             return block
@@ -267,6 +270,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
     def _add(self, blocks: Iterable[BlockSums], num_data: int, count: float, owners: Mapping[str, int]) -> None:
         """Add sums of other data. Some of them may use rows of a parameter (experts) that the others do not use."""
         others = {block.layout.name: block for block in blocks}
+        others |= {n: others[n].turned_to(b.layout) for n, b in self.blocks.items() if n in others}
         mine = [block.layout for block in self.blocks.values()]
         placement = Placement(mine)
         fit = all(placement.admit(block.layout) for block in others.values())

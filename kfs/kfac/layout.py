@@ -13,7 +13,7 @@ together:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
@@ -167,6 +167,16 @@ class Layout:
         """The order of axes for the transposed matrix."""
         fixed = 1 if self.is_one_of_stack else 0  # an axis of length one stays where it is
         return self.order[:fixed] + self.order[self.split :] + self.order[fixed : self.split]
+
+    def turned(self) -> "Layout":
+        """Return the layout of the transposed matrix. A bias is a column, so there must be none.
+
+        Example:
+            >>> Layout("weight", (2, 3), (0, 2), (0, 1), 1).turned()
+            Layout(weight='weight', shape=(2, 3), rows=(0, 2), order=(1, 0), split=1, groups=1, bias=None)
+        """
+        fixed = 1 if self.is_one_of_stack else 0
+        return replace(self, order=self.turned_order, split=len(self.order) - self.split + fixed)
 
     @property
     def bias_has_rows(self) -> bool:

@@ -97,7 +97,9 @@ def _in_several_passes(
             total.owners = choose_owners(blocks.values(), ranks.size, total.owners)
         sizes = {block.layout.name: block.nbytes for block in blocks.values()}
         left = {}
-        for subset in subsets_of(sizes, memory):
+        with ranks.agreed("subsets of blocks"):
+            subsets = subsets_of(sizes, memory)
+        for subset in subsets:
             number += 1
             stage = "factors" if number == 1 else f"factors.{number}"
             sums = FactorSums(settings, chosen=subset, owners=total.owners)
@@ -161,7 +163,9 @@ def sweep(
 def _check_same_computation(risk: EmpiricalRisk, settings: Settings) -> None:
     """Refuse settings and parameters that differ between ranks."""
     way_out = "Use the same model, loss and settings in all processes. torch.distributed.broadcast copies parameters."
-    risk.ranks.same("Settings", settings.state(), way_out)
+    # What decides which rank computes which block does not change results, and so is not part of the state.
+    placed = {"placement": settings.placement, "factor_memory": settings.factor_memory}
+    risk.ranks.same("Settings", settings.state() | placed, way_out)
     values = {name: values_digest([p]) for name, p in risk.params.items()}
     risk.ranks.same("Losses and parameters", {"loss": details(risk.loss), **values}, way_out)
 

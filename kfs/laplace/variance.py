@@ -36,10 +36,12 @@ NO_LOSS = Custom(lambda f, _: f.sum())
 
 def unit_vectors(f: Tensor, y: Tensor) -> Iterator[Tensor]:  # noqa: ARG001 (there are no targets)
     """Yield a vector for each output that is one there and zero elsewhere, `[1, *f.shape]`."""
-    for output in range(prod(f.shape[1:])):
-        v = torch.zeros_like(f)
-        v.reshape(len(f), -1)[:, output] = 1
-        yield v.unsqueeze(0)
+    num_outputs = prod(f.shape[1:])
+    for output in range(num_outputs):
+        # Written before it gets the shape of predictions, whose memory may be in another order.
+        v = f.new_zeros(len(f), num_outputs)
+        v[:, output] = 1
+        yield v.reshape(1, *f.shape)
 
 
 def output_covariance(

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from kfs.describing import counted
 from kfs.errors import DtypeError, KfsError, ModelError, ShapeError
@@ -62,7 +63,7 @@ def _check_values(model: nn.Module) -> None:
 
 
 def _check_same_architecture(first: nn.Module, other: nn.Module, place: int) -> None:
-    """Compare modules, entries of state dicts, shapes, dtypes, and which parameters are tied."""
+    """Compare modules with their settings, entries of state dicts, shapes, dtypes, and which parameters are tied."""
     mine, theirs = ({name: type(m).__qualname__ for name, m in model.named_modules()} for model in (first, other))
     for name in mine.keys() & theirs.keys():
         if mine[name] != theirs[name]:
@@ -82,6 +83,26 @@ def _check_same_architecture(first: nn.Module, other: nn.Module, place: int) -> 
             f"models[0] and models[{place}] do not tie the same parameters to each other.",
             "Tie them in all models, as after loading; copy.deepcopy(model) keeps parameters tied.",
         )
+    _check_same_settings(first, other, place)
+
+
+def _check_same_settings(first: nn.Module, other: nn.Module, place: int) -> None:
+    """Compare what no parameter shows: modules without any, and settings such as strides and slopes."""
+    modules, others = dict(first.named_modules()), dict(other.named_modules())
+    extra = [name for name in (*modules, *others) if name not in modules or name not in others]
+    if extra:
+        raise ModelError(f"models[0] and models[{place}] do not both have the modules {few(extra)}.", _ONE_PROGRAM)
+    for name, module in modules.items():
+        # What modules of other libraries print may depend on values. Dropout does nothing in evaluation mode.
+        if not type(module).__module__.startswith("torch.nn.") or isinstance(module, _DropoutNd):
+            continue
+        mine, theirs = module.extra_repr(), others[name].extra_repr()
+        if mine != theirs:
+            raise ModelError(
+                f"Module {name!r} ({type(module).__name__}) has other settings: {mine} in models[0], and {theirs} in "
+                f"models[{place}].",
+                _ONE_PROGRAM,
+            )
 
 
 def _check_same_kind(name: str, t: Any, other: Any, place: int) -> None:

@@ -67,6 +67,14 @@ def check_buffers(buffers: str, data: object, models: Sequence[nn.Module]) -> No
             )
 
 
+def not_saved(models: Sequence[nn.Module]) -> list[str]:
+    """Return the names of buffers that differ between models, and are in no state dict."""
+    saved = models[0].state_dict()
+    buffers = [dict(model.named_buffers()) for model in models]
+    others = [name for name in buffers[0] if name not in saved]
+    return [name for name in others if not all_equal([mine.get(name) for mine in buffers])]
+
+
 def is_count(name: str) -> bool:
     """Whether an entry counts batches of a normalization."""
     return name.rpartition(".")[2] == "num_batches_tracked"

@@ -21,7 +21,7 @@ from kfs.merging.checks import (
     naming,
     tied,
 )
-from kfs.merging.entries import all_equal, average, check_buffers, merged_buffer, recomputed
+from kfs.merging.entries import all_equal, average, check_buffers, merged_buffer, not_saved, recomputed
 from kfs.merging.report import MergedBlock, MergeReport
 from kfs.merging.systems import Damped, DampedBlocks, DampedOperator, Options, approximation, solve_system, systems
 from kfs.names import few
@@ -170,6 +170,14 @@ def merge(
     if averaged:
         warn(
             f"No curvature covers the parameters {few(averaged)}, which differ between models. They are averaged.",
+            KfsWarning,
+            stacklevel=2,
+        )
+    unsaved = not_saved(given)
+    if unsaved:
+        warn(
+            f"The buffers {few(unsaved)} differ between models, and are in no state dict (persistent=False). A model "
+            "that loads the result keeps its own. Give them the same values, unless the models compute them anew.",
             KfsWarning,
             stacklevel=2,
         )

@@ -46,6 +46,7 @@ class Average:
     eigen: Eigenbasis | None = None  # average of corrected eigenvalues; it starts with those of the factors
     uses: float = 1.0  # average number of inputs of the layer per example, such as positions of a convolution
     input_size: Tensor | None = None  # root mean square of inputs at the last inverse, `[groups]`; a bias counts as one
+    owner: int | None = None  # rank that alone has the inverse, elsewhere on the meta device; `None` if all have it
     # `weight` and `uses` assume that the last factors were added. Until `confirm`, these are the numbers before that.
     before: Before | None = None
 
@@ -66,6 +67,18 @@ class Average:
         dense = [f.size**3 for f in (self.factors.A, self.factors.B) if f.kind == "dense"]
         return float(self.layout.groups * sum(dense)) + self.factors.rows * self.factors.columns
 
+    @property
+    def has_inverse(self) -> bool:
+        """Whether this process has an inverse to multiply with."""
+        return self.inverse is not None and not self.inverse.like.is_meta
+
+    def leave_inverse(self, owner: int, is_mine: bool) -> None:
+        """Let one rank have the inverse alone, if there is one."""
+        self.owner = None if self.inverse is None else owner
+        if self.inverse is not None and not is_mine:
+            self.inverse = self.inverse.to("meta")
+            self.input_size = None
+
     def new_squares(self) -> Squares | None:
         """Return a sum of squared gradients in the eigenbasis that starts at zero, or `None` without eigenbasis."""
         if self.eigen is None:
@@ -82,7 +95,9 @@ class Average:
 
     def state(self) -> dict[str, Any]:
         """Return all attributes, for a file. The host must know about the last factors."""
-        state = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "before"}
+        state = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in {"before", "owner"}
+        }
         for name, value in state.items():
             if isinstance(value, Structure):
                 state[name] = Stack((self.layout,), value).state()

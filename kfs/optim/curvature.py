@@ -76,6 +76,7 @@ class Curvature:
     every: Interval  # recompute each inverse every this many steps
     patience: int  # raise damping after this many events in a row
     ranks: Ranks = field(default_factory=Ranks)  # processes that have a summand of each average (see `owners`)
+    at_owners: bool = False  # whether each inverse stays at the rank that has computed it
     averages: dict[Key, Average] = field(default_factory=dict)
     damping_scale: float = 1.0  # multiplies all dampings
     events: Events = field(default_factory=Events)
@@ -91,6 +92,11 @@ class Curvature:
     def covered(self) -> set[str]:
         """Names of parameters that have an inverse."""
         return {n for a in self.averages.values() if a.inverse is not None for n in a.layout.params}
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """The rank that has the inverse for a parameter, if it alone has it."""
+        return {n: a.owner for a in self.averages.values() if a.owner is not None for n in a.layout.params}
 
     def bases(self) -> Bases:
         """Return new sums of squared gradients, for blocks that have an eigenbasis."""
@@ -208,11 +214,13 @@ class Curvature:
     ) -> dict[str, Tensor]:
         """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`.
 
-        A parameter of a block, one of all `tensors`, that is not in `u` counts as zero. If the flag `taken` is false,
-        or becomes false because steps are not finite, steps are zero. Limits of gradients in `half` precision are less
-        precise.
+        Vectors in `u` are whole. A parameter of a block, one of all `tensors`, that is not in `u` counts as zero. If
+        the flag `taken` is false, or becomes false because steps are not finite, steps are zero. Limits of gradients in
+        `half` precision are less precise.
         """
-        zeros = {n: torch.zeros_like(tensors[n]) for n in self.covered - u.keys()}
+        held = {n for a in self.averages.values() if a.has_inverse for n in a.layout.params}
+        others = {n: tensors[n] for n in held - u.keys()}
+        zeros = {n: torch.zeros(p.shape, dtype=p.dtype, device=p.device) for n, p in others.items()}
         steps = self.inverses.multiply(self.averages.values(), {**u, **zeros}, groups, limit, taken, half)
         return {n: steps[n] for n in u}
 
@@ -306,7 +314,7 @@ class Curvature:
         if not chosen:
             return
         together = [(same, self._dampings_of(same, groups)) for same in chosen]
-        failures = owners.invert(self.ranks, self.inverses, self.averages.values(), together)
+        failures = owners.invert(self.ranks, self.inverses, self.averages.values(), together, self.at_owners)
         for average in (average for same in chosen for average in same):
             why = failures.get(average.layout.key)
             average.failed = False
@@ -348,6 +356,9 @@ class Curvature:
         if self.ranks.rank:  # pragma: no cover (tested in other processes)
             owners.forget_summands(averages)
         self.averages = {average.layout.key: average for average in averages}
+        if self.at_owners:
+            for key, owner in owners.owners_of(averages, False, self.ranks.size).items():
+                self.averages[key].leave_inverse(owner, owner == self.ranks.rank)
         self.damping_scale = float(state["damping_scale"])
         self.events = Events(**state["events"])
         self._troubles, self._successes, self._rises = map(int, state["in_a_row"])

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kfs.errors import SolverError
+from kfs.sharded import whole
 from kfs.waiting import numbers
 
 # A run has diverged if this many times `patience` steps in a row were skipped.
@@ -66,7 +67,7 @@ class LastFine:
         if not self._unchecked:
             return
         self._unchecked = False
-        finite = numbers([p.isfinite().all() for p in params.values()])
+        finite = numbers([whole(p.isfinite()).all() for p in params.values()])
         broken = [name for name, is_finite in zip(params, finite, strict=True) if not is_finite]
         if not broken and self.skipped < _MOST_SKIPPED * self.patience:
             return

@@ -30,7 +30,9 @@ from kfs.kfac.layout import Key
 from kfs.kfac.settings import Products
 from kfs.kfac.sums import BlockSums, add_up_totals, agreed_blocks
 from kfs.optim.averages import Average
+from kfs.optim.fully_sharded import group_of
 from kfs.optim.step_sums import StepSums
+from kfs.sharded import is_sharded, model_to_run
 
 log = logging.getLogger("kfs.optim")
 # In so many steps, it is checked that gradients are the same on all ranks: a program does not change.
@@ -77,16 +79,16 @@ class Exchange:
         """Return the module that computes predictions, and who trains it.
 
         Raises:
-            ModelError: If there are two groups.
+            ModelError: If there are two groups, or if the model is sharded in a way that is not supported.
         """
+        module = model_to_run(model)
         if not isinstance(model, DistributedDataParallel):
-            return model, cls(Ranks(group))
+            return module, cls(Ranks(group_of(module, group)))
         if group is not None:
             raise ModelError(
                 "The model is a DistributedDataParallel, which has a group, and group= was given, too.",
                 "Leave group= out.",
             )
-        module: nn.Module = model.module
         return module, cls(Ranks(model.process_group), model)
 
     def check(self) -> None:
@@ -103,8 +105,9 @@ class Exchange:
             raise ModelError(
                 f"There are {dist.get_world_size()} processes, and the optimizer does not know which of them train the "
                 "model together.",
-                "Pass the DistributedDataParallel model: KFAC(DistributedDataParallel(model), loss). Or average "
-                "gradients yourself, and pass group=torch.distributed.group.WORLD. For a training in each process, "
+                "Pass the DistributedDataParallel model, KFAC(DistributedDataParallel(model), loss), or make the "
+                "optimizer after fully_shard(model). Or average gradients yourself, and pass "
+                "group=torch.distributed.group.WORLD. For a training in each process, "
                 "pass group=torch.distributed.new_subgroups(1)[0].",
             )
 
@@ -149,7 +152,7 @@ class Exchange:
             sums: What the passes of this rank gave.
             numbers: Of steps, data and so on, which must be the same on all ranks.
             params: All parameters.
-            grads: All gradients.
+            grads: All gradients; of sharded parameters, this rank's part.
             averages: Of known blocks.
             products: Precision in which vectors are multiplied.
 
@@ -159,19 +162,21 @@ class Exchange:
         if not self._talks:
             return sums
         is_first = self._left == _STEPS_TO_COMPARE
-        values = _bits(params.values()) if is_first or self._is_due else []
+        # Parts of sharded tensors differ, of course.
+        everywhere = {n: p for n, p in params.items() if not is_sharded(p)}
+        values = _bits(everywhere.values()) if is_first or self._is_due else []
         names = hashlib.blake2b(" ".join(sorted(grads)).encode(), digest_size=16).hexdigest()
         facts: dict[str, Any] = {"Numbers of steps and data": numbers, "Parameters with gradients": names}
         if is_first:
             facts["Values of parameters"] = values
         if self._left:
             self._left -= 1
-            facts["Gradients"] = _bits(grads.values())
+            facts["Gradients"] = _bits(g for n, g in grads.items() if n in everywhere)
         squares = frozenset() if sums is None else frozenset(sums.squares)
         reports = self.ranks.gather("statistics of a step", _Report(facts, _without_tensors(sums), squares, values))
         _compare([report.facts for report in reports])
         if any(report.values != reports[0].values for report in reports):
-            self._take_over(params)
+            self._take_over(everywhere)
         told = [report.sums for report in reports if report.sums is not None]
         if not told:
             return None

@@ -138,7 +138,7 @@ class Inverses:
     def stacks(self, averages: Iterable[Average]) -> list[Stacked]:
         """Return inverses by size, as stacks."""
         if self._stacks is None:
-            owners = {a.layout: a for a in averages if a.inverse is not None}
+            owners = {a.layout: a for a in averages if a.has_inverse}
             self._stacks = list(_stacked(owners))
             self._places.clear()
             for one in self._stacks:

@@ -25,6 +25,7 @@ from kfs.optim.call import check_call
 from kfs.optim.curvature import Curvature, Interval, interval_at
 from kfs.optim.divergence import Fine, LastFine
 from kfs.optim.exchange import Exchange
+from kfs.optim.fully_sharded import is_fully_sharded, part_of
 from kfs.optim.inverses import Inverses
 from kfs.optim.options import check_options, more_often_at_first, number_and_unit
 from kfs.optim.outstanding import Outstanding
@@ -43,7 +44,7 @@ class KFAC(Reported, Saved):
 
     Args:
         model: The model. Train it by calling it: `loss_function(model(x), y).backward()`. With several processes, pass
-            the `DistributedDataParallel` model.
+            the `DistributedDataParallel` model, or one that `fully_shard` has sharded.
         loss: The loss that is minimized: a loss module of `torch.nn`, or a `kfs.losses.Loss`. It defines the curvature;
             gradients come from your backward pass. In the first steps the gradient at the predictions is compared with
             it: another loss, or another reduction, is an error, a factor in front a warning. For losses other than
@@ -82,7 +83,7 @@ class KFAC(Reported, Saved):
         replay: On a GPU, whether updates of parameters, and passes for factors, are recorded once and then repeated as
             CUDA graphs. They take memory: about four times the parameters, and as much as a pass does.
         group: Processes that train the model together, each with data of its own, if you average gradients over them
-            between `backward()` and `step()`. That of a `DistributedDataParallel` model is known.
+            between `backward()` and `step()`. That of a `DistributedDataParallel` or sharded model is known.
 
     Attributes:
         steps: Number of steps that were taken.
@@ -146,6 +147,7 @@ class KFAC(Reported, Saved):
         self._settings = Settings(fisher, sharing, seed=seed, max_dim=max_dim, batch_axis=batch_axis, audit=audit)
         damping, damping_unit = number_and_unit(damping, damping_unit)
         check_options(locals())
+        replay = replay and not is_fully_sharded(model)  # Graphs exchange nothing.
         defaults = {
             "lr": lr,
             "damping": damping,
@@ -161,6 +163,7 @@ class KFAC(Reported, Saved):
         self._factors_every = factors_every or (1 if quadratic_model else more_often_at_first)
         method: Method = damping_method or ("exact" if eigen else "factored")
         self._curvature = Curvature(decay, Inverses(method, damping_unit, eigen), inverses_every, patience, ranks)
+        self._curvature.at_owners = is_fully_sharded(model) and not eigen  # Eigenvectors are needed everywhere.
         self._last_fine = LastFine(patience)
         self.steps = 0
         self.uncovered: dict[str, str] = {}
@@ -174,8 +177,7 @@ class KFAC(Reported, Saved):
         self._updates = Updates(self._params, self._curvature, kl_clip, replay)
         self._outstanding = Outstanding(self._curvature, self._last_fine, self._params)
         module = loss if isinstance(loss, nn.Module) else None
-        costs = self._curvature.costs
-        watched = (self._loss, self._settings, quadratic_model, costs, replay, self._exchange)
+        watched = (self._loss, self._settings, quadratic_model, self._curvature.costs, replay, self._exchange)
         self._watch = Watch(model, module, self._wanted, *watched)
 
     def close(self) -> None:
@@ -239,7 +241,7 @@ class KFAC(Reported, Saved):
             batch = None if closure is None else BatchLoss(closure, self._model, self._device, self._exchange.mean)
             result = None if batch is None else batch.result
             self._params.check_model()
-            grads = {n: p.grad.to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
+            grads = {n: part_of(p.grad).to_dense() for n, p in self._params.tensors.items() if p.grad is not None}
             sums = self._merged(self._watch.collect(), grads)
             if sums is not None and sums.has_factors:
                 self._outstanding.settle(self.state)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kfs.errors import ModelError
 from kfs.kfac.structures import METHODS, Relative
+from kfs.optim.fully_sharded import is_fully_sharded
 
 # Half-open ranges of numbers. `None` is allowed, too: the signature says where it has a meaning.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -49,6 +50,11 @@ def check_options(given: Mapping[str, Any]) -> None:
         )
     if given["quadratic_model"] and given["factors_every"] not in {None, 1}:
         raise ModelError("A quadratic model needs the data of every step.", "Leave factors_every out, or set it to 1.")
+    if given["quadratic_model"] and is_fully_sharded(given["model"]):
+        raise ModelError(
+            "A quadratic model takes derivatives along a step, which a model that fully_shard has sharded cannot.",
+            "Leave quadratic_model out, or train a DistributedDataParallel model.",
+        )
 
 
 def more_often_at_first(step: int) -> int:

@@ -11,6 +11,9 @@ are parameters. Of a square layer, that is what both triangles of its inverse ha
 
 So a block sends the triangles of its averages to its owner, and those of its inverse back, once in `inverses_every`
 steps, however often factors are computed.
+
+If parameters are sharded, gradients have to travel in any case. Then inverses stay at their owners, which multiply: see
+`at_owners`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +32,7 @@ from kfs.kfac.layout import Key
 from kfs.kfac.structures import BlockError, Eigenbasis, Factor, Kronecker
 from kfs.optim.averages import Average, Inverted
 from kfs.optim.inverses import Inverses
+from kfs.waiting import waiting_allowed
 
 # What a rank tells about a block: its inverse without numbers (on the meta device), or why there is none.
 Outcome = Inverted | str
@@ -44,10 +48,16 @@ def owners_of(averages: Iterable[Average], eigen: bool, size: int) -> dict[Key, 
     """
     found = list(averages)
     parts = tuple(part for average in found for part in _parts(average, eigen))
-    owners = _placed(parts, size)
+    owners = dict(_placed(parts, size))
     # A block that fits nowhere as a whole has two owners. The one with more work inverts all of it.
     largest = {average.layout.key: max(_parts(average, eigen), key=lambda part: part.work) for average in found}
-    return {key: owners[part.key] for key, part in largest.items()}
+    result = {key: owners[part.key] for key, part in largest.items()}
+    # Blocks of the same parameters, such as rows of one weight, stay together: their steps are one tensor.
+    first: dict[str, int] = {}
+    for average in found:
+        key = average.layout.key
+        result[key] = first.setdefault(average.layout.weight, result[key])
+    return result
 
 
 @lru_cache(maxsize=4)
@@ -69,14 +79,16 @@ def invert(
     inverses: Inverses,
     averages: Iterable[Average],
     together: Iterable[tuple[Sequence[Average], Sequence[float]]],
+    at_owners: bool = False,
 ) -> dict[Key, str]:
-    """Compute inverses, each on one rank, and let all ranks have them.
+    """Compute inverses, each on one rank, and let all ranks have them, or only that one.
 
     Args:
         ranks: All processes.
         inverses: How inverses are computed and kept.
         averages: Of all blocks.
         together: Blocks of one size that are inverted now, with their dampings, the same on all ranks.
+        at_owners: Whether inverses stay at their owners.
 
     Returns:
         Why some inverses could not be computed. They stay as they were.
@@ -96,7 +108,10 @@ def invert(
             _invert_own(inverses, mine, results, outcomes)
     told = {key: one for some in ranks.gather("inverses", outcomes) for key, one in some.items()}
     for owner, some in by_owner.items():
-        _receive(ranks, inverses, owner, some, told, results)
+        if at_owners:
+            _leave(ranks, inverses, owner, some, told, results)
+        else:
+            _receive(ranks, inverses, owner, some, told, results)
     return {key: why for key, why in told.items() if isinstance(why, str)}
 
 
@@ -113,9 +128,30 @@ def collect(ranks: Ranks, owner: int, averages: Iterable[Average]) -> None:
 def whole(ranks: Ranks, averages: Iterable[Average]) -> list[Average]:
     """Return averages of all data on all ranks, as copies; everything else is shared."""
     copies = [_with_copied_summands(average) for average in averages]
+    for copy in copies:
+        if copy.owner is not None:
+            _fetch_inverse(ranks, copy)
     add_up(ranks, "averages of factors", (part for average in copies for part in _travelling(average)))
     _complete(copies)
     return copies
+
+
+def _fetch_inverse(ranks: Ranks, average: Average) -> None:
+    """Let all ranks have an inverse that one of them has."""
+    owner, inverse = average.owner, average.inverse
+    assert owner is not None  # noqa: S101 (whoever asks knows)
+    assert inverse is not None  # noqa: S101 (otherwise it has no owner)
+    device = average.factors.like.device
+    if owner != ranks.rank:
+        inverse = inverse.empty_on(device)
+        average.input_size = torch.empty(average.layout.groups, dtype=inverse.like.dtype, device=device)
+    size = average.input_size
+    assert size is not None  # noqa: S101 (it comes with the inverse)
+    copy_from(ranks, owner, [*_tensors(inverse), size])
+    for factor in _symmetric(inverse):
+        fill_lower_triangle(factor.values)
+    average.inverse = inverse
+    average.owner = None
 
 
 def forget_summands(averages: Iterable[Average]) -> None:
@@ -149,9 +185,35 @@ def _invert_own(
         result = Inverted(*(None if one is None else one[part] for one in computed))  # type: ignore[arg-type]
         results[average.layout.key] = result
         # The basis of corrected eigenvalues is that of the inverse, and need not be told.
-        outcomes[average.layout.key] = Inverted(
-            result.inverse.to("meta"), result.damping.to("meta"), None, result.input_size.to("meta")
-        )
+        with waiting_allowed():
+            damping = result.damping.cpu()  # It is small, and all ranks report it.
+        outcomes[average.layout.key] = Inverted(result.inverse.to("meta"), damping, None, result.input_size.to("meta"))
+
+
+def _leave(
+    ranks: Ranks,
+    inverses: Inverses,
+    owner: int,
+    averages: Iterable[Average],
+    told: Mapping[Key, Outcome],
+    results: Mapping[Key, Inverted],
+) -> None:
+    """Leave inverses at one owner; the others know what they look like."""
+    for average in averages:
+        outcome = told[average.layout.key]
+        if isinstance(outcome, str):
+            continue  # The last inverse stays, wherever it is.
+        moves = average.has_inverse != (owner == ranks.rank)
+        if owner == ranks.rank:
+            if moves:
+                average.inverse = None  # that of another owner, without numbers
+            inverses.keep([average], results[average.layout.key])
+        else:
+            average.inverse = outcome.inverse
+            average.damping = outcome.damping.to(average.factors.like.device)
+        average.leave_inverse(owner, owner == ranks.rank)
+        if moves:
+            inverses.forget()
 
 
 def _receive(

@@ -5,7 +5,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from math import prod
-from operator import is_
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from kfs.errors import KfsWarning, ModelError, StorageError
 from kfs.kfac.layout import Layout
+from kfs.optim.fully_sharded import reshard
+from kfs.sharded import is_sharded
 
 # By parameter: a weak reference to the `Parameters` that it belongs to.
 _OWNERS: Any = WeakIdKeyDictionary()
@@ -52,6 +53,7 @@ class Parameters:
         Raises:
             ModelError: If a parameter is not one of the model, or another optimizer has it.
         """
+        reshard(self._model)
         names = {id(p): name for name, p in self._model.named_parameters()}
         found = [(p, group) for group in groups for p in group["params"]]
         strange = [list(p.shape) for p, _ in found if id(p) not in names]
@@ -94,12 +96,14 @@ class Parameters:
         """Whether the model has the same parameters as before; not so while `functional_call` runs it."""
         for module, children, params in self._parts:
             now = list(module._parameters.values())
-            if list(module._modules.values()) != children or len(now) != len(params) or not all(map(is_, now, params)):
+            same = len(now) == len(params) and all(map(_is_same, now, params))
+            if not same or list(module._modules.values()) != children:
                 return False
         return all(p.shape == self._shapes[id(p)] for _, _, params in self._parts for p in params if p is not None)
 
     def check_model(self) -> None:
-        """Refuse a model whose parameters were replaced, added, removed or reshaped."""
+        """Refuse a model whose parameters were replaced, added, removed or reshaped, before they are changed."""
+        reshard(self._model)
         if self.are_the_models():
             return
         changed = [name for name, p in self._model.named_parameters() if self._shapes.get(id(p)) != p.shape]
@@ -161,3 +165,11 @@ class Parameters:
         owners = {owner() for p in params if (owner := _OWNERS.get(p)) is not None} - {None, self}
         open_ones = [owner for owner in owners if not owner.closed]
         return {owner: close for owner in open_ones if (close := owner._close()) is not None}
+
+
+def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
+    """Whether a parameter is the one that it was, or all of the one that was sharded."""
+    if now is before:
+        return True
+    is_whole = isinstance(now, nn.Parameter) and not is_sharded(now)
+    return is_whole and is_sharded(before) and before is not None and now is not None and now.shape == before.shape

@@ -30,6 +30,9 @@ from kfs.outputs import parts_of, prediction_in
 from kfs.state import uncompiled
 from kfs.waiting import number
 
+# With these, the user's backward pass is enough.
+_WITHOUT_VECTORS = {"empirical", "forward-only"}
+
 
 def number_of_data(arguments: Any, axis: int = 0, place: int = 0) -> int | None:
     """Return how many data a model is called with, by a tensor that has a batch axis; `None` without one.
@@ -62,6 +65,7 @@ class Pass:
     by_datum: bool = False  # whether labels depend on the number of their datum alone, not on the batch that it is in
     # Given a number of data: how many data of other processes come before them, and how many there are of all.
     place_of_data: Callable[[int], tuple[int, int]] | None = None
+    wants_factors: bool = False  # whether factors are due; of other processes, too, if this one has no data
     has_gradient: bool = False  # whether the gradient of a loss has arrived
     # If passes like this one are to be recorded: what they have in common, how they run, and the data of this one.
     to_record: tuple[PassKey, FactorPass, Data | None] | None = None
@@ -104,6 +108,14 @@ class Pass:
         if self._capture is not None:
             self._capture.leave_nothing_behind()
             self._capture.running = False
+
+    @property
+    def sends_vectors(self) -> bool:
+        """Whether vectors go back through the graph before the user's gradient does."""
+        if self._capture is None or self.settings.fisher not in _WITHOUT_VECTORS:
+            return self._capture is not None
+        sites = self._capture.sites
+        return sites is not None and bool(sites.waiting or sites.observed)  # Rows have to be measured.
 
     def watch_output(self, output: Any, receive: "weakref.WeakMethod[Any]") -> Any:
         """Return the model's output such that `receive` is called, with this pass, when a gradient arrives there."""
@@ -178,7 +190,7 @@ class Pass:
         """Send vectors back through the graph, or let the user's backward pass show gradients."""
         if y is None or not self._result.examples:
             return
-        if self.settings.fisher in {"empirical", "forward-only"}:
+        if self.settings.fisher in _WITHOUT_VECTORS:
             capture.keep_graph = False
             measure_rows(self._edge, capture, self._f)
             capture.listening = True

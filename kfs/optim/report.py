@@ -215,7 +215,11 @@ class Reported(Described):
 def _row(average: Average) -> BlockRow:
     """Describe a block."""
     layout, K = average.layout, average.factors
-    nbytes = sum(structure.nbytes for structure in (K, average.inverse, average.eigen) if structure is not None)
+    nbytes = sum(
+        structure.nbytes
+        for structure in (K, average.inverse if average.has_inverse else None, average.eigen)
+        if structure is not None
+    )
     damping = None if average.damping is None else float(average.damping.mean())
     A, B = describe_factor(K.A), describe_factor(K.B)
     return BlockRow(layout.name, layout.params, layout.matrix_shape, A, B, nbytes, damping, average.updated)

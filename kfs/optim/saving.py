@@ -1,9 +1,10 @@
 """The optimizer's state, for a file."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from kfs.errors import DistributedError, ModelError
@@ -11,11 +12,24 @@ from kfs.optim.averages import Average, copied_to
 from kfs.optim.curvature import Curvature
 from kfs.optim.exchange import Exchange
 from kfs.optim.outstanding import Outstanding
-from kfs.optim.owners import whole
+from kfs.optim.owners import whole as over_all_data
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic import QuadraticModel
 from kfs.optim.updates import read_state
 from kfs.optim.watch import Watch
+from kfs.sharded import is_sharded, whole
+
+
+class Consolidated(NamedTuple):
+    """The state of all processes, in each of them.
+
+    Attributes:
+        averages: Over the data of all processes.
+        tensors: Whole tensors on the CPU, by identity of the ones that are sharded.
+    """
+
+    averages: list[Average]
+    tensors: dict[int, Tensor]
 
 
 class Saved(Optimizer):
@@ -31,26 +45,34 @@ class Saved(Optimizer):
     _watch: Watch
     _quadratic: QuadraticModel | None
     _exchange: Exchange
-    _whole: list[Average] | None  # averages over the data of all processes, until the next step
+    _whole: Consolidated | None  # what `consolidate_state_dict` has made, until the next step
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a continued training needs to equal one that was never stopped.
 
-        In several processes, call `consolidate_state_dict()` first, in all of them.
+        In several processes, call `consolidate_state_dict()` first, in all of them. Of a sharded model, tensors are
+        whole: the state is that of a plain model in one process.
 
         Raises:
             DistributedError: If that was not done since the last step.
         """
         averages: Iterable[Average] = self._curvature.averages.values()
-        if self._exchange.ranks.size > 1 and averages:
-            if self._whole is None:
-                raise DistributedError(
-                    "Each process has a part of the optimizer's state.",
-                    "Call consolidate_state_dict() of the optimizer in all processes, then state_dict() in one.",
-                )
-            averages = self._whole
         self._outstanding.settle(self.state)
+        if self._exchange.ranks.size == 1:
+            tensors = self._whole_tensors()
+        elif self._whole is not None:
+            averages, tensors = self._whole
+        elif averages:
+            raise DistributedError(
+                "Each process has a part of the optimizer's state.",
+                "Call consolidate_state_dict() of the optimizer in all processes, then state_dict() in one.",
+            )
+        else:
+            tensors = {}  # Before the first step, there is no state.
         state = super().state_dict()
+        state["state"] = {
+            i: {name: tensors.get(id(value), value) for name, value in one.items()} for i, one in state["state"].items()
+        }
         state["kfac"] = {
             "curvature": self._curvature.state(averages),
             "steps": self.steps,
@@ -76,7 +98,13 @@ class Saved(Optimizer):
             >>> state = optimizer.state_dict()
         """
         self._outstanding.settle(self.state)
-        self._whole = whole(self._exchange.ranks, self._curvature.averages.values())
+        averages = over_all_data(self._exchange.ranks, self._curvature.averages.values())
+        self._whole = Consolidated(averages, self._whole_tensors())
+
+    def _whole_tensors(self) -> dict[int, Tensor]:
+        """Return all that is sharded in the state of parameters, on the CPU, by identity of what is sharded."""
+        sharded = [t for one in self.state.values() for t in one.values() if is_sharded(t)]
+        return {id(t): whole(t).cpu() for t in sharded}
 
     def __reduce__(self) -> Any:
         """Refuse copies: two optimizers would watch one model."""
@@ -89,7 +117,8 @@ class Saved(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Undo `state_dict`. In several processes, load the same state in all of them.
 
-        Their number need not be that of the processes which have saved it.
+        Their number need not be that of the processes which have saved it, and the model may be sharded or not. Tensors
+        may be sharded themselves, in any way.
 
         Raises:
             StorageError: If the state is that of another optimizer, or of another model.

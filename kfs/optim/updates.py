@@ -2,19 +2,24 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kfs import waiting
+from kfs.data import mapped
+from kfs.optim.at_owners import AtOwners, Everywhere
 from kfs.optim.averages import copied_to
 from kfs.optim.curvature import Curvature
+from kfs.optim.fully_sharded import part_of
 from kfs.optim.parameters import Parameters
 from kfs.optim.recorded_update import RecordedUpdate, recorder_for
 from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, natural_step
 from kfs.optim.trials import Trial, try_step
 from kfs.precision import at_least_float32
+from kfs.sharded import is_sharded, sharded_like, whole
 from kfs.tf32 import tf32, uses_tf32
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -83,6 +88,7 @@ def natural_updates(
     precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     kl_clip: float | None,
     taken: Tensor,
+    way: Everywhere,
 ) -> None:
     """Update parameters that have curvature, given gradients of the average over examples.
 
@@ -101,18 +107,25 @@ def natural_updates(
     names = [name for part in parts for name in part.names]
 
     def clipped(u: Tensors) -> Tensors:
-        steps = precondition(dict(zip(names, u, strict=True)))
-        D = [steps[n] for n in names]
-        if not behind and not torch.nn.utils.get_total_norm(D, 1.0).isfinite():
-            raise StepNotFiniteError
-        if kl_clip is None:
-            return D
-        lrs = [share.lr for share in shares for _ in share.params]
-        change = torch.stack([lr**2 * (v * d).sum() for lr, v, d in zip(lrs, u, D, strict=True)]).sum()
-        shorter = (kl_clip / change.clamp(min=1e-30)).sqrt().clamp(max=1.0)
+        own = dict(zip(names, u, strict=True))
+        ahead = way.gathered(own)
+        D = precondition(ahead)
         if behind:
-            shorter = torch.where(taken, shorter, 1.0)  # Gradients that are not finite have no length.
-        return [shorter * d for d in D]
+            # The flag is about what this process has multiplied.
+            everywhere = way.all_true(taken)
+            if everywhere is not taken:
+                taken.copy_(everywhere)
+                D = {n: torch.where(taken, d, 0.0) for n, d in D.items()}
+        elif not way.all_true(torch.nn.utils.get_total_norm(list(D.values()), 1.0).isfinite()):
+            raise StepNotFiniteError
+        if kl_clip is not None:
+            lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
+            change = torch.stack([u[0].new_zeros(()), *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
+            shorter = (kl_clip / way.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
+            if behind:
+                shorter = torch.where(taken, shorter, 1.0)  # Gradients that are not finite have no length.
+            D = {n: shorter * d for n, d in D.items()}
+        return list(way.scattered(D, own).values())
 
     natural_step(shares, clipped)
 
@@ -129,7 +142,7 @@ def adamw_updates(
     behind = waiting.runs_behind(taken.device)
     for part in parts:
         share = _share(params, state, part, "exp_avg", numbers, grads)
-        squares = [state[p]["exp_avg_sq"] for p in share.params]
+        squares = [part_of(state[params.tensors[n]]["exp_avg_sq"]) for n in part.names]
         adamw_step(share._replace(taken=taken if behind else None), squares, _BETAS[1], next(numbers))
 
 
@@ -147,12 +160,12 @@ def _share(
     numbers: Iterator[Scalar],
     grads: dict[str, Tensor],
 ) -> Share:
-    """Return parameters with their gradients, averages and numbers."""
+    """Return parameters with their gradients, averages and numbers; of sharded ones, the part of this process."""
     tensors = [params.tensors[n] for n in part.names]
-    averages = [state[p][average] for p in tensors]
+    averages = [part_of(state[p][average]) for p in tensors]
     own = [grads[n].to(m.dtype) for n, m in zip(part.names, averages, strict=True)]
     lr, kept, corrected = (next(numbers) for _ in range(3))
-    return Share(tensors, own, averages, part.momentum, lr, kept, corrected)
+    return Share([part_of(p) for p in tensors], own, averages, part.momentum, lr, kept, corrected)
 
 
 class Updates:
@@ -172,6 +185,7 @@ class Updates:
         self._kl_clip = kl_clip
         self._replay = replay
         self._recorded: RecordedUpdate | None = None
+        self._at_owners: AtOwners | None = None
 
     def take(
         self, state: State, natural: dict[str, Tensor], rest: dict[str, Tensor], finite: Tensor, unit: float, half: bool
@@ -195,6 +209,7 @@ class Updates:
         grads = {**natural, **rest}
 
         behind = waiting.runs_behind(finite.device)
+        way = self._way_to_inverses()
 
         def update(given: list[Tensor], taken: Tensor, numbers: list[Scalar]) -> None:
             def precondition(u: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -207,7 +222,7 @@ class Updates:
             if unit != 1:
                 mine |= {n: mine[n] * share for n in natural}
             with tf32(True if half else None):
-                natural_updates(params, state, parts, values, mine, precondition, self._kl_clip, taken)
+                natural_updates(params, state, parts, values, mine, precondition, self._kl_clip, taken, way)
             adamw_updates(params, state, others, values, mine, taken)
 
         if self._recorded is None:
@@ -223,6 +238,15 @@ class Updates:
         torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
         grow_older(params, state, grads)
         return Taken(tuple(grads), flag) if behind else None
+
+    def _way_to_inverses(self) -> Everywhere:
+        """Return how gradients come to where inverses are."""
+        if not self._curvature.at_owners:
+            return Everywhere(self._params.tensors)
+        if self._at_owners is None or self._at_owners.like is not self._params.tensors:
+            self._at_owners = AtOwners(self._curvature.ranks, self._params.tensors)
+        self._at_owners.owners = self._curvature.owners
+        return self._at_owners
 
     def _key(
         self,
@@ -294,7 +318,14 @@ def read_state(state: State, groups: list[dict[str, Any]], saved: dict[str, Any]
     """
     ids = [i for group in saved["param_groups"] for i in group["params"]]
     for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
-        state[p] = copied_to(p.device, saved["state"].get(i, {}))
+        mine = saved["state"].get(i, {})
+        # Of a sharded parameter, its part alone is copied: whole tensors are not kept.
+        state[p] = copied_to(p.device, mapped(mine, partial(_sharded_like, p)) if is_sharded(p) else mine)
+
+
+def _sharded_like(p: Tensor, t: Tensor) -> Tensor:
+    """Return a tensor of a state, which may be sharded in any way, in the way of a parameter."""
+    return sharded_like(whole(t), p)
 
 
 def _state_of(state: State, p: Tensor, *names: str) -> dict[str, Any]:

@@ -33,10 +33,12 @@ from kfs.losses import Loss
 from kfs.optim.costs import Costs
 from kfs.optim.exchange import Exchange
 from kfs.optim.factor_graphs import FactorGraphs, FactorPass
+from kfs.optim.fully_sharded import has_gradients, is_fully_sharded, leaves, whole_in_backward
 from kfs.optim.hooks import Hook
 from kfs.optim.passes import Pass, number_of_data
 from kfs.optim.step_sums import Bases, StepSums
 from kfs.outputs import prediction_in
+from kfs.sharded import WholeParameters
 from kfs.state import evaluating, is_evaluating, restored, unchanged_attributes
 
 
@@ -80,12 +82,15 @@ class Watch:
         self, model: nn.Module, module: nn.Module | None, wanted: Callable[[], Any], replay: bool
     ) -> None:
         """Put hooks on model and loss."""
+        self._sharded = is_fully_sharded(model)
         self._graphs = FactorGraphs(self.loss, self.settings, replay)
         self._model = weakref.ref(model)
         self._wanted = weakref.WeakMethod(wanted)
         before, after = Hook(self, "_before_forward"), Hook(self, "_after_forward")
         hooks = ExitStack()
-        hooks.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+        # Before the hook of `fully_shard`: then, all parameters are sharded.
+        first = model.register_forward_pre_hook(before, with_kwargs=True, prepend=self._sharded)
+        hooks.callback(first.remove)
         hooks.callback(model.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
         if module is not None:
             hooks.callback(module.register_forward_pre_hook(Hook(self, "_before_loss"), with_kwargs=True).remove)
@@ -163,10 +168,8 @@ class Watch:
         key = None if session is None or bases else self._graphs.key(module, session, arguments, autocast)
         graph = None if key is None else self._graphs.find(key, module)
         try:
-            known = None
-            if session is not None and graph is None and self.settings.audit:
-                with _outside_of_captures():
-                    known = self._audited(module, session, arguments)
+            with _outside_of_captures():
+                known = None if graph is not None else self._known(module, session, arguments, wanted)
         except BaseException:
             self._call = None  # PyTorch calls no other hook then
             raise
@@ -184,6 +187,7 @@ class Watch:
             graph,
             self.costs,
             by_datum=self.exchange.ranks.are_several,
+            wants_factors=wanted is not None,
             place_of_data=self.exchange.numbering() if wanted is not None and self.settings.fisher == "mc" else None,
         )
         if session is not None and graph is None and key is not None and self._graphs.wants(key):
@@ -191,18 +195,37 @@ class Watch:
         self._call.watched = one
         return one.start()
 
-    def _audited(self, model: nn.Module, session: Session, arguments: Any) -> Known | None:
+    def _known(self, model: nn.Module, session: Session | None, arguments: Any, wanted: Any) -> Known | None:
+        """Return what an audit finds out, or an earlier one has found out; `None` without audit.
+
+        The parameters of a sharded model are gathered for an audit, if one process needs it.
+        """
+        audits = None
+        if session is not None and self.settings.audit:
+            audits = Audits(model, session, self.settings.batch_axis, halves=False)
+        if not self._sharded or wanted is None:
+            return self._audited(model, audits, arguments)
+        ranks = self.exchange.ranks
+        num_data = number_of_data(arguments, self.settings.batch_axis or 0, self._place)
+        is_needed = audits is not None and num_data is not None and not audits.are_done(arguments, num_data)
+        if not any(ranks.gather("audits", is_needed)):
+            return self._audited(model, audits, arguments)
+        with ranks.agreed("an audit"), WholeParameters(model, ranks).in_place(wanted[0]) as params:
+            if audits is not None:
+                audits.session = new_session(params, self.settings.joint_bias, mixing=True)
+            return self._audited(model, audits, arguments)
+
+    def _audited(self, model: nn.Module, audits: Audits | None, arguments: Any) -> Known | None:
         """Check, on a few data, that watching changes nothing and sees everything.
 
         Returns:
-            What was found; `None` if the model returns nothing that can be trained.
+            What was found; `None` if nobody wants to know, or if the model returns nothing that can be trained.
         """
         axis = self.settings.batch_axis or 0
-        audits = Audits(model, session, self.settings.batch_axis, halves=False)
+        num_data = number_of_data(arguments, axis, self._place)
+        if audits is None or num_data is None:
+            return None
         try:
-            num_data = number_of_data(arguments, axis, self._place)
-            if num_data is None:
-                return None
             try:
                 known = audits.of(partial(_predictions, model), arguments, num_data)
             except _OtherNumberError as error:  # as in a batch of graphs, whose nodes come first
@@ -225,7 +248,8 @@ class Watch:
         session = self._session
         known = {} if session is None else session.tracker.params
         if session is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
-            session = self._session = new_session(params, self.settings.joint_bias, mixing=True)
+            model = self._model() if self._sharded else None
+            session = self._session = new_session(params, self.settings.joint_bias, mixing=True, model=model)
         return session
 
     def _after_forward(self, module: nn.Module, _: Any, __: Any, output: Any) -> Any:
@@ -263,10 +287,12 @@ class Watch:
         if not self.exchange.ranks.are_several:
             one.receive_gradient(g, first_datum)
         else:
-            problem = self._receive_beside_others(one, g, first_datum)
+            ranks = self.exchange.ranks
+            with whole_in_backward(model, ranks, one.sends_vectors) if one.wants_factors else nullcontext():
+                problem = self._receive_beside_others(one, g, first_datum)
         # If the user has set gradients to None since, the passes that they came from do not count.
         backward = torch._C._current_graph_task_id()
-        if backward != self._backward and all(p.grad is None for p in model.parameters()):
+        if backward != self._backward and not has_gradients(model):
             self.forget()
         self._backward = backward
         self._complete.append(one)
@@ -339,9 +365,9 @@ def _predictions(model: nn.Module, arguments: Any, num_data: int, within: Abstra
 
 def _trains(model: nn.Module) -> bool:
     """Whether the running backward pass leaves gradients at parameters: `backward()`, not `autograd.grad`."""
-    leaves = (get_gradient_edge(p).node for p in model.parameters() if p.requires_grad)
+    edges = (get_gradient_edge(p).node for p in leaves(model) if p.requires_grad)
     try:
-        return any(map(torch._C._will_engine_execute_node, leaves))
+        return any(map(torch._C._will_engine_execute_node, edges))
     except RuntimeError:  # PyTorch does not answer for leaves that autograd.grad asks for.
         return False
 

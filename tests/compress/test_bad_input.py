@@ -38,6 +38,16 @@ def test_names(compress: Any) -> None:
 
 
 @BOTH
+def test_weights_that_are_not_finite(compress: Any) -> None:
+    model = mlp()
+    K = kfs.KFAC(mlp_risk(model))
+    with torch.no_grad():
+        model.get_parameter("2.weight")[0, 0] = torch.nan
+    with pytest.warns(KfsWarning), pytest.raises(ModelError, match=r"Layer '2' has NaN or infinity in its weights"):
+        compress(model, K, 0.9)
+
+
+@BOTH
 def test_types(compress: Any) -> None:
     model = mlp()
     risk = mlp_risk(model)

@@ -57,6 +57,7 @@ def test_smaller_layers_compute_what_masked_ones_do(keep: Any) -> None:
     else:
         left = {"3": small[3].in_channels, "7": small[7].in_features // 4}  # type: ignore[index]
         assert left == {"3": 2 if keep["3"] == 0.5 else 1, "7": 3 if "7" in keep else 6}
+    assert report.parameters_after == report.stored_after == sum(p.numel() for p in small.parameters())
     assert report.flops_after is not None
     assert report.flops_before is not None
     assert report.flops_after < report.flops_before
@@ -166,6 +167,28 @@ class Branch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.b(self.a(x).relu() if x.sum() != 1 else x)
         return result
+
+
+class ReadsWeight(nn.Module):
+    """Uses the weight of a layer once more, all rows of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.tanh(self.first(x)))
+        return out + F.linear(x, self.first.weight).sum(1, keepdim=True)
+
+
+def test_weights_that_others_read() -> None:
+    """Without a row of the first layer, the sum would be another one."""
+    model = ReadsWeight().double().eval()
+    assert not links(model)
+    K = kfs.KFAC(mlp_risk(model))
+    with pytest.raises(ModelError, match=r"Layer 'second' does not read all channels of another layer"):
+        prune(model, K, {"second": 0.5}, structured=True)
 
 
 def test_models_that_cannot_be_traced() -> None:

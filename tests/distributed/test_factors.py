@@ -12,7 +12,7 @@ from kfs.distributed import Ranks
 from kfs.errors import DataError, DistributedError, ModelError
 from kfs.kfac.kfac import KFAC
 from tests.distributed.pool import Pool
-from tests.distributed.problems import CUTS, bits, is_first, problem, risk_of_all, risk_of_own
+from tests.distributed.problems import CUTS, batches, bits, is_first, problem, risk_of_all, risk_of_own
 
 FISHERS = ("type-2", "ggn", "mc", "empirical", "forward-only")
 CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-14}  # sums of 23 data in another order
@@ -147,12 +147,20 @@ def test_exact_diagonals(ranks: Pool, kind: type[KFAC | kfs.EKFAC]) -> None:
     ranks(3, compare_diagonals, kind)
 
 
+# Settings of both ranks.
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "settings": ({}, {"mc_samples": 2}),
+    "placement": ({}, {"placement": "owner"}),
+    "memory": ({"factor_memory": 800}, {"factor_memory": 1000}),
+    "one memory": ({}, {"factor_memory": 1000}),
+    "little memory": ({"factor_memory": 1000}, {"factor_memory": 10}),
+}
+
+
 def differing(what: str) -> str:
     model, loss, X, y = problem("mlp")
     second = dist.get_rank() == 1
-    settings: dict[str, Any] = {}
-    if what == "settings" and second:
-        settings["mc_samples"] = 2
+    settings: dict[str, Any] = {"fisher": "mc"} | DIFFERENT.get(what, ({}, {}))[second]
     if what == "parameters" and second:
         with torch.no_grad():
             model[0].weight[0, 0] += 1  # type: ignore[index]
@@ -166,7 +174,7 @@ def differing(what: str) -> str:
         model[1] = Odd()  # type: ignore[operator]
     risk = kfs.EmpiricalRisk(model, loss, kfs.shard((X, y), dist.group.WORLD))
     with pytest.raises((DataError, DistributedError, ModelError, ArithmeticError)) as caught:
-        KFAC(risk, fisher="mc", **settings)
+        KFAC(risk, **settings)
     assert all(p.grad is None for p in model.parameters())
     # The next computation is not disturbed.
     assert Ranks(dist.group.WORLD).gather("ranks", dist.get_rank()) == [0, 1]
@@ -184,6 +192,13 @@ class Odd(torch.nn.Module):
     ("what", "text"),
     [
         ("settings", "DistributedError: Settings differ between processes: rank 0 has "),
+        ("placement", "DistributedError: Settings differ between processes: rank 0 has "),
+        ("memory", "DistributedError: Settings differ between processes: rank 0 has "),
+        (
+            "one memory",
+            "DistributedError: The processes are at different places of the program: rank 0 at 'Settings', ",
+        ),
+        ("little memory", "ModelError: Block '0' needs 400 B, and a pass may use 10 B."),
         ("parameters", "DistributedError: Losses and parameters differ between processes: rank 0 has "),
         ("a datum", "DataError: The prediction for datum 20 is not finite."),
         ("no data", "DataError: The data set is empty."),
@@ -220,6 +235,35 @@ def test_blocks_that_do_not_fit_together(ranks: Pool) -> None:
     assert one == other
     assert "'table': its use by" in one
     assert "does not fit together with its other uses" in one
+
+
+def used_on_other_sides(kind: type[KFAC | kfs.EKFAC]) -> None:
+    """One rank multiplies with a parameter first, and the other one with its transpose."""
+    torch.manual_seed(3)
+    W = torch.randn(3, 3, dtype=torch.float64)
+    signs = torch.tensor([[1.0]] * 4 + [[-1.0]] * 4, dtype=torch.float64)
+    X = torch.rand(8, 3, dtype=torch.float64) * signs
+    data = batches(X, torch.randn(8, 3, dtype=torch.float64), 4)
+
+    def model(params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return x @ params["W"] if x.sum() > 0 else x @ params["W"].T
+
+    def risk(some: Any, group: Any = None) -> kfs.EmpiricalRisk:
+        return kfs.EmpiricalRisk(model, torch.nn.MSELoss(), some, {"W": W}, group=group)
+
+    expected = kind(risk(data), "mc").to_dense()
+    own = risk([data[dist.get_rank()]], dist.group.WORLD)
+    torch.testing.assert_close(kind(own, "mc").to_dense(), expected, rtol=1e-12, atol=1e-15)
+    found = kind(own, "mc", placement="owner", factor_memory=400).to_dense()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    if kind is KFAC:
+        updated = KFAC(risk(data[:1]), "mc").update(risk(data[1:]))
+        torch.testing.assert_close(updated.to_dense(), expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("kind", [KFAC, kfs.EKFAC])
+def test_uses_on_other_sides(ranks: Pool, kind: type[KFAC | kfs.EKFAC]) -> None:
+    ranks(2, used_on_other_sides, kind)
 
 
 def test_the_group_belongs_to_the_risk() -> None:

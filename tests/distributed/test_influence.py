@@ -86,6 +86,7 @@ def refused(what: str) -> str:
     calls: dict[str, Callable[[], object]] = {
         "NaN": lambda: influence.scores(queries, train),
         "split queries": lambda: influence.scores(train, train),
+        "only queries split": lambda: influence.scores(train, queries),
         "other queries": lambda: influence.top(other, train),
         "index": lambda: influence.index(train),
         "cost": lambda: influence.cost(queries, train),
@@ -101,6 +102,7 @@ def refused(what: str) -> str:
     [
         ("NaN", "datum 20 "),
         ("split queries", "Scores of queries of data that are split over 2 processes"),
+        ("only queries split", "Scores of queries of data that are split over 2 processes"),
         ("other queries", "Queries differ between processes"),
         ("index", "An index of data that are split over 2 processes"),
         ("cost", "The cost of data that are split over 2 processes"),

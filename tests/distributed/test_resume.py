@@ -267,6 +267,30 @@ def test_uses_that_do_not_fit_together_with_other_files(tmp_path: Path) -> None:
     conflicting(str(tmp_path / "run"), first=False)
 
 
+def both_sides(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x @ params["W"] @ params["W"].T if x.sum() > 0 else x @ params["W"]
+
+
+def other_side(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return x @ params["W"] if x.sum() > 0 else x @ params["W"].T
+
+
+@pytest.mark.parametrize("model", [both_sides, other_side])
+def test_a_use_on_the_other_side(tmp_path: Path, model: Any) -> None:
+    """After the kill, a parameter is not multiplied from the same sides as before."""
+    torch.manual_seed(3)
+    W = torch.randn(3, 3, dtype=torch.float64)
+    X = torch.rand(8, 3, dtype=torch.float64) * torch.tensor([[1.0]] * 4 + [[-1.0]] * 4, dtype=torch.float64)
+    y = torch.randn(8, 3, dtype=torch.float64)
+    inputs = [(X[:4], y[:4]), (X[4:], y[4:])]
+    first, both = (kfs.EmpiricalRisk(model, torch.nn.MSELoss(), some, {"W": W}) for some in (inputs[:1], inputs))
+    path = tmp_path / "run"
+    KFAC(first, checkpoint=path)
+    path.rename(f"{path}.rank-0-of-2")
+    found = KFAC(both, checkpoint=path).to_dense()
+    torch.testing.assert_close(found, KFAC(both).to_dense(), rtol=1e-13, atol=1e-15)
+
+
 def test_soak(tmp_path: Path) -> None:
     """Ranks are killed at random moments, for some seconds."""
     assert soak.run(tmp_path, rounds=1, seed=0, kills=2) >= 1

@@ -11,10 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from kfs import waiting
 from kfs.distributed import checksum
 from kfs.optim import KFAC, factor_graphs, recorded_update, updates
+from kfs.optim.fully_sharded import part_of
+from kfs.sharded import model_to_run, whole
 from tests.kfac.tape import Tapes
 
 STEPS = 20
@@ -69,6 +72,66 @@ class Tied(nn.Module):
         return y.squeeze(1)
 
 
+class Convolutions(nn.Module):
+    """Has convolutions, with shapes that two and three processes cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 5, 2, padding=1)
+        self.second = nn.Conv2d(5, 4, 2, stride=2, groups=1, bias=False)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(x.unflatten(1, (1, 2, 3))))))
+        y: Tensor = self.out(hidden.flatten(1))
+        return y
+
+
+class Transformer(nn.Module):
+    """Reads six numbers as a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(1, 5)
+        self.layer = nn.TransformerEncoderLayer(5, 1, 7, dropout=0.0, batch_first=True)
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.layer(self.embedding(x.unsqueeze(-1))).mean(1))
+        return y
+
+
+class Reused(nn.Module):
+    """Has a layer that is called twice and run again for gradients, one that nobody calls, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.first.weight.requires_grad_(False)
+        self.block = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))
+        self.unused = nn.Linear(3, 3)
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        for _ in range(2):
+            hidden = hidden + checkpoint(self.block, hidden, use_reentrant=False)
+        y: Tensor = self.out(hidden)
+        return y
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "net": Net,
+    "experts": Experts,
+    "tied": Tied,
+    "two layers": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+    "mlp": lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)),
+    "cnn": Convolutions,
+    "reused": Reused,
+    "transformer": Transformer,
+}
+
+
 class Run(NamedTuple):
     """What came out of a training."""
 
@@ -76,6 +139,7 @@ class Run(NamedTuple):
     bits: int
     events: Any
     uncovered: dict[str, str]
+    numbers: int  # that this process keeps as averages of gradients
 
 
 @contextmanager
@@ -93,7 +157,7 @@ def accelerators() -> Iterator[None]:
 def model_of(name: str) -> nn.Module:
     """Return a model, the same in every process."""
     torch.manual_seed(2)
-    return {"net": Net, "experts": Experts, "tied": Tied}[name]().double()
+    return NETS[name]().double()
 
 
 def batches(steps: int = STEPS, size: int = BATCH) -> Iterator[tuple[Tensor, Tensor]]:
@@ -121,8 +185,10 @@ def take_step(optimizer: KFAC, closure: Callable[[], Any] | None = None) -> None
 
 def result(model: nn.Module, optimizer: KFAC) -> Run:
     """Describe a training."""
-    params = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    return Run(params, checksum(params), optimizer.events, optimizer.uncovered)
+    params = torch.cat([whole(p.detach()).reshape(-1) for p in model_to_run(model).parameters()])
+    averages = [one[name] for one in optimizer.state.values() for name in ("average", "exp_avg") if name in one]
+    numbers = sum(part_of(t).numel() for t in averages)
+    return Run(params, checksum(params), optimizer.events, optimizer.uncovered, numbers)
 
 
 class Plan(NamedTuple):

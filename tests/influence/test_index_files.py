@@ -122,7 +122,10 @@ def half(f: Tensor, _: Tensor) -> Tensor:
 
 
 DIFFERENT: dict[str, tuple[Any, str]] = {
-    "weights": (lambda folder: make(folder, risk(other_model())), r"values of parameters, values of other"),
+    "weights": (
+        lambda folder: make(folder, risk(other_model()), kfs.EKFAC(risk(other_model()))),
+        r"curvature, values of parameters, values of other",
+    ),
     "damping": (lambda folder: make(folder, damping=kfs.Relative(0.1)), r"damping \(0.1 there, .*Relative.* here\)"),
     "curvature": (lambda folder: make(folder, K=kfs.EKFAC(risk(), "empirical")), r"something else: curvature differ"),
     "of_train": (lambda folder: make(folder, of_train="margin"), r"of_train \(loss there, margin here\)"),

@@ -267,7 +267,7 @@ def test_refusals() -> None:
     other = mlp()
     with torch.no_grad():
         other.get_parameter("2.bias")[0] += 1
-    with pytest.raises(ModelError, match=r"Parameter '2.bias' has another value"):
+    with pytest.raises(ModelError, match=r"buffer '2.bias' has another value"):
         influence.scores(queries_of(other), train)
     close(influence.scores(queries_of(mlp()), train), influence.scores(queries, train))  # a copy
     with pytest.raises(DataError, match=r"no data|empty|holds no"):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfs.errors import StorageError
+from kfs.errors import ModelError, StorageError
 from kfs.kfac import EKFAC, KFAC
+from kfs.losses import Custom
 from kfs.risk import EmpiricalRisk
 from tests.kfac.test_checkpoint import Batches, compute, model
 
@@ -127,3 +128,17 @@ def test_precision_is_part_of_what_a_checkpoint_belongs_to(tmp_path: Path) -> No
     with pytest.raises(StorageError, match="another computation: precision differ"):
         run(torch.bfloat16)
     run(torch.float16)
+
+
+def test_losses_that_are_functions(tmp_path: Path) -> None:
+    def risk(number: float) -> EmpiricalRisk:
+        loss = Custom(lambda f, y: number * (f - y).square().sum())
+        torch.manual_seed(0)
+        return EmpiricalRisk(nn.Linear(2, 1), loss, (torch.randn(4, 2), torch.randn(4, 1)))
+
+    K = KFAC(risk(1.0), "empirical", checkpoint=tmp_path / "run")
+    KFAC(risk(1.0), "empirical", checkpoint=tmp_path / "run")
+    with pytest.raises(StorageError, match="another computation: loss differ"):
+        KFAC(risk(2.0), "empirical", checkpoint=tmp_path / "run")
+    with pytest.raises(ModelError, match="loss"):
+        K.merge(KFAC(risk(2.0), "empirical"))

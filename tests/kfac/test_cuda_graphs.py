@@ -34,20 +34,6 @@ RUN_AS_THEY_ARE = (
 )
 
 
-@pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that has an entry for every replay."""
-    times: list[int] = []
-    replay = Recorded.replay
-
-    def note(*args: Any) -> None:
-        times.append(1)
-        replay(*args)
-
-    monkeypatch.setattr(Recorded, "replay", note)
-    return times
-
-
 @pytest.mark.parametrize("kind", ["mc expand", "type-2 reduce", "empirical expand", "ekfac"])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_all_models(problem: Problem, kind: str, replayed: list[int]) -> None:

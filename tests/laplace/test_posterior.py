@@ -137,6 +137,28 @@ def test_several_axes_of_outputs_and_inputs_that_are_not_tensors() -> None:
     close(found, J @ dense_covariance(K, 1 / risk.reduction_factor, 1.0) @ J.transpose(1, 2))
 
 
+def test_outputs_in_another_order_of_memory() -> None:
+    """A language model returns logits `[batch, classes, positions]`, which is a transposed view."""
+
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(x).transpose(1, 2)
+            return out
+
+    torch.manual_seed(1)
+    X = torch.randn(5, 2, 4).double()
+    model = Transposed().double()
+    risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, torch.randint(3, (5, 2))))
+    K = kfs.KFAC(risk)
+    flat = kfs.EmpiricalRisk(nn.Sequential(model, nn.Flatten()), nn.MSELoss(), [])
+    expected = dense_variance(flat, dense_covariance(K, 1 / risk.reduction_factor, 1.0), X)
+    close(functional_variance(K, risk, X, 1.0), expected)
+
+
 def test_parameters_without_rule() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

@@ -27,6 +27,17 @@ def other_layer(models: list[Any], _: list[Any]) -> None:
     models[1][1] = nn.ReLU()
 
 
+def other_settings(models: list[Any], _: list[Any]) -> None:
+    """Change a slope. That Dropout differs does not matter."""
+    for place, model in enumerate(models):
+        model.append(nn.Dropout(0.1 * place).eval())
+        model.append(nn.LeakyReLU(0.1 + place))
+
+
+def one_more_module(models: list[Any], _: list[Any]) -> None:
+    models[1].append(nn.ReLU())
+
+
 def wider(models: list[Any], _: list[Any]) -> None:
     models[1] = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double().eval()
 
@@ -70,6 +81,12 @@ MODELS: dict[str, tuple[Change, type[KfsError], str]] = {
         ModelError,
         r"Module '1' is Tanh in models\[0\] and ReLU in models\[1\]\. Build",
     ),
+    "another slope": (
+        other_settings,
+        ModelError,
+        r"Module '4' \(LeakyReLU\) has other settings: negative_slope=0\.1 in models\[0\], and negative_slope=1\.1 in",
+    ),
+    "a module": (one_more_module, ModelError, r"models\[0\] and models\[1\] do not both have the modules '3'\. Build"),
     "another width": (wider, ShapeError, r"'0\.weight' has shape \[5, 4\] in models\[0\] and \[6, 4\] in models\[1\]"),
     "no bias": (without_bias, ModelError, r"models\[1\] lacks the parameters or buffers '2\.bias'"),
     "a buffer": (one_more_buffer, ModelError, r"models\[0\] lacks the parameters or buffers 'extra'"),

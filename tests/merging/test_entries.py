@@ -196,3 +196,20 @@ def test_recomputing_needs_data_and_statistics() -> None:
     plain = family(mlp, 2)
     with pytest.raises(ModelError, match=r"no BatchNorm statistics to recompute"):
         kfs.merge(plain, curvatures_of(plain, mlp), buffers="recompute", data=INPUTS[mlp]())
+
+
+def test_buffers_that_are_not_saved() -> None:
+    """Nothing can be done about them: a state dict does not have them."""
+    models = family(mlp, 2)
+    curvatures = curvatures_of(models, mlp)
+    for model in models:
+        model.register_buffer("same", torch.ones(2), persistent=False)
+    kfs.merge(models, curvatures)
+    for place, model in enumerate(models):
+        model.register_buffer("scale", torch.full((2,), float(place)), persistent=False)
+    with pytest.warns(
+        KfsWarning, match=r"The buffers 'scale' differ between models, and are in no state dict"
+    ) as caught:
+        state = kfs.merge(models, curvatures)
+    assert "scale" not in state
+    assert Path(caught[0].filename).name == "test_entries.py"

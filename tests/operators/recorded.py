@@ -1,13 +1,23 @@
 """Problems whose products are recorded, and how to see that they are."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from kfs import EmpiricalRisk
+from kfs import GGN, EmpiricalRisk, Fisher, Hessian
 from tests.kfac.tape import Tapes
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "ggn": GGN,
+    "mc": lambda risk, **settings: Fisher(risk, "mc", mc_samples=2, **settings),
+    "empirical": lambda risk, **settings: Fisher(risk, "empirical", **settings),
+    "type-2": Fisher,
+    "hessian": Hessian,
+    "layers": lambda risk, **settings: GGN(risk, block_diagonal="layer", **settings),
+}
 
 
 class Net(nn.Module):

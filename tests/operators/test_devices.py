@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from kfs import GGN, EmpiricalRisk, Fisher, Hessian, Jacobian
 from kfs.errors import DataError
 from kfs.losses import Loss
-from kfs.recording import Recorded
 from tests.losses.cases import CASES, Case
 from tests.operators.problems import PROBLEMS, Problem
-from tests.operators.recorded import columns_for, make_risk
+from tests.operators.recorded import OPERATORS, columns_for, make_risk
 
 # PyTorch's own, about cells of recurrent layers on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -67,30 +66,6 @@ def test_same_losses(case: Case, device: str) -> None:
         value = getattr(loss, method)(f, y, *extra)
         other = getattr(moved(), method)(f.to(device), y.to(device), *extra_moved)
         assert torch.allclose(other.cpu(), value, rtol=1e-10, atol=1e-12), method
-
-
-@pytest.fixture
-def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that has an entry for every replay of a batch."""
-    times: list[int] = []
-    replay = Recorded.replay
-
-    def note(*args: Any) -> None:
-        times.append(1)
-        replay(*args)
-
-    monkeypatch.setattr(Recorded, "replay", note)
-    return times
-
-
-OPERATORS: dict[str, Any] = {
-    "ggn": GGN,
-    "mc": lambda risk, **settings: Fisher(risk, "mc", mc_samples=2, **settings),
-    "empirical": lambda risk, **settings: Fisher(risk, "empirical", **settings),
-    "type-2": Fisher,
-    "hessian": Hessian,
-    "layers": lambda risk, **settings: GGN(risk, block_diagonal="layer", **settings),
-}
 
 
 def risk_on(device: str, dtype: torch.dtype = torch.float64) -> EmpiricalRisk:

@@ -4,7 +4,6 @@ A tape repeats operations without any Python. Memory that was freed, or that bel
 """
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from kfs import GGN, EmpiricalRisk, Fisher, Hessian, waiting
+from kfs import GGN, EmpiricalRisk, waiting
 from kfs.operators import curvature, recorded_products
 from tests.kfac.tape import Tapes
-from tests.operators.recorded import Net, columns_for, make_risk, messages, recorded, recordings, same
-
-OPERATORS: dict[str, Callable[..., Any]] = {
-    "ggn": GGN,
-    "mc": lambda risk, **settings: Fisher(risk, "mc", mc_samples=2, **settings),
-    "empirical": lambda risk, **settings: Fisher(risk, "empirical", **settings),
-    "type-2": Fisher,
-    "hessian": Hessian,
-    "layers": lambda risk, **settings: GGN(risk, block_diagonal="layer", **settings),
-}
+from tests.operators.recorded import OPERATORS, Net, columns_for, make_risk, messages, recorded, recordings, same
 
 
 class TestSameProducts:

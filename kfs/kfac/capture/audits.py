@@ -36,12 +36,13 @@ class Audits:
 
     Attributes:
         report: What was checked for all batches that were asked for; `None` if there was no batch.
+        session: What audits use. It may be replaced by one with other tensors for the same parameters.
     """
 
     def __init__(self, model: Any, session: Session, batch_axis: int | None = None, halves: bool = True) -> None:
         """Describe the model."""
         self.report: Audit | None = None
-        self._session = session
+        self.session = session
         self._batch_axis = batch_axis
         self._halves = halves
         self._done = _done(model)
@@ -65,13 +66,10 @@ class Audits:
         Raises:
             ModelError: If the audit fails.
         """
-        kind = self._session.device_type
-        context = (self._key, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
-        strict, less_strict = _shapes(x, num_data, self._batch_axis)
-        key, loose = (context, strict), (context, less_strict)
-        found = self._done.get(key) or self._done.get(loose)
-        if found is None or (found.report.num_data == 1 and num_data > 1):
-            found, self._predictions = audit(run, x, num_data, self._session, self._batch_axis, self._halves)
+        key, loose = self._keys(x, num_data)
+        found = self._find(x, num_data)
+        if found is None:
+            found, self._predictions = audit(run, x, num_data, self.session, self._batch_axis, self._halves)
             if len(self._done) >= _MOST_SHAPES:
                 self._done.clear()
             # What cannot be cut, as ragged graphs, has another shape in every batch.
@@ -83,6 +81,24 @@ class Audits:
             self._seen.append(found)
             self.report = found.report if self.report is None else self.report.merged(found.report)
         return found.known
+
+    def are_done(self, x: Any, num_data: int) -> bool:
+        """Whether `of` needs no audit for batches like this one."""
+        return self._find(x, num_data) is not None
+
+    def _find(self, x: Any, num_data: int) -> Audited | None:
+        """Return the audit of batches like this one, if there was one."""
+        key, loose = self._keys(x, num_data)
+        found = self._done.get(key) or self._done.get(loose)
+        # One datum does not show whether data mix.
+        return None if found is not None and found.report.num_data == 1 and num_data > 1 else found
+
+    def _keys(self, x: Any, num_data: int) -> tuple[Any, Any]:
+        """Return all that an audit depends on, with and without sizes of inputs."""
+        kind = self.session.device_type
+        context = (self._key, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        strict, less_strict = _shapes(x, num_data, self._batch_axis)
+        return (context, strict), (context, less_strict)
 
     def follow_up(self, risk: EmpiricalRisk, batch: Batch, operations: int) -> set[tuple[str, str]]:
         """Audit a batch if the model took another way than in batches of its shape before: `if x.sum() > 0: ...`.
@@ -106,7 +122,7 @@ class Audits:
         if is_first:  # the pass that it was made for
             return set()
         run = partial(_evaluate, risk, batch)
-        other, _ = audit(run, batch.x, len(batch.y), self._session, self._batch_axis, self._halves, whole=True)
+        other, _ = audit(run, batch.x, len(batch.y), self.session, self._batch_axis, self._halves, whole=True)
         return set(other.known.unexplained)
 
     def compare(self, f: Tensor) -> None:

@@ -29,6 +29,7 @@ from kfs.distributed.states import joined, write_joined
 from kfs.errors import StorageError
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Checkpoint, Progress
+from kfs.kfac.storage.function_digest import function_digest
 from kfs.kfac.storage.seen_data import SeenData, bytes_of, digest, digests_of, text_of
 from kfs.kfac.sums.interface import Sums
 from kfs.losses import Loss
@@ -307,5 +308,8 @@ def details(loss: Loss) -> str:
     hashed = hashlib.blake2b(digest_size=8)
     for name, value in sorted(vars(loss).items()):
         hashed.update(name.encode())
-        hashed.update(bytes_of(value) if isinstance(value, Tensor) else text_of(value).encode())
+        if isinstance(value, Tensor):
+            hashed.update(bytes_of(value))
+        else:
+            hashed.update((function_digest(value) if callable(value) else text_of(value)).encode())
     return f"{loss.name} ({hashed.hexdigest()})"

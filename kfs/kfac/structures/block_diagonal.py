@@ -97,6 +97,7 @@ class BlockDiagonal(OwnedBlocks):
 
     def __mul__(self, factor: float) -> LinearOperator:
         """Scale all blocks."""
+        self._check_same(factor=factor)
         scaled = super().__mul__(factor)  # checks the number
         made = self._map_structures(lambda structure: structure.scaled(scaled.factor))  # type: ignore[attr-defined]
         return made.called(f"{number(factor)} * {bracketed(self)}")
@@ -105,6 +106,7 @@ class BlockDiagonal(OwnedBlocks):
 
     def shift(self, delta: float | Relative) -> LinearOperator:
         """Add `delta` times the identity: a number, or `kfs.Relative` to each block's mean eigenvalue."""
+        self._check_same(delta=delta)
         if isinstance(delta, Relative):
             self._check_symmetric("shifted by relative damping")
             made = self._map_damped(lambda structure, d: structure.shift(d), delta)
@@ -158,6 +160,7 @@ class BlockDiagonal(OwnedBlocks):
             ------  ------  ----------------------------  -----
             weight  2 x 4   eigenvalues and eigenvectors  112 B
         """
+        self._check_same(damping=damping, method=method)
         if method not in METHODS:
             raise ModelError(f"method is {method!r}.", f"Choose from {', '.join(map(repr, METHODS))}.")
         if damping:
@@ -177,6 +180,7 @@ class BlockDiagonal(OwnedBlocks):
             exponent: Any number. A negative one needs damping, or blocks that are not singular.
             damping: One number (or `kfs.Relative`), or one for every block, by name.
         """
+        self._check_same(exponent=exponent, damping=damping)
         self._check_symmetric("raised to a power")
         made = self._map_damped(lambda structure, d: structure.power(float(exponent), d), damping)
         return made.called(f"{bracketed(self)}.power({number(exponent)}, {shown(damping)})")
@@ -254,6 +258,7 @@ class BlockDiagonal(OwnedBlocks):
         Raises:
             ModelError: If there is no such form.
         """
+        self._check_same(num_samples=num_samples, damping=damping, seed=seed, form=form)
         if form not in {"matrix", "dict"}:
             raise ModelError(f"form is {form!r}.", "Choose 'matrix' or 'dict'.")
         columns = {

@@ -20,6 +20,7 @@ from kfs.errors import DistributedError
 from kfs.kfac.structures.looking import Listed, VisibleBlocks, kind_of
 from kfs.kfac.structures.stack import Stack, check_coverage, stacked
 from kfs.operators.space import Space
+from kfs.storage import with_tensors
 
 
 class OwnedBlocks(VisibleBlocks):
@@ -97,6 +98,12 @@ class OwnedBlocks(VisibleBlocks):
         found = [block for blocks in self.ranks.gather("blocks", mine) for block in blocks]
         self._of_all_ranks = sorted(found, key=lambda block: place_of(block.layout))
 
+    def _check_same(self, **arguments: object) -> None:
+        """Refuse arguments that differ between ranks. Otherwise each block would get those of its owner."""
+        # As text: NaN differs from itself. The order of a dictionary does not matter.
+        texts = {n: sorted(map(repr, v.items())) if isinstance(v, Mapping) else repr(v) for n, v in arguments.items()}
+        self.ranks.same(f"The arguments for {self.formula}", texts, "Pass the same arguments in all processes.")
+
     def _add_up(self, parts: Iterable[Tensor]) -> None:
         """Replace what each rank has computed from its own blocks by the sums over all ranks, in place."""
         add_up(self.ranks, self.formula, parts)
@@ -115,7 +122,7 @@ class OwnedBlocks(VisibleBlocks):
         return result
 
     def gathered(self) -> Self:
-        """Return the same operator with all blocks in every process. All processes call it.
+        """Return the same operator with copies of all blocks in every process. All processes call it.
 
         Example:
             >>> from kfs import KFAC, EmpiricalRisk
@@ -124,7 +131,9 @@ class OwnedBlocks(VisibleBlocks):
         """
         if not self.ranks.are_several:
             return self
-        state = fetched(joined(self.ranks, self._state(), self._lists))
+        # Own blocks are copied as well: what is done to the result in place must not change this operator.
+        own = with_tensors(self._state(), Tensor.clone)
+        state = fetched(joined(self.ranks, own, self._lists))
         return type(self)._from_state(state, self.domain).called(self._formula, self.of)
 
     def save(self, path: str | Path) -> None:

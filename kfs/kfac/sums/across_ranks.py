@@ -16,7 +16,7 @@ from kfs.distributed import Ranks, add_up
 from kfs.distributed.summing import fill_lower_triangle, upper_triangle
 from kfs.kfac.layout import Key, Layout, Side
 from kfs.kfac.settings import Products
-from kfs.kfac.sums.block_sums import BlockSums, RoleSums
+from kfs.kfac.sums.block_sums import BlockSums, RoleSums, roles_for
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.kfac.sums.placement import Placement
 from kfs.waiting import numbers
@@ -89,6 +89,12 @@ def agreed_blocks(
     Arguments and results are those of `add_up_blocks`.
     """
     found = [block for some in ranks.gather("blocks", _described(blocks)) for block in some]
+    # A rank whose first use of a parameter was on the other side has the transposed layout.
+    first: dict[Key, Layout] = {}
+    for one in found:
+        first.setdefault(one.layout.key, one.layout)
+    found = [_turned_to(first[one.layout.key], one) for one in found]
+    blocks = {key: block.turned_to(first[key]) for key, block in blocks.items()}
     agreed, conflicts = _agreed(found)
     result = {key: _with_roles(blocks.get(key), block, device, products) for key, block in agreed.items()}
     for block in result.values():
@@ -151,6 +157,12 @@ def _agreed(found: list[_Block]) -> tuple[dict[Key, _Block], set[tuple[str, str]
         operations = tuple(sorted({*before.operations, *block.operations}))
         agreed[key] = replace(before, operations=operations, roles=block.roles | before.roles)
     return agreed, conflicts
+
+
+def _turned_to(layout: Layout, block: _Block) -> _Block:
+    """Do what `BlockSums.turned_to` does."""
+    roles = roles_for(layout, block.layout, block.roles)
+    return block if roles is block.roles else replace(block, layout=layout, roles=roles)
 
 
 def _storage(role: _Role) -> Any:

@@ -6,7 +6,7 @@ Nothing here asks an accelerator for a number while data are added: see `RoleSum
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from kfs.kfac.settings import Products
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.precision import at_least_float32
 from kfs.storage import UnfitError
+
+Role = TypeVar("Role")
 
 
 @dataclass
@@ -184,8 +186,9 @@ class BlockSums:
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         """Move all sums to a device, or convert them, in place. Those without numbers stay where they are."""
+        where = device if self.is_here else None
         for s in self.sums:
-            s.convert(device if self.is_here else None, dtype)
+            s.convert(where, dtype)
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and convert them to another precision if asked for."""
@@ -196,6 +199,14 @@ class BlockSums:
         """Return a block with the same tensors, for another owner: what one replaces, the other keeps."""
         roles = {s: replace(r, input=copy(r.input), gradient=copy(r.gradient)) for s, r in self.roles.items()}
         return replace(self, roles=roles, operations=set(self.operations))
+
+    def turned_to(self, layout: Layout) -> "BlockSums":
+        """Return the block with another layout of the same parameter, if that is the transposed one; else itself.
+
+        Which of two layouts a block has depends on the use that came first, and so on the data.
+        """
+        roles = roles_for(layout, self.layout, self.roles)
+        return self if roles is self.roles else replace(self, layout=layout, roles=roles)
 
     def fits(self, other: "BlockSums") -> bool:
         """Whether sums of the roles that both have are stored in the same way."""
@@ -263,6 +274,14 @@ class BlockSums:
         if not block.roles or set(state["pairs"]) - set(sizes):
             raise UnfitError(f"the block {layout.name!r} has no factors")
         return block
+
+
+def roles_for(wanted: Layout, layout: Layout, roles: dict[Side, Role]) -> dict[Side, Role]:
+    """Return roles of a block by side, as they are for another layout: if that is the transposed one, sides change."""
+    if wanted == layout or wanted.bias is not None or wanted.groups > 1 or wanted != layout.turned():
+        return roles
+    other: dict[Side, Side] = {"A": "B", "B": "A"}
+    return {other[side]: role for side, role in roles.items()}
 
 
 def _trace(s: OuterProductSum) -> Tensor:

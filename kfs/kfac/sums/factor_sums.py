@@ -189,8 +189,9 @@ class FactorSums(Sums):
         other.restore(state)
         self.settle_counts()
         self.conflicts |= other.conflicts
-        for key, block in other.blocks.items():
+        for key, found in other.blocks.items():
             mine = self.blocks.get(key)
+            block = found if mine is None else found.turned_to(mine.layout)
             if not self.placement.admit(block.layout) or (mine is not None and not mine.fits(block)):
                 self.conflicts |= {(block.layout.weight, operation) for operation in block.operations}
             elif mine is None:

@@ -26,7 +26,8 @@ def choose_owners(blocks: Iterable[BlockSums], ranks: int, known: Mapping[str, i
     new = [block for block in blocks if block.layout.name not in known]
     if not new:
         return dict(known)
-    parts = [part for block in new for part in parts_of(block)]
+    # EKFAC keeps eigenvectors and eigenvalues, and so do inverses with exact damping.
+    parts = [part for block in new for part in parts_of(block, eigen=True)]
     placed = place(parts, ranks, divide=False).owners
     return dict(known) | {block.layout.name: placed[block.layout.name, "A"] for block in new}
 
