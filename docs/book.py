@@ -1,11 +1,13 @@
 """Our extension of Sphinx: modules as pages, lists of modules, results of running, things to play with, notebooks."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
 from myst_parser.sphinx_ import Parser as MystParser  # type: ignore[attr-defined]
 from sphinx.application import Sphinx
+from sphinx.search.en import SearchEnglish
 from sphinx.util.docutils import SphinxDirective
 
 from docs import api, blocks, links, notebooks, results, runs
@@ -98,6 +100,19 @@ class Results(MarkdownDirective):
         return self.markdown(results.markdown(results.RESULTS))
 
 
+class Words(SearchEnglish):
+    """English for the search: each word loses its ending once, and not wherever it stands."""
+
+    def __init__(self, options: dict[str, str]) -> None:
+        """Remember what is left of words."""
+        super().__init__(options)
+        self._stem = cache(super().stem)
+
+    def stem(self, word: str) -> str:
+        """Return a word without its ending."""
+        return self._stem(word)
+
+
 def show_outputs(app: Sphinx, document: nodes.document) -> None:
     """Put what a block of code has printed below it."""
     name = app.env.docname.removeprefix("docs/")
@@ -172,6 +187,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
         "results": Results,
     }.items():
         app.add_directive(name, directive)
+    app.add_search_language(Words)
     app.add_post_transform(links.NamesBecomeLinks)
     app.connect("config-inited", prepare)
     app.connect("doctree-read", show_outputs)

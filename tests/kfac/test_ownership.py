@@ -19,6 +19,7 @@ from kfs.basics.reduction_factors import reduction_factor
 from kfs.data import mapped
 from kfs.errors import ModelError
 from kfs.kfac import EKFAC, KFAC
+from kfs.kfac.capture import ownership
 from tests.kfac.arrangements import (
     ARRANGEMENTS,
     SUMS,
@@ -274,3 +275,15 @@ class TestArrangements:
         (problem,) = [one for one in ARRANGEMENTS if one.name == "graphs, as many nodes as data"]
         with pytest.raises(ModelError, match=r"'o\.(weight|bias)': .* not seen"):
             KFAC(instance(problem, N).risk([0], [1], [2], [3]))
+
+
+@pytest.mark.parametrize("features", [3, 1009])
+def test_few_directions_tell_rows_apart(features: int) -> None:
+    """Also rows that differ in one feature only."""
+    ownership._directions.cache_clear()  # other tests, which are not measured, may have filled it
+    g = torch.randn(2, 1, features, dtype=torch.float64).repeat(1, 3, 1)
+    g[1, 2, -1] += 1
+    found = ownership.in_few_directions(g)
+    same = torch.cdist(found, found) == 0
+    assert same.tolist() == (torch.cdist(g.flatten(0, 1), g.flatten(0, 1)) == 0).tolist()
+    assert found.shape[1] <= 4

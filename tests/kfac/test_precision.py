@@ -63,6 +63,12 @@ def test_bad_devices(tmp_path: Path) -> None:
             load(tmp_path / "k", bad)
 
 
+def test_devices_are_stored_by_name() -> None:
+    """As files have it."""
+    settings = KFAC(risk_of(torch.float64), factor_device=torch.device("cpu")).settings
+    assert settings.factor_device == "cpu"
+
+
 def test_a_sum_elsewhere() -> None:
     """What is added on another device arrives; the transfer itself is tested on a GPU."""
     for diagonal in (False, True):
