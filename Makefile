@@ -7,7 +7,7 @@ CONSTRAINTS ?= constraints.txt
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help tour test lint format docs notebooks bench dist clean
+.PHONY: help tour test coverage lint format docs notebooks bench dist clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,6 +17,9 @@ tour: $(VENV)/.tour  ## run and verify everything, draw the figures, and write o
 
 test: $(VENV)/.dev  ## run all tests
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+coverage: $(VENV)/.dev  ## run all tests, and say which lines and branches of kfs they do not run
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --cov=kfs --cov-report=term-missing:skip-covered
 
 lint: $(VENV)/.dev  ## check format, style, types and the layer rule
 	@$(BIN)/ruff format --check .

@@ -58,6 +58,7 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
         "program": _programs,
         "products": _errors,
         "scheme": _traffic,
+        "placement": _placements,
     }
     kind = next((kind for key, kind in kinds.items() if key in rows[0]), _steps)
     title = name.replace("long_runs", "long runs").capitalize().replace("_", ": ")
@@ -170,6 +171,16 @@ def _traffic(rows: list[dict[str, Any]]) -> str:
     ]
     numbers = ["ms / step", "MB sent / update", "MB, kfac-pytorch's scheme", "MB held"]
     return _table(["model", "optimizer", "processes"], numbers, lines)
+
+
+def _placements(rows: list[dict[str, Any]]) -> str:
+    """Return a row per number of processes and placement of factors: what a process holds, and what travels."""
+    keys = ("most_held", "all_held", "sent", "sent_by_kfac_pytorch")
+    lines: list[Cells] = [
+        [str(row["ranks"]), row["placement"], *(row[key] / 2**20 for key in keys), row["seconds"]] for row in rows
+    ]
+    numbers = ["MiB, most held", "held by all", "sent by one", "kfac-pytorch's scheme", "seconds"]
+    return _table(["processes", "placement"], numbers, lines)
 
 
 def _scores(rows: list[dict[str, Any]]) -> str:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import coverage
 import pytest
 import torch
 from hypothesis import settings
@@ -12,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 from xdist.scheduler import LoadFileScheduling
 
 from kfs.recording import Recorded
-from tests.unmeasured import is_unmeasured
 
 # On some CPUs oneDNN chooses instructions for bfloat16 products that they do not have.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -33,19 +31,6 @@ def _fixed_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     assert torch.get_default_dtype() == torch.float32
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Stop measuring during tests that need not be measured, and during fixtures that these are the first to need."""
-    measurement = coverage.Coverage.current() if is_unmeasured(item.nodeid) else None
-    if measurement is None:
-        return (yield)
-    measurement.stop()
-    try:
-        return (yield)
-    finally:
-        measurement.start()
 
 
 @pytest.fixture

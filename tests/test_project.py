@@ -18,7 +18,6 @@ import yaml
 from twine.commands.check import check
 
 from kfs import __version__
-from tests.unmeasured import FOLDERS, TESTS, is_unmeasured
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -169,13 +168,3 @@ def test_no_pickle() -> None:
 def test_links_between_documents(name: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text(encoding="utf-8")):
         assert "://" in target or (ROOT / target).exists(), target
-
-
-def test_tests_that_are_not_measured_exist() -> None:
-    assert all((ROOT / folder).is_dir() for folder in FOLDERS)
-    for file, names in TESTS.items():
-        source = (ROOT / file).read_text(encoding="utf-8")
-        for name in names:
-            assert f"def {name.rpartition('::')[2]}(" in source, f"{file}::{name}"
-            assert is_unmeasured(f"{file}::{name}[case]")
-            assert not is_unmeasured(f"{file}::{name}_too")

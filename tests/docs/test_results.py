@@ -96,6 +96,13 @@ def test_traffic_of_several_processes(tmp_path: Path) -> None:
     assert "| MLP | KFAC | 2 | 10.00 | 2.00 | 8.00 | 5.00 |" in text
 
 
+def test_placements_of_factors(tmp_path: Path) -> None:
+    row = {"ranks": 2, "placement": "owner", "most_held": 2**21, "all_held": 2**22, "sent": 2**20, "seconds": 0.5}
+    rows = [row | {"sent_by_kfac_pytorch": 2**23, "seconds_of_inverse": 0.1}]
+    (tmp_path / "distributed_factors.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    assert "| 2 | owner | 2.00 | 4.00 | 1.00 | 8.00 | 0.50 |" in results.markdown(tmp_path)
+
+
 def test_benchmarks_of_compression(tmp_path: Path) -> None:
     row = {
         "method": "OBS",
