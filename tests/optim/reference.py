@@ -25,7 +25,7 @@ class Options:
     momentum: float = 0.9
     weight_decay: float = 0.0
     trust: float | None = 0.03
-    decay: float = 0.9
+    decay: float = 0.7
     damping_method: str = "factored"
     damping_unit: str = "relative"
     eigen: bool = False
