@@ -3,6 +3,7 @@
 import gc
 from itertools import pairwise
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 import pytest
@@ -120,21 +121,22 @@ class Deep(nn.Module):
         return x
 
 
-def memory_of(t: Tensor) -> tuple[int, int]:
-    """Return address and size of a tensor's memory; zeros if it has none, as those that `torch.func` wraps."""
-    try:
-        storage = t.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
-    except (NotImplementedError, RuntimeError):
-        return 0, 0
-
-
-def bytes_in_use() -> int:
-    """Count the bytes of all tensors that there are, by their memory."""
-    gc.collect()
-    # `isinstance` would ask objects that warn about themselves.
-    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and one.device.type == "cpu"]
-    return sum(dict(map(memory_of, found)).values())
+def bytes_of(*things: Any) -> int:
+    """Count the bytes of all tensors that can be reached from some objects, by their memory."""
+    seen: dict[int, object] = {}
+    found: dict[int, int] = {}
+    left = list(things)
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType | nn.Module | kfs.EmpiricalRisk):
+            continue
+        seen[id(one)] = one
+        if isinstance(one, Tensor):
+            if one.device.type == "cpu":
+                found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        else:
+            left += gc.get_referents(one)
+    return sum(found.values())
 
 
 def deep_risk(group: Any) -> kfs.EmpiricalRisk:
@@ -144,14 +146,11 @@ def deep_risk(group: Any) -> kfs.EmpiricalRisk:
 
 
 def held(kind: type[KFAC | kfs.EKFAC], placement: Any) -> tuple[int, int]:
-    risk = deep_risk(dist.group.WORLD)
-    kind(risk, fisher="empirical", placement=placement).inverse(0.1)  # some small tensors are kept for the next time
-    before = bytes_in_use()
-    K = kind(risk, fisher="empirical", placement=placement)
+    K = kind(deep_risk(dist.group.WORLD), fisher="empirical", placement=placement)
     inverse = K.inverse(0.1, "factored") if isinstance(K, KFAC) else K.inverse(0.1)
     owned = sum(block.sums.is_here for block in K.blocks.values())
     assert inverse.shape == K.shape
-    return bytes_in_use() - before, owned
+    return bytes_of(K, inverse), owned
 
 
 @pytest.mark.parametrize("kind", KINDS)
