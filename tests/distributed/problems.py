@@ -31,11 +31,11 @@ class Tokens(nn.Module):
 
 
 class Experts(nn.Module):
-    """Sends data to one of two experts, by their first feature."""
+    """Sends data to one of two experts, by their first feature; one that nobody needs is not called."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: int = 4) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(4, 5) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(features, 5) for _ in range(2))
         self.out = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:

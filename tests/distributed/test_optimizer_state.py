@@ -134,10 +134,13 @@ def traffic(first: int, last: int, settings: dict[str, Any]) -> tuple[float, flo
     ],
 )
 def test_traffic(ranks: Pool, size: int, first: int, last: int, settings: dict[str, Any]) -> None:
-    """An update of factors sends a quarter of what it takes to send all factors and all inverses as they are."""
+    """An update of factors sends less than a quarter of what it takes to send all factors and all inverses."""
     results = ranks(size, traffic, first, last, settings)
     sent = sum(one for one, _ in results) / size
-    assert 0.1 * results[0][1] < sent < 2 * results[0][1] / 4
+    factors = results[0][1]
+    both = 2 * factors  # inverses are as large
+    assert sent < both / 4
+    assert sent > factors / 10  # something is sent, and counted
 
 
 def balance() -> list[float]:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +19,7 @@ from kfs.distributed import checksum
 from kfs.optim import KFAC, factor_graphs, recorded_update, updates
 from kfs.optim.fully_sharded import part_of
 from kfs.sharded import model_to_run, whole
+from tests.distributed.problems import Experts
 from tests.kfac.tape import Tapes
 
 STEPS = 20
@@ -36,25 +38,6 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.out(torch.tanh(self.norm(self.first(x)))) @ torch.linalg.matrix_exp(self.turn - self.turn.T)
-        return y
-
-
-class Experts(nn.Module):
-    """Sends data to one of two experts, by their first feature; one that nobody needs is not called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(6, 5) for _ in range(2))
-        self.out = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen = (x[:, 0] > 0).long()
-        hidden = x.new_zeros(len(x), 5)
-        for place, expert in enumerate(self.experts):
-            mine = (chosen == place).nonzero().flatten()
-            if len(mine):
-                hidden = hidden.index_add(0, mine, expert(x[mine]))
-        y: Tensor = self.out(torch.tanh(hidden))
         return y
 
 
@@ -122,7 +105,7 @@ class Reused(nn.Module):
 
 NETS: dict[str, Callable[[], nn.Module]] = {
     "net": Net,
-    "experts": Experts,
+    "experts": partial(Experts, 6),
     "tied": Tied,
     "two layers": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
     "mlp": lambda: nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)),
