@@ -24,6 +24,7 @@ import torch.distributed as dist
 import kfs
 
 SECONDS = 60  # a rank that waits longer has an error
+MOST = 4  # ranks that functions usually run on
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
@@ -47,10 +48,14 @@ class Outcome(NamedTuple):
 
 
 class Pool:
-    """Processes that run functions together."""
+    """Processes that run functions together.
+
+    A function that kills a process should have a pool of its own: processes that replace others start slowly.
+    """
 
     def __init__(self) -> None:
         self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._has_run = False
 
     def __call__(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run a function on all ranks, and return what each of them returns.
@@ -64,6 +69,7 @@ class Pool:
             Exception: That of the first rank that has failed by itself. Tracebacks of all others are in its notes.
         """
         self._start(world_size - 1)
+        self._has_run = True
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
             for rank in range(1, world_size):
@@ -93,10 +99,13 @@ class Pool:
         """Let at least so many processes wait for functions."""
         if not all(process.is_alive() for process, _ in self._workers):
             self.close()
-        # A process that has used a GPU cannot be forked.
-        if number and not self._workers:
+        if not self._workers and not self._has_run:
             _import_all()
-        context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
+            number = max(number, MOST - 1)
+        # A process that has used a GPU cannot be forked. One that has been rank 0 of a sharded model should not be:
+        # PyTorch keeps meshes, and their copies would take every rank for rank 0.
+        spawns = self._has_run or torch.cuda.is_initialized()
+        context: Any = multiprocessing.get_context("spawn" if spawns else "fork")
         while len(self._workers) < number:
             mine, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs,), daemon=True)

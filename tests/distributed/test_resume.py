@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -157,8 +158,8 @@ def killed(path: str) -> str:
 
 def test_a_killed_rank_ends_the_others(ranks: Pool, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    with pytest.raises(RuntimeError, match="The process of rank 2 has ended"):
-        ranks(3, killed, str(path))
+    with closing(Pool()) as others, pytest.raises(RuntimeError, match="The process of rank 2 has ended"):
+        others(3, killed, str(path))
     assert sorted(one.name for one in tmp_path.iterdir()) == [f"run.rank-{rank}-of-3" for rank in range(3)]
     expected = ranks(2, result, KFAC, None, {})[0][0]
     found = ranks(2, result, KFAC, str(path), {})[0][0]
