@@ -49,6 +49,8 @@ class Page:
         self.call("Page.navigate", url=file.resolve().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._next())
+        # Lines that change their font change their height, and what is below moves.
+        self.call("Runtime.evaluate", expression="document.fonts.ready.then(() => 0)", awaitPromise=True)
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression."""
@@ -62,7 +64,7 @@ class Page:
     def box(self, selector: str) -> tuple[float, float, float, float]:
         """Scroll an element into view; return its left, top, width and height."""
         where = f"document.querySelector({json.dumps(selector)})"
-        self.evaluate(f"{where}.scrollIntoView({{block: 'center'}})")
+        self.evaluate(f"{where}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
         found = self.evaluate(
             f"(({{left, top, width, height}}) => [left, top, width, height])({where}.getBoundingClientRect())"
         )

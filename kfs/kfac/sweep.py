@@ -180,6 +180,7 @@ def passes(
     vectors: Vectors | None = None,
     pausing: bool = False,
     skip: Callable[[int, Batch], bool] | None = None,
+    seen: Callable[[Tensor], None] | None = None,
 ) -> Generator[Batch, None, None]:
     """Run the passes over all batches, and yield each batch after its pass.
 
@@ -195,6 +196,7 @@ def passes(
         pausing: Whether code of somebody else runs between two passes. Then modes of PyTorch, parameters and random
             state are as they were before whenever a batch is yielded, and values are checked after every pass.
         skip: Says of a batch, by its place, whether its pass is left out.
+        seen: Is shown the predictions of each batch. A pass that is recorded (`Settings.replay`) would not show them.
 
     Yields:
         The batches whose passes are complete.
@@ -217,6 +219,8 @@ def passes(
             # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
             f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
             risk.finite(f.detach(), batch)
+            if seen is not None:
+                seen(f.detach())
             audits.compare(f.detach())
             missed = audits.follow_up(risk, batch, capture.operations)
             # Step 3: generate vectors and send them back; gradients are added to the gradient-based factors.

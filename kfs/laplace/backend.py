@@ -16,7 +16,7 @@ from kfs.kfac.block import Block
 from kfs.kfac.block_gradients import BlockGradients
 from kfs.kfac.datum_gradients import GradientBatch
 from kfs.kfac.settings import Fisher, Settings
-from kfs.laplace.batchwise import ColumnsByBatch, FactorsByBatch
+from kfs.laplace.batchwise import ByBatch, ColumnsByBatch, FactorsByBatch
 
 _WAY_OUT = "Use kfs.laplace.posterior(kfs.KFAC(risk), risk, prior_precision), which needs no laplace-torch."
 
@@ -59,11 +59,12 @@ class BackendMethods:
             self._factors = FactorsByBatch(self.model, self.lossfunc, self._names(), chosen)
         blocks = self._factors.blocks(x, y)
         factors = [_kron_factors(name, blocks, len(y), self.factor, N) for name in self._factors.names]
-        return self._loss(x, y), import_module("laplace.utils").Kron(factors)
+        return self._loss(self._factors, y), import_module("laplace.utils").Kron(factors)
 
     def diag(self, x: Any, y: Tensor, **ignored: Any) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, and the exact diagonal of its GGN, or of an estimate by labels that are drawn."""
-        columns, scale = self._columns(x, y)
+        gradients = self._by_column()
+        columns, scale = self._columns(gradients, x, y)
         first = next(iter(columns[0].blocks.values()))
         total = {
             name: torch.zeros(1, *shape, dtype=first.dtype, device=first.device)
@@ -72,41 +73,43 @@ class BackendMethods:
         for name, block in columns[0].blocks.items():
             block.layout.write(_sum_of_squares([column.blocks[name] for column in columns]), total)
         flat = torch.cat([t.flatten() for t in total.values()])
-        return self._loss(x, y), self._chosen(scale * flat).to(self.params[0].dtype)
+        return self._loss(gradients, y), self._chosen(scale * flat).to(self.params[0].dtype)
 
     def full(self, x: Any, y: Tensor, **ignored: Any) -> tuple[Tensor, Tensor]:
         """Return the loss of a batch, and its GGN, or an estimate by labels that are drawn."""
-        columns, scale = self._columns(x, y)
+        gradients = self._by_column()
+        columns, scale = self._columns(gradients, x, y)
         total: Tensor | None = None
         for column in columns:
             J = self._chosen(torch.cat([t.flatten(1) for t in column.tensors().values()], 1))
             total = J.T @ J if total is None else total.addmm_(J.T, J)
         assert total is not None  # noqa: S101 (predictions have at least one number)
-        return self._loss(x, y), (scale * total).to(self.params[0].dtype)
+        return self._loss(gradients, y), (scale * total).to(self.params[0].dtype)
 
     def _names(self) -> list[str]:
         """Return the names of the parameters that are asked for, in their order."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         return [names[id(p)] for p in self.params]
 
-    def _columns(self, x: Any, y: Tensor) -> tuple[list[GradientBatch], float]:
-        """Return gradients of vectors for one column after the other, and what their outer products are scaled with."""
+    def _by_column(self) -> ColumnsByBatch:
+        """Return what computes gradients of vectors."""
         settings = Settings(fisher="mc" if self.stochastic else "type-2", mc_samples=self.num_samples)
         if self._gradients is None or self._gradients.settings != settings:
             self._gradients = ColumnsByBatch(self.model, self.lossfunc, self._names(), settings)
-        columns = self._gradients.columns(x, y)
+        return self._gradients
+
+    def _columns(self, gradients: ColumnsByBatch, x: Any, y: Tensor) -> tuple[list[GradientBatch], float]:
+        """Return gradients of vectors for one column after the other, and what their outer products are scaled with."""
         # Their library divides the square loss by two.
-        return columns, self.factor * self._gradients.scale(y)
+        return gradients.columns(x, y), self.factor * gradients.scale(y)
 
     def _chosen(self, t: Tensor) -> Tensor:
         """Return the parameters of a subnetwork, on the last axis; all if none is chosen."""
         return t if self.subnetwork_indices is None else t[..., self.subnetwork_indices]
 
-    def _loss(self, x: Any, y: Tensor) -> Tensor:
-        """Return the negative log-likelihood of a batch, for noise of one."""
-        with torch.no_grad():
-            loss: Tensor = self.lossfunc(self.model(x), y)
-        return self.factor * loss
+    def _loss(self, seen: ByBatch, y: Tensor) -> Tensor:
+        """Return the negative log-likelihood of the last batch, for noise of one."""
+        return self.factor * seen.loss(self.lossfunc, y)
 
 
 def _sum_of_squares(columns: Sequence[BlockGradients]) -> Tensor:

@@ -57,10 +57,22 @@ class ByBatch(ABC):
         self.settings = settings
         self.names = names
         self._pass: Iterator[Any] | None = None
+        self._predictions: Tensor | None = None  # of the last batch, until somebody asks for its loss
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything but the pass, which cannot be copied; a copy begins another one."""
-        return self.__dict__ | {"_pass": None}
+        return self.__dict__ | {"_pass": None, "_predictions": None}
+
+    def loss(self, loss: nn.Module, y: Tensor) -> Tensor:
+        """Return the loss of the batch that was given last, once: predictions are those of its pass."""
+        f, self._predictions = self._predictions, None
+        with torch.no_grad():
+            value: Tensor = loss(f, y)
+        return value
+
+    def _see(self, f: Tensor) -> None:
+        """Keep the predictions of a batch."""
+        self._predictions = f
 
     @abstractmethod
     def _begin(self) -> Iterator[Any]:
@@ -95,7 +107,7 @@ class FactorsByBatch(ByBatch):
         """Return a pass that adds to sums."""
         self._sums = ResetSums(self.settings)
         self._progress = Progress()
-        return passes(self._risk, self._sums, self.settings, "factors", self._progress, pausing=True)
+        return passes(self._risk, self._sums, self.settings, "factors", self._progress, pausing=True, seen=self._see)
 
     def blocks(self, x: Any, y: Tensor) -> dict[str, Block]:
         """Return the blocks of one batch, by name. Their sums are those of the next batch as soon as there is one.
@@ -124,6 +136,7 @@ class ColumnsByBatch(ByBatch):
         """Return a pass that yields gradients."""
 
         def vectors(f: Tensor, y: Tensor) -> Iterable[Tensor]:
+            self._see(f)
             return backpropagated_vectors(self._risk.loss, f, y, self.settings, self._num_seen, 1)
 
         return per_datum_columns(self._risk, vectors, uncovered="autograd")
