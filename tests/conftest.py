@@ -1,5 +1,6 @@
 """Settings for all tests: repeatable property-based tests, and a check that no test leaves global state behind."""
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -45,6 +46,11 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Recorded, "replay", note)
     return times
+
+
+def pytest_collection_finish() -> None:
+    """Let garbage collection leave out thousands of tests, which live to the end, and all imported modules."""
+    gc.freeze()
 
 
 THE_BOOK = ("tests/docs/", "tests/basics/test_definitions.py")
