@@ -332,7 +332,9 @@ def test_pytest_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     # Without one of them, every run here would collect the garbage of all tests several times.
-    without = [part for name in ("cacheprovider", "faulthandler", "unraisableexception") for part in ("-p", f"no:{name}")]
+    without = [
+        part for name in ("cacheprovider", "faulthandler", "unraisableexception") for part in ("-p", f"no:{name}")
+    ]
     common = ["-q", *without, "-o", "addopts=", str(tmp_path)]
 
     def outcome(*arguments: str) -> tuple[int, list[str], str]:
