@@ -57,6 +57,20 @@ class Ranks:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
+        """Return the same ones: processes are not copied."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Refuse to be pickled: another program has other processes."""
+        if self.group is None:
+            return type(self), ()
+        raise DistributedError(
+            f"What {self.size} processes have computed together cannot be pickled: another program has other processes.",
+            "Use save(path) of operators or state_dict() of optimizers, in all processes. "
+            "What K.gathered() returns can be pickled.",
+        )
+
     @property
     def are_several(self) -> bool:
         """Whether a group was given, even one with a single process."""

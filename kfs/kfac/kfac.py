@@ -265,7 +265,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         if self.ranks.are_several and self.ranks.group is not risk.ranks.group:
             raise DistributedError(
                 f"The blocks are owned by {self.ranks.size} processes, and the risk is that of others.",
-                "Pass a risk whose data are shared by the same group, or use K.gathered().",
+                "Pass a risk whose data are split over the same group, or use K.gathered().",
             )
 
     def _add(self, blocks: Iterable[BlockSums], num_data: int, count: float, owners: Mapping[str, int]) -> None:

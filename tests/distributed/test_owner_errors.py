@@ -1,5 +1,7 @@
 """Blocks that have owners: what is refused, with the same error on all ranks."""
 
+import pickle
+from copy import deepcopy
 from typing import Any, cast
 
 import pytest
@@ -51,6 +53,25 @@ def refused() -> list[str]:
         K.inverse({"0": 1.0})
     assert "Block '" in repr(elsewhere)
     return texts
+
+
+def copied() -> None:
+    """Copies share processes, and nothing else; files of other programs cannot have them."""
+    K = KFAC(risk_of_own("mlp"), placement="owner")
+    copy = deepcopy(K)
+    assert copy.ranks is K.ranks
+    expected = K.to_dense()
+    for stack in K.own_stacks:
+        stack.structure.like.zero_()
+    assert not torch.equal(K.to_dense(), expected)
+    assert torch.equal(copy.to_dense(), expected)
+    with pytest.raises(DistributedError, match=r"2 processes .* cannot be pickled.* Use save\(path\)"):
+        pickle.dumps(copy)
+    assert torch.equal(pickle.loads(pickle.dumps(copy.gathered())).to_dense(), expected)
+
+
+def test_copies(ranks: Pool) -> None:
+    ranks(2, copied)
 
 
 def test_errors(ranks: Pool) -> None:
