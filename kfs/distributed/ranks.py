@@ -66,7 +66,7 @@ class Ranks:
         if self.group is None:
             return type(self), ()
         raise DistributedError(
-            f"What {self.size} processes have computed together cannot be pickled: another program has other processes.",
+            f"What {self.size} processes have computed together cannot be pickled: another program has others.",
             "Use save(path) of operators or state_dict() of optimizers, in all processes. "
             "What K.gathered() returns can be pickled.",
         )
