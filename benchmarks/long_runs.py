@@ -1,9 +1,10 @@
 """Training to the end of a schedule: held-out losses of KFAC and of others at a quarter, at half and at the end.
 
 `python -m benchmarks.long_runs [lstm] [gpt] [tanh] [classifier] [why] [--quick]` runs on one CPU thread and writes JSON
-to benchmarks/results, one or two minutes for each run and about 30 minutes for all tasks. Learning rates rise for
-5 % of the steps and then fall to zero along a cosine. Every optimizer gets the best of the four values in `GRIDS` by
-the loss at its end, with one seed.
+to benchmarks/results, one or two minutes for each run of `lstm` and `gpt` and about an hour for all tasks. Learning
+rates rise for 5 % of the steps and then fall to zero along a cosine. Every optimizer gets the best of the five values
+in `GRIDS` by the loss at its end. Where `SEEDS` says so, the two best are trained with further seeds, which choose the
+network and the order of data; losses are means then, with a standard error for those at the end.
 
 `why` trains the LSTM with variants of KFAC that differ in what the trust region limits, and in which layers AdamW
 trains. It prints how long steps are before the limit, in units of it, and how many directions they have: the *stable
@@ -16,7 +17,7 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
@@ -46,17 +47,18 @@ from kfs.report.digits import load
 CORPUS = 4_700_000  # bytes
 WARMUP = 0.05  # of all steps
 GRIDS: dict[str, tuple[float, ...]] = {
-    "adamw": (1e-3, 3e-3, 1e-2, 3e-2),
-    "muon": (0.006, 0.02, 0.06, 0.2),
-    "soap": (1e-3, 3e-3, 1e-2, 3e-2),
-    "kfs": (0.1, 0.3, 1.0, 3.0),
+    "adamw": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
+    "muon": (0.002, 0.006, 0.02, 0.06, 0.2),
+    "soap": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
+    "kfs": (0.03, 0.1, 0.3, 1.0, 3.0),
 }
+SEEDS = {"lstm": 1, "gpt": 1, "tanh": 5, "classifier": 5}
 Limit = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class LongRun:
-    """One training run; losses are held-out ones, infinite after a divergence."""
+    """One training run, or the mean of several; losses are held-out ones, infinite after a divergence."""
 
     task: str
     optimizer: str
@@ -65,6 +67,7 @@ class LongRun:
     half: float
     end: float
     seconds: float
+    ends: tuple[float, ...] = ()  # losses at the end by seed, if there are several
     # By layer, over the last quarter: medians of the step's length in units of the trust region, and of stable ranks.
     lengths: dict[str, float] = field(default_factory=dict)
     ranks: dict[str, float] = field(default_factory=dict)
@@ -206,22 +209,41 @@ def train(task: Task, name: str, make: Factory, lr: float, seed: int = 0) -> Lon
     return LongRun(task.name, name, lr, quarter, half, end, seconds)
 
 
+def mean(runs: Sequence[LongRun]) -> LongRun:
+    """Return the mean of runs that differ by their seeds."""
+
+    ends = tuple(run.end for run in runs)
+    return replace(
+        runs[0],
+        quarter=statistics.fmean(run.quarter for run in runs),
+        half=statistics.fmean(run.half for run in runs),
+        end=statistics.fmean(ends),
+        seconds=statistics.fmean(run.seconds for run in runs),
+        ends=ends,
+    )
+
+
 def line(run: LongRun, best: bool) -> str:
     """Return a row of the table."""
     losses = " | ".join(f"{loss:.4f}" for loss in (run.quarter, run.half, run.end))
+    if len(run.ends) > 1:
+        losses += f" ± {statistics.stdev(run.ends) / math.sqrt(len(run.ends)):.4f}"
     end = "best" if best else ""
     if run.lengths:
         end = "; ".join(f"{layer}: {run.lengths[layer]:.3g}, {run.ranks[layer]:.2g}" for layer in run.lengths)
     return f"| {run.task} | {run.optimizer} | {run.lr:g} | {losses} | {run.seconds:.0f} | {end} |"
 
 
-def compare(task: Task, makers: Mapping[str, tuple[Factory, tuple[float, ...]]]) -> list[LongRun]:
-    """Train with all learning rates, and print each optimizer's runs from the best to the worst."""
+def compare(task: Task, makers: Mapping[str, tuple[Factory, tuple[float, ...]]], seeds: int) -> list[LongRun]:
+    """Train with all learning rates, and print each optimizer's runs from the best to the worst; see above."""
     print("| task | optimizer | learning rate | at a quarter | at half | at the end | seconds | |")
     print("|---|---|---|---|---|---|---|---|")
     found = []
     for name, (make, grid) in makers.items():
         runs = sorted((train(task, name, make, lr) for lr in grid), key=lambda run: run.end)
+        for place, run in enumerate(runs[:2] if seeds > 1 else []):
+            runs[place] = mean([run, *(train(task, name, make, run.lr, seed) for seed in range(1, seeds))])
+        runs.sort(key=lambda run: (not run.ends and seeds > 1, run.end))
         for run in runs:
             print(line(run, run is runs[0]), flush=True)
         found += runs
@@ -331,7 +353,9 @@ def main(arguments: list[str], results: Path = RESULTS) -> None:
             else:
                 grids = {key: grid[:1] if quick else grid for key, grid in GRIDS.items()}
                 makers = factories(task.description)
-                found = compare(task, {key: (makers[key], grid) for key, grid in grids.items()})
+                found = compare(
+                    task, {key: (makers[key], grid) for key, grid in grids.items()}, 2 if quick else SEEDS[name]
+                )
             print(f"Written: {save(found, f'long_runs_{name}{end}', {'steps': task.steps}, results)}")
     finally:
         torch.set_num_threads(threads)

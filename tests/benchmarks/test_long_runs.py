@@ -21,7 +21,9 @@ def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     long_runs.main(["tanh", "why", "--quick"], tmp_path)
     rows = json.loads((tmp_path / "long_runs_tanh_quick.json").read_text(encoding="utf-8"))["rows"]
     assert [row["optimizer"] for row in rows] == list(GRIDS)
-    assert all(row["end"] is not None for row in rows)
+    for row in rows:
+        assert row["end"] == pytest.approx(sum(row["ends"]) / 2)
+        assert row["ends"][0] != row["ends"][1]  # Seeds choose networks and data.
     rows = json.loads((tmp_path / "long_runs_why_quick.json").read_text(encoding="utf-8"))["rows"]
     assert set(rows[0]["lengths"]) == set(rows[0]["ranks"]) == {"24x5", "24x7", "256x7"}  # a bias is a column
     assert "| lstm | whole step |" in capsys.readouterr().out
