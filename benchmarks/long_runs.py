@@ -211,7 +211,6 @@ def train(task: Task, name: str, make: Factory, lr: float, seed: int = 0) -> Lon
 
 def mean(runs: Sequence[LongRun]) -> LongRun:
     """Return the mean of runs that differ by their seeds."""
-
     ends = tuple(run.end for run in runs)
     return replace(
         runs[0],
