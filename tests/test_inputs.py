@@ -148,7 +148,7 @@ def test_keys_of_further_arguments_mean_keyword_arguments() -> None:
 
 def test_modules_without_signature_get_keyword_arguments() -> None:
     x, z = r(2, 3), r(2, 3)
-    with pytest.warns(DeprecationWarning, match="torch.jit.trace"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.trace"):
         traced = torch.jit.trace(Separate(), (x, z))
     assert arguments({"x": x, "z": z}, traced) == ((), {"x": x, "z": z})
 

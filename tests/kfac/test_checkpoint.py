@@ -1,5 +1,6 @@
 """Checkpoints: a process that is killed at any moment, and started again, computes the same to the last bit."""
 
+import gc
 import os
 import random
 import signal
@@ -69,6 +70,7 @@ def in_child(work: Callable[[], object]) -> int:
     if process:
         return process
     try:
+        gc.freeze()  # Garbage of other tests may wait for threads that are not here.
         work()
         os._exit(0)
     finally:
