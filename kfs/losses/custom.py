@@ -134,6 +134,10 @@ class Custom(Loss):
         self._distribution()
         return f
 
+    def stand_in_for_ggn(self, f: Tensor, g: Tensor) -> Tensor:
+        """Refuse: the function may depend on targets in any way, whatever the likelihood is."""
+        raise self.unknown_targets()
+
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a target per datum on the CPU, by a generator that is seeded for this datum and sample alone.
 
@@ -181,7 +185,8 @@ class Custom(Loss):
             raise LossError(
                 f"{self.name} is not convex in the prediction: its Hessian has the eigenvalue "
                 f"{eigenvalues.min().item():.2e}, and no symmetric factor.",
-                "Accept a changed matrix with kfs.losses.Custom(..., negative='clip'), or multiply, which needs none.",
+                "Accept a changed matrix with kfs.losses.Custom(..., negative='clip'), or use products with "
+                "kfs.GGN(risk), which need no factor.",
             )
         S: Tensor = Q * eigenvalues.clamp(min=0).sqrt().unsqueeze(1)
         return S.movedim(2, 0).reshape(size, *f.shape)
