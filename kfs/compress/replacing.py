@@ -57,7 +57,7 @@ def _plain(layer: Layer, weight: Tensor, bias: Tensor | None, first: bool, train
     kind: dict[str, Any] = {"bias": bias is not None, "dtype": old.weight.dtype, "device": old.weight.device}
     rows, columns = weight.shape
     # Initial values would be overwritten. They are not drawn, so that the caller's random state stays as it was.
-    new: Any
+    new: nn.Linear | nn.Conv2d
     if not layer.is_convolution:
         new = skip_init(nn.Linear, columns, rows, **kind)
     elif first:

@@ -1,5 +1,7 @@
 """The update rule: against PyTorch's AdamW, singular value decompositions, and exact natural gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from kfs import GGN, EmpiricalRisk
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC, rule
 from kfs.optim.rule import Share, Tensors, adamw_step, correction, limited, natural_step
+from tests.optim.training import train, weights
 
 
 def identity(u: Tensors) -> Tensors:
@@ -207,3 +210,48 @@ def test_exact_natural_gradient_for_one_datum(loss: nn.Module) -> None:
     optimizer.step()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), expected[name])
+
+
+class Shared(nn.Module):
+    """A layer whose outputs at several positions are averaged, in several ways; `"none"` has one position."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        # The draws of both layers are the same.
+        self.layer = nn.Conv2d(3, 4, 1) if way == "pixels" else nn.Linear(3, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.averaged(x).tanh())
+
+    def averaged(self, x: Tensor) -> Any:
+        if self.way == "axis":
+            return self.layer(x.unsqueeze(1).expand(-1, 6, -1)).mean(1)
+        if self.way == "pixels":
+            return self.layer(x[:, :, None, None].expand(-1, -1, 2, 3)).mean((2, 3))
+        if self.way == "calls":
+            return sum(self.layer(x) for _ in range(6)) / 6
+        if self.way == "any order":
+            owners = torch.arange(6 * len(x)).mul(5).remainder(len(x))
+            return x.new_zeros(len(x), 4).index_add(0, owners, self.layer(x[owners])) / 6
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"eigen": True}, {"fisher": "forward-only"}, {"fisher": "empirical"}])
+@pytest.mark.parametrize("way", ["axis", "pixels", "calls", "any order"])
+def test_equal_positions_are_one_with_reduce(way: str, options: dict[str, Any]) -> None:
+    """Six equal positions whose outputs are averaged have the curvature of one, and so the same steps.
+
+    Inputs of the factor are sums over positions, six times as large. The trust region goes by inputs themselves.
+    """
+    torch.manual_seed(1)
+    X, y = torch.randn(7, 3, dtype=torch.float64), torch.randint(2, (7,))
+    expected, found = Shared("none").double(), Shared(way).double()
+    for model in (expected, found):
+        optimizer = KFAC(model, nn.CrossEntropyLoss(), sharing="reduce", **{"fisher": "type-2", **options})
+        train(model, optimizer, [(X, y)] * 3, nn.CrossEntropyLoss())
+        assert not optimizer.uncovered
+    assert (weights(expected) - weights(Shared("none").double())).norm() > 0.01
+    torch.testing.assert_close(weights(found), weights(expected), rtol=1e-9, atol=1e-12)
