@@ -347,6 +347,10 @@ class Rows(Inputs):
         """The axes over which the parameter was broadcast."""
         return self._leading
 
+    def positions(self, x: Any) -> int:
+        """Return the number of unit vectors."""
+        return self.places * (1 if self.rows_used is None else len(self.rows_used))
+
     def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Count the places of each datum."""
         places = owners.counts(self.places, self.zero)
