@@ -166,7 +166,10 @@ class Custom(Loss):
 
     def _distribution(self) -> Callable[[Tensor], Distribution]:
         if self.likelihood is None:
-            raise self.no_likelihood("a function alone does not say which targets are likely")
+            # People pass F.cross_entropy for nn.CrossEntropyLoss().
+            known = getattr(self.function, "__module__", "") == "torch.nn.functional"
+            module = " (the module of torch.nn does, such as nn.CrossEntropyLoss())" if known else ""
+            raise self.no_likelihood(f"a function alone does not say which targets are likely{module}")
         return self.likelihood
 
     def _factor(self, H: Tensor, f: Tensor) -> Tensor:
