@@ -53,7 +53,9 @@ def module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor]
         if not chosen:
             raise ModelError(
                 "No parameter of the model requires gradients, so there is nothing to differentiate.",
-                f"Name those to consider: params=[...] with names from {few(named)}.",
+                f"Name those to consider: params=[...] with names from {few(named)}."
+                if named
+                else "Pass a model with parameters.",
             )
         return checked(chosen)
     if isinstance(params, str):

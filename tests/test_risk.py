@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import kfs
 from kfs import GGN, Hessian
 from kfs.errors import DataError, DtypeError, GraphError, LossError, ModelError, ShapeError
+from kfs.kfac import exact_blocks
 from kfs.risk import EmpiricalRisk
 from tests.losses.cases import CASES, Case
 from tests.operators.problems import PROBLEMS, Problem
@@ -278,6 +280,14 @@ def test_bad_models_and_parameters_are_refused() -> None:
     loss = nn.CrossEntropyLoss()
     with pytest.raises(ModelError, match=r"No parameter of the model requires gradients.*params="):
         EmpiricalRisk(linear().requires_grad_(False), loss, (X, y))
+    with pytest.raises(ModelError, match=r"No parameter of the model requires gradients.*a model with parameters"):
+        EmpiricalRisk(nn.ReLU(), loss, (X, y))
+    with pytest.raises(LossError, match=r"Targets are torch.float32 of shape .*y\.long\(\)"):
+        EmpiricalRisk(linear(), loss, (X, y.float())).count()
+    with pytest.raises(LossError, match=r"which targets are likely \(the module of torch.nn does.*CrossEntropyLoss"):
+        kfs.KFAC(EmpiricalRisk(linear(), nn.functional.cross_entropy, (X, y)))
+    with pytest.raises(LossError, match=r"which targets are likely\. Use"):
+        kfs.KFAC(EmpiricalRisk(linear(), lambda f, _: f.sum(), (X, y)))
     with pytest.raises(ModelError, match=r"no parameters \['w'\]. Choose from"):
         EmpiricalRisk(linear(), loss, (X, y), params=["w"])
     with pytest.raises(ModelError, match=r"params is 3\. Pass a list of names"):
@@ -303,3 +313,15 @@ def test_bad_models_and_parameters_are_refused() -> None:
         EmpiricalRisk(linear(), nn.L1Loss(), (X, y))
     with pytest.raises(ShapeError, match="targets have shape"):
         EmpiricalRisk(linear(), nn.MSELoss(), (X, torch.zeros(7, 1, dtype=torch.float64))).value()
+
+
+@pytest.mark.parametrize(
+    "take",
+    [kfs.KFAC, kfs.EKFAC, kfs.GGN, kfs.Hessian, kfs.Fisher, kfs.Jacobian, kfs.compare, exact_blocks, kfs.per_datum],
+)
+def test_a_model_in_place_of_a_risk(take: Any) -> None:
+    """Other libraries take a model there, and the optimizer does."""
+    with pytest.raises(DtypeError, match=r"The risk is a Linear\. Pass kfs.EmpiricalRisk.*kfs.optim.KFAC"):
+        take(nn.Linear(3, 2))
+    with pytest.raises(DtypeError, match=r"The risk is a tuple\. Pass kfs.EmpiricalRisk\(model, loss, data\)\.$"):
+        take((torch.rand(4, 3), torch.rand(4, 2)))

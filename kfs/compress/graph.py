@@ -57,7 +57,7 @@ def links(model: nn.Module) -> list[Link]:
     except Exception as error:
         # Tracing runs the model's code with other arguments, so any error may occur.
         raise ModelError(
-            f"torch.fx cannot trace the model, so that it is not known which layer reads which channels: {error}",
+            f"torch.fx cannot trace the model, so that it is not known which layer reads which channels ({error}).",
             "Use basis='eigen' for structured pruning, which needs no graph, or structured=False.",
         ) from error
     modules = dict(model.named_modules())

@@ -144,6 +144,12 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
     _check_modes(model)
     _check_shares(keep)
     modules = _compressible(model)
+    if not modules:
+        raise ModelError(
+            "The model has no linear layer or convolution (torch.nn.Linear, Conv1d, Conv2d, Conv3d), so there is "
+            "nothing to compress.",
+            "Write products with its weights as such modules.",
+        )
     names = keep if isinstance(keep, Mapping) else modules
     unknown = [name for name in names if name not in modules]
     if unknown:

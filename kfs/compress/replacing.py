@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import skip_init
 
 from kfs.compress.layers import Layer
 
@@ -55,14 +56,15 @@ def _plain(layer: Layer, weight: Tensor, bias: Tensor | None, first: bool, train
     old: Any = layer.module
     kind: dict[str, Any] = {"bias": bias is not None, "dtype": old.weight.dtype, "device": old.weight.device}
     rows, columns = weight.shape
+    # Initial values would be overwritten. They are not drawn, so that the caller's random state stays as it was.
     new: nn.Linear | nn.Conv2d
     if not layer.is_convolution:
-        new = nn.Linear(columns, rows, **kind)
+        new = skip_init(nn.Linear, columns, rows, **kind)
     elif first:
         same = {name: getattr(old, name) for name in ("stride", "padding", "dilation", "padding_mode")}
-        new = type(old)(old.in_channels, rows, old.kernel_size, **same, **kind)
+        new = skip_init(type(old), old.in_channels, rows, old.kernel_size, **same, **kind)
     else:
-        new = type(old)(columns, rows, 1, **kind)
+        new = skip_init(type(old), columns, rows, 1, **kind)
     with torch.no_grad():
         new.weight.copy_(weight.reshape(new.weight.shape))
         if bias is not None and new.bias is not None:

@@ -29,6 +29,7 @@ from kfs.kfac.sums import Captured, KeptGradients
 from kfs.kfac.sweep import Vectors, passes
 from kfs.losses.quantities import Quantity, gradient_of
 from kfs.names import ByName, few, near
+from kfs.operators.checked_risk import check_risk
 from kfs.operators.derivatives import leaves_and_rest, pull_back
 from kfs.risk import EmpiricalRisk
 from kfs.waiting import numbers
@@ -157,6 +158,7 @@ def per_datum(
         >>> round(noise_scale(risk), 2)
         4.08
     """
+    check_risk(risk)
     if uncovered not in _UNCOVERED:
         raise ModelError(f"uncovered is {uncovered!r}.", near([uncovered], _UNCOVERED))
     settings = Settings(fisher="empirical", joint_bias=joint_bias, batch_axis=batch_axis, audit=audit, replay=False)

@@ -53,6 +53,7 @@ from kfs.kfac.structures.owned_blocks import of_owner
 from kfs.kfac.structures.stack import Stack, check_coverage
 from kfs.kfac.sweep import JournalOf
 from kfs.kfac.vectors import one_by_one_if_needed
+from kfs.operators.checked_risk import check_risk
 from kfs.operators.space import Space
 from kfs.progress import show_progress
 from kfs.risk import EmpiricalRisk
@@ -117,6 +118,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         **settings: Any,
     ) -> None:
         """Compute factors, decompose them, and compute eigenvalues."""
+        check_risk(risk)
         _check_fisher(fisher)
         checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
         with show_progress("EKFAC", 2, risk.progress, "pass") as line:

@@ -28,6 +28,7 @@ from kfs.kfac.structures.stack import Stack, check_coverage, layouts_of_unused_r
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.placement import Placement
 from kfs.names import ByName, near
+from kfs.operators.checked_risk import check_risk
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
 
@@ -133,6 +134,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
         **advanced: Unpack[Advanced],
     ) -> None:
         """Compute all factors."""
+        check_risk(risk)
         check_names(advanced, ("fisher", "sharing", "mc_samples", "seed", "max_dim", "uncovered", "checkpoint"))
         self.settings = Settings(
             fisher,

@@ -69,6 +69,12 @@ class CrossEntropy(Loss):
     def count(self, y: Tensor) -> float | Tensor:
         """Return the number of labels, weighted if they are, without the ignored ones."""
         if y.is_floating_point():
+            if y.ndim < 2:
+                raise LossError(
+                    f"Targets are {y.dtype} of shape {list(y.shape)}. Floating-point numbers are probabilities, with "
+                    "an axis of classes.",
+                    "Convert labels to integers: y.long().",
+                )
             return y.numel() / max(y.shape[1], 1)
         if self.weight is None:
             count = self._counts(y).sum()

@@ -134,6 +134,10 @@ class Custom(Loss):
         self._distribution()
         return f
 
+    def stand_in_for_ggn(self, f: Tensor, g: Tensor) -> Tensor:
+        """Refuse: the function may depend on targets in any way, whatever the likelihood is."""
+        raise self.unknown_targets()
+
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a target per datum on the CPU, by a generator that is seeded for this datum and sample alone.
 
@@ -162,7 +166,10 @@ class Custom(Loss):
 
     def _distribution(self) -> Callable[[Tensor], Distribution]:
         if self.likelihood is None:
-            raise self.no_likelihood("a function alone does not say which targets are likely")
+            # People pass F.cross_entropy for nn.CrossEntropyLoss().
+            known = getattr(self.function, "__module__", "") == "torch.nn.functional"
+            module = " (the module of torch.nn does, such as nn.CrossEntropyLoss())" if known else ""
+            raise self.no_likelihood(f"a function alone does not say which targets are likely{module}")
         return self.likelihood
 
     def _factor(self, H: Tensor, f: Tensor) -> Tensor:
@@ -181,7 +188,8 @@ class Custom(Loss):
             raise LossError(
                 f"{self.name} is not convex in the prediction: its Hessian has the eigenvalue "
                 f"{eigenvalues.min().item():.2e}, and no symmetric factor.",
-                "Accept a changed matrix with kfs.losses.Custom(..., negative='clip'), or multiply, which needs none.",
+                "Accept a changed matrix with kfs.losses.Custom(..., negative='clip'), or use products with "
+                "kfs.GGN(risk), which need no factor.",
             )
         S: Tensor = Q * eigenvalues.clamp(min=0).sqrt().unsqueeze(1)
         return S.movedim(2, 0).reshape(size, *f.shape)

@@ -170,10 +170,15 @@ class Loss(ABC):
         Raises:
             LossError: If the Fisher matrix depends on targets in a way that the gradient does not show.
         """
-        raise LossError(
-            f"The curvature of {self.name} depends on targets, and these are not known.",
-            "Call targets(y) of the optimizer before backward(), or compute the loss with the module passed as loss=.",
-        )
+        raise self.unknown_targets()
+
+    def stand_in_for_ggn(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return targets that have the GGN of the true ones, as `stand_in` does for the Fisher matrix.
+
+        Raises:
+            LossError: If the GGN depends on targets in a way that the gradient does not show.
+        """
+        return self.stand_in(f, g)
 
     def departure(self, f: Tensor, g: Tensor) -> Tensor:
         """Return how far `g` is from a gradient of this loss, whatever the targets are, relative to its length."""
@@ -186,6 +191,13 @@ class Loss(ABC):
         if isinstance(count, Tensor):
             (count,) = waiting.numbers([count])
         return self.scale / count
+
+    def unknown_targets(self) -> LossError:
+        """Return the error for curvature that only targets tell."""
+        return LossError(
+            f"The curvature of {self.name} depends on targets, and these are not known.",
+            "Call targets(y) of the optimizer before backward(), or compute the loss with the module passed as loss=.",
+        )
 
     def no_likelihood(self, why: str) -> LossError:
         """Return the error for a question that only a likelihood answers."""

@@ -56,6 +56,12 @@ class Poisson(Elementwise):
         """Return no counts at all: the Fisher matrix does not depend on them."""
         return torch.zeros_like(f)
 
+    def stand_in_for_ggn(self, f: Tensor, g: Tensor) -> Tensor:
+        """Return no counts at all for predicted logarithms. The GGN of predicted rates depends on counts."""
+        if not self.module.log_input:
+            raise self.unknown_targets()
+        return self.stand_in(f, g)
+
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a count per entry."""
         count = poisson_quantile(draws.uniform(len(f), tuple(f.shape[1:]), f.device), self._rate(f).double())

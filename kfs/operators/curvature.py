@@ -19,6 +19,7 @@ from kfs.distributed import Ranks, added_up, checksum
 from kfs.errors import LossError
 from kfs.exact_derivatives import explained
 from kfs.losses.counter import Draws
+from kfs.operators.checked_risk import check_risk
 from kfs.operators.chunks import choose_chunk_size
 from kfs.operators.derivatives import (
     Linearization,
@@ -181,6 +182,7 @@ class Sandwich(Curvature):
         replay: bool = True,
     ) -> None:
         """Start without any graph."""
+        check_risk(risk)
         chunk_size = choose_chunk_size(risk, chunk_size, memory, reuse)
         # Whoever reuses graphs of autograd keeps tensors of one product for the next one.
         super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size, replay=replay and not reuse)
@@ -378,6 +380,7 @@ def _part_of(batch: Batch, some: slice) -> Batch:
 
 def parameter_space(risk: EmpiricalRisk) -> Space:
     """Return the space of a risk's parameters."""
+    check_risk(risk)
     return Space({name: p.shape for name, p in risk.params.items()}, risk.dtype, risk.device)
 
 

@@ -44,7 +44,7 @@ class Average:
     updated: int = -1  # step of the last attempt to invert
     failed: bool = False  # whether this attempt has failed
     eigen: Eigenbasis | None = None  # average of corrected eigenvalues; it starts with those of the factors
-    uses: float = 1.0  # average number of inputs of the layer per example, such as positions of a convolution
+    uses: float = 1.0  # average number of inputs of the layer per example, such as positions; squared with `reduce`
     input_size: Tensor | None = None  # root mean square of inputs at the last inverse, `[groups]`; a bias counts as one
     owner: int | None = None  # rank that alone has the inverse, elsewhere on the meta device; `None` if all have it
     # `weight` and `uses` assume that the last factors were added. Until `confirm`, these are the numbers before that.
@@ -132,7 +132,7 @@ def add_factors(pairs: Sequence[tuple[Average, Block]], decay: float, good: Tens
         average.weight = decay * average.weight + 1 - decay
         average.changed = True
         # The average without the bias of its start. A factor has sums over uses; sizes of inputs are means.
-        uses = block.sums.terms * block.reduction_factor
+        uses = block.sums.inputs * block.reduction_factor
         average.uses += (uses - average.uses) * (1 - decay) / average.weight
         for side in sides:
             factor: Factor = getattr(average.factors, side)

@@ -34,7 +34,7 @@ class Stacked:
 
     stack: Stack
     input_size: Tensor  # root mean squares, `[stack]`, changed in place
-    unit_vectors: bool  # whether inputs are unit vectors, as those of embeddings are
+    by_column: bool  # whether `A` is diagonal, so that each column is limited on its own
 
 
 @dataclass(eq=False)
@@ -204,7 +204,7 @@ class Inverses:
         limits = tuple(trust if limit and trust is not None else torch.inf for trust in trusts)
         shape = stack.structure.rows, stack.structure.columns
         sizes = one.input_size.reshape(-1, 1, 1, 1)
-        return limited(D, self._most(limits, like), sizes, one.unit_vectors, shape, half)
+        return limited(D, self._most(limits, like), sizes, one.by_column, shape, half)
 
     def _most(self, limits: tuple[float, ...], like: Tensor) -> float | Tensor:
         """Return the limits of a stack: a number if they are the same, as nearly always, otherwise a tensor."""

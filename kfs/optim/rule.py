@@ -141,7 +141,7 @@ def limited(
     D: Tensor,
     trust: float | Tensor,
     input_size: Tensor,
-    unit_vectors: bool,
+    by_column: bool,
     shape: tuple[int, int] | None = None,
     half: bool = False,
 ) -> Tensor:
@@ -156,15 +156,18 @@ def limited(
         trust: How much steps may change outputs, for all layers or for each, `[stack, 1, 1, 1]`; infinity for no limit.
             The radius is $\sqrt{\max(1, d_B / d_A)}$ times this number, over the size of inputs.
         input_size: Root mean squares of the layers' inputs, `[stack, 1, 1, 1]`.
-        unit_vectors: Whether inputs are unit vectors (embeddings). Then each column is limited on its own.
+        by_column: Whether each column is limited on its own, as for factors $A$ that are diagonal: those of embeddings,
+            whose inputs are unit vectors, and of wide layers.
         shape: `d_B` and `d_A`, if `D` has margins of zeros.
         half: Whether a GPU may round to bfloat16 on the way to the limit (not the step): then it is good to 25 %.
     """
     if isinstance(trust, float) and trust == inf:
         return D
     rows, columns = shape or D.shape[2:]
-    if unit_vectors:
-        share = D.norm(dim=2, keepdim=True) / (sqrt(rows) * trust)
+    if by_column:
+        # The norm of inputs is one for unit vectors. An average of several (`reduce`) is shorter, and counts as one.
+        norm = (input_size * sqrt(columns)).clamp(min=1.0)
+        share = D.norm(dim=2, keepdim=True) * norm / (sqrt(rows) * trust)
         short: Tensor = D * (1 + share.square()).rsqrt()
         return short
     smallest = torch.finfo(D.dtype).tiny ** 0.5

@@ -61,7 +61,7 @@ class Targets:
         self.mismatch = loss.departure(f, g) if precise else g.new_zeros(())
         self.scale = distance = g.new_ones(())
         try:
-            y = loss.stand_in(f, g)
+            y = loss.stand_in_for_ggn(f, g) if fisher == "ggn" else loss.stand_in(f, g)
             if fisher == "empirical" or (self.compare and shows_targets(loss)):
                 self.fit = self.scale, distance = fit(g, loss.gradient(f, y))
         except LossError:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import kfs
 from kfs.compress import low_rank, prune
@@ -35,6 +35,24 @@ def test_names(compress: Any) -> None:
         compress(model, K, {})
     with pytest.raises(ModelError, match=r"keep names '1', which is no linear layer.*Choose from '0', '2'"):
         compress(model, K, {"1": 0.5})
+
+
+@BOTH
+@pytest.mark.parametrize("settings", [{}, {"keep": 1.0}])
+def test_models_without_such_layers(compress: Any, settings: dict[str, Any]) -> None:
+    """A product with a parameter has a block, but there is no module to compress."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 7))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    model = Product().double().eval()
+    with pytest.raises(ModelError, match=r"has no linear layer or convolution.*as such modules"):
+        compress(model, kfs.KFAC(mlp_risk(model)), **settings)
 
 
 @BOTH

@@ -193,7 +193,7 @@ def test_weights_that_others_read() -> None:
 
 def test_models_that_cannot_be_traced() -> None:
     model = Branch().double().eval()
-    with pytest.raises(ModelError, match=r"torch.fx cannot trace the model.*Use basis='eigen'"):
+    with pytest.raises(ModelError, match=r"torch.fx cannot trace the model.*\)\. Use basis='eigen'"):
         prune(model, kfs.KFAC(mlp_risk(model)), 0.5, structured=True)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import kfs
-from kfs.compress import low_rank
+from kfs.compress import low_rank, prune
 from kfs.compress.factorization import chosen, lower_hull
 from kfs.kfac import optimal_kronecker
 from tests.compress.problems import cnn, flat, image_risk, mlp, mlp_risk
@@ -139,6 +139,17 @@ def test_modes_and_flags_are_taken_over() -> None:
     assert not small[0][0].weight.requires_grad  # type: ignore[index]
     assert small[0][0].bias.requires_grad  # type: ignore[index]
     assert small[2].weight.requires_grad  # type: ignore[index]
+
+
+@pytest.mark.parametrize("make", [mlp, cnn])
+def test_random_numbers_of_the_caller_stay(make: Any) -> None:
+    """New layers have no initial values, for which numbers would be drawn."""
+    model = make()
+    K = kfs.KFAC(mlp_risk(model) if make is mlp else image_risk(model))
+    before = torch.get_rng_state()
+    low_rank(model, K, 0.5)
+    prune(model, K, 0.5, basis="eigen", structured=True)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_layers_compete_and_all_is_kept_to_the_last_bit() -> None:

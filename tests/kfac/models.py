@@ -106,6 +106,11 @@ ONE_POSITION = [
         "einsum-heads",
         lambda: between(Function(lambda m, x: torch.einsum("ni,ihk->nhk", x, m.W).flatten(1), W=r(4, 2, 2))),
     ),
+    Case("matmul-vector", lambda: between(Function(lambda m, x: (x @ m.w).unsqueeze(1) * x.detach(), w=r(4)))),
+    Case(
+        "einsum-vector",
+        lambda: between(Function(lambda m, x: torch.einsum("ni,i->n", x, m.w).unsqueeze(1) * x.detach(), w=r(4))),
+    ),
     Case("matmul-bias", lambda: between(Function(lambda m, x: x @ m.W + m.b, W=r(4, 4), b=r(4)))),
     Case("scale", lambda: between(Function(lambda m, x: m.s * x, s=r(4)))),
     Case("scale-in-place", lambda: between(Function(lambda m, x: (x + 0).mul_(m.s), s=r(4)))),

@@ -95,6 +95,24 @@ def test_autocast_sees_what_is_multiplied() -> None:
     assert (A.double() - exact).norm() > 10 * FLOAT32 * exact.norm()
 
 
+def test_autocast_multiplies_vectors_in_half_precision() -> None:
+    """The same for inner products with a parameter."""
+
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.rand(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.w).unsqueeze(1)
+
+    X, y = torch.rand(5, 3), torch.rand(5, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        K = KFAC(EmpiricalRisk(Products(), nn.MSELoss(), (X, y)))
+    seen = X.bfloat16().float()
+    torch.testing.assert_close(K.blocks["w"].A, 2 * seen.T @ seen / 5)
+
+
 def test_autocast_and_gradients_in_float32() -> None:
     """An embedding's output stays in float32 under autocast; its gradients enter in the precision of products."""
     X, y = torch.randint(5, (30, 1)), torch.randn(30, 3)

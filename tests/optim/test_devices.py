@@ -49,7 +49,7 @@ def test_limit_of_gradients_in_half_precision(rows: int) -> None:
     D = (bases[0] * sizes.unsqueeze(1)) @ bases[1].mT
     limits = sizes / (1 + (sizes / max(1.0, rows / 300) ** 0.5).square()).sqrt()
     expected = (bases[0] * limits.unsqueeze(1)) @ bases[1].mT
-    half = limited(D.float().cuda().unsqueeze(1), 1.0, one, unit_vectors=False, half=True)
+    half = limited(D.float().cuda().unsqueeze(1), 1.0, one, by_column=False, half=True)
     difference = half.squeeze(1).cpu().double() - expected
     errors = torch.linalg.matrix_norm(difference, 2) / torch.linalg.matrix_norm(expected, 2)
     assert (errors < torch.tensor([0.25, 0.03, 0.25], dtype=torch.float64)).all()

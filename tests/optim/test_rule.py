@@ -1,5 +1,7 @@
 """The update rule: against PyTorch's AdamW, singular value decompositions, and exact natural gradients."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,9 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kfs import GGN, EmpiricalRisk
+from kfs.errors import KfsWarning
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC, rule
 from kfs.optim.rule import Share, Tensors, adamw_step, correction, limited, natural_step
+from tests.optim.training import train, weights
 
 
 def identity(u: Tensors) -> Tensors:
@@ -97,19 +101,19 @@ def test_limited_steps(rows: int, columns: int, scale: float, inputs: float) -> 
     D = scale * torch.randn(2, 1, rows, columns, dtype=torch.float64)
     trust = torch.tensor([0.5, torch.inf], dtype=torch.float64).reshape(2, 1, 1, 1)
     sizes = torch.full((2, 1, 1, 1), inputs, dtype=torch.float64)
-    short = limited(D, trust, sizes, unit_vectors=False)
+    short = limited(D, trust, sizes, by_column=False)
     torch.testing.assert_close(short[1], D[1], rtol=1e-9, atol=1e-12 * scale)
     radius = 0.5 * max(1.0, rows / columns) ** 0.5 / inputs
     torch.testing.assert_close(short[0, 0], by_svd(D[0, 0], radius), rtol=1e-7, atol=1e-10 * radius)
     assert torch.linalg.matrix_norm(short[0, 0], 2) <= radius
-    assert limited(D, torch.inf, sizes, unit_vectors=False) is D
+    assert limited(D, torch.inf, sizes, by_column=False) is D
 
 
 def test_one_long_direction_does_not_shorten_the_others() -> None:
     """A step that is shortened as a whole, by its spectral norm, is another one, and is refused."""
     D = torch.diag(torch.tensor([25.0, 0.1, 0.01], dtype=torch.float64))
     one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-    short = limited(D.reshape(1, 1, 3, 3), 1.0, one, unit_vectors=False)[0, 0]
+    short = limited(D.reshape(1, 1, 3, 3), 1.0, one, by_column=False)[0, 0]
     expected = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64).diag()
     torch.testing.assert_close(short, expected, rtol=0.01, atol=1e-9)
     as_a_whole = D / torch.linalg.matrix_norm(D, 2)
@@ -125,13 +129,13 @@ def test_limit_in_single_precision(by_products: bool, monkeypatch: pytest.Monkey
         monkeypatch.setattr(rule, "_by_inverses", lambda G: rule._by_products(G, 1 + norm(G), torch.float32))
     torch.manual_seed(0)
     D = torch.randn(40, 30) @ torch.diag(torch.logspace(-3, 2, 30))
-    short = limited(D.reshape(1, 1, 40, 30), 1.0, torch.ones(1, 1, 1, 1), unit_vectors=False)[0, 0]
+    short = limited(D.reshape(1, 1, 40, 30), 1.0, torch.ones(1, 1, 1, 1), by_column=False)[0, 0]
     exact = by_svd(D.double(), (4 / 3) ** 0.5)
     error = 0.03 if by_products else 0.08
     assert (short - exact).norm() < error * exact.norm()
     sizes, sizes_exact = torch.linalg.svdvals(short), torch.linalg.svdvals(exact)
     assert ((sizes - sizes_exact).abs() < error * sizes_exact + 1e-5).all()
-    no_step = limited(torch.zeros(1, 1, 4, 3), 1.0, torch.zeros(1, 1, 1, 1), unit_vectors=False)
+    no_step = limited(torch.zeros(1, 1, 4, 3), 1.0, torch.zeros(1, 1, 1, 1), by_column=False)
     assert torch.equal(no_step, torch.zeros(1, 1, 4, 3))
 
 
@@ -139,9 +143,47 @@ def test_limited_columns() -> None:
     """Embeddings are limited token by token: a large step for one token does not shorten the others'."""
     D = torch.full((1, 1, 4, 3), 1e-3)
     D[..., 0] = 1000.0
-    short = limited(D, torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), unit_vectors=True)
+    unit_vectors = torch.full((1, 1, 1, 1), 3**-0.5)
+    short = limited(D, torch.ones(1, 1, 1, 1), unit_vectors, by_column=True)
     D[..., 0] = 1.0
     torch.testing.assert_close(short, D)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_embeddings_and_tables_change_by_their_limit(sharing: Any) -> None:
+    """Without damping, steps are long. Each row of both parameters then changes by what its limit says."""
+
+    class Tokens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(5, 4), nn.Parameter(torch.randn(3, 4))
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head((self.tokens(x) + self.places).mean(1))
+
+    torch.manual_seed(0)
+    model, x = Tokens().double(), torch.randint(5, (20, 3))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = KFAC(model, nn.CrossEntropyLoss(), sharing=sharing, damping=1e-9, fisher="type-2")
+    train(model, optimizer, [(x, x[:, 0] % 2)], nn.CrossEntropyLoss())
+    for name in ("tokens.weight", "places"):
+        changes = (model.get_parameter(name).detach() - before[name]).square().mean(1).sqrt()
+        torch.testing.assert_close(changes, torch.full_like(changes, 0.03), rtol=0.05, atol=0)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+def test_wide_layers_change_outputs_no_more_than_others(scale: float) -> None:
+    """A layer whose factor is diagonal because it is wide has no unit vectors as inputs. Its limit knows their size."""
+    torch.manual_seed(0)
+    X, y = scale * torch.randn(60, 40, dtype=torch.float64), torch.randint(2, (60,))
+    model = nn.Sequential(nn.Linear(40, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    before = model[0](X).detach()
+    optimizer = KFAC(model, nn.CrossEntropyLoss(), fisher="type-2", damping=1e-6, max_dim=20)
+    with pytest.warns(KfsWarning, match="max_dim"):
+        train(model, optimizer, [(X, y)], nn.CrossEntropyLoss())
+    change = (model[0](X).detach() - before).square().mean().sqrt()
+    assert change < 2 * 0.03
 
 
 def deep_linear() -> nn.Sequential:
@@ -207,3 +249,48 @@ def test_exact_natural_gradient_for_one_datum(loss: nn.Module) -> None:
     optimizer.step()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), expected[name])
+
+
+class Shared(nn.Module):
+    """A layer whose outputs at several positions are averaged, in several ways; `"none"` has one position."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        # The draws of both layers are the same.
+        self.layer = nn.Conv2d(3, 4, 1) if way == "pixels" else nn.Linear(3, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.averaged(x).tanh())
+
+    def averaged(self, x: Tensor) -> Any:
+        if self.way == "axis":
+            return self.layer(x.unsqueeze(1).expand(-1, 6, -1)).mean(1)
+        if self.way == "pixels":
+            return self.layer(x[:, :, None, None].expand(-1, -1, 2, 3)).mean((2, 3))
+        if self.way == "calls":
+            return sum(self.layer(x) for _ in range(6)) / 6
+        if self.way == "any order":
+            owners = torch.arange(6 * len(x)).mul(5).remainder(len(x))
+            return x.new_zeros(len(x), 4).index_add(0, owners, self.layer(x[owners])) / 6
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"eigen": True}, {"fisher": "forward-only"}, {"fisher": "empirical"}])
+@pytest.mark.parametrize("way", ["axis", "pixels", "calls", "any order"])
+def test_equal_positions_are_one_with_reduce(way: str, options: dict[str, Any]) -> None:
+    """Six equal positions whose outputs are averaged have the curvature of one, and so the same steps.
+
+    Inputs of the factor are sums over positions, six times as large. The trust region goes by inputs themselves.
+    """
+    torch.manual_seed(1)
+    X, y = torch.randn(7, 3, dtype=torch.float64), torch.randint(2, (7,))
+    expected, found = Shared("none").double(), Shared(way).double()
+    for model in (expected, found):
+        optimizer = KFAC(model, nn.CrossEntropyLoss(), sharing="reduce", **{"fisher": "type-2", **options})
+        train(model, optimizer, [(X, y)] * 3, nn.CrossEntropyLoss())
+        assert not optimizer.uncovered
+    assert (weights(expected) - weights(Shared("none").double())).norm() > 0.01
+    torch.testing.assert_close(weights(found), weights(expected), rtol=1e-9, atol=1e-12)

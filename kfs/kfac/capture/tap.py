@@ -62,7 +62,8 @@ class Tap(torch.autograd.Function):
         if capture.running:
             raise ModelError(
                 "The model differentiates its own predictions (torch.autograd.grad in its forward pass).",
-                "Leave the parameters behind that derivative out with params=; KFAC is not defined for them here.",
+                "Let the model send derivatives forward beside values, as in docs/howto_pinn.md; or leave the "
+                "parameters behind that derivative out with params=. kfs.GGN(risk) takes the model as it is.",
             )
         ours, theirs = capture.sending, capture.listening
         if receive is None or not (ours or theirs):  # somebody differentiates what the model has kept, or again

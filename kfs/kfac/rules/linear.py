@@ -41,9 +41,13 @@ def addmm(
 
 
 def matmul(call: Call, input: Argument, other: Argument, *, out: Argument | None = None) -> Planned:
-    """Compute `a @ b`, where one of them is a parameter with two axes, or has a matrix for each expert."""
+    """Compute `a @ b`, where one of them is a parameter with two axes, or has a matrix for each expert; or a vector."""
     a, b = input, other
-    if out is not None or not isinstance(a, Argument) or not isinstance(b, Argument) or min(a.ndim, b.ndim) < 2:
+    if out is not None or not isinstance(a, Argument) or not isinstance(b, Argument):
+        return None
+    if b.ndim == 1 and b.tracked:
+        return inner_product(call, "matmul", a, b)
+    if min(a.ndim, b.ndim) < 2:
         return None
     if b.ndim == 2 and b.tracked:
         return multiply(call, "matmul", a, b, flip=True)
@@ -64,7 +68,7 @@ def rmatmul(call: Call, input: Argument, other: Argument) -> Planned:
 
 
 def einsum(call: Call, equation: Any, *operands: Any) -> Planned:
-    """Contract a parameter with a tensor over some of the parameter's axes; all its other axes are in the result."""
+    """Contract a parameter with a tensor over some of the parameter's axes, or all; others are in the result."""
     operands = operands[0] if len(operands) == 1 and type(operands[0]) in {tuple, list} else operands
     if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation or "." in equation:
         return None
@@ -79,7 +83,7 @@ def einsum(call: Call, equation: Any, *operands: Any) -> Planned:
     rest = [c for c in x if c not in into]
     if not all(len(set(part)) == len(part) for part in (w, x, result)):
         return None
-    if not into or not out or set(result) != {*rest, *out}:
+    if not into or set(result) != {*rest, *out}:
         return experts.einsum(weight, vectors, (w, x, result))
     view = weight.view
     if view is None or not vectors.data:
@@ -87,7 +91,7 @@ def einsum(call: Call, equation: Any, *operands: Any) -> Planned:
 
     def features_last(t: Tensor, axes: str, features: list[str], first: int) -> Tensor:
         permuted = t.permute(*range(first), *(first + axes.index(c) for c in (*rest, *features)))
-        return permuted.flatten(first + len(rest))
+        return permuted.flatten(first + len(rest)) if features else permuted.unsqueeze(-1)
 
     axes = w[::-1] if view.transposed else w
     layout = view.layout(tuple(axes.index(c) for c in (*out, *into)), len(out))
@@ -100,6 +104,18 @@ def einsum(call: Call, equation: Any, *operands: Any) -> Planned:
         read=lambda g, _: features_last(g, result, out, 1),
     )
     return (plan,)
+
+
+def inner_product(call: Call, operation: str, x: Argument, weight: Argument) -> Planned:
+    """Plan inner products of vectors `[*leading, in]` with a weight `[in]`: a matrix with one row."""
+    view = weight.view
+    if view is None or not x.data or x.ndim < 2:
+        return None
+    layout = view.layout((0,), 0)
+    prepare = None
+    if call.narrow is not None and x.dtype != torch.float64:
+        prepare = _narrowed(call.narrow, None)  # as autocast multiplies
+    return (Plan(operation, layout, Vectors(layout.column_size), (x,), prepare, read=lambda g, _: g.unsqueeze(-1)),)
 
 
 def bilinear(call: Call, input1: Argument, input2: Argument, weight: Argument, bias: Argument | None = None) -> Planned:

@@ -48,6 +48,7 @@ class _Role:
     counted: float
     ones: tuple[float, float]
     inverse_squares: float | None
+    positions: float
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def _described(blocks: dict[Key, BlockSums]) -> list[_Block]:
                 role.terms,
                 (role.input.ones, role.gradient.ones),
                 next(on_host) if isinstance(more, Tensor) else more,
+                role.positions,
             )
         operations = tuple(sorted(block.operations))
         described.append(_Block(block.layout, block.sharing, block.forward_only, operations, roles))
@@ -187,6 +189,7 @@ def _with_roles(mine: BlockSums | None, block: _Block, device: torch.device | st
 def _set_counts(role: RoleSums, found: list[_Role]) -> None:
     """Let the host know what all ranks together have counted."""
     role.counted = sum(one.counted for one in found)
+    role.positions = sum(one.positions for one in found)
     role.input.ones = sum(one.ones[0] for one in found)
     role.gradient.ones = sum(one.ones[1] for one in found)
     squares = [one.inverse_squares for one in found]

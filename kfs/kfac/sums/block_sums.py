@@ -34,6 +34,7 @@ class RoleSums:
         counted: Number of positions (or data), as far as the host knows it.
         inverse_squares: Sum over data of `1 / S^2`, for their numbers `S` of positions, if the identity stands in for
             gradients (forward-only) and sharing is `reduce`. `None` for sums of an earlier version, which did without.
+        positions: Number of positions that were summed over, if data are counted (`reduce`).
         terms_on_device: Further positions, in float64; `None` if there never were any. Changed in place.
         settled: Whether `terms_on_device` is zero.
     """
@@ -42,6 +43,7 @@ class RoleSums:
     gradient: OuterProductSum
     counted: float = 0.0
     inverse_squares: Tensor | float | None = 0.0
+    positions: float = 0.0
     terms_on_device: Tensor | None = None
     settled: bool = True
 
@@ -79,7 +81,8 @@ class RoleSums:
         squares = None
         if self.inverse_squares is not None and other.inverse_squares is not None:
             squares = self.inverse_squares + other.inverse_squares
-        return RoleSums(input_sum, gradient_sum, self.terms + other.terms, squares)
+        positions = self.positions + other.positions
+        return RoleSums(input_sum, gradient_sum, self.terms + other.terms, squares, positions)
 
     def fits(self, other: "RoleSums") -> bool:
         """Whether both sums are stored in the same way."""
@@ -91,6 +94,7 @@ class RoleSums:
         self.input.merge_in(other.input)
         self.gradient.merge_in(other.gradient)
         self.counted = self.terms + other.terms
+        self.positions += other.positions
         squares = [self.inverse_squares, other.inverse_squares]
         self.inverse_squares = None if any(one is None for one in squares) else sum(squares)  # type: ignore[arg-type]
 
@@ -104,7 +108,11 @@ class RoleSums:
     def state(self) -> dict[str, Any]:
         """Return everything, for a file."""
         sums = {"input": self.input.state(), "gradient": self.gradient.state()}
-        return sums | {"terms": self.terms, "inverse_squares": self.inverse_squares}
+        return sums | {
+            "terms": self.terms,
+            "inverse_squares": self.inverse_squares,
+            "positions": self.positions,
+        }
 
 
 def settle_counts(roles: Iterable[RoleSums]) -> None:
@@ -162,6 +170,16 @@ class BlockSums:
     def terms(self) -> float:
         """Over how many positions (or data) gradients were summed."""
         return sum(role.terms for role in self.roles.values())
+
+    @property
+    def inputs(self) -> float:
+        """How many inputs the trace of `A`'s sum is the sum of squares of, if all have the size of an average one.
+
+        With `reduce`, the sum over `S` positions of a datum counts as `S^2` inputs: it has the size of `S` of them.
+        """
+        if self.sharing != "reduce":
+            return self.terms
+        return sum(role.positions**2 / role.terms for role in self.roles.values() if role.terms)
 
     @property
     def identity_scale(self) -> Tensor | float:
@@ -270,6 +288,7 @@ class BlockSums:
                     OuterProductSum.from_state(pair["gradient"], gradient_size, layout.groups, products),
                     float(pair["terms"]),
                     None if (squares := pair.get("inverse_squares")) is None else float(squares),
+                    float(pair.get("positions", pair["terms"])),  # earlier versions did without
                 )
         if not block.roles or set(state["pairs"]) - set(sizes):
             raise UnfitError(f"the block {layout.name!r} has no factors")

@@ -134,6 +134,7 @@ class FactorSums(Sums):
         counts = {}
         for key, side, role in self._roles():
             counts[key, side, "terms"] = role.counted
+            counts[key, side, "positions"] = role.positions
             counts[key, side, "input.ones"] = role.input.ones
             counts[key, side, "gradient.ones"] = role.gradient.ones
         return counts
@@ -142,6 +143,7 @@ class FactorSums(Sums):
         """Add differences of `counts`."""
         for key, side, role in self._roles():
             role.counted += more.get((key, side, "terms"), 0.0)
+            role.positions += more.get((key, side, "positions"), 0.0)
             role.input.ones += more.get((key, side, "input.ones"), 0.0)
             role.gradient.ones += more.get((key, side, "gradient.ones"), 0.0)
             # A pass that was replayed has added to numbers on the device as well.
@@ -308,6 +310,7 @@ class _Reduce(Adder):
                 "Use sharing='expand' for it, which does not need to know: sharing={name: 'expand', ...}.",
             )
         inputs, counts = self.plan.inputs.sums(x, owners)  # type: ignore[arg-type]
+        self.role.positions += self.plan.inputs.positions(x)
         if self.role.input.bias:
             last = counts if self.plan.ones else torch.zeros_like(counts)
             last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)

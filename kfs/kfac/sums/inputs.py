@@ -44,6 +44,10 @@ class Inputs(ABC):
     def leading(self, x: Any) -> tuple[int, ...]:
         """Return the lengths of the leading axes, along which a row belongs to one datum."""
 
+    def positions(self, x: Any) -> int:
+        """Return the number of positions of all data together, as far as shapes tell."""
+        return prod(self.leading(x))
+
     @abstractmethod
     def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Return each datum's sum of vectors, `[batch, groups, features]`, and its number of positions, `[batch]`."""
@@ -342,6 +346,10 @@ class Rows(Inputs):
     def leading(self, x: Any) -> tuple[int, ...]:
         """The axes over which the parameter was broadcast."""
         return self._leading
+
+    def positions(self, x: Any) -> int:
+        """Return the number of unit vectors."""
+        return self.places * (1 if self.rows_used is None else len(self.rows_used))
 
     def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Count the places of each datum."""

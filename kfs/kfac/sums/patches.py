@@ -111,6 +111,10 @@ class Patches(Inputs):
         sums = owners.by_datum(self._sums(self._cropped(x))).sum(1)  # a datum may have several images
         return sums.unflatten(1, (self.groups, -1)), owners.counts(len(x), sums) * prod(self.out)
 
+    def positions(self, x: Tensor) -> int:
+        """Return the number of pixels of all outputs."""
+        return super().positions(x) * prod(self.out)
+
     def shared(self, use: Use) -> int:
         """Return the number of positions."""
         return super().shared(use) * prod(self.out)
