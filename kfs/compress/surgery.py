@@ -125,12 +125,26 @@ def _submatrix(structure: Structure, chosen: Tensor) -> Tensor:
     if isinstance(structure, Kronecker):
         A, B = structure.A.to_dense()[0], structure.B.to_dense()[0]
         return B[rows][:, rows] * A[columns][:, columns]
+    if isinstance(structure, Eigenbasis):
+        return _submatrix_in_eigenbasis(structure, rows, columns)
     parts = []
     places = torch.arange(len(rows), device=rows.device)
     for part in places.split(max(1, _AT_ONCE // chosen.numel())):
         units = torch.zeros(len(part), *chosen.shape, dtype=torch.float64, device=rows.device)
         units[part - part[0], rows[part], columns[part]] = 1.0
         parts.append(structure.multiply(units[None])[0][:, rows, columns])
+    return torch.cat(parts)
+
+
+def _submatrix_in_eigenbasis(basis: Eigenbasis, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the rows and columns of one block that belong to some entries of its matrix, sorted by rows."""
+    Q_A, Q_B = basis.Q_A.to_dense()[0], basis.Q_B.to_dense()[0]
+    vectors = Q_A[columns]
+    parts = []
+    for row in rows.unique().tolist():
+        # What couples this row of the matrix with all rows, in the eigenbasis of columns.
+        coupling = (Q_B * Q_B[row]) @ basis.values[0]
+        parts.append(vectors[rows == row] @ (vectors * coupling[rows]).T)
     return torch.cat(parts)
 
 
