@@ -129,6 +129,11 @@ class Custom(Loss):
         )
         return roots.reshape(*roots.shape, *[1] * (f.ndim - 1)) * gradients
 
+    @property
+    def hessian_needs_targets(self) -> bool:
+        """A function may have any Hessian."""
+        return True
+
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
         """Return anything: the Fisher matrix is that of the likelihood."""
         self._distribution()

@@ -170,10 +170,24 @@ class Loss(ABC):
         Raises:
             LossError: If the Fisher matrix depends on targets in a way that the gradient does not show.
         """
-        raise LossError(
+        raise self.unknown_targets()
+
+    def unknown_targets(self) -> LossError:
+        """Return the error for curvature that depends on targets, where only the loss's gradient is at hand."""
+        return LossError(
             f"The curvature of {self.name} depends on targets, and these are not known.",
             "Call targets(y) of the optimizer before backward(), or compute the loss with the module passed as loss=.",
         )
+
+    @property
+    def hessian_needs_targets(self) -> bool:
+        """Whether the Hessian depends on targets, so that those of `stand_in` do not do for it."""
+        return False
+
+    @property
+    def weighs_targets(self) -> bool:
+        """Whether targets say how much a datum counts. Then `stand_in` is right only if it finds the true ones."""
+        return False
 
     def departure(self, f: Tensor, g: Tensor) -> Tensor:
         """Return how far `g` is from a gradient of this loss, whatever the targets are, relative to its length."""

@@ -52,6 +52,11 @@ class Poisson(Elementwise):
         """Return the square root of the last column of the table above."""
         return diagonal_factor(root(self.second_derivative(f, self._rate(f))), start, stop)
 
+    @property
+    def hessian_needs_targets(self) -> bool:
+        """The Hessian of the second line has counts in it."""
+        return not self.module.log_input
+
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
         """Return no counts at all: the Fisher matrix does not depend on them."""
         return torch.zeros_like(f)

@@ -59,10 +59,16 @@ class Targets:
                     raise
         self.fit = None
         self.mismatch = loss.departure(f, g) if precise else g.new_zeros(())
+        return self._stand_in(f, g, loss, fisher)
+
+    def _stand_in(self, f: Tensor, g: Tensor, loss: Loss, fisher: Fisher) -> Tensor:
+        """Return targets that are as good as the true ones, which are not known, and set the scale."""
         self.scale = distance = g.new_ones(())
         try:
+            if fisher == "ggn" and loss.hessian_needs_targets:
+                raise loss.unknown_targets()
             y = loss.stand_in(f, g)
-            if fisher == "empirical" or (self.compare and shows_targets(loss)):
+            if fisher == "empirical" or loss.weighs_targets or (self.compare and shows_targets(loss)):
                 self.fit = self.scale, distance = fit(g, loss.gradient(f, y))
         except LossError:
             # The number of data is enough if curvature depends on inputs alone. The empirical Fisher raises below.
@@ -74,6 +80,9 @@ class Targets:
                 f"The scale of the gradient is not known, because the targets of {loss.name} are not known.",
                 "Call the optimizer's targets(y) before backward(), or compute the loss by the module of loss=.",
             )
+        # Labels that do not explain the gradient are not the true ones, which may be soft, smoothed or mixed.
+        if loss.weighs_targets and distance > _TOLERANCE and distance > _round_off(f, g, y, loss):
+            raise loss.unknown_targets()
         return y
 
     def known_scale(self) -> float | None:
