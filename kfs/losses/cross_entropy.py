@@ -69,7 +69,8 @@ class CrossEntropy(Loss):
     def count(self, y: Tensor) -> float | Tensor:
         """Return the number of labels, weighted if they are, without the ignored ones."""
         if y.is_floating_point():
-            return y.numel() / max(y.shape[1], 1)
+            # Labels that are not integers have no class axis. `check` refuses them later.
+            return y.numel() / max(y.shape[1], 1) if y.ndim > 1 else y.numel()
         if self.weight is None:
             count = self._counts(y).sum()
         else:

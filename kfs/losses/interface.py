@@ -176,7 +176,8 @@ class Loss(ABC):
         """Return the error for curvature that depends on targets, where only the loss's gradient is at hand."""
         return LossError(
             f"The curvature of {self.name} depends on targets, and these are not known.",
-            "Call targets(y) of the optimizer before backward(), or compute the loss with the module passed as loss=.",
+            "Call targets(y) of the optimizer between the forward pass and backward(), or compute the loss with the "
+            "module passed as loss=.",
         )
 
     @property

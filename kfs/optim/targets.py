@@ -78,7 +78,8 @@ class Targets:
         if fisher == "empirical" and not distance < _TOLERANCE:
             raise LossError(
                 f"The scale of the gradient is not known, because the targets of {loss.name} are not known.",
-                "Call the optimizer's targets(y) before backward(), or compute the loss by the module of loss=.",
+                "Call the optimizer's targets(y) between the forward pass and backward(), or compute the loss by the "
+                "module of loss=.",
             )
         # Labels that do not explain the gradient are not the true ones, which may be soft, smoothed or mixed.
         if loss.weighs_targets and distance > _TOLERANCE and distance > _round_off(f, g, y, loss):

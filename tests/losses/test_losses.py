@@ -14,6 +14,7 @@ from kfs.errors import DataError, DtypeError, LossError, ShapeError
 from kfs.losses import Custom, Loss, TokenCrossEntropy, describe
 from kfs.losses.counter import Draws, Stream
 from kfs.losses.cross_entropy import CrossEntropy
+from kfs.risk import EmpiricalRisk
 from tests.losses.cases import CASES, Case, double_well, log_cosh
 
 all_cases = pytest.mark.parametrize("case", CASES, ids=str)
@@ -243,6 +244,14 @@ def test_labels_are_checked_before_their_weights_are_counted() -> None:
             loss.count(torch.tensor(wrong))
     with pytest.raises(DtypeError, match=r"y\.long\(\)"):
         loss.count(torch.tensor([0, 1], dtype=torch.uint8))
+
+
+def test_labels_that_are_floating_point_numbers() -> None:
+    """A risk counts targets before it has predictions to compare them with."""
+    X = torch.rand(4, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(nn.Linear(2, 3).double(), nn.CrossEntropyLoss(), (X, torch.tensor([0.0, 1.0, 2.0, 0.0])))
+    with pytest.raises(ShapeError, match=r"but they have shape \[4\] \(dtype torch.float32\). Pass labels as int64"):
+        risk.value()
 
 
 def test_likelihoods_that_cannot_be_summed_or_drawn_are_refused() -> None:
