@@ -246,6 +246,28 @@ def test_labels_are_checked_before_their_weights_are_counted() -> None:
         loss.count(torch.tensor([0, 1], dtype=torch.uint8))
 
 
+@pytest.mark.parametrize(
+    ("function", "module"),
+    [
+        (nn.functional.mse_loss, nn.MSELoss()),
+        (nn.functional.cross_entropy, nn.CrossEntropyLoss()),
+        (nn.functional.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss()),
+        (nn.functional.poisson_nll_loss, nn.PoissonNLLLoss()),
+        (nn.functional.huber_loss, nn.HuberLoss()),
+        (nn.functional.smooth_l1_loss, nn.SmoothL1Loss()),
+    ],
+)
+def test_functions_of_pytorch_are_their_modules(function: Any, module: nn.Module) -> None:
+    """Also where data differ in how many positions count: a mean is one over all positions."""
+    f = torch.rand(4, 3, 2, dtype=torch.float64)
+    y: Tensor = torch.rand(4, 3, 2, dtype=torch.float64)
+    if isinstance(module, nn.CrossEntropyLoss):
+        y = torch.tensor([[0, 1], [2, -100], [1, 1], [0, 2]])
+    loss = describe(function)
+    assert type(loss) is type(describe(module))
+    close(loss(f, y), function(f, y))
+
+
 def test_labels_that_are_floating_point_numbers() -> None:
     """A risk counts targets before it has predictions to compare them with."""
     X = torch.rand(4, 2, dtype=torch.float64)
