@@ -24,12 +24,22 @@ class Targets:
     given: bool = False  # whether the user or the loss module gave them; if not, they are a guess
     scale: Tensor | float = 1.0  # the loss is this many times the sum of criteria; one if it is not needed
     mismatch: Tensor | float = 0.0  # relative distance between the gradient and that of the announced loss
+    calls_for_changed: int = 0  # how often the loss module was called with labels, for predictions that were changed
     compare: bool = False  # whether to look for the scale, and for other losses, where that is not needed otherwise
     fit: tuple[Tensor, Tensor] | None = None  # scale, and how well it fits, if targets are known or shown
     others: dict[str, Tensor] = field(default_factory=dict)  # by name of a loss: whether the gradient is its own
 
-    def give(self, y: Tensor) -> None:
-        """Set the targets. If two different ones are given (mixed labels), neither belongs to the whole loss."""
+    def give(self, y: Tensor, changed: bool = False) -> None:
+        """Set the targets. If two different ones are given (mixed labels), neither belongs to the whole loss.
+
+        Args:
+            y: The targets.
+            changed: Whether they are those of predictions that were changed, such as a part of them. Then they may not
+                fit these predictions, and are only counted.
+        """
+        if changed:
+            self.calls_for_changed += 1
+            return
         self.y = None if self.given else y.detach()
         self.given = True
 
@@ -81,6 +91,9 @@ class Targets:
                 "Call the optimizer's targets(y) between the forward pass and backward(), or compute the loss by the "
                 "module of loss=.",
             )
+        # Labels explain the gradient if changes are harmless, such as another order or precision.
+        if self.calls_for_changed == 1 and self.fit is not None and distance > _round_off(f, g, y, loss):
+            self.mismatch = torch.maximum(torch.as_tensor(self.mismatch), distance)
         # Labels that do not explain the gradient are not the true ones, which may be soft, smoothed or mixed.
         if loss.weighs_targets and distance > _TOLERANCE and distance > _round_off(f, g, y, loss):
             raise loss.unknown_targets()
