@@ -273,13 +273,13 @@ class Watch:
         """Set the targets of a pass if the loss module is called with its predictions."""
         given = dict(zip(("input", "target"), args, strict=False)) | kwargs
         f, y = given.get("input"), given.get("target")
-        if not isinstance(f, Tensor) or not isinstance(y, Tensor):
-            return
+        are_labels = isinstance(f, Tensor) and isinstance(y, Tensor) and not y.is_floating_point()
         passes = [reference() for reference in getattr(f, "_kfs_passes", ())]
-        changed = [] if passes or y.is_floating_point() else passes_behind(f)
+        changed = passes_behind(f) if are_labels and not passes else []
         # Other optimizers may watch the same model or have the same loss module. Their hooks are called, too.
-        for one in [one for one in (*passes, *changed) if one is not None and one.owner() is self]:
-            one.targets.give(y, changed=bool(changed))
+        for one in (*passes, *changed):
+            if one is not None and one.owner() is self and isinstance(y, Tensor):
+                one.targets.give(y, changed=bool(changed))
 
     def _receive_gradient(self, one: Pass, g: Tensor) -> None:
         """Show a pass the first gradient with respect to its predictions that trains the model."""

@@ -143,7 +143,8 @@ class BlockDiagonal(OwnedBlocks):
             An operator with the same methods as this one.
 
         Raises:
-            SolverError: If a block is singular, has NaN in it, or is not positive semi-definite.
+            SolverError: If a block is singular, has NaN in it, or is not positive semi-definite. Of singular factors
+                of Kronecker products, inverses without damping are one over round-off, with a warning.
 
         Example:
             >>> from kfs import KFAC, EmpiricalRisk
