@@ -51,6 +51,7 @@ from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.owned_blocks import of_owner
 from kfs.kfac.structures.stack import Stack, check_coverage
+from kfs.kfac.structures.structure import Structure
 from kfs.kfac.sweep import JournalOf
 from kfs.kfac.vectors import one_by_one_if_needed
 from kfs.operators.checked_risk import check_risk
@@ -204,7 +205,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         """The blocks by eigenvalues and eigenvectors, those of one size together in memory."""
         if self._stacks is None:
             R = self.factors.loss.reduction_factor(self.count)
-            self._stacks = [Stack(stack.layouts, stack.structure.scaled(R)) for stack in self._sums]
+            self._stacks = [Stack(stack.layouts, _with_noise(stack.structure.scaled(R))) for stack in self._sums]
         return self._stacks
 
     def update(self, risk: EmpiricalRisk) -> Self:
@@ -340,6 +341,13 @@ def _check_fisher(fisher: str) -> None:
         raise ModelError(
             "fisher='forward-only' has no gradients to correct eigenvalues with.", "Use KFAC, or another fisher."
         )
+
+
+def _with_noise(basis: Structure) -> Eigenbasis:
+    """Return eigenvalues with their round-off. They are squares of gradients, which eigenvectors round relatively."""
+    assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
+    precision = sum(basis.values.shape[1:]) * torch.finfo(basis.values.dtype).eps
+    return replace(basis, noise=precision**2 * basis.values.flatten(1).amax(1).to(basis.noise))
 
 
 def _zeros(stack: Stack) -> Stack:

@@ -44,6 +44,11 @@ class BinaryCrossEntropy(Elementwise):
         """Return the mass times the variance of the label."""
         return self._mass(f, y) * f.sigmoid() * (-f).sigmoid()
 
+    @property
+    def weighs_targets(self) -> bool:
+        """Positive labels may count more or less than negative ones."""
+        return self.pos_weight is not None
+
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
         """Return labels by the gradient's sign; what matters is how much they count."""
         return (g < 0).to(f.dtype)

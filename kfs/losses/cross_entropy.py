@@ -137,9 +137,20 @@ class CrossEntropy(Loss):
         result[columns, :, :, p] = values.permute(2, 0, 1)
         return result.reshape(-1, *f.shape)
 
+    @property
+    def weighs_targets(self) -> bool:
+        """Classes may have weights."""
+        return self.weight is not None
+
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
-        """Return the labels: the gradient is negative there alone, and zero at positions that do not count."""
-        return torch.where((g == 0).all(1), self.ignore_index, g.argmin(1))
+        """Return the labels: the gradient is negative there alone, and zero at positions that do not count.
+
+        It is also zero where a prediction is certain and right, because all other classes have no probability left.
+        """
+        certain = (softmax(f.detach()) > 0).sum(1) == 1
+        zero = (g == 0).all(1)
+        label = torch.where(zero, f.argmax(1), g.argmin(1))
+        return torch.where(zero & ~certain, self.ignore_index, label)
 
     def departure(self, f: Tensor, g: Tensor) -> Tensor:
         """Return the length of the gradient's sums over classes: probabilities sum to one.
@@ -313,6 +324,11 @@ class TokenCrossEntropy(Loss):
     def hessian_factor(self, f: Tensor, y: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Return one column per class and predicting position."""
         return self._back(self.base.hessian_factor(self._logits(f), self._labels(y), start, stop))
+
+    @property
+    def weighs_targets(self) -> bool:
+        """Classes may have weights."""
+        return self.base.weighs_targets
 
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
         """Return the labels, as `CrossEntropyLoss` does."""

@@ -129,14 +129,15 @@ class Custom(Loss):
         )
         return roots.reshape(*roots.shape, *[1] * (f.ndim - 1)) * gradients
 
+    @property
+    def hessian_needs_targets(self) -> bool:
+        """A function may have any Hessian."""
+        return True
+
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
         """Return anything: the Fisher matrix is that of the likelihood."""
         self._distribution()
         return f
-
-    def stand_in_for_ggn(self, f: Tensor, g: Tensor) -> Tensor:
-        """Refuse: the function may depend on targets in any way, whatever the likelihood is."""
-        raise self.unknown_targets()
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a target per datum on the CPU, by a generator that is seeded for this datum and sample alone.
@@ -166,10 +167,7 @@ class Custom(Loss):
 
     def _distribution(self) -> Callable[[Tensor], Distribution]:
         if self.likelihood is None:
-            # People pass F.cross_entropy for nn.CrossEntropyLoss().
-            known = getattr(self.function, "__module__", "") == "torch.nn.functional"
-            module = " (the module of torch.nn does, such as nn.CrossEntropyLoss())" if known else ""
-            raise self.no_likelihood(f"a function alone does not say which targets are likely{module}")
+            raise self.no_likelihood("a function alone does not say which targets are likely")
         return self.likelihood
 
     def _factor(self, H: Tensor, f: Tensor) -> Tensor:

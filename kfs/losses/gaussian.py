@@ -57,6 +57,11 @@ class Gaussian(Loss):
         """Return the number of data."""
         return len(y)
 
+    @property
+    def hessian_needs_targets(self) -> bool:
+        """The Hessian has residuals in it."""
+        return True
+
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
         """Return the mean: the Fisher matrix does not depend on targets."""
         mean = f.select(1, 0) if f.ndim > 1 else f

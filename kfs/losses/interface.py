@@ -172,13 +172,23 @@ class Loss(ABC):
         """
         raise self.unknown_targets()
 
-    def stand_in_for_ggn(self, f: Tensor, g: Tensor) -> Tensor:
-        """Return targets that have the GGN of the true ones, as `stand_in` does for the Fisher matrix.
+    def unknown_targets(self) -> LossError:
+        """Return the error for curvature that depends on targets, where only the loss's gradient is at hand."""
+        return LossError(
+            f"The curvature of {self.name} depends on targets, and these are not known.",
+            "Call targets(y) of the optimizer between the forward pass and backward(), or compute the loss with the "
+            "module passed as loss=.",
+        )
 
-        Raises:
-            LossError: If the GGN depends on targets in a way that the gradient does not show.
-        """
-        return self.stand_in(f, g)
+    @property
+    def hessian_needs_targets(self) -> bool:
+        """Whether the Hessian depends on targets, so that those of `stand_in` do not do for it."""
+        return False
+
+    @property
+    def weighs_targets(self) -> bool:
+        """Whether targets say how much a datum counts. Then `stand_in` is right only if it finds the true ones."""
+        return False
 
     def departure(self, f: Tensor, g: Tensor) -> Tensor:
         """Return how far `g` is from a gradient of this loss, whatever the targets are, relative to its length."""
@@ -191,13 +201,6 @@ class Loss(ABC):
         if isinstance(count, Tensor):
             (count,) = waiting.numbers([count])
         return self.scale / count
-
-    def unknown_targets(self) -> LossError:
-        """Return the error for curvature that only targets tell."""
-        return LossError(
-            f"The curvature of {self.name} depends on targets, and these are not known.",
-            "Call targets(y) of the optimizer before backward(), or compute the loss with the module passed as loss=.",
-        )
 
     def no_likelihood(self, why: str) -> LossError:
         """Return the error for a question that only a likelihood answers."""

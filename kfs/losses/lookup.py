@@ -1,6 +1,7 @@
 """From what the user calls a loss to its description."""
 
 from collections.abc import Callable
+from inspect import isfunction
 
 from torch import nn
 
@@ -23,14 +24,24 @@ DESCRIPTIONS: dict[type[nn.Module], Callable[..., Loss]] = {
     nn.HuberLoss: Huber,
     nn.SmoothL1Loss: Huber,
 }
+# PyTorch's functions of a batch. With their default arguments, they are these modules.
+_MODULES: dict[object, type[nn.Module]] = {
+    nn.functional.mse_loss: nn.MSELoss,
+    nn.functional.cross_entropy: nn.CrossEntropyLoss,
+    nn.functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    nn.functional.poisson_nll_loss: nn.PoissonNLLLoss,
+    nn.functional.huber_loss: nn.HuberLoss,
+    nn.functional.smooth_l1_loss: nn.SmoothL1Loss,
+}
 
 
 def describe(loss: object) -> Loss:
     """Return the description of a loss.
 
     Args:
-        loss: A supported loss module of `torch.nn` (not a subclass, which may compute anything), a `Loss`, or a
-            function `(f, y) -> scalar` of one datum, which is averaged over the data.
+        loss: A supported loss module of `torch.nn` (not a subclass, which may compute anything), the function of
+            `torch.nn.functional` for it, a `Loss`, or a function `(f, y) -> scalar` of one datum, which is averaged
+            over the data.
 
     Returns:
         The description.
@@ -44,6 +55,8 @@ def describe(loss: object) -> Loss:
     """
     if isinstance(loss, Loss):
         return loss
+    if isfunction(loss) and loss in _MODULES:
+        loss = _MODULES[loss]()
     if type(loss) in DESCRIPTIONS:
         return DESCRIPTIONS[type(loss)](loss)  # type: ignore[index]
     if isinstance(loss, nn.Module) or not callable(loss):

@@ -52,15 +52,14 @@ class Poisson(Elementwise):
         """Return the square root of the last column of the table above."""
         return diagonal_factor(root(self.second_derivative(f, self._rate(f))), start, stop)
 
+    @property
+    def hessian_needs_targets(self) -> bool:
+        """The Hessian of the second line has counts in it."""
+        return not self.module.log_input
+
     def stand_in(self, f: Tensor, g: Tensor) -> Tensor:
         """Return no counts at all: the Fisher matrix does not depend on them."""
         return torch.zeros_like(f)
-
-    def stand_in_for_ggn(self, f: Tensor, g: Tensor) -> Tensor:
-        """Return no counts at all for predicted logarithms. The GGN of predicted rates depends on counts."""
-        if not self.module.log_input:
-            raise self.unknown_targets()
-        return self.stand_in(f, g)
 
     def sampled_gradient(self, f: Tensor, y: Tensor, draws: Draws) -> Tensor:
         """Draw a count per entry."""

@@ -6,7 +6,7 @@ in prediction space, which the loss knows. The Hessian is differentiated twice.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Literal
 
@@ -130,7 +130,7 @@ class Curvature(LinearOperator):
             if inside and wanted:
                 yield from self.product(batch, inside, wanted).items()
 
-    def _block_of(self, rows: list[str], columns: list[str]) -> LinearOperator:
+    def _block_of(self, rows: Collection[str], columns: Collection[str]) -> LinearOperator:
         """Return the block with some parameters' rows and columns; nothing else is computed."""
         return CurvatureBlock(self, rows, columns)
 

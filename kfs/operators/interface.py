@@ -12,7 +12,7 @@ answer has the same form.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from math import ceil
 from numbers import Real
 from typing import TYPE_CHECKING, overload
@@ -160,7 +160,8 @@ class LinearOperator(DescribedOperator, ABC):
         """Return the block with some rows and columns.
 
         Args:
-            rows: Names of parameters; or entries of flat vectors: integers, a mask or a slice.
+            rows: Names of parameters, in the order that the block shall have; or entries of flat vectors: integers, a
+                mask or a slice.
             columns: The same, and by default the same ones.
 
         Raises:
@@ -173,7 +174,7 @@ class LinearOperator(DescribedOperator, ABC):
             return IndexedSubmatrix(self, self.codomain.index(rows), self.domain.index(columns))
         return self._block_of(_names(rows), _names(columns))
 
-    def _block_of(self, rows: list[str], columns: list[str]) -> "LinearOperator":
+    def _block_of(self, rows: Collection[str], columns: Collection[str]) -> "LinearOperator":
         """Return the block with some parameters' rows and columns."""
         return Submatrix(self, rows, columns)
 
@@ -378,11 +379,11 @@ class IndexedSubmatrix(LinearOperator):
         return {"entries": self.base.domain.flatten(result)[:, self.columns]}
 
 
-def _names(chosen: Index) -> list[str]:
+def _names(chosen: Index) -> Collection[str]:
     if isinstance(chosen, str):
         return [chosen]
     if isinstance(chosen, Iterable):
-        return list(chosen)
+        return chosen if isinstance(chosen, set | frozenset) else [*chosen]
     raise ShapeError(
         f"{chosen!r} does not choose rows or columns.",
         "Give a parameter's name, or several; or entries as a list of integers ([3] for one), a mask or a slice.",

@@ -120,6 +120,8 @@ def _check_floating(t: Tensor, subject: str) -> None:
 
 def _is_symmetric(matrix: Tensor) -> bool:
     """Whether a square matrix equals its transpose, up to the last digits: many are computed as products."""
+    if not matrix.numel():
+        return True
     asymmetry = (matrix - matrix.T).abs().max()
     return bool(asymmetry <= 10 * torch.finfo(matrix.dtype).eps * matrix.abs().max())
 

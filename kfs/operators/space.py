@@ -83,12 +83,18 @@ class Space:
         return hash((tuple(self.shapes.items()), self.dtype))
 
     def subspace(self, names: Iterable[str]) -> "Space":
-        """Return the space of some of the tensors, in this space's order."""
+        """Return the space of some of the tensors, in the order in which they are named; sets have this space's order.
+
+        The order of a set is another one in every process.
+        """
+        if isinstance(names, set | frozenset):
+            names = [*(name for name in self.shapes if name in names), *(names - self.shapes.keys())]
         names = [names] if isinstance(names, str) else list(names)
         unknown = [name for name in names if name not in self.shapes]
         if unknown or not names:
-            raise ModelError(f"There are no parameters {unknown or names}.", near(unknown, self.shapes))
-        return Space({n: s for n, s in self.shapes.items() if n in names}, self.dtype, self.device)
+            text = f"There are no parameters {unknown}." if unknown else "No parameters are named."
+            raise ModelError(text, near(unknown, self.shapes))
+        return Space({name: self.shapes[name] for name in names}, self.dtype, self.device)
 
     def read(self, v: Vector) -> tuple[Columns, Form]:
         """Take a vector, a matrix of columns, a dictionary or a list of tensors apart.

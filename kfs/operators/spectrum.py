@@ -7,6 +7,7 @@ vectors approximates all of it.
 
 from dataclasses import dataclass
 from math import pi, sqrt
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -64,8 +65,11 @@ def eigenvalues(
     from scipy.sparse.linalg import ArpackError, eigsh  # noqa: PLC0415 (slow to import)
 
     _check_symmetric(A)
-    if not 1 <= k < A.shape[0]:
-        raise ShapeError(f"k is {k} for {A.shape[0]} rows.", "Choose 1 <= k < rows, or use to_dense() for all of them.")
+    is_integer = isinstance(k, Integral)
+    if not is_integer or not 1 <= k < A.shape[0]:
+        raise ShapeError(
+            f"k is {k} for {A.shape[0]} rows.", "Choose an integer 1 <= k < rows, or use to_dense() for all of them."
+        )
     if by not in {"value", "magnitude"}:
         raise ShapeError(f"by is {by!r}.", "Choose 'value' or 'magnitude'.")
     which = ("L" if largest else "S") + ("A" if by == "value" else "M")  # as ARPACK calls them

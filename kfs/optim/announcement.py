@@ -27,7 +27,10 @@ _SAME = 0.05
 _FEW_TARGETS = 4
 # Other losses, and factors, are looked for in this many steps that have sums, since a program does not change.
 _STEPS_TO_COMPARE = 10
-_CHANGE_THE_LOSS = "Pass the loss that you minimize as loss=, for what the model returns."
+_CHANGE_THE_LOSS = (
+    "Pass the loss that you minimize as loss=, for what the model returns. What happens to that before the loss, such "
+    "as a softmax or a temperature, belongs into the model."
+)
 
 
 @dataclass(eq=False)
@@ -63,7 +66,7 @@ class Announcement:
         if sums.mismatch > _DISTANCE_TO_REFUSE:
             raise LossError(text, _CHANGE_THE_LOSS)
         if sums.mismatch > _DISTANCE_TO_WARN:
-            self._warn("term", f"{text} Curvature is that of the announced loss.", 0)
+            self._warn("term", f"{text} Curvature is that of the announced loss, of what the model returns.", 0)
         elif self.steps_left and sums.examples:
             self._compare_scales(sums, value)
         self.steps_left = max(0, self.steps_left - 1)

@@ -1,6 +1,6 @@
 """Settings of the optimizer, checked once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("momentum", "decay"), (0, 1)),
     "adamw_lr": (1e-12, torch.inf),  # Weight decay is divided by it.
 }
+_METHODS = ("kfac", "adamw")
 _INTERVALS = ("factors_every", "inverses_every", "patience")
+# Options that are one for all parameters.
+_NOT_IN_GROUPS = (
+    *("kl_clip", "fisher", "sharing", "eigen", "decay", "factors_every", "inverses_every", "damping_method"),
+    *("damping_unit", "quadratic_model", "patience", "max_dim", "batch_axis", "seed", "audit", "replay"),
+)
 _CHOICES = {"damping_method": (None, *METHODS), "damping_unit": ("relative", "absolute")}
 
 
@@ -31,11 +37,8 @@ def check_options(given: Mapping[str, Any]) -> None:
     Raises:
         ModelError: If one is out of range, or if two do not fit together.
     """
-    for name, (low, high) in _RANGES.items():
-        value = given[name]
-        number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
-        if value is not None and not (number and low <= value < high):
-            raise ModelError(f"{name} is {value!r}.", f"Use a number of at least {low:g} and below {high:g}.")
+    for name in _RANGES:
+        _check_number(name, given[name])
     for name in _INTERVALS:
         value = given[name]
         if value is not None and not callable(value) and not (type(value) is int and value >= 1):
@@ -55,6 +58,32 @@ def check_options(given: Mapping[str, Any]) -> None:
             "A quadratic model takes derivatives along a step, which a model that fully_shard has sharded cannot.",
             "Leave quadratic_model out, or train a DistributedDataParallel model.",
         )
+
+
+def check_groups(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Check what parameter groups say. They may have other entries: schedulers and trainers make notes there.
+
+    Raises:
+        ModelError: If a number is out of range, or an option is one for all parameters.
+    """
+    for group in groups:
+        for name in _NOT_IN_GROUPS:
+            if name in group:
+                raise ModelError(
+                    f"A parameter group has the option {name}, which is one for all parameters.",
+                    f"Pass {name}= to KFAC itself. Groups may have lr, weight_decay, damping, trust, adamw_lr, method.",
+                )
+        for name in _RANGES.keys() & group.keys():
+            _check_number(name, group[name])
+        if group["method"] not in _METHODS:
+            raise ModelError(f"A group has the method {group['method']!r}.", "Choose 'kfac' or 'adamw'.")
+
+
+def _check_number(name: str, value: Any) -> None:
+    low, high = _RANGES[name]
+    number = isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+    if value is not None and not (number and low <= value < high):
+        raise ModelError(f"{name} is {value!r}.", f"Use a number of at least {low:g} and below {high:g}.")
 
 
 def more_often_at_first(step: int) -> int:

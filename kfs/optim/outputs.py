@@ -7,13 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Graphs of other models are large. What happens to predictions before the loss is a few operations.
+_MOST_OPERATIONS = 50
+
 
 class KeepsPass(torch.autograd.Function):
     """The identity. Its node in the graph keeps a pass alive as long as a gradient can be sent back through it."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, one: object, alias: bool) -> Tensor:  # noqa: D102
+    def forward(ctx: Any, t: Tensor, one: object, alias: bool, predicted: bool) -> Tensor:  # noqa: D102
         ctx.one = one
+        ctx.predicted = predicted
         if t.ndim == 0:
             return t.clone()
         # An alias has the same memory but is no view, so operations in place may follow. If the operation before has
@@ -21,9 +25,22 @@ class KeepsPass(torch.autograd.Function):
         return t.detach() if alias else t.view_as(t)
 
     @staticmethod
-    def backward(_: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(_: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         """Pass the gradient on."""
-        return g, None, None
+        return g, None, None, None
+
+
+def passes_behind(t: Tensor) -> list[Any]:
+    """Return the passes that a tensor was computed from the predictions of, in a few operations."""
+    found = []
+    nodes: list[Any] = [t.grad_fn]
+    for node in nodes:
+        if hasattr(node, "predicted"):
+            found += [node.one] if node.predicted else []
+        elif node is not None:
+            following = [further for further, _ in node.next_functions if further not in nodes]
+            nodes += following[: _MOST_OPERATIONS - len(nodes)]
+    return found
 
 
 def with_parts(output: Any, function: Callable[[Tensor], Tensor]) -> Any:

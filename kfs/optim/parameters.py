@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from kfs.errors import KfsWarning, ModelError, StorageError
 from kfs.kfac.layout import Layout
 from kfs.optim.fully_sharded import reshard
+from kfs.optim.options import check_groups
 from kfs.sharded import is_sharded
 
 # By parameter: a weak reference to the `Parameters` that it belongs to.
@@ -51,7 +52,7 @@ class Parameters:
             take_over: Whether to close another optimizer of the same model that has some of them.
 
         Raises:
-            ModelError: If a parameter is not one of the model, or another optimizer has it.
+            ModelError: If a parameter is not one of the model, another optimizer has it, or a group has a bad setting.
         """
         reshard(self._model)
         names = {id(p): name for name, p in self._model.named_parameters()}
@@ -62,9 +63,7 @@ class Parameters:
                 f"Parameters of shapes {strange} are not parameters of the model.",
                 "Pass parameters of the model itself, not of a copy: its forward pass is watched.",
             )
-        methods = {str(group["method"]) for group in groups} - {"kfac", "adamw"}
-        if methods:
-            raise ModelError(f"A group has the method {methods.pop()!r}.", "Choose 'kfac' or 'adamw'.")
+        check_groups(groups)
         if len({group["momentum"] for group in groups}) > 1:
             raise ModelError(
                 "Parameter groups differ in their momentum, but weights and biases are averaged together.",

@@ -149,7 +149,7 @@ class Pass:
             if t.grad_fn is None:
                 return t
             values_are_saved = hasattr(t.grad_fn, "_saved_result")
-            result: Tensor = KeepsPass.apply(t, self, not values_are_saved)  # type: ignore[no-untyped-call]
+            result: Tensor = KeepsPass.apply(t, self, not values_are_saved, t is f)  # type: ignore[no-untyped-call]
             if t is f:
                 others = getattr(t, "_kfs_passes", ())  # Another optimizer may watch the same model.
                 result._kfs_passes = (*others, reference)  # type: ignore[attr-defined]

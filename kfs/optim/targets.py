@@ -24,12 +24,22 @@ class Targets:
     given: bool = False  # whether the user or the loss module gave them; if not, they are a guess
     scale: Tensor | float = 1.0  # the loss is this many times the sum of criteria; one if it is not needed
     mismatch: Tensor | float = 0.0  # relative distance between the gradient and that of the announced loss
+    calls_for_changed: int = 0  # how often the loss module was called with labels, for predictions that were changed
     compare: bool = False  # whether to look for the scale, and for other losses, where that is not needed otherwise
     fit: tuple[Tensor, Tensor] | None = None  # scale, and how well it fits, if targets are known or shown
     others: dict[str, Tensor] = field(default_factory=dict)  # by name of a loss: whether the gradient is its own
 
-    def give(self, y: Tensor) -> None:
-        """Set the targets. If two different ones are given (mixed labels), neither belongs to the whole loss."""
+    def give(self, y: Tensor, changed: bool = False) -> None:
+        """Set the targets. If two different ones are given (mixed labels), neither belongs to the whole loss.
+
+        Args:
+            y: The targets.
+            changed: Whether they are those of predictions that were changed, such as a part of them. Then they may not
+                fit these predictions, and are only counted.
+        """
+        if changed:
+            self.calls_for_changed += 1
+            return
         self.y = None if self.given else y.detach()
         self.given = True
 
@@ -59,10 +69,16 @@ class Targets:
                     raise
         self.fit = None
         self.mismatch = loss.departure(f, g) if precise else g.new_zeros(())
+        return self._stand_in(f, g, loss, fisher)
+
+    def _stand_in(self, f: Tensor, g: Tensor, loss: Loss, fisher: Fisher) -> Tensor:
+        """Return targets that are as good as the true ones, which are not known, and set the scale."""
         self.scale = distance = g.new_ones(())
         try:
-            y = loss.stand_in_for_ggn(f, g) if fisher == "ggn" else loss.stand_in(f, g)
-            if fisher == "empirical" or (self.compare and shows_targets(loss)):
+            if fisher == "ggn" and loss.hessian_needs_targets:
+                raise loss.unknown_targets()
+            y = loss.stand_in(f, g)
+            if fisher == "empirical" or loss.weighs_targets or (self.compare and shows_targets(loss)):
                 self.fit = self.scale, distance = fit(g, loss.gradient(f, y))
         except LossError:
             # The number of data is enough if curvature depends on inputs alone. The empirical Fisher raises below.
@@ -72,8 +88,15 @@ class Targets:
         if fisher == "empirical" and not distance < _TOLERANCE:
             raise LossError(
                 f"The scale of the gradient is not known, because the targets of {loss.name} are not known.",
-                "Call the optimizer's targets(y) before backward(), or compute the loss by the module of loss=.",
+                "Call the optimizer's targets(y) between the forward pass and backward(), or compute the loss by the "
+                "module of loss=.",
             )
+        # Labels explain the gradient if changes are harmless, such as another order or precision.
+        if self.calls_for_changed == 1 and self.fit is not None and distance > _round_off(f, g, y, loss):
+            self.mismatch = torch.maximum(torch.as_tensor(self.mismatch), distance)
+        # Labels that do not explain the gradient are not the true ones, which may be soft, smoothed or mixed.
+        if loss.weighs_targets and distance > _TOLERANCE and distance > _round_off(f, g, y, loss):
+            raise loss.unknown_targets()
         return y
 
     def known_scale(self) -> float | None:

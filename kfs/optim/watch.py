@@ -35,6 +35,7 @@ from kfs.optim.exchange import Exchange
 from kfs.optim.factor_graphs import FactorGraphs, FactorPass
 from kfs.optim.fully_sharded import has_gradients, is_fully_sharded, leaves, whole_in_backward
 from kfs.optim.hooks import Hook
+from kfs.optim.outputs import passes_behind
 from kfs.optim.passes import Pass, number_of_data
 from kfs.optim.step_sums import Bases, StepSums
 from kfs.outputs import prediction_in
@@ -271,11 +272,14 @@ class Watch:
     def _before_loss(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Set the targets of a pass if the loss module is called with its predictions."""
         given = dict(zip(("input", "target"), args, strict=False)) | kwargs
-        passes = [reference() for reference in getattr(given.get("input"), "_kfs_passes", ())]
-        for one in passes:
-            # Other optimizers may watch the same model or have the same loss module. Their hooks are called, too.
-            if one is not None and one.owner() is self and isinstance(given.get("target"), Tensor):
-                one.targets.give(given["target"])
+        f, y = given.get("input"), given.get("target")
+        are_labels = isinstance(f, Tensor) and isinstance(y, Tensor) and not y.is_floating_point()
+        passes = [reference() for reference in getattr(f, "_kfs_passes", ())]
+        changed = passes_behind(f) if are_labels and not passes else []
+        # Other optimizers may watch the same model or have the same loss module. Their hooks are called, too.
+        for one in (*passes, *changed):
+            if one is not None and one.owner() is self and isinstance(y, Tensor):
+                one.targets.give(y, changed=bool(changed))
 
     def _receive_gradient(self, one: Pass, g: Tensor) -> None:
         """Show a pass the first gradient with respect to its predictions that trains the model."""

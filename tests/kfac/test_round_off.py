@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import kfs
-from kfs import KFAC, EmpiricalRisk
+from kfs import EKFAC, KFAC, EmpiricalRisk
 from kfs.errors import KfsWarning, SolverError, StorageError
 from kfs.kfac.structures import BlockError, Dense, Eigenbasis, Structure
 from kfs.kfac.structures.factor import Factor
@@ -75,6 +75,26 @@ def singular() -> Any:
         if K.eigenvalues().min() > 0:
             return K
     pytest.fail("no such data were found")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_last_layer_of_a_classifier_is_singular(seed: int, dtype: torch.dtype) -> None:
+    """Adding a number to all logits changes nothing, whatever round-off makes of it, and corrected eigenvalues know."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).to(dtype)
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (torch.randn(12, 4, dtype=dtype), torch.arange(12) % 3))
+    with pytest.warns(KfsWarning, match="1 of 1 factors are singular"):
+        inverse = KFAC(risk).inverse()
+    assert inverse.to_dense().isfinite().all()
+    E = EKFAC(risk)
+    for invert in (E.inverse, lambda: E.power(-0.5), lambda: E.sample(1)):
+        with pytest.raises(SolverError, match="'2' is singular, up to round-off"):
+            invert()
+    assert E.inverse(1e-3).to_dense().abs().max() < 1001
+    first: Any = E.submatrix(["0.weight", "0.bias"])
+    back = first.inverse().inverse().to_dense()
+    torch.testing.assert_close(back, E.to_dense()[:15, :15])
 
 
 def as_matrices(K: Any) -> Any:

@@ -32,3 +32,11 @@ def test_matrices_are_real(dtype: torch.dtype) -> None:
     for make in (Dense, OuterProducts):
         with pytest.raises(DtypeError, match=r"Convert to real numbers first"):
             make(matrix)
+
+
+def test_matrices_without_entries() -> None:
+    """They are symmetric, and what is computed with them has no entries either."""
+    A = Dense(torch.zeros(0, 0, dtype=torch.float64))
+    assert A.symmetric
+    assert A.shift(1.0).to_dense().shape == (0, 0)
+    assert (A @ torch.zeros(0, 3, dtype=torch.float64)).shape == (0, 3)

@@ -11,6 +11,7 @@ from kfs.basics.emp_fishers import vec_empirical_fisher
 from kfs.basics.ggns import vec_ggn
 from kfs.basics.hessians import vec_hessian
 from kfs.basics.jacobians import vec_jacobian
+from kfs.kfac import KFAC
 from kfs.losses.counter import Draws
 from kfs.operators import GGN, Fisher, Hessian, Jacobian
 from kfs.risk import EmpiricalRisk
@@ -149,6 +150,29 @@ def test_reused_graphs_give_the_same_products(problem: Problem, kind: str) -> No
         model.get_parameter(name).mul_(2)
     close(kept @ V, plain @ V)
     assert not torch.allclose(kept @ V, before)
+
+
+@pytest.mark.parametrize("kind", ["hessian", "ggn", "sum", "kfac", "inverse"])
+def test_blocks_have_the_order_in_which_they_are_named(kind: str) -> None:
+    """A square block, one whose rows and columns have another order, lists of tensors, and sets, which have none."""
+    risk, *_ = PROBLEMS[1].make()
+    K = KFAC(risk)
+    A = {"hessian": Hessian(risk), "ggn": GGN(risk), "sum": GGN(risk) + K, "kfac": K, "inverse": K.inverse(0.1)}[kind]
+    names = list(A.domain.shapes)
+    places = dict(zip(names, torch.arange(A.shape[0]).split(list(A.domain.sizes.values())), strict=True))
+    matrix = A.to_dense()
+    backward = names[::-1]
+    index = torch.cat([places[name] for name in backward])
+    block = A.submatrix(backward)
+    close(block.to_dense(), matrix[index][:, index])
+    close(A.submatrix(backward, names).to_dense(), matrix[index])
+    close(A.submatrix(names, backward).T.to_dense(), matrix[:, index].T)
+    close(A.submatrix(backward, slice(None)).to_dense(), matrix[index])
+    close(A.submatrix(set(names)).to_dense(), matrix)
+    v = torch.randn(A.shape[0], dtype=torch.float64)
+    product = block @ [v[places[name]].view(A.domain.shapes[name]) for name in backward]
+    assert isinstance(product, list)
+    close(torch.cat([t.flatten() for t in product]), matrix[index] @ v)
 
 
 def function_model(params: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -266,6 +266,10 @@ def test_bad_vectors_are_refused() -> None:
         H.to_dense("vec")
     with pytest.raises(ModelError, match=r"no parameters \['w'\]"):
         H.submatrix(["w"])
+    with pytest.raises(ModelError, match=r"no parameters \['w'\]"):
+        H.submatrix({"w", "0.bias"})
+    with pytest.raises(ModelError, match="No parameters are named"):
+        H.submatrix([])
     assert H.submatrix("0.bias").shape == (4, 4)
     subset, *_ = PROBLEMS[3].make()
     with pytest.raises(ShapeError, match="risks with the same params"):

@@ -152,6 +152,34 @@ def test_the_announced_module_computes_the_loss(loss: nn.Module, y: Tensor, fact
     assert caught[0].filename == train.__code__.co_filename, "it points to the call of step"
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda f: 20 * f, "error: differs by.*softmax or a temperature, belongs into the model"),
+        (lambda f: (3 * f).softmax(1), "warning: differs by"),
+        (lambda f: f.float(), FINE),
+        (lambda f: f.flip(0).flip(0), FINE),
+        (lambda f: f[:6], FINE),
+    ],
+)
+def test_predictions_that_are_changed_before_the_loss(change: Callable[[Tensor], Tensor], expected: str) -> None:
+    """If the announced module is called with labels, they have to explain the gradient at the predictions."""
+    loss = CE()
+
+    def minimized(f: Tensor) -> Tensor:
+        changed = change(f)
+        value: Tensor = loss(changed, LABELS[: len(changed)])
+        return value
+
+    check(outcome(loss, minimized, None), expected)
+    half = 0.5 * ONE_HOT + 1 / 6
+    # Of mixed labels, soft ones, and those of something else, nothing is known.
+    check(outcome(loss, lambda f: 0.5 * loss(20 * f, LABELS) + 0.5 * loss(20 * f, LABELS.flip(0)), None), FINE)
+    check(outcome(loss, lambda f: loss(20 * f, half), None), FINE)
+    other = mlp()
+    check(outcome(loss, lambda f: cross_entropy(20 * f, half) + 0 * loss(other(X), LABELS), None), FINE)
+
+
 def test_a_reduction_that_was_changed_later() -> None:
     """The optimizer knows the settings that the module had."""
     model, loss = mlp(), CE()

@@ -7,14 +7,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Independent, Normal
 from torch.nn import functional as F  # noqa: N812
 
 from kfs.errors import DataError, KfsWarning, LossError, ModelError, StorageError
-from kfs.losses import HalfSquaredError
+from kfs.losses import Custom, HalfSquaredError, TokenCrossEntropy
 from kfs.optim import KFAC
 from tests.optim.training import data, mlp, train, weights
 
 LOSS = nn.CrossEntropyLoss()
+
+
+class Mask(nn.Module):
+    """Forbids classes."""
+
+    def __init__(self, allowed: Tensor) -> None:
+        super().__init__()
+        self.allowed = allowed
+
+    def forward(self, f: Tensor) -> Tensor:
+        return f.masked_fill(~self.allowed[: len(f)], -torch.inf)
 
 
 def test_a_closed_optimizer() -> None:
@@ -154,6 +166,81 @@ def test_targets_that_are_needed() -> None:
     with pytest.raises(LossError, match="targets, and these are not known"):
         F.huber_loss(model(X), y).backward()
     other.close()
+
+
+_SKEWED = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+_SOFT = torch.rand(12, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+_FOURTH = Custom(
+    lambda f, y: ((f - y) ** 4 + (f - y) ** 2).sum(), likelihood=lambda f: Independent(Normal(f, torch.ones(())), 1)
+)
+
+
+@pytest.mark.parametrize(
+    ("loss", "function", "fisher"),
+    [
+        (
+            nn.BCEWithLogitsLoss(pos_weight=_SKEWED),
+            lambda f: F.binary_cross_entropy_with_logits(f, _SOFT, pos_weight=_SKEWED),
+            "type-2",
+        ),
+        (
+            nn.CrossEntropyLoss(_SKEWED, label_smoothing=0.9),
+            lambda f: F.cross_entropy(f, data()[1], _SKEWED, label_smoothing=0.9),
+            "mc",
+        ),
+        (TokenCrossEntropy(weight=_SKEWED), lambda f: F.cross_entropy(f[:, 0], _SOFT, _SKEWED), "type-2"),
+        (nn.PoissonNLLLoss(log_input=False), lambda f: F.poisson_nll_loss(f, _SOFT, log_input=False), "ggn"),
+        (_FOURTH, lambda f: ((f - _SOFT) ** 4 + (f - _SOFT) ** 2).sum(1).mean(), "ggn"),
+        (Custom(lambda f, y: (f - y).cosh().log().sum()), lambda f: (f - _SOFT).cosh().log().sum(), "ggn"),
+        (nn.GaussianNLLLoss(), lambda f: F.gaussian_nll_loss(f[:, 0], _SOFT, f[:, 1]), "ggn"),
+    ],
+)
+def test_curvature_that_depends_on_targets_that_are_not_shown(loss: Any, function: Any, fisher: Any) -> None:
+    """Gradients do not show soft or smoothed labels that are weighted, nor targets that the Hessian has in it."""
+    X, _ = data()
+    model: nn.Module = mlp()
+    if isinstance(loss, TokenCrossEntropy):
+        model = nn.Sequential(model, nn.Unflatten(1, (1, 3)))
+    elif isinstance(loss, nn.PoissonNLLLoss):
+        model = nn.Sequential(model, nn.Softplus())
+    elif isinstance(loss, nn.GaussianNLLLoss):
+        model = nn.Sequential(mlp(classes=6), nn.Softplus(), nn.Unflatten(1, (2, 3)))
+    optimizer = KFAC(model, loss, fisher=fisher)
+    with pytest.raises(LossError, match=r"depends on targets, and these are not known. Call targets\(y\)"):
+        function(model(X)).backward()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+def test_weighted_labels_that_are_shown(scale: float) -> None:
+    """Labels that explain the gradient are the true ones, also where predictions are nearly certain."""
+    X, y = data()
+    loss = nn.CrossEntropyLoss(_SKEWED)
+    results = []
+    for function in (loss, lambda f, y: F.cross_entropy(f, y, _SKEWED)):
+        model = mlp()
+        with torch.no_grad():
+            model[4].weight.mul_(scale)
+        train(model, KFAC(model, loss, fisher="type-2", trust=None, lr=0.1), [(X, y)] * 3, function)
+        results.append(weights(model))
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("fisher", ["type-2", "empirical", "forward-only"])
+def test_certain_predictions_count(fisher: Any) -> None:
+    """Where one class is left, the gradient is zero, as it is for labels that are ignored; these do not count."""
+    X, y = data()
+    allowed = torch.ones(12, 3, dtype=torch.bool)
+    allowed[:6] = F.one_hot(y[:6], 3).bool()
+    y = y.where(torch.arange(12) < 9, -100)
+    loss = nn.CrossEntropyLoss()
+    results = []
+    for function in (loss, F.cross_entropy):
+        model = mlp()
+        masked = nn.Sequential(model, Mask(allowed))
+        train(masked, KFAC(masked, loss, fisher=fisher, trust=None, lr=0.1), [(X, y)] * 3, function)
+        results.append(weights(model))
+    torch.testing.assert_close(results[1], results[0])
 
 
 @pytest.mark.parametrize(

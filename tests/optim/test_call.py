@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from kfs import Relative
 from kfs.errors import LossError, ModelError
 from kfs.optim import KFAC
 from tests.optim.training import mlp
@@ -69,3 +70,24 @@ def test_a_class_instead_of_a_model() -> None:
     """So does a model's class."""
     with pytest.raises(ModelError, match=r"torch\.nn\.Module"):
         KFAC(nn.Linear, nn.CrossEntropyLoss())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "match"),
+    [
+        ("fisher", "type-2", r"has the option fisher, which is one for all.*Pass fisher= to KFAC itself"),
+        ("decay", 0.5, "has the option decay"),
+        ("lr", -1.0, r"lr is -1\.0"),
+        ("damping", Relative(0.1), r"damping is Relative\(0\.1\)\. Use a number"),
+    ],
+)
+def test_options_in_groups(option: str, value: Any, match: str) -> None:
+    """What a group cannot have is not ignored. What schedulers and trainers write there is."""
+    net = mlp()
+    first = [{"params": net[0].parameters(), option: value}]
+    with pytest.raises(ModelError, match=match):
+        KFAC(net, nn.CrossEntropyLoss(), first)
+    optimizer = KFAC(net, nn.CrossEntropyLoss(), [{"params": net[0].parameters(), "initial_lr": 0.1, "trust": None}])
+    with pytest.raises(ModelError, match=match):
+        optimizer.add_param_group({"params": list(net[2].parameters()), option: value})
+    assert len(optimizer.param_groups) == 1

@@ -7,7 +7,7 @@ Contracts, for such an operator `K`, a vector `v` and numbers `d`, `p`:
     values, Q = K.eigh(); Q @ (values * (Q.T @ v)) == K @ v
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Literal, Self, overload
 
@@ -116,10 +116,10 @@ class BlockDiagonal(OwnedBlocks):
             made = self._map_structures(lambda structure: structure.shift(float(delta)))
         return made.called(f"{bracketed(self)}.shift({number(delta)})")
 
-    def _block_of(self, rows: list[str], columns: list[str]) -> LinearOperator:
+    def _block_of(self, rows: Collection[str], columns: Collection[str]) -> LinearOperator:
         """Return the block with some parameters' rows and columns, with all that this operator can do if they agree."""
-        if set(rows) == set(columns):
-            space = self.domain.subspace(rows)
+        space = self.domain.subspace(rows)
+        if space == self.codomain.subspace(columns):
             parts = restricted(self.own_stacks, space.shapes)
             if all(self.ranks.gather("submatrix", parts is not None)):
                 made = BlockDiagonal(space, stacked(parts or ()), self.ranks)
@@ -143,7 +143,8 @@ class BlockDiagonal(OwnedBlocks):
             An operator with the same methods as this one.
 
         Raises:
-            SolverError: If a block is singular, has NaN in it, or is not positive semi-definite.
+            SolverError: If a block is singular, has NaN in it, or is not positive semi-definite. Of singular factors
+                of Kronecker products, inverses without damping are one over round-off, with a warning.
 
         Example:
             >>> from kfs import KFAC, EmpiricalRisk

@@ -19,6 +19,7 @@ closed form.
 Damping is a number, or a multiple of each block's mean eigenvalue, `Relative`.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from kfs.describing import Described, Description
-from kfs.errors import DtypeError, ModelError
+from kfs.errors import DtypeError, KfsWarning, ModelError
 from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
@@ -78,6 +79,9 @@ class Relative(Described):
         return Description(f"Relative({self.fraction!r})")
 
 
+# What is left of a diagonal entry of a singular factor is round-off, which was found to be up to so many times the
+# precision and the size: of last layers of classifiers with 2 to 500 classes, in both precisions.
+_ROUND_OFF = 4.0
 _NO_CURVATURE = "has no curvature, so that relative damping is zero, too: give it an absolute number, by its name"
 # One number for all blocks, or one for each block, by name.
 Damping = float | Relative | Mapping[str, float | Relative]
@@ -163,10 +167,32 @@ def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Str
         basis, or are applied by conjugate gradients.
     """
     if decompositions.is_zero(damping):
-        return structure.inverse()
+        if not isinstance(structure, Kronecker):
+            return structure.inverse()
+        inverse = structure.inverse()
+        _warn_of_round_off(structure.A, inverse.A)
+        _warn_of_round_off(structure.B, inverse.B)
+        return inverse
     if method == "exact":
         return structure.power(-1.0, damping)
     return _with_all_factors_damped(structure, damping, method).inverse()
+
+
+def _warn_of_round_off(factor: Factor, inverse: Factor) -> None:
+    """Warn of factors that are singular, but that round-off has made invertible."""
+    if factor.kind != "dense" or not factor.symmetric:
+        return  # Entries of diagonal factors are exact, and others are checked when they are inverted.
+    noise = _ROUND_OFF * factor.size * (factor.eps or torch.finfo(inverse.values.dtype).eps)
+    # One over this number is what of a feature's square is not a linear combination of the others.
+    dependence = factor.values.diagonal(dim1=-2, dim2=-1) * inverse.values.diagonal(dim1=-2, dim2=-1)
+    singular = (dependence > 1 / noise).any(1)
+    if singular.any():
+        warnings.warn(
+            f"{int(singular.sum())} of {len(singular)} factors are singular, up to round-off, so that their inverses "
+            "are one over round-off. Pass damping.",
+            KfsWarning,
+            stacklevel=2,
+        )
 
 
 def damped(structure: Structure, damping: Tensor, method: Method | None = None) -> Structure:
