@@ -7,8 +7,8 @@ ratios to one training step of SGD, with momentum, of the same model with PyTorc
   with what is captured.
 - KFAC, watched step: a step of `kfs.optim.KFAC` that computes factors (`factors_every=1`), with its other defaults.
   Labels are drawn for it, so it has a second backward pass.
-- KFAC, step: a step with default settings, on average over 10 steps. Two of them compute factors, and each inverse is
-  computed once.
+- KFAC, step: a step with default settings, on average over 10 steps among the first 60, in which factors are computed
+  more often than later.
 
 Models are 1 or 2 layers of width 256 over 64 times, and a linear head on the last state, with 10 classes. Everything is
 measured in turn, and times are medians. On a CPU one thread is used.
@@ -34,7 +34,7 @@ from kfs.risk import EmpiricalRisk
 KINDS: dict[str, type[nn.RNNBase]] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 WIDTH, TIMES, CLASSES = 256, 64, 10
 LAYERS, BATCHES = (1, 2), (32, 64)
-STEPS = 10  # a multiple of how often factors and inverses are computed
+STEPS = 10  # over which a step of KFAC is averaged
 REPEATS = 5
 Step = Callable[[], object]
 
