@@ -330,40 +330,6 @@ def test_a_function_may_be_any_loss() -> None:
     check(outcome(likely, lambda f: cross_entropy(f, LABELS), None), FINE)
 
 
-def quartic(f: Tensor, y: Tensor) -> Tensor:
-    return (f - y).pow(4).sum()
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        Custom(quartic),
-        Custom(quartic, likelihood=lambda f: torch.distributions.Normal(f, 1.0)),
-        nn.PoissonNLLLoss(log_input=False),
-    ],
-)
-def test_curvature_that_depends_on_targets(loss: Any) -> None:
-    """The GGN of these losses depends on targets, which their gradients do not show: the optimizer asks for them."""
-    inputs, counts = torch.randn(6, 4).double(), torch.randint(5, (6, 3)).double()
-
-    def step(tell: bool) -> Tensor:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 3), nn.Softplus()).double()
-        optimizer = KFAC(model, loss, fisher="ggn")
-        f = model(inputs)
-        if tell:
-            optimizer.targets(counts)
-        value = loss(f, counts) if isinstance(loss, Custom) else F.poisson_nll_loss(f, counts, log_input=False)
-        value.backward()
-        optimizer.step()
-        assert not optimizer.uncovered
-        return weights(model)
-
-    with pytest.raises(LossError, match=r"depends on targets.*Call targets\(y\)"):
-        step(tell=False)
-    assert step(tell=True).isfinite().all()
-
-
 @pytest.mark.parametrize(
     ("announced", "minimized", "expected"),
     [
