@@ -1,14 +1,14 @@
 """What is refused before anything is computed: other models, other parameters, names that do not exist."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from kfs.data import fingerprint
 from kfs.errors import DistributedError, KfsWarning, ModelError, SolverError
-from kfs.kfac.structures import BlockDiagonal, Damping, Eigenbasis, Method, Relative, Stack
+from kfs.kfac.structures import BlockDiagonal, Damping, Method
 from kfs.names import few, near
 from kfs.operators.same_parameters import check_parameters
 from kfs.risk import EmpiricalRisk
@@ -27,25 +27,7 @@ def inverse_of(K: BlockDiagonal, damping: Damping, method: Method) -> BlockDiago
         except KfsWarning as warning:
             K.power(-1.0)  # its error has the name of the block
             raise SolverError(f"A block is singular: {warning}", "Pass damping.") from warning
-    given = damping.values() if isinstance(damping, Mapping) else [damping]
-    if not all(one.fraction if isinstance(one, Relative) else one for one in given):
-        for stack in inverse.stacks:
-            _check_definite(stack)
     return inverse
-
-
-def _check_definite(stack: Stack) -> None:
-    """Refuse inverses without damping whose eigenvalues are those of round-off."""
-    if not isinstance(stack.structure, Eigenbasis):
-        return  # others know their round-off
-    values = stack.structure.values.flatten(1)
-    singular = values.amax(1) * torch.finfo(values.dtype).eps > values.amin(1)
-    for name, is_singular in zip(stack.names, singular.tolist(), strict=True):
-        if is_singular:
-            raise SolverError(
-                f"A factor of block {name!r} is singular, up to round-off.",
-                "Pass damping, such as kfs.Relative(0.1).",
-            )
 
 
 def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
