@@ -183,6 +183,7 @@ def test_wide_layers_change_outputs_no_more_than_others(scale: float) -> None:
     with pytest.warns(KfsWarning, match="max_dim"):
         train(model, optimizer, [(X, y)], nn.CrossEntropyLoss())
     change = (model[0](X).detach() - before).square().mean().sqrt()
+    # Columns have a limit each, so that those of one sign may add up to more than one limit; not to several.
     assert change < 2 * 0.03
 
 

@@ -41,12 +41,12 @@ def addmm(
 
 
 def matmul(call: Call, input: Argument, other: Argument, *, out: Argument | None = None) -> Planned:
-    """Compute `a @ b`, where one of them is a parameter with two axes, or has a matrix for each expert; or a vector."""
+    """Compute `a @ b`, where one is a parameter with two axes or a matrix for each expert, or `b` is a vector."""
     a, b = input, other
     if out is not None or not isinstance(a, Argument) or not isinstance(b, Argument):
         return None
     if b.ndim == 1 and b.tracked:
-        return inner_product(call, "matmul", a, b)
+        return inner_products(call, a, b)
     if min(a.ndim, b.ndim) < 2:
         return None
     if b.ndim == 2 and b.tracked:
@@ -106,7 +106,7 @@ def einsum(call: Call, equation: Any, *operands: Any) -> Planned:
     return (plan,)
 
 
-def inner_product(call: Call, operation: str, x: Argument, weight: Argument) -> Planned:
+def inner_products(call: Call, x: Argument, weight: Argument) -> Planned:
     """Plan inner products of vectors `[*leading, in]` with a weight `[in]`: a matrix with one row."""
     view = weight.view
     if view is None or not x.data or x.ndim < 2:
@@ -115,7 +115,7 @@ def inner_product(call: Call, operation: str, x: Argument, weight: Argument) -> 
     prepare = None
     if call.narrow is not None and x.dtype != torch.float64:
         prepare = _narrowed(call.narrow, None)  # as autocast multiplies
-    return (Plan(operation, layout, Vectors(layout.column_size), (x,), prepare, read=lambda g, _: g.unsqueeze(-1)),)
+    return (Plan("matmul", layout, Vectors(layout.column_size), (x,), prepare, read=lambda g, _: g.unsqueeze(-1)),)
 
 
 def bilinear(call: Call, input1: Argument, input2: Argument, weight: Argument, bias: Argument | None = None) -> Planned:
