@@ -217,8 +217,7 @@ class Curvature:
         """Multiply with the inverses of all blocks, and keep each block's step in its trust region if `limit`.
 
         Vectors in `u` are whole. A parameter of a block, one of all `tensors`, that is not in `u` counts as zero. If
-        the flag `taken` is false, or becomes false because steps are not finite, steps are zero. Limits of gradients in
-        `half` precision are less precise.
+        steps are not finite, the flag `taken` becomes false. Limits of gradients in `half` precision are less precise.
         """
         held = {n for a in self.averages.values() if a.has_inverse for n in a.layout.params}
         others = {n: tensors[n] for n in held - u.keys()}

@@ -162,8 +162,7 @@ class Inverses:
             u: By parameter; it has all parameters of all blocks that have an inverse.
             groups: Have the trust regions.
             limit: Whether there are trust regions.
-            taken: A flag on the device that becomes false, in place, if steps are not finite. All of them are zero
-                if it is false.
+            taken: A flag on the device that becomes false, in place, if steps are not finite.
             half: Whether gradients were computed in half precision, so that limits need no more digits.
 
         Returns:
@@ -175,7 +174,6 @@ class Inverses:
         if taken is not None and products:
             # There are few stacks, so this takes few operations, however many parameters there are.
             taken.logical_and_(torch.nn.utils.get_total_norm(products, 1.0).isfinite())
-            products = [torch.where(taken, D, 0.0) for D in products]
         steps: dict[str, Tensor] = {}
         for one, product in zip(stacks, products, strict=True):
             stack = one.stack
@@ -263,8 +261,8 @@ def _aligned_factor(factor: Factor) -> Factor:
         return factor
     size = factor.size
     memory = factor.values.new_zeros(len(factor.values), *(2 * [size + -size % _ALIGNED]))
-    memory[:, :size, :size] = factor.values
-    return replace(factor, values=memory[:, :size, :size])
+    memory[:, :size, :size] = factor.to_dense()
+    return replace(factor, values=memory[:, :size, :size], scale=torch.ones_like(factor.scale))
 
 
 def _product(stack: Stack, columns: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -283,6 +281,9 @@ def _product(stack: Stack, columns: Mapping[str, Tensor], dtype: torch.dtype) ->
                 M[part, :, : K.rows, layout.column_size] = b.reshape(1, 1, K.rows)
         else:
             M[part, :, : K.rows, : K.columns] = layout.matrix(columns).transpose(0, 1)
+    if A.kind == B.kind == "dense":
+        # Dense factors have a scale of one after damping.
+        return B.left(A.right(M))
     return Kronecker(A, B).multiply(M)
 
 

@@ -13,16 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kfs import waiting
 from kfs.kfac.capture import CudaRecorder, Graph, Reads, Recorder, why_not
 from kfs.optim.rule import Scalar
 
 log = logging.getLogger("kfs.optim")
 # What is recorded: it takes gradients, a flag, and numbers, and changes parameters and state in place. The flag says
-# whether gradients are finite; on an accelerator, where nobody has looked, others count as zero. There the flag becomes
-# false, in place, if the step is not finite.
+# whether gradients are finite. On an accelerator, where nobody has looked, it becomes false, in place, if the step is
+# not finite either; nothing changes then.
 Update = Callable[[list[Tensor], Tensor, list[Scalar]], None]
-_ALIGNED = 64  # Tensors begin at multiples of this many numbers.
 _SAME = 3  # An update is recorded when it comes for this many times in a row.
 
 
@@ -92,8 +90,6 @@ class RecordedUpdate:
     def _run(update: Update, grads: Sequence[Tensor], finite: Tensor, numbers: Sequence[float]) -> Tensor:
         """Run an update as it is."""
         flag = finite.clone()
-        if waiting.runs_behind(flag.device):
-            grads = [torch.where(flag, g, 0.0) for g in grads]
         update(list(grads), flag, list(numbers))
         return flag
 
@@ -108,15 +104,13 @@ class RecordedUpdate:
         self, recorder: Recorder, update: Update, grads: Sequence[Tensor], finite: Tensor, numbers: Sequence[float]
     ) -> _Recorded | None:
         """Record an update without running it; `None` if that is not possible."""
-        inputs, memory = _side_by_side(grads)
+        inputs = [torch.zeros_like(g) for g in grads]
         flag = torch.empty_like(finite)
         values = torch.zeros(len(numbers), dtype=torch.float64, device=finite.device)
         reads = Reads()
 
         def run() -> None:
             with reads:
-                for t in memory:
-                    t.nan_to_num_(0.0, 0.0, 0.0)
                 update(inputs, flag, list(values))
 
         try:
@@ -126,22 +120,6 @@ class RecordedUpdate:
             self._new_recorder = None
             return None
         return _Recorded(graph, inputs, flag, values, reads)
-
-
-def _side_by_side(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return tensors like others, and the memory of all of them by precision, so that few operations change all."""
-    result: list[Tensor] = []
-    sizes = [t.numel() + -t.numel() % _ALIGNED for t in tensors]
-    totals: dict[torch.dtype, int] = {}
-    for t, size in zip(tensors, sizes, strict=True):
-        totals[t.dtype] = totals.get(t.dtype, 0) + size
-    memory = {dtype: torch.zeros(total, dtype=dtype, device=tensors[0].device) for dtype, total in totals.items()}
-    left = dict(memory)
-    for t, size in zip(tensors, sizes, strict=True):
-        strides = torch.empty_like(t, device="meta").stride()
-        result.append(left[t.dtype].as_strided(t.shape, strides))
-        left[t.dtype] = left[t.dtype][size:]
-    return result, list(memory.values())
 
 
 def recorder_for(device: torch.device) -> Callable[[], Recorder] | None:

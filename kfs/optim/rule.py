@@ -18,6 +18,7 @@ limits how much a layer's step may change outputs, in every direction: see `limi
 """
 
 from collections.abc import Callable, Sequence
+from itertools import compress
 from math import inf, sqrt
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ class Share(NamedTuple):
         kept: What decoupled weight decay leaves of the parameters, `1 - lr * weight_decay`.
         correction: Multiplies averages, against their bias: see `correction`.
         taken: If an accelerator decides whether the step is taken: a flag, which `natural_step` reads after
-            `precondition` was called. If it is false, steps have to be zero, gradients finite, and nothing changes.
+            `precondition` was called. If it is false, nothing changes, whatever gradients and steps are.
     """
 
     params: Tensors
@@ -98,29 +99,34 @@ def natural_step(shares: Sequence[Share], precondition: Callable[[Tensors], Tens
     steps = iter(precondition(ahead))
     for share in shares:
         mine = [next(steps) for _ in share.params]
-        new: Scalar = 1 - share.momentum
-        kept = share.kept
-        if share.taken is not None:
-            new = new * share.taken.double()
-            kept = kept_if(share.taken, kept)
-        averages, grads = share.averages, share.grads
-        torch._foreach_mul_(averages, in_precision_of(averages, 1 - new))
-        torch._foreach_add_(averages, torch._foreach_mul(grads, in_precision_of(grads, new)))
-        move(share.params, mine, share.lr, kept)
+        if share.taken is None:
+            torch._foreach_lerp_(share.averages, share.grads, 1 - share.momentum)
+        else:
+            average_if(share.taken, share.averages, share.grads, 1 - share.momentum)
+        move(share.params, mine, share.lr, share.kept, share.taken)
 
 
-def kept_if(taken: Tensor, kept: Scalar) -> Tensor:
+def kept_if(taken: Tensor | None, kept: Scalar) -> Scalar:
     """Return what weight decay leaves of parameters: all of them if a step is not taken."""
+    if taken is None or (isinstance(kept, float) and kept == 1):
+        return kept
     result: Tensor = 1 - (1 - kept) * taken.double()
     return result
 
 
-def move(params: Tensors, steps: Tensors, lr: Scalar, kept: Scalar) -> None:
-    """Let parameters decay, and take a step, in place."""
+def move(params: Tensors, steps: Tensors, lr: Scalar, kept: Scalar, taken: Tensor | None = None) -> None:
+    """Let parameters decay, and take a step, in place; with a flag `taken`, only if that is true."""
+    kept = kept_if(taken, kept)
     if not (isinstance(kept, float) and kept == 1):
         torch._foreach_mul_(params, in_precision_of(params, kept))
+    pairs = list(zip(params, steps, strict=True))
+    if taken is not None:
+        # That kernel has learning rates in float32.
+        single = [p.dtype == step.dtype == torch.float32 for p, step in pairs]
+        _sgd_step(list(compress(pairs, single)), lr.float() if isinstance(lr, Tensor) else lr, 0.0, taken)
+        pairs = [(p, torch.where(taken, step, 0.0)) for (p, step), done in zip(pairs, single, strict=True) if not done]
     back: dict[torch.dtype, Tensor] = {}
-    for p, step in zip(params, steps, strict=True):
+    for p, step in pairs:
         if p.dtype not in {torch.float32, torch.float64}:
             p.sub_(lr * step.float())  # The learning rate is not rounded to half precision.
             continue
@@ -128,6 +134,40 @@ def move(params: Tensors, steps: Tensors, lr: Scalar, kept: Scalar) -> None:
             back[p.dtype] = p.new_full((), -lr) if isinstance(lr, float) else (-lr).to(p.dtype)
         # Steps are often parts of larger matrices. PyTorch's functions for lists are slow for these.
         p.addcmul_(step, back[p.dtype])
+
+
+def average_if(taken: Tensor, averages: Tensors, grads: Tensors, new: float) -> None:
+    """Let gradients enter averages with the share `new`, in place, if a step is taken."""
+    alike: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for m, g in zip(averages, grads, strict=True):
+        alike.setdefault(m.dtype, []).append((m, g))
+    for pairs in alike.values():
+        # SGD subtracts `lr * (g + weight_decay * m)`.
+        _sgd_step(pairs, -new, -1.0, taken)
+
+
+def _sgd_step(pairs: Sequence[tuple[Tensor, Tensor]], lr: Scalar, weight_decay: float, taken: Tensor) -> None:
+    """Take a step of SGD on tensors with their gradients, of one precision, if it is taken.
+
+    PyTorch's kernel for all of them reads and writes memory once. It takes a flag that the device decides: then neither
+    gradients nor learning rates have to be finite.
+    """
+    if not pairs:
+        return
+    grads = [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in pairs]
+    torch._fused_sgd_(
+        [p for p, _ in pairs],
+        grads,
+        [],
+        lr=lr,
+        weight_decay=weight_decay,
+        momentum=0.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,
+        found_inf=torch.logical_not(taken).float(),
+    )
 
 
 def in_precision_of(tensors: Tensors, factor: Scalar) -> Scalar:
@@ -252,16 +292,14 @@ def adamw_step(share: Share, squares: Tensors, kept_squares: float, correction_o
     """
     m: Tensors = torch._foreach_lerp(share.averages, share.grads, 1 - share.momentum)
     v: Tensors = torch._foreach_lerp(squares, torch._foreach_mul(share.grads, share.grads), 1 - kept_squares)
-    lr, kept, taken = share.lr, share.kept, share.taken
+    taken = share.taken
     if taken is not None:
         m = [torch.where(taken, new, old) for new, old in zip(m, share.averages, strict=True)]
         v = [torch.where(taken, new, old) for new, old in zip(v, squares, strict=True)]
-        lr = lr * taken.double()
-        kept = kept_if(taken, kept)
     sizes = torch._foreach_sqrt(torch._foreach_mul(v, in_precision_of(v, correction_of_squares)))
     torch._foreach_add_(sizes, torch.finfo(v[0].dtype).tiny ** 0.5)
     steps = torch._foreach_div(torch._foreach_mul(m, in_precision_of(m, share.correction)), sizes)
-    move(share.params, steps, lr, kept)
+    move(share.params, steps, share.lr, share.kept, taken)
     torch._foreach_copy_([*share.averages, *squares], [*m, *v])
 
 

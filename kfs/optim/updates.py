@@ -45,11 +45,13 @@ class Together:
         names: Their names.
         numbers: In the order of `rule.Share`; AdamW has one more, the correction of squares.
         momentum: How much of the averages is kept.
+        decays: Whether weights decay.
     """
 
     names: tuple[str, ...]
     numbers: tuple[float, ...]
     momentum: float
+    decays: bool
 
 
 def together(params: Parameters, state: State, names: Iterable[str], adamw: bool) -> list[Together]:
@@ -70,7 +72,7 @@ def together(params: Parameters, state: State, names: Iterable[str], adamw: bool
             bias = [correction(beta, age + 1) for beta in _BETAS]
             numbers = (lr * float(group["adamw_lr"]), 1 - lr * decay, *bias)
             momentum = _BETAS[0]
-        result.append(Together(tuple(same), numbers, momentum))
+        result.append(Together(tuple(same), numbers, momentum, decay != 0))
     return result
 
 
@@ -115,7 +117,6 @@ def natural_updates(
             everywhere = way.all_true(taken)
             if everywhere is not taken:
                 taken.copy_(everywhere)
-                D = {n: torch.where(taken, d, 0.0) for n, d in D.items()}
         elif not way.all_true(torch.nn.utils.get_total_norm(list(D.values()), 1.0).isfinite()):
             raise StepNotFiniteError
         if kl_clip is not None:
@@ -165,7 +166,9 @@ def _share(
     averages = [part_of(state[p][average]) for p in tensors]
     own = [grads[n].to(m.dtype) for n, m in zip(part.names, averages, strict=True)]
     lr, kept, corrected = (next(numbers) for _ in range(3))
-    return Share([part_of(p) for p in tensors], own, averages, part.momentum, lr, kept, corrected)
+    # Weights that do not decay, which the host knows, are not multiplied by one.
+    left = kept if part.decays else 1.0
+    return Share([part_of(p) for p in tensors], own, averages, part.momentum, lr, left, corrected)
 
 
 class Updates:
@@ -262,7 +265,7 @@ class Updates:
         stacks = self._curvature.inverses.stacks(self._curvature.averages.values())
         tensors = [t for n in grads for t in (params.tensors[n], *_tensors_in(state[params.tensors[n]]))]
         return (
-            tuple((part.names, part.momentum) for part in (*parts, *others)),
+            tuple((part.names, part.momentum, part.decays) for part in (*parts, *others)),
             tuple(params.groups[n]["trust"] for n in grads),
             tuple(t.data_ptr() for t in tensors),
             tuple((g.dtype, g.stride()) for g in grads.values()),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kfs.kfac.structures import Kronecker
 from kfs.optim import KFAC
 from tests.optim.training import data, mlp, train, weights
 
@@ -65,16 +66,16 @@ def check_overflow(device: str, replay: bool, **options: Any) -> None:
     optimizer = KFAC(model, LOSS, params, factors_every=100, weight_decay=0.1, replay=replay, **options)
     train(model, optimizer, [(X, y)] * 6, LOSS)
     average = optimizer._curvature.averages["2.weight", (0, 5)]
-    assert average.inverse is not None
-    good = average.inverse.like.clone()
-    average.inverse.like.fill_(torch.inf)
+    assert isinstance(average.inverse, Kronecker)
+    good = average.inverse.A.values.clone()
+    average.inverse.A.values.fill_(torch.inf)
     average.changed = False
     before = weights(model)
     state = copy.deepcopy(averages_of(optimizer))
     train(model, optimizer, [(X, y)] * 2, LOSS)
     assert torch.equal(weights(model), before)
     assert all(map(torch.equal, averages_of(optimizer), state))
-    average.inverse.like.copy_(good)
+    average.inverse.A.values.copy_(good)
     train(model, optimizer, [(X, y)], LOSS)
     assert not torch.equal(weights(model), before)
     assert weights(model).isfinite().all()

@@ -216,12 +216,16 @@ def inverse_by_halves(M: Tensor, smallest: int = _SMALL) -> tuple[Tensor, Tensor
     Returns:
         The inverses, and which of the matrices, `[stack]`, are positive definite up to round-off.
     """
-    W, good = _inverse_cholesky(M, smallest)
-    return _gram_of_triangular(W, smallest), good
+    W = torch.zeros_like(M, memory_format=torch.contiguous_format)
+    good = _inverse_cholesky(M, W, smallest)
+    result = torch.empty_like(W)
+    _gram_of_triangular(W, result, smallest)
+    _mirror(result, smallest)
+    return result, good
 
 
-def _inverse_cholesky(M: Tensor, smallest: int) -> tuple[Tensor, Tensor]:
-    r"""Invert Cholesky factors, and return which of them could be computed, `[stack]`.
+def _inverse_cholesky(M: Tensor, W: Tensor, smallest: int) -> Tensor:
+    r"""Write inverses of Cholesky factors to zeros `W`, and return which of them could be computed, `[stack]`.
 
     With halves $P, Q, R$ of a matrix, its Cholesky factor and the inverse of that are
 
@@ -234,42 +238,78 @@ def _inverse_cholesky(M: Tensor, smallest: int) -> tuple[Tensor, Tensor]:
     $$
 
     where $X = Q W_1^\top$ and $L_2 L_2^\top = R - X X^\top$. The same with $P^{-1}$ instead of $W_1$ would take fewer
-    products, but the square of the condition number would multiply round-off.
+    products, but the square of the condition number would multiply round-off. What is above the diagonal of `M` is not
+    read.
     """
     size = M.shape[-1]
     if size <= smallest:
         L, failed = torch.linalg.cholesky_ex(M)
-        W = _inverse_of_triangular(L)
-        return W, (failed == 0) & W.diagonal(dim1=1, dim2=2).sum(1).isfinite()
+        W.copy_(_inverse_of_triangular(L))
+        is_good: Tensor = (failed == 0) & W.diagonal(dim1=1, dim2=2).sum(1).isfinite()
+        return is_good
     half = _first_half(size)
-    P = M[:, :half, :half]
-    Q = M[:, half:, :half]
-    R = M[:, half:, half:]
-    W1, good = _inverse_cholesky(P, smallest)
-    X = Q @ W1.mT
-    W2, also_good = _inverse_cholesky(torch.baddbmm(R, X, X.mT, alpha=-1), smallest)
-    result = torch.zeros_like(M, memory_format=torch.contiguous_format)
-    result[:, :half, :half] = W1
-    result[:, half:, :half] = (W2 @ X @ W1).neg_()
-    result[:, half:, half:] = W2
-    return result, good & also_good
+    W1, W2 = W[:, :half, :half], W[:, half:, half:]
+    Q, R = M[:, half:, :half], M[:, half:, half:]
+    good = _inverse_cholesky(M[:, :half, :half], W1, smallest)
+    X = torch.empty_like(Q, memory_format=torch.contiguous_format)
+    _multiply(W1, Q.mT, X.mT, smallest)
+    S = torch.empty_like(R, memory_format=torch.contiguous_format)
+    for rows, columns in _lower_parts(size - half, smallest):
+        torch.baddbmm(R[:, rows, columns], X[:, rows], X[:, columns].mT, alpha=-1, out=S[:, rows, columns])
+    also_good = _inverse_cholesky(S, W2, smallest)
+    XW1 = torch.empty_like(X)
+    _multiply_transposed(W1, X.mT, XW1.mT, smallest)
+    _multiply(W2, XW1.neg_(), W[:, half:, :half], smallest)
+    return good & also_good
 
 
-def _gram_of_triangular(W: Tensor, smallest: int) -> Tensor:
-    """Return `W^T W` for lower triangular matrices. By halves, that takes a third of a product's operations."""
+def _gram_of_triangular(W: Tensor, result: Tensor, smallest: int) -> None:
+    """Write `W^T W` for lower triangular matrices; what is above the diagonal is correct after `_mirror`."""
     size = W.shape[-1]
     if size <= smallest:
-        return W.mT @ W
+        torch.bmm(W.mT, W, out=result)
+        return
     half = _first_half(size)
-    lower = W[:, half:, :half]
-    last = W[:, half:, half:]
-    result = torch.empty_like(W)
-    result[:, :half, :half] = torch.baddbmm(_gram_of_triangular(W[:, :half, :half], smallest), lower.mT, lower)
-    off_diagonal = last.mT @ lower
-    result[:, half:, :half] = off_diagonal
-    result[:, :half, half:] = off_diagonal.mT
-    result[:, half:, half:] = _gram_of_triangular(last, smallest)
-    return result
+    lower, last = W[:, half:, :half], W[:, half:, half:]
+    _gram_of_triangular(W[:, :half, :half], result[:, :half, :half], smallest)
+    for rows, columns in _lower_parts(half, smallest):
+        result[:, rows, columns].baddbmm_(lower[:, :, rows].mT, lower[:, :, columns])
+    _multiply_transposed(last, lower, result[:, half:, :half], smallest)
+    _gram_of_triangular(last, result[:, half:, half:], smallest)
+
+
+def _mirror(M: Tensor, smallest: int) -> None:
+    """Copy halves from below the diagonal to above it, in place; matrices of the smallest size are complete."""
+    size = M.shape[-1]
+    if size > smallest:
+        half = _first_half(size)
+        M[:, :half, half:] = M[:, half:, :half].mT
+        _mirror(M[:, :half, :half], smallest)
+        _mirror(M[:, half:, half:], smallest)
+
+
+def _multiply(L: Tensor, Y: Tensor, result: Tensor, smallest: int) -> None:
+    """Write `L Y` for lower triangular matrices. Half of the zeros are left out, which saves a quarter."""
+    half = _first_half(L.shape[-1]) if L.shape[-1] > smallest else 0
+    if half:
+        torch.bmm(L[:, :half, :half], Y[:, :half], out=result[:, :half])
+    torch.bmm(L[:, half:], Y, out=result[:, half:])
+
+
+def _multiply_transposed(L: Tensor, Y: Tensor, result: Tensor, smallest: int) -> None:
+    """Write `L^T Y` for lower triangular matrices, like `_multiply`."""
+    half = _first_half(L.shape[-1]) if L.shape[-1] > smallest else 0
+    if half:
+        torch.bmm(L[:, :, :half].mT, Y, out=result[:, :half])
+    torch.bmm(L[:, half:, half:].mT, Y[:, half:], out=result[:, half:])
+
+
+def _lower_parts(size: int, smallest: int) -> list[tuple[slice, slice]]:
+    """Return rows and columns of what is computed of a symmetric matrix: all, or three quarters with the diagonal."""
+    if size <= smallest:
+        return [(slice(size), slice(size))]
+    half = _first_half(size)
+    return [(slice(half), slice(half)), (slice(half, size), slice(size))]
 
 
 def _first_half(size: int) -> int:
