@@ -7,11 +7,13 @@ makes up its mind. So checks set flags on the device, counts stay there, and bot
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
+T = TypeVar("T")
 _constants: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 _MOST = 64  # so many constants are kept
 _ERROR = 2  # PyTorch's number for the debug mode in which operations that wait are errors
@@ -101,6 +103,20 @@ def unwrapped(constant: Tensor) -> Tensor:
 def number(value: float | Tensor) -> float:
     """Return a number that may be a tensor without axes; an accelerator is asked for it."""
     return numbers([value])[0] if isinstance(value, Tensor) else value
+
+
+def side_by_side(one: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:
+    """Compute two things that do not need each other; a recorded computation runs them at the same time."""
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return one(), other()
+    # What they share was made before, and nobody reads results before both are complete.
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()  # pragma: no cover (tested on a GPU)
+    side.wait_stream(main)  # pragma: no cover
+    with torch.cuda.stream(side):  # pragma: no cover
+        first = one()
+    second = other()  # pragma: no cover
+    main.wait_stream(side)  # pragma: no cover
+    return first, second  # pragma: no cover
 
 
 @contextmanager

@@ -4,7 +4,7 @@ Averages are per example: they do not depend on the batch size, nor on the loss'
 bias that comes from this start is corrected when an inverse is computed.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -174,58 +174,44 @@ class Inverted(NamedTuple):
     input_size: Tensor  # root mean squares of inputs, `[stack]`
 
 
+def numbers_of(averages: Iterable[Average], damping: Iterable[float]) -> list[float]:
+    """Return what the host knows about averages that are inverted: five numbers for each block of the stack.
+
+    These are weight, number of uses and damping, and weight and uses before the last factors were added.
+    """
+    numbers: list[float] = []
+    for a, added in zip(averages, damping, strict=True):
+        before = (a.weight, a.uses) if a.before is None else (a.before.weight, a.before.uses)
+        numbers += a.layout.groups * [a.weight, a.uses, added, *before]
+    return numbers
+
+
 def inverted(
-    averages: Sequence[Average], damping: Sequence[float], unit: Unit, method: Method, eigen: bool
+    averages: Sequence[Average], numbers: Tensor, good: Tensor | None, unit: Unit, method: Method, eigen: bool
 ) -> Inverted:
     """Return damped inverses of averages that have equal keys, with corrected eigenvalues if `eigen`.
 
     Args:
         averages: Averages of blocks with factors of the same kinds and sizes.
-        damping: One for each, in this unit.
+        numbers: Those of `numbers_of`, on the device.
+        good: Whether the last factors were added, if the host does not know: see `unconfirmed`.
         unit: What damping is measured in.
         method: How damping is split between factors.
         eigen: Whether eigenvalues are corrected. Then damping is exact.
     """
-    # The host may not know whether the last factors were finite. There is one flag for all averages.
-    good = next((a.before.good for a in averages if a.before is not None), None)
-    weights: dict[tuple[float, float], float | Tensor] = {}
-    unbiased = []
-    for a in averages:
-        key = a.weight, a.weight if a.before is None else a.before.weight
-        if key not in weights:
-            weights[key] = key[0] if good is None or key[0] == key[1] else _now(good, *key)
-        weight = weights[key]
-        unbiased.append(Kronecker(_without_bias(a.factors.A, weight), _without_bias(a.factors.B, weight)))
-    K = Kronecker.stack(unbiased)
+    K = Kronecker.stack([a.factors for a in averages])
+    weight, uses, damping, weight_before, uses_before = numbers.to(K.like.dtype).reshape(-1, 5).unbind(1)
+    if good is not None:
+        weight, uses = torch.where(good, weight, weight_before), torch.where(good, uses, uses_before)
+    K = Kronecker(_without_bias(K.A, weight), _without_bias(K.B, weight))
     corrected = _in_new_eigenbasis(K, [a.eigen for a in averages if a.eigen is not None]) if eigen else None
     structure: Structure = K if corrected is None else corrected
     size = structure.rows * structure.columns
     mean = structure.trace() / size if unit == "relative" else torch.ones_like(K.A.scale)
-    added = (_per_block(averages, damping, mean) * mean).clamp(min=_LEAST_DAMPING)
-    uses = [a.uses for a in averages]
-    before = [a.uses if a.before is None else a.before.uses for a in averages]
-    uses_now = _per_block(averages, uses, mean)
-    if good is not None and before != uses:
-        uses_now = _now(good, uses_now, _per_block(averages, before, mean))
-    inputs = K.A.trace() / (K.A.size * uses_now)
+    added = (damping * mean).clamp(min=_LEAST_DAMPING)
+    inputs = K.A.trace() / (K.A.size * uses)
     inverse = damped_inverse(structure, added, "exact" if eigen else method)
     return Inverted(inverse, added, corrected, inputs.clamp(min=0).sqrt())
-
-
-def _now(good: Tensor, after: float | Tensor, before: float | Tensor) -> Tensor:
-    """Return numbers after factors were added, or those before if that has failed, without asking the device."""
-    one_or_zero = good.double()
-    result: Tensor = after * one_or_zero + before * (1 - one_or_zero)
-    return result
-
-
-def _per_block(averages: Sequence[Average], numbers: Sequence[float], like: Tensor) -> float | Tensor:
-    """Return a number for each of some averages as a tensor `[stack]`, or as it is if it is the same for all."""
-    if len(set(numbers)) == 1:
-        return numbers[0]
-    repeated = [number for a, number in zip(averages, numbers, strict=True) for _ in range(a.layout.groups)]
-    # A copy of numbers from the host need not be waited for.
-    return torch.tensor(repeated, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 def _in_new_eigenbasis(K: Kronecker, old: list[Eigenbasis]) -> Eigenbasis:
@@ -252,8 +238,8 @@ def _zeros_like(factor: Factor) -> Factor:
     return replace(factor, values=torch.zeros_like(factor.values), scale=torch.ones_like(factor.scale))
 
 
-def _without_bias(factor: Factor, weight: float | Tensor) -> Factor:
-    """Correct the bias of an average that started at zero. That of an identity's scale has none."""
+def _without_bias(factor: Factor, weight: Tensor) -> Factor:
+    """Correct the bias of averages that started at zero, by weights `[stack]`. That of an identity's scale has none."""
     return factor if factor.kind == "identity" else factor.scaled(1 / weight)
 
 

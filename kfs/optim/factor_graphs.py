@@ -42,7 +42,7 @@ from kfs.losses import Loss
 from kfs.losses.counter import Draws
 from kfs.optim.hooks import has_other_hooks
 from kfs.optim.model_state import ModelState
-from kfs.optim.recorded_update import recorder_for
+from kfs.optim.recorded_update import memory_of, recorder_for
 from kfs.outputs import prediction_in
 from kfs.state import (
     evaluating,
@@ -329,7 +329,7 @@ class FactorGraphs:
             raise _NotRecordableError("the model depends on chance, or keeps something from one pass to the next")
         if not _are_equal(sums.blocks, watched):
             raise _NotRecordableError("the model is not a function of its inputs")
-        free, taken = _memory(y.device)
+        free, taken = memory_of(y.device)
         reads = Reads()
         uncovered: dict[str, str] = {}
         plans = len(sums.adders)
@@ -340,7 +340,7 @@ class FactorGraphs:
 
         graph = _record(recorder, run, waits, sums)
         _set_counts(sums, counts)  # It was only recorded.
-        taken = _memory(y.device)[1] - taken
+        taken = memory_of(y.device)[1] - taken
         if len(sums.adders) != plans or taken > _SHARE * free:
             graph.reset()
             why = f"it would take {taken / 2**30:.1f} of {free / 2**30:.1f} GiB that are free"
@@ -389,12 +389,3 @@ def _are_equal(sums: dict[Key, BlockSums], others: dict[Key, BlockSums]) -> bool
     sizes = torch._foreach_norm(theirs)
     close = [d <= _TOLERANCE * size for d, size in zip(distances, sizes, strict=True)]
     return bool(torch.stack(close).all())
-
-
-def _memory(device: torch.device) -> tuple[int, int]:
-    """Return how many bytes are free on a GPU, and how many PyTorch has reserved."""
-    if device.type != "cuda":
-        return 1, 0
-    free, _ = torch.cuda.mem_get_info(device)  # pragma: no cover (tested on a GPU)
-    reserved = torch.cuda.memory_reserved(device)  # pragma: no cover
-    return free + reserved - torch.cuda.memory_allocated(device), reserved  # pragma: no cover

@@ -5,7 +5,7 @@ worked: an inverse that could not be computed does not replace the last one, and
 they are in memory, so that a recorded update (see `recorded_update`) finds them there.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from kfs import waiting
+from kfs.kfac.capture import Recorder
 from kfs.kfac.layout import Layout
 from kfs.kfac.structures import Factor, Kronecker, Method, Stack, Structure, checking_later, stacked
-from kfs.optim.averages import Average, Inverted, Unit, inverted
-from kfs.optim.rule import limited
+from kfs.optim.averages import Average, Inverted, Unit, inverted, numbers_of
+from kfs.optim.recorded_update import RecordedUpdate, recorder_for
+from kfs.optim.rule import Scalar, limited
 from kfs.waiting import waiting_allowed
 
 # The optimizer's parameter groups, by parameter name.
@@ -26,6 +28,8 @@ Groups = Mapping[str, Mapping[str, Any]]
 _TOGETHER = 16
 # Tensor cores need rows that start at multiples of 8 numbers. Multiples of 32 fit their tiles better.
 _ALIGNED = 32
+# What is recorded may take this share of the memory that is free.
+_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +41,21 @@ class Stacked:
     by_column: bool  # whether `A` is diagonal, so that each column is limited on its own
 
 
+class _Group:
+    """Blocks that are inverted together, again and again.
+
+    Args:
+        recorded: Runs that.
+        like: One number for each of them.
+    """
+
+    def __init__(self, recorded: RecordedUpdate, like: Tensor) -> None:
+        """Make room for what is known of the last inverses."""
+        self.recorded = recorded
+        self.good = torch.ones_like(like, dtype=torch.bool)
+        self.damping = torch.zeros_like(like)
+
+
 @dataclass(eq=False)
 class Inverses:
     """Inverses of the blocks of some averages."""
@@ -44,6 +63,7 @@ class Inverses:
     method: Method  # how damping is split between factors
     unit: Unit  # what damping is measured in
     eigen: bool  # whether eigenvalues are corrected
+    replay: bool = False  # whether a GPU records how they are computed
     _stacks: list[Stacked] | None = None  # `None` after a change of blocks
     # By id of an average, which lives as long as the stacks: what has its inverse, and where.
     _places: dict[int, tuple[Stacked, slice]] = field(default_factory=dict)
@@ -51,10 +71,15 @@ class Inverses:
     _unseen: list[tuple[Sequence[Average], waiting.Message]] = field(default_factory=list)
     # Limits of trust regions that are not the same for all blocks of a stack, `[stack, 1, 1, 1]`.
     _limits: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
+    _groups: dict[int, "_Group"] = field(default_factory=dict)  # by where their inverses are
+    _recorder: Recorder | None = None  # of all inverses
 
     def forget(self) -> None:
         """Forget how inverses are multiplied, after blocks were added or removed."""
         self._stacks = None
+        for group in self._groups.values():
+            group.recorded.forget()
+        self._groups.clear()
         self._limits.clear()
 
     def forget_failures(self) -> None:
@@ -77,11 +102,64 @@ class Inverses:
         ):
             self.keep(averages, self.computed(averages, damping))
             return
-        with checking_later() as checks:
-            result = inverted(averages, damping, self.unit, self.method, self.eigen)
-        good = torch.stack(checks).all(0)
-        self.keep(averages, result, good)
+        place = self._last(averages)
+        if place is not None and place[0].key == averages[0].factors.key:
+            good = self._invert_in_place(averages, damping, *place)
+        else:
+            with checking_later() as checks:
+                result = self._inverted(averages, damping)
+            good = torch.stack(checks).all(0)
+            self.keep(averages, result, good)
         self._unseen.append((averages, waiting.Message(good)))
+
+    def _invert_in_place(
+        self, averages: Sequence[Average], damping: Sequence[float], inverse: Structure, input_size: Tensor
+    ) -> Tensor:
+        """Write inverses over the last ones, where they are good, and return which of them are. A GPU records this."""
+        first = inverse.like.data_ptr()
+        group = self._groups.get(first)
+        if group is None or len(group.good) != len(input_size):
+            recorded = RecordedUpdate(self._new_recorder(input_size.device), "inverses")
+            group = self._groups[first] = _Group(recorded, input_size)
+        good, added = group.good, group.damping
+
+        def update(_: list[Tensor], were_added: Tensor, numbers: list[Scalar]) -> None:
+            with checking_later() as checks:
+                result = inverted(
+                    averages, _on_device(numbers, good.device), were_added, self.unit, self.method, self.eigen
+                )
+            good.copy_(torch.stack(checks).all(0))
+            inverse.overwrite(result.inverse, good)
+            _overwrite(input_size, result.input_size, good)
+            added.copy_(result.damping)
+
+        flag = _flag(averages)
+        if flag is None:
+            flag = torch.ones((), dtype=torch.bool, device=good.device)
+        stored = [t for a in averages for f in (a.factors.A, a.factors.B) for t in (f.values, f.scale)]
+        key = tuple(t.data_ptr() for t in (*stored, inverse.like, input_size))
+        group.recorded.run(key, update, (), flag, numbers_of(averages, damping))
+        for a, part in _parts(averages):
+            a.damping = added[part]
+        return good
+
+    def _new_recorder(self, device: torch.device) -> Callable[[], Recorder] | None:
+        """Return what has the recorder for all inverses, which share memory; `None` if nothing is recorded."""
+        make = recorder_for(device, _SHARE) if self.replay else None
+        if make is None:
+            return None
+
+        def shared() -> Recorder:
+            if self._recorder is None:
+                self._recorder = make()
+            return self._recorder
+
+        return shared
+
+    def _inverted(self, averages: Sequence[Average], damping: Sequence[float]) -> Inverted:
+        """Return inverses, computed as they are."""
+        numbers = _on_device(numbers_of(averages, damping), averages[0].factors.like.device)
+        return inverted(averages, numbers, _flag(averages), self.unit, self.method, self.eigen)
 
     def computed(self, averages: Sequence[Average], damping: Sequence[float]) -> Inverted:
         """Return the inverses of blocks of one size, and wait to hear that this has worked.
@@ -90,7 +168,7 @@ class Inverses:
             Exception: If one could not be computed.
         """
         with waiting_allowed():
-            return inverted(averages, damping, self.unit, self.method, self.eigen)
+            return self._inverted(averages, damping)
 
     def failures(self) -> list[Average]:
         """Return blocks whose last inverse failed without anybody looking. This waits for the latest inverses."""
@@ -103,9 +181,7 @@ class Inverses:
 
     def keep(self, averages: Sequence[Average], result: Inverted, good: Tensor | None = None) -> None:
         """Write inverses to where the last ones are; if `good` is given, only those that are."""
-        starts = list(accumulate((a.layout.groups for a in averages), initial=0))
-        parts = [slice(start, stop) for start, stop in pairwise(starts)]
-        for a, part in zip(averages, parts, strict=True):
+        for a, part in _parts(averages):
             a.damping = result.damping[part]
             a.eigen = None if result.eigen is None else result.eigen[part]
         last = self._last(averages)
@@ -113,7 +189,7 @@ class Inverses:
             last[0].overwrite(result.inverse, good)
             _overwrite(last[1], result.input_size, good)
             return
-        for a, part in zip(averages, parts, strict=True):
+        for a, part in _parts(averages):
             inverse, size = result.inverse[part], result.input_size[part]
             if a.inverse is not None and a.input_size is not None and a.inverse.key == inverse.key:
                 which = None if good is None else good[part]
@@ -211,6 +287,24 @@ class Inverses:
         if limits not in self._limits:
             self._limits[limits] = like.new_tensor(limits).reshape(-1, 1, 1, 1)
         return self._limits[limits]
+
+
+def _flag(averages: Iterable[Average]) -> Tensor | None:
+    """Return whether the last factors were added, if the host does not know; it is the same for all averages."""
+    return next((a.before.good for a in averages if a.before is not None), None)
+
+
+def _parts(averages: Sequence[Average]) -> Iterator[tuple[Average, slice]]:
+    """Yield averages, and where they are in a stack of all of them."""
+    starts = accumulate((a.layout.groups for a in averages), initial=0)
+    yield from zip(averages, (slice(start, stop) for start, stop in pairwise(starts)), strict=True)
+
+
+def _on_device(numbers: list[float] | list[Scalar], device: torch.device) -> Tensor:
+    """Return numbers as a tensor: those of the host, or those that a recording reads on the device."""
+    found = [number for number in numbers if isinstance(number, Tensor)]
+    # A copy of numbers from the host need not be waited for.
+    return torch.stack(found) if found else torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
 
 
 def inverted_together(averages: Iterable[Average]) -> list[list[Average]]:

@@ -162,8 +162,8 @@ class KFAC(Reported, Saved):
         self._model = model
         self._quadratic = QuadraticModel(model, self._loss, self._exchange) if quadratic_model else None
         self._factors_every = factors_every or (1 if quadratic_model else more_often_at_first)
-        method: Method = damping_method or ("exact" if eigen else "factored")
-        self._curvature = Curvature(decay, Inverses(method, damping_unit, eigen), inverses_every, patience, ranks)
+        inverses = Inverses(damping_method or ("exact" if eigen else "factored"), damping_unit, eigen, replay)
+        self._curvature = Curvature(decay, inverses, inverses_every, patience, ranks)
         self._curvature.at_owners = is_fully_sharded(model) and not eigen  # Eigenvectors are needed everywhere.
         self._last_fine = LastFine(patience)
         self.steps = 0

@@ -1,4 +1,4 @@
-"""Updates of all parameters as a CUDA graph.
+"""Updates of all parameters, and of inverses, as CUDA graphs.
 
 An update consists of hundreds of small operations, and starting them takes longer than computing them. If the same
 parameters are updated again and again, with the same tensors for state and inverses, the operations are recorded once.
@@ -39,11 +39,13 @@ class RecordedUpdate:
 
     Args:
         new_recorder: Makes what records a graph; `None` to run all updates as they are.
+        what: What is updated, for messages.
     """
 
-    def __init__(self, new_recorder: Callable[[], Recorder] | None) -> None:
+    def __init__(self, new_recorder: Callable[[], Recorder] | None, what: str = "updates") -> None:
         """Start without a graph."""
         self._new_recorder = new_recorder
+        self._what = what
         self._key: Hashable = None  # of the last update
         self._times = 0  # how often it came in a row
         self._recorded: _Recorded | None = None
@@ -79,7 +81,8 @@ class RecordedUpdate:
         recorded = self._recorded
         if recorded is None:
             return self._run(update, grads, finite, numbers)
-        torch._foreach_copy_(recorded.grads, list(grads))
+        if grads:
+            torch._foreach_copy_(recorded.grads, list(grads))
         recorded.finite.copy_(finite)
         # A copy of numbers from the host need not be waited for.
         recorded.numbers.copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
@@ -116,12 +119,29 @@ class RecordedUpdate:
         try:
             graph = recorder.record(run)
         except Exception as error:  # noqa: BLE001 (whatever it is, the update may well run as it is)
-            log.info("kfs.optim: updates are not recorded as CUDA graphs: %s.", why_not(error))
+            log.info("kfs.optim: %s are not recorded as CUDA graphs: %s.", self._what, why_not(error))
             self._new_recorder = None
             return None
         return _Recorded(graph, inputs, flag, values, reads)
 
 
-def recorder_for(device: torch.device) -> Callable[[], Recorder] | None:
-    """Return what makes recorders for a device; `None` if there are none."""
-    return partial(CudaRecorder, device) if device.type == "cuda" else None
+def recorder_for(device: torch.device, share: float | None = None) -> Callable[[], Recorder] | None:
+    """Return what makes recorders for a device; `None` if there are none.
+
+    Args:
+        device: Of all tensors.
+        share: How much of the free memory recordings may take; as much as they need by default.
+    """
+    if device.type != "cuda":
+        return None
+    memory = None if share is None else int(share * memory_of(device)[0])  # pragma: no cover (tested on a GPU)
+    return partial(CudaRecorder, device, memory)  # pragma: no cover
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Return how many bytes are free on a GPU, and how many PyTorch has reserved."""
+    if device.type != "cuda":
+        return 1, 0
+    free, _ = torch.cuda.mem_get_info(device)  # pragma: no cover (tested on a GPU)
+    reserved = torch.cuda.memory_reserved(device)  # pragma: no cover
+    return free + reserved - torch.cuda.memory_allocated(device), reserved  # pragma: no cover

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kfs import waiting
 from kfs.distributed import checksum
-from kfs.optim import KFAC, factor_graphs, recorded_update, updates
+from kfs.optim import KFAC, factor_graphs, inverses, recorded_update, updates
 from kfs.optim.fully_sharded import part_of
 from kfs.sharded import model_to_run, whole
 from tests.distributed.problems import Experts
@@ -129,8 +129,8 @@ class Run(NamedTuple):
 def accelerators() -> Iterator[None]:
     """Let the CPU of this process count as an accelerator whose graphs are tapes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (factor_graphs, updates, recorded_update):
-            patch.setattr(module, "recorder_for", lambda _: Tapes)
+        for module in (factor_graphs, updates, recorded_update, inverses):
+            patch.setattr(module, "recorder_for", lambda *_: Tapes)
         patch.setattr("kfs.waiting.runs_behind", lambda _: True)
         waiting._constants.clear()
         yield

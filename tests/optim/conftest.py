@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kfs import waiting
-from kfs.optim import factor_graphs, recorded_update, updates
+from kfs.optim import factor_graphs, inverses, recorded_update, updates
 from tests.kfac.tape import Tapes
 
 
@@ -15,14 +15,14 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
     """Let the CPU count as an accelerator whose graphs are tapes."""
     made: list[Tapes] = []
 
-    def recorder_for(_: torch.device) -> Callable[[], Tapes]:
+    def recorder_for(_: torch.device, _share: float | None = None) -> Callable[[], Tapes]:
         def make() -> Tapes:
             made.append(Tapes())
             return made[-1]
 
         return make
 
-    for module in (factor_graphs, updates, recorded_update):
+    for module in (factor_graphs, updates, recorded_update, inverses):
         monkeypatch.setattr(module, "recorder_for", recorder_for)
     monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)
     waiting._constants.clear()

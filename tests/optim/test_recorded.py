@@ -324,7 +324,7 @@ def test_recordings_that_would_take_too_much_memory(
 ) -> None:
     """They are freed."""
     answers = iter([(2**30, 0), (2**30, 2**29)])
-    monkeypatch.setattr(factor_graphs, "_memory", lambda _: next(answers))
+    monkeypatch.setattr(factor_graphs, "memory_of", lambda _: next(answers))
     X, y = data(6)
     model = mlp()
     optimizer = KFAC(model, LOSS, factors_every=1)

@@ -31,6 +31,7 @@ from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor, kronecker_product
 from kfs.kfac.structures.structure import Structure
+from kfs.waiting import side_by_side
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -118,7 +119,7 @@ class Kronecker(Structure):
 
     def inverse(self) -> "Kronecker":
         """Invert both factors."""
-        return Kronecker(self.A.inverse(), self.B.inverse())
+        return Kronecker(*side_by_side(self.A.inverse, self.B.inverse))
 
     def power(self, exponent: float, damping: Tensor | None = None) -> Structure:
         """Raise both factors to a power. With damping, the result is not a Kronecker product."""
