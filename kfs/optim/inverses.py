@@ -103,7 +103,7 @@ class Inverses:
             self.keep(averages, self.computed(averages, damping))
             return
         place = self._last(averages)
-        if place is not None and place[0].key == averages[0].factors.key:
+        if place is not None and isinstance(place[0], Kronecker):  # Others are of a state with other settings.
             good = self._invert_in_place(averages, damping, *place)
         else:
             with checking_later() as checks:
@@ -119,6 +119,8 @@ class Inverses:
         first = inverse.like.data_ptr()
         group = self._groups.get(first)
         if group is None or len(group.good) != len(input_size):
+            if group is not None:
+                group.recorded.forget()
             recorded = RecordedUpdate(self._new_recorder(input_size.device), "inverses")
             group = self._groups[first] = _Group(recorded, input_size)
         good, added = group.good, group.damping

@@ -1,0 +1,61 @@
+"""Inverses on an accelerator: they are computed in place, and recorded, with the numbers of the step."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kfs.optim import KFAC, averages, inverses
+from tests.kfac.tape import Tapes
+from tests.optim.test_recorded import trained
+
+pytestmark = pytest.mark.usefixtures("tapes")
+
+
+def recorded_groups(optimizer: KFAC) -> list[bool]:
+    """Return which inverses are recorded."""
+    return [group.recorded._recorded is not None for group in optimizer._curvature.inverses._groups.values()]
+
+
+def test_inverses_are_recorded() -> None:
+    """One recording serves all blocks of a size; without recordings, inverses are the same."""
+    options: dict[str, Any] = {"fisher": "type-2", "factors_every": 2, "inverses_every": 1}
+    weights, optimizer = trained("mlp", **options)
+    assert recorded_groups(optimizer) == [True, True, True]
+    plain, other = trained("mlp", **options, replay=False)
+    assert recorded_groups(other) == [False, False, False]
+    torch.testing.assert_close(weights, plain, rtol=1e-9, atol=1e-10)
+    for key, average in optimizer._curvature.averages.items():
+        expected = other._curvature.averages[key]
+        assert average.damping is not None
+        torch.testing.assert_close(average.damping, expected.damping, rtol=1e-9, atol=0)
+
+
+def test_a_recording_that_forgets_damping_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above rejects a recording that keeps the numbers of its first step."""
+    options: dict[str, Any] = {"fisher": "type-2", "factors_every": 2, "inverses_every": 1, "steps": 12}
+    right, _ = trained("mlp", **options)
+    first: list[float] = []
+
+    def numbers_of(some: Any, damping: Any) -> list[float]:
+        first[:] = first or right_numbers([next(iter(some))], [next(iter(damping))])
+        return first * len(some)
+
+    right_numbers = averages.numbers_of
+    monkeypatch.setattr(inverses, "numbers_of", numbers_of)
+    wrong, _ = trained("mlp", **options)
+    assert (right - wrong).norm() > 1e-3 * right.norm()
+
+
+def test_damping_that_rises(tapes: list[Tapes]) -> None:
+    """A recording computes with the damping of its step, not with that of the step in which it was made."""
+    _, optimizer = trained("mlp", fisher="type-2", factors_every=1, inverses_every=1)
+    assert all(recorded_groups(optimizer))
+    before = [a.damping.clone() for a in optimizer._curvature.averages.values() if a.damping is not None]
+    made = sum(len(tape.made) for tape in tapes)
+    optimizer._curvature.scale_damping(100.0)
+    optimizer._curvature.update_inverses(100, optimizer._params.groups, force=True)
+    after = [a.damping for a in optimizer._curvature.averages.values() if a.damping is not None]
+    for one, other in zip(before, after, strict=True):
+        torch.testing.assert_close(100 * one, other)
+    assert sum(len(tape.made) for tape in tapes) == made
