@@ -28,7 +28,7 @@ KINDS = {"bf16": torch.bfloat16, "TF32": torch.float32}
 SMALL = (1000, 301)  # rows and columns of the case for errors
 CALLS = 10  # in one graph
 REPEATS = 9
-Add = Callable[[Tensor, Tensor], None]  # adds the upper triangle of X^T X to a total
+Add = Callable[[Tensor, Tensor], object]  # adds the upper triangle of X^T X to a total
 
 
 @dataclass(frozen=True)

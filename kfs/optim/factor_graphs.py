@@ -128,7 +128,7 @@ class FactorPass:
             vectors = backpropagated_vectors(self.loss, values, y, self.settings, first, at_once, Draws)
             send_back(f, capture, (columns.to(f.dtype) for columns in vectors))
             for total in (total for block in sums.blocks.values() for total in block.sums):
-                total.complete()
+                total.complete(roughly=True)
         return not_covered(capture.tracker.params, sums.blocks.values(), capture.unexplained, sums.conflicts)
 
 

@@ -112,6 +112,7 @@ def add_up_totals(ranks: Ranks, blocks: Iterable[BlockSums]) -> None:
         for s in block.sums:
             if not s.diagonal:
                 fill_lower_triangle(s.total)
+                s.computed = None
 
 
 def parts_of(block: BlockSums) -> Iterator[Tensor]:

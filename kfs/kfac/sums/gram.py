@@ -6,6 +6,7 @@ product. Inputs in half precision are multiplied as they are, with results in fl
 in another precision, if somebody asks for it.
 """
 
+from collections.abc import Collection
 from functools import cache
 
 import torch
@@ -22,9 +23,11 @@ _STRIPS = {"cpu": (128, 96), "cuda": (256, 256), "cuda, tensor cores": (1536, 10
 _TWO_STRIPS = 768
 # Products with fewer multiplications are not cut: starting another operation takes some 35 us on an accelerator.
 _LAUNCH = 3e9
+# Half-open ranges of rows.
+Strips = tuple[tuple[int, int], ...]
 
 
-def add_gram(total: Tensor, x: Tensor, products: Products = "auto") -> None:
+def add_gram(total: Tensor, x: Tensor, products: Products = "auto") -> Strips:
     """Add the sum of outer products of vectors to the upper triangle of a total.
 
     What is below the diagonal is complete only after `mirror`.
@@ -33,25 +36,28 @@ def add_gram(total: Tensor, x: Tensor, products: Products = "auto") -> None:
         total: `[D, D]`, changed in place.
         x: `[..., D]`, with any strides.
         products: In which precision to multiply.
+
+    Returns:
+        What was computed: in each of these rows, everything from the diagonal's square to the right.
     """
     if products != "auto":
         with multiplying(products):
-            add_gram(total, rounded(x, products))
-        return
+            return add_gram(total, rounded(x, products))
     if x.ndim > 2:
         features_first = x.ndim == 3 and x.stride(1) == 1 and x.stride(2) != 1
         # Images lie in memory channel by channel. Products image by image need no copy, and results are small.
         if features_first and len(x) > 1 and x.shape[1] >= 4 * x.shape[2] and x.dtype == total.dtype:
             total += torch.bmm(x.transpose(1, 2), x).sum(0)
-            return
+            return ((0, len(total)),)
         # Otherwise copy along contiguous memory, if a copy is needed.
         x = x.permute(2, 0, 1).reshape(x.shape[2], -1).T if features_first else x.reshape(-1, x.shape[-1])
     strips = _strips(x.shape[1], x)
     if len(strips) == 1:
         _add_product(total, x.T, x)
-        return
+        return strips
     for start, stop in strips:
         _add_product(total[start:stop, start:], x[:, start:stop].T, x[:, start:])
+    return strips
 
 
 def add_grouped_gram(total: Tensor, x: Tensor, products: Products = "auto") -> None:
@@ -70,24 +76,33 @@ def is_one_product(size: int, device: torch.device) -> bool:
     return device.type == "cpu" and size <= _STRIPS["cpu"][0]
 
 
-def mirror(total: Tensor) -> None:
-    """Fill in what is below the diagonal of `[..., D, D]`, in place, after all products have been added."""
-    if total.device.type != "cpu":  # pragma: no cover (few large operations are faster there; tested on a GPU)
+def mirror(total: Tensor, computed: Collection[Strips] | None = None) -> None:
+    """Fill in what is below the diagonal of `[..., D, D]`, in place, after all products have been added.
+
+    Args:
+        total: The matrices.
+        computed: What `add_gram` has returned for all that was added, if that is known. Then an accelerator copies
+            little, and results are symmetric up to round-off. On a CPU, it is always the same.
+    """
+    if total.device.type == "cpu":
+        computed = [_strips(total.shape[-1], total)]
+    cut = None if computed is None else {strips for strips in computed if len(strips) > 1}
+    if cut is None or len(cut) > 1:  # pragma: no cover (tested on a GPU)
         total.triu_()
         total += total.triu(1).mT
         return
-    for start, stop in _strips(total.shape[-1], total):
+    for start, stop in (strip for strips in cut for strip in strips):
         total[..., stop:, start:stop] = total[..., start:stop, stop:].mT
 
 
-def _strips(size: int, x: Tensor) -> tuple[tuple[int, int], ...]:
+def _strips(size: int, x: Tensor) -> Strips:
     """Return the half-open range of rows of every strip; a single one if that is faster."""
     if x.device.type == "cpu":
         return _ranges(size, *_STRIPS["cpu"])
     return _strips_on_accelerator(size, x)  # pragma: no cover (tested on a GPU)
 
 
-def _strips_on_accelerator(size: int, x: Tensor) -> tuple[tuple[int, int], ...]:  # pragma: no cover
+def _strips_on_accelerator(size: int, x: Tensor) -> Strips:  # pragma: no cover
     kind = x.device.type
     if x.shape[0] * size**2 < _LAUNCH:
         return _ranges(size, size, size)
@@ -100,7 +115,7 @@ def _strips_on_accelerator(size: int, x: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 @cache
-def _ranges(size: int, most: int, width: int) -> tuple[tuple[int, int], ...]:
+def _ranges(size: int, most: int, width: int) -> Strips:
     """Cut `size` rows into strips of some width, unless there are at most so many that one product is faster."""
     width = size if size <= most else width
     return tuple((start, min(start + width, size)) for start in range(0, size, width))

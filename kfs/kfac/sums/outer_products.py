@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kfs.kfac.settings import Products
-from kfs.kfac.sums.gram import add_gram, add_grouped_gram, is_one_product, mirror
+from kfs.kfac.sums.gram import Strips, add_gram, add_grouped_gram, is_one_product, mirror
 from kfs.kfac.sums.precision import HALF, rounded
 from kfs.precision import at_least_float32
 from kfs.storage import UnfitError
@@ -34,6 +34,8 @@ class OuterProductSum:
         self.bias = bias
         self.products: Products = "auto" if diagonal else products
         self.ones = 0.0  # how many vectors had a bias coordinate of one, as far as the total does not know yet
+        # What was computed of the total since it was zero; `None` if that is not known.
+        self.computed: set[Strips] | None = None
         self.total = total
         self.eps: float = torch.finfo(total.dtype).eps  # precision of the numbers, which may be stored in a better one
 
@@ -53,7 +55,9 @@ class OuterProductSum:
         width = -(-size // 16) * 16  # rows that start at multiples of 64 bytes are faster to write
         shape = [groups, width] if diagonal else [groups, size, width]
         dtype = at_least_float32(dtype)
-        return cls(torch.zeros(shape, dtype=dtype, device=device)[..., :size], diagonal, bias, products)
+        result = cls(torch.zeros(shape, dtype=dtype, device=device)[..., :size], diagonal, bias, products)
+        result.computed = set()
+        return result
 
     @property
     def total(self) -> Tensor:
@@ -107,7 +111,7 @@ class OuterProductSum:
         elif self._groups > 1:
             add_grouped_gram(self.inner, x, self.products)
         else:
-            add_gram(self.inner, x, self.products)
+            self._note(add_gram(self.inner, x, self.products))
         count = x.numel() // max(x.shape[-1], 1)
         if ones:
             self.add_ones(self._sum(x), count)
@@ -156,16 +160,23 @@ class OuterProductSum:
         elif self._groups > 1:
             add_grouped_gram(self.total, x, self.products)
         else:
-            add_gram(self.total[0], x.squeeze(1), self.products)
+            self._note(add_gram(self.total[0], x.squeeze(1), self.products))
 
-    def complete(self, dtype: torch.dtype | None = None) -> None:
-        """Fill in what is below the diagonal; convert to another precision if asked for."""
+    def _note(self, computed: Strips) -> None:
+        if self.computed is not None:
+            self.computed.add(computed)
+
+    def complete(self, dtype: torch.dtype | None = None, roughly: bool = False) -> None:
+        """Fill in what is below the diagonal; convert to another precision if asked for.
+
+        An accelerator is faster if results need to be symmetric only `roughly`, up to round-off.
+        """
         if self.ones:
             corner = self.total[..., -1] if self.diagonal else self.total[..., -1, -1]
             corner += self.ones
             self.ones = 0.0
         if not self.diagonal and self.device.type != "meta":
-            mirror(self.total)
+            mirror(self.total, self.computed if roughly else None)
             if self.bias:
                 self.total[..., -1, :-1] = self._last_column
         self.convert(None, dtype)
@@ -187,6 +198,7 @@ class OuterProductSum:
         if other is not self:
             self.total += other.total.to(self.total.device)
             self.ones += other.ones
+            self.computed = None
 
     def plus(self, other: "OuterProductSum") -> "OuterProductSum":
         """Return the sum of two complete sums of the same vectors, added in float32 or better."""
@@ -215,6 +227,7 @@ class OuterProductSum:
         """
         total, diagonal, bias = state["total"], bool(state["diagonal"]), bool(state["bias"])
         result = cls.zeros(size, groups, diagonal, bias, total.dtype, total.device, products)
+        result.computed = None
         shape = result.total.shape
         if total.shape not in {shape, shape[1:]} or total.numel() != shape.numel():
             expected = shape if groups > 1 else shape[1:]

@@ -43,6 +43,7 @@ def add_up_at_owners(ranks: Ranks, blocks: Iterable[BlockSums], owners: Mapping[
         for s in (s for block in of_rank[owner] if block.is_here for s in block.sums):
             if not s.diagonal:
                 fill_lower_triangle(s.total)
+                s.computed = None
 
 
 def keep_own(blocks: Iterable[BlockSums], owners: Mapping[str, int], rank: int) -> None:
