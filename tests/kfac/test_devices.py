@@ -56,6 +56,24 @@ def test_strips(size: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(total.double(), expected, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.parametrize("others", [[], [(40, torch.bfloat16)], [(2000, torch.float32)]])
+def test_rough_symmetry(others: list[tuple[int, torch.dtype]]) -> None:
+    """Whatever was computed, by strips, as a whole, or by other strips, nothing is missing below the diagonal."""
+    sums = [OuterProductSum.zeros(1700, 1, False, True, torch.float32, "cuda") for _ in range(2)]
+    torch.manual_seed(0)
+    for rows, dtype in [(2000, torch.bfloat16), *others]:
+        x = torch.randn(rows, 1700, device="cuda", dtype=dtype)
+        for one in sums:
+            one.add(x, ones=True)
+    assert sums[0].computed is not None
+    assert len(sums[0].computed) == 1 + len(others)
+    incomplete = sums[0].total.clone()
+    sums[0].complete(roughly=True)
+    sums[1].complete()
+    torch.testing.assert_close(sums[0].total, sums[1].total, rtol=1e-5, atol=1e-2)
+    assert (incomplete - sums[1].total).norm() > 0.1 * sums[1].total.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("products", ["auto", "float32", "tf32", "bf16"])
 @pytest.mark.parametrize(("size", "groups"), [(30, 1), (1700, 1), (30, 2)])
