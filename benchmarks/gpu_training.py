@@ -32,7 +32,7 @@ EVALUATIONS = 20  # in a run
 GRIDS: dict[str, tuple[float, ...]] = {
     "adamw": (3e-4, 1e-3, 3e-3, 1e-2),
     "muon": (0.006, 0.02, 0.06),
-    "soap": (3e-4, 1e-3, 3e-3, 1e-2),
+    "soap": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
     "kfs": (0.1, 0.3, 1.0),
 }
 
