@@ -57,7 +57,7 @@ def problem(name: str) -> tuple[Any, Any, list[tuple[Tensor, Tensor]]]:
     return model, loss, [(X[i : i + 6], y[i : i + 6]) for i in range(0, 60, 6)]
 
 
-def trained(name: str, steps: int = 24, groups: str = "", accumulate: int = 1, **options: Any) -> tuple[Tensor, KFAC]:
+def trained(name: str, steps: int = 16, groups: str = "", accumulate: int = 1, **options: Any) -> tuple[Tensor, KFAC]:
     """Train, and return all weights."""
     model, loss, batches = problem(name)
     params: Any = None
@@ -99,7 +99,7 @@ NO_PASSES = {"empirical", "eigen"}  # No vectors are sent back, or eigenbases ch
 @pytest.mark.parametrize("case", CASES)
 def test_recordings_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with recordings equal those without, on an accelerator and on a CPU."""
-    options: dict[str, Any] = {"fisher": "type-2", "factors_every": 5} | CASES[case]
+    options: dict[str, Any] = {"fisher": "type-2", "factors_every": 3} | CASES[case]
     recorded, optimizer = trained(**options)
     passes = len(optimizer._watch._graphs._graphs)
     assert passes == (0 if case in NO_PASSES else 1)
