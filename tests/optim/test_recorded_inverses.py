@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from kfs.optim import KFAC, averages, inverses
 from tests.kfac.tape import Tapes
 from tests.optim.test_recorded import trained
+from tests.optim.training import data, train
 
 pytestmark = pytest.mark.usefixtures("tapes")
 
@@ -59,3 +61,26 @@ def test_damping_that_rises(tapes: list[Tapes]) -> None:
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(100 * one, other)
     assert sum(len(tape.made) for tape in tapes) == made
+
+
+def test_some_blocks_of_a_size(tapes: list[Tapes]) -> None:
+    """If fewer blocks are inverted than before, or more again, the last recording is freed, and results are right."""
+    X, y = data()
+    layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Linear(4, 3)).double()
+    loss = nn.CrossEntropyLoss()
+    optimizer = KFAC(model, loss, fisher="type-2", factors_every=1, inverses_every=1)
+    train(model, optimizer, [(X, y)] * 8, loss)
+    curvature = optimizer._curvature
+    same = [curvature.averages[f"{i}.weight", (0, 4)] for i in (0, 2, 4)]
+    made = sum(len(one.made) for one in tapes)
+    for number in (1, 3):
+        damping = 0.01 * number
+        curvature.inverses.invert(same[:number], number * [damping])
+        for average in same[:number]:
+            expected = curvature.inverses.computed([average], [damping]).inverse
+            assert average.inverse is not None
+            torch.testing.assert_close(average.inverse.to_dense(), expected.to_dense())
+    assert sum(len(one.made) for one in tapes) == made
+    assert sum(tape.freed for one in tapes for tape in one.made) >= 1
+    assert not optimizer._curvature.inverses.failures()

@@ -84,7 +84,7 @@ def mirror(total: Tensor, computed: Collection[Strips] | None = None) -> None:
         computed: What `add_gram` has returned for all that was added, if that is known. Then an accelerator copies
             little, and results are symmetric up to round-off. On a CPU, it is always the same.
     """
-    if total.device.type == "cpu":
+    if total.device.type == "cpu":  # pragma: no branch
         computed = [_strips(total.shape[-1], total)]
     cut = None if computed is None else {strips for strips in computed if len(strips) > 1}
     if cut is None or len(cut) > 1:  # pragma: no cover (tested on a GPU)
