@@ -121,8 +121,8 @@ def move(params: Tensors, steps: Tensors, lr: Scalar, kept: Scalar, taken: Tenso
         torch._foreach_mul_(params, in_precision_of(params, kept))
     pairs = list(zip(params, steps, strict=True))
     if taken is not None:
-        # That kernel has learning rates in float32.
-        single = [p.dtype == step.dtype == torch.float32 for p, step in pairs]
+        # That kernel has learning rates in float32, and takes memory without gaps.
+        single = [p.dtype == step.dtype == torch.float32 and _is_dense(p) for p, step in pairs]
         _sgd_step(list(compress(pairs, single)), lr.float() if isinstance(lr, Tensor) else lr, 0.0, taken)
         pairs = [(p, torch.where(taken, step, 0.0)) for (p, step), done in zip(pairs, single, strict=True) if not done]
     back: dict[torch.dtype, Tensor] = {}
@@ -168,6 +168,11 @@ def _sgd_step(pairs: Sequence[tuple[Tensor, Tensor]], lr: Scalar, weight_decay: 
         is_first_step=False,
         found_inf=torch.logical_not(taken).float(),
     )
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether a tensor fills its memory; a part of a larger tensor may not."""
+    return t.is_contiguous() or torch.empty_like(t, device="meta").stride() == t.stride()
 
 
 def in_precision_of(tensors: Tensors, factor: Scalar) -> Scalar:

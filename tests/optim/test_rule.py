@@ -12,7 +12,7 @@ from kfs import GGN, EmpiricalRisk
 from kfs.errors import KfsWarning
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC, rule
-from kfs.optim.rule import Share, Tensors, adamw_step, correction, limited, natural_step
+from kfs.optim.rule import Share, Tensors, adamw_step, correction, limited, move, natural_step
 from tests.optim.training import train, weights
 
 
@@ -295,3 +295,16 @@ def test_equal_positions_are_one_with_reduce(way: str, options: dict[str, Any]) 
         assert not optimizer.uncovered
     assert (weights(expected) - weights(Shared("none").double())).norm() > 0.01
     torch.testing.assert_close(weights(found), weights(expected), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_parameters_that_are_parts_of_larger_tensors(taken: bool) -> None:
+    """Nothing outside of them changes if a device decides about the step; transposed ones have no gaps."""
+    memory = torch.zeros(3, 4, 6)
+    params = [memory[0, :, :3], memory[1].T, memory[2, :, 1::2]]
+    steps = [torch.randn(p.shape) for p in params]
+    move(params, steps, 0.5, 1.0, torch.tensor(taken))
+    for p, step in zip(params, steps, strict=True):
+        torch.testing.assert_close(p, -0.5 * step if taken else torch.zeros_like(p))
+    others = [memory[0, :, 3:], memory[2, :, ::2]]
+    assert not any(t.any() for t in others)
