@@ -42,7 +42,7 @@ from kfs.losses import Loss
 from kfs.losses.counter import Draws
 from kfs.optim.hooks import has_other_hooks
 from kfs.optim.model_state import ModelState
-from kfs.optim.recorded_update import memory_of, recorder_for
+from kfs.optim.recorded_update import SHARE, memory_of, recorder_for
 from kfs.outputs import prediction_in
 from kfs.state import (
     evaluating,
@@ -62,8 +62,6 @@ _MOST_GRAPHS = 2
 _MOST_KEYS = 64  # So many shapes are counted.
 _MOST_CHANGES = 3  # Passes for which a model was another one so often are not recorded any more.
 _MOST_REFUSALS = 3  # If so many shapes could not be recorded in one mode of the model, others are not tried.
-# A recorded pass holds memory of its own. It may take this share of what is free.
-_SHARE = 0.25
 # Two ways to compute the same sums, in half precision, may differ by this much.
 _TOLERANCE = 1e-2
 Autocast = tuple[bool, torch.dtype]
@@ -341,7 +339,7 @@ class FactorGraphs:
         graph = _record(recorder, run, waits, sums)
         _set_counts(sums, counts)  # It was only recorded.
         taken = memory_of(y.device)[1] - taken
-        if len(sums.adders) != plans or taken > _SHARE * free:
+        if len(sums.adders) != plans or taken > SHARE * free:
             graph.reset()
             why = f"it would take {taken / 2**30:.1f} of {free / 2**30:.1f} GiB that are free"
             raise _NotRecordableError(why if len(sums.adders) == plans else "parameters were used in another way")

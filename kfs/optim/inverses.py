@@ -18,7 +18,7 @@ from kfs.kfac.capture import Recorder
 from kfs.kfac.layout import Layout
 from kfs.kfac.structures import Factor, Kronecker, Method, Stack, Structure, checking_later, stacked
 from kfs.optim.averages import Average, Inverted, Unit, inverted, numbers_of
-from kfs.optim.recorded_update import RecordedUpdate, recorder_for
+from kfs.optim.recorded_update import SHARE, RecordedUpdate, recorder_for
 from kfs.optim.rule import Scalar, limited
 from kfs.waiting import waiting_allowed
 
@@ -28,8 +28,6 @@ Groups = Mapping[str, Mapping[str, Any]]
 _TOGETHER = 16
 # Tensor cores need rows that start at multiples of 8 numbers. Multiples of 32 fit their tiles better.
 _ALIGNED = 32
-# What is recorded may take this share of the memory that is free.
-_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +69,7 @@ class Inverses:
     _unseen: list[tuple[Sequence[Average], waiting.Message]] = field(default_factory=list)
     # Limits of trust regions that are not the same for all blocks of a stack, `[stack, 1, 1, 1]`.
     _limits: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
-    _groups: dict[int, "_Group"] = field(default_factory=dict)  # by where their inverses are
+    _groups: dict[int, _Group] = field(default_factory=dict)  # by where their inverses are
     _recorder: Recorder | None = None  # of all inverses
 
     def forget(self) -> None:
@@ -147,7 +145,7 @@ class Inverses:
 
     def _new_recorder(self, device: torch.device) -> Callable[[], Recorder] | None:
         """Return what has the recorder for all inverses, which share memory; `None` if nothing is recorded."""
-        make = recorder_for(device, _SHARE) if self.replay else None
+        make = recorder_for(device, SHARE) if self.replay else None
         if make is None:
             return None
 

@@ -21,6 +21,8 @@ log = logging.getLogger("kfs.optim")
 # whether gradients are finite. On an accelerator, where nobody has looked, it becomes false, in place, if the step is
 # not finite either; nothing changes then.
 Update = Callable[[list[Tensor], Tensor, list[Scalar]], None]
+# A recording holds memory of its own. Where it is large, it may take this share of what is free.
+SHARE = 0.25
 _SAME = 3  # An update is recorded when it comes for this many times in a row.
 
 

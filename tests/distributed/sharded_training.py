@@ -49,7 +49,7 @@ def train_sharded(plan: Plan, shard: str, settings: dict[str, Any], clip: float 
     optimizer = KFAC(model, loss, **settings)
     rank = dist.get_rank()
     weight = 1 / plan.passes if plan.reduction == "mean" else 1.0
-    for x, y in batches(plan.steps, sum(plan.parts) * plan.passes):
+    for x, y in batches(size=sum(plan.parts) * plan.passes):
         optimizer.zero_grad()
         pairs = zip(chunks(x, plan), chunks(y, plan), strict=True)
         for number, (xs, ys) in enumerate(pairs):

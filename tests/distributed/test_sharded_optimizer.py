@@ -35,7 +35,7 @@ def distance(found: Run, expected: Run) -> float:
 @pytest.mark.parametrize(
     ("plan", "shard", "settings"),
     [
-        pytest.param(Plan((12, 12), net="mlp", steps=20), "every layer", {}, id="as it is"),
+        pytest.param(Plan((12, 12), net="mlp"), "every layer", {}, id="as it is"),
         pytest.param(Plan((12,), net="mlp"), "every layer", FAST, id="one rank"),
         pytest.param(Plan((4, 4, 4), net="mlp"), "parts", FAST, id="parts of a plain module"),
         pytest.param(Plan((4, 4, 4), net="cnn"), "freed after forward", FAST, id="convolutions"),
@@ -54,7 +54,7 @@ def distance(found: Run, expected: Run) -> float:
     ],
 )
 def test_ranks_train_as_one_process(ranks: Pool, plan: Plan, shard: str, settings: dict[str, Any]) -> None:
-    """Steps are those of the plain model in one process, and each rank keeps its part of averages."""
+    """Twenty steps are those of the plain model in one process, and each rank keeps its part of averages."""
     (expected,) = ranks(1, train_alone, plan, settings)
     results: list[Run] = ranks(len(plan.parts), train_sharded, plan, shard, settings)
     assert len({one.bits for one in results}) == 1
@@ -71,7 +71,7 @@ def train_clipped(plan: Plan, clip: float) -> Run:
     model = model_of(plan.net)
     loss = nn.CrossEntropyLoss()
     optimizer = KFAC(model, loss, group=dist.group.WORLD, **FAST)  # type: ignore[arg-type]
-    for x, y in batches(plan.steps, sum(plan.parts)):
+    for x, y in batches(size=sum(plan.parts)):
         optimizer.zero_grad()
         loss(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -97,7 +97,7 @@ def train_with_evaluations(plan: Plan) -> Run:
     loss = nn.CrossEntropyLoss()
     optimizer = KFAC(model, loss, **FAST)  # type: ignore[arg-type]
     rank = dist.get_rank()
-    for x, y in batches(plan.steps, sum(plan.parts)):
+    for x, y in batches(size=sum(plan.parts)):
         model.zero_grad()
         loss(model(chunks(x, plan)[0][rank]), chunks(y, plan)[0][rank]).backward()
         with torch.no_grad():

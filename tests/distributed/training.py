@@ -182,7 +182,6 @@ class Plan(NamedTuple):
     ddp: bool = True
     net: str = "net"
     reduction: str = "mean"
-    steps: int = 10
 
 
 def chunks(x: Tensor, plan: Plan) -> list[list[Tensor]]:
@@ -199,7 +198,7 @@ def on_ranks(plan: Plan, **settings: Any) -> Run:
     optimizer = KFAC(model, loss, group=group, **settings)
     rank = dist.get_rank()
     weight = 1 / plan.passes if plan.reduction == "mean" else 1.0
-    for x, y in batches(plan.steps, sum(plan.parts) * plan.passes):
+    for x, y in batches(size=sum(plan.parts) * plan.passes):
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             optimizer.zero_grad()
@@ -227,7 +226,7 @@ def in_one_process(plan: Plan, **settings: Any) -> Run:
     # A group of one process draws labels by datum.
     optimizer = KFAC(model, loss, group=dist.group.WORLD, **settings)
     equal = len(set(plan.parts)) == 1
-    for x, y in batches(plan.steps, sum(plan.parts) * plan.passes):
+    for x, y in batches(size=sum(plan.parts) * plan.passes):
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             optimizer.zero_grad()

@@ -26,6 +26,7 @@ def test_inverses_are_recorded() -> None:
     assert recorded_groups(optimizer) == [True, True, True]
     plain, other = trained("mlp", **options, replay=False)
     assert recorded_groups(other) == [False, False, False]
+    # Round-off in float64, which inverses enlarge.
     torch.testing.assert_close(weights, plain, rtol=1e-9, atol=1e-10)
     for key, average in optimizer._curvature.averages.items():
         expected = other._curvature.averages[key]
