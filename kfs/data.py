@@ -9,6 +9,7 @@ import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,6 +22,11 @@ from kfs.errors import DataError
 
 # How many numbers of each tensor a fingerprint looks at. A prime, so that they are not all in one column of a table.
 _SAMPLE = 1021
+
+
+# What finds the mask of a batch: a key, or a function of the inputs.
+Mask = str | Callable[[Any], Tensor] | None
+_DEFAULT_MASK = "attention_mask"
 
 
 class Batch(NamedTuple):
@@ -396,3 +402,71 @@ def _are_items_of(part: dict[Any, Any], x: Mapping[Any, Any]) -> bool:
 def _constructed(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """Make a mapping of the same type anew: one that cannot be changed, or copied."""
     return type(x)(values)  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class MaskSource:
+    """Where a batch has its mask, which says which positions of its inputs are there, and which ones are padding.
+
+    Attributes:
+        mask: A key of a batch that is a mapping, or a function of the inputs. `None` for `attention_mask`, if there is a
+            tensor `[N, S]` of booleans or integers of that name.
+    """
+
+    mask: Mask = None
+
+    @property
+    def name(self) -> str:
+        """What the mask is called in messages."""
+        return self.mask if isinstance(self.mask, str) else _DEFAULT_MASK if self.mask is None else "mask="
+
+    def find(self, x: Any, num_data: int) -> Tensor | None:
+        """Return the mask of a batch's inputs, booleans `[N, S]`; `None` if there is none.
+
+        Raises:
+            DataError: If the mask that was asked for is not there, or has another shape.
+        """
+        given = self.mask(x) if callable(self.mask) else _named(x, self.name)
+        if self.mask is None:
+            fits = given is not None and given.ndim == 2 and len(given) == num_data and given.layout is torch.strided
+            return given != 0 if fits and not given.is_floating_point() else None  # type: ignore[union-attr]
+        if not isinstance(given, Tensor) or given.ndim != 2 or len(given) != num_data:
+            found = f"has shape {list(given.shape)}" if isinstance(given, Tensor) else f"is {given!r}"
+            raise DataError(
+                f"The mask of a batch of {num_data} data ({self.name!r}) {found}.",
+                "Let mask= be the name of a tensor [N, S] in the batch, or a function that returns one: 1 or True at "
+                "positions that are there, 0 or False at padding.",
+            )
+        return given != 0
+
+    def name_in(self, x: Any, num_data: int) -> str:
+        """Return what the mask of a batch's inputs is called; empty if there is none."""
+        return "" if self.find(x, num_data) is None else self.name
+
+    def replaced(self, x: Any, mask: Tensor) -> Any:
+        """Return the inputs with another mask; `None` if it is not a tensor among them."""
+        return None if callable(self.mask) else _replaced(x, self.name, mask)
+
+
+def _named(x: Any, name: str) -> Tensor | None:
+    """Return the tensor with a name in a mapping, or in a mapping among some arguments."""
+    if isinstance(x, Mapping):
+        found = x.get(name)
+        return found if isinstance(found, Tensor) else None
+    if type(x) in {tuple, list}:
+        inside = (_named(part, name) for part in x if isinstance(part, (Mapping, tuple, list)))
+        return next((found for found in inside if found is not None), None)
+    return None
+
+
+def _replaced(x: Any, name: str, value: Tensor) -> Any:
+    """Return inputs with another tensor in place of the one with a name; `None` if there is none."""
+    if isinstance(x, Mapping):
+        found = x.get(name)
+        return with_values(x, {**x, name: value.to(found.dtype)}) if isinstance(found, Tensor) else None
+    if type(x) in {tuple, list}:
+        for place, part in enumerate(x):
+            changed = _replaced(part, name, value) if isinstance(part, (Mapping, tuple, list)) else None
+            if changed is not None:
+                return type(x)((*x[:place], changed, *x[place + 1 :]))
+    return None

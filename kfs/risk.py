@@ -25,6 +25,8 @@ from kfs.basics._checks import check_no_inference_mode
 from kfs.data import (
     Batch,
     Fingerprint,
+    Mask,
+    MaskSource,
     arguments,
     as_batches,
     default_unpack,
@@ -70,6 +72,10 @@ class EmpiricalRisk(Described):
         num_data: Number of data, if you know it: it saves operators a first pass over all batches, which counts them.
             Every complete pass checks it. Data with ignored or weighted targets need to be counted. With several
             processes, it is the number of this one's data.
+        mask: Which positions of the inputs are there, and which ones are padding: the name of a tensor `[N, S]` in
+            batches that are mappings, or a function of the inputs that returns one. It is zero, or `False`, at padding.
+            By default `attention_mask`, if there is one. KFAC leaves out what no prediction that counts depends on;
+            an audit measures which operations follow the mask, and what no mask says.
         group: The processes that share the computation: a process group such as `torch.distributed.group.WORLD`, or a
             device mesh with one axis. Then `data` are those of this process, in the order of ranks, and everything
             that is computed is that of all data together. All of them call the same functions. Data from `kfs.shard`
@@ -106,6 +112,7 @@ class EmpiricalRisk(Described):
         progress: bool | None = None,
         num_data: int | None = None,
         group: Group | None = None,
+        mask: Mask = None,
     ) -> None:
         """Check what can be checked without running the model."""
         self.model = model_to_run(model)
@@ -113,6 +120,7 @@ class EmpiricalRisk(Described):
         own = self.model
         self.params = module_params(own, params) if isinstance(own, nn.Module) else function_params(params)
         self.progress = progress
+        self.mask_source = MaskSource(mask)
         self.ranks, own_data, start = part_of(data, group)
         self.whole = WholeParameters(self.model, self.ranks)
         self._data = as_batches(own_data)

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kfs.data import Batch, values_digest
 from kfs.distributed.placement import passes as subsets_of
 from kfs.exact_derivatives import RightGradients, explained, has_instance_norms
-from kfs.kfac.capture import Audits, forward, recorder_for, send_back
+from kfs.kfac.capture import Audits, Counts, forward, recorder_for, send_back
 from kfs.kfac.layout import Key
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
@@ -231,7 +231,9 @@ def passes(
     with around_all(risk, at_once) as check_values:
         with around_each(risk, at_once):  # all parameters require gradients in there
             session = new_session(risk.params, settings.joint_bias)
-            audits = Audits(risk.model, session, settings.batch_axis)
+            audits = Audits(
+                risk.model, session, settings.batch_axis, counts=Counts(risk.mask_source, risk.loss.class_axis)
+            )
         with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model, log) as replays:
             for place, batch in enumerate(risk.batches(task)):
                 if skip is not None and skip(place, batch):

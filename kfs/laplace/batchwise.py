@@ -159,7 +159,9 @@ class ResetSums(FactorSums):
         """Forget all data."""
         for block in self.blocks.values():
             for role in block.roles.values():
-                role.counted = 0.0
+                role.counted = role.positions = 0.0
+                if role.on_device is not None:
+                    role.on_device.zero_()
                 for one in (role.input, role.gradient):
                     one.total.zero_()
                     one.ones = 0.0

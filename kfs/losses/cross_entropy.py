@@ -83,6 +83,24 @@ class CrossEntropy(Loss):
             count = self._weights(self.weight, y, torch.float64).sum()
         return count if waiting.runs_behind(y.device) else count.item()
 
+    @property
+    def class_axis(self) -> int:
+        """Classes are along the second axis."""
+        return 1
+
+    def counted(self, y: Tensor) -> Tensor:
+        """Return where labels are neither ignored nor of a class without weight, and where probabilities are not zero.
+
+        `[N, 1, ...]`.
+        """
+        if y.is_floating_point():
+            weights = 1.0 if self.weight is None else placed(self.weight, y.device).reshape(-1, *[1] * (y.ndim - 2))
+            return (weights * y != 0).any(1, keepdim=True)
+        # Label smoothing gives classes some mass that have a weight.
+        if self.weight is None or self.label_smoothing:
+            return self._counts(y).unsqueeze(1)
+        return (self._weights(self.weight, y, self.weight.dtype) != 0).unsqueeze(1)
+
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the sum over positions."""
         return per_datum(
@@ -294,6 +312,16 @@ class TokenCrossEntropy(Loss):
     def count(self, y: Tensor) -> float | Tensor:
         """Return the number of labels that count."""
         return self.base.count(self._labels(y))
+
+    @property
+    def class_axis(self) -> int:
+        """Classes are along the last axis."""
+        return 2
+
+    def counted(self, y: Tensor) -> Tensor:
+        """Return which positions predict a label that counts, `[N, S, 1]`."""
+        counted = self.base.counted(self._labels(y)).transpose(1, 2)
+        return nn.functional.pad(counted, (0, 0, 0, 1)) if self.shift else counted
 
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the sum over positions."""

@@ -156,6 +156,18 @@ class Loss(ABC):
             "Use another quantity: the loss, the log-probability, or a function of a prediction and a target.",
         )
 
+    @property
+    def class_axis(self) -> int | None:
+        """The axis of predictions whose entries share one target, if targets may be ignored; `None` if all count."""
+        return None
+
+    def counted(self, y: Tensor) -> Tensor | None:
+        """Return which predictions count, as booleans shaped like them, with length one along `class_axis`.
+
+        `None` means that all do. Nothing waits for an accelerator.
+        """
+        return None
+
     def examples(self, y: Tensor) -> float | Tensor:
         """Return how many examples these targets are: what an average over examples divides by; see `count`."""
         return self.count(y)

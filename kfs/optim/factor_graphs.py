@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kfs.data import Batch, mapped, tensors_in
+from kfs.data import Batch, MaskSource, mapped, tensors_in
 from kfs.kfac.capture import (
+    BatchMasks,
     Capture,
     Graph,
     Known,
@@ -87,6 +88,7 @@ class FactorPass:
         session: Has plans.
         known: What an audit found out.
         autocast: Whether the user's pass was run with autocast, and in which precision.
+        masks: Where arguments have a mask.
     """
 
     model: nn.Module
@@ -95,6 +97,7 @@ class FactorPass:
     session: Session
     known: Known | None
     autocast: Autocast
+    masks: MaskSource
 
     def run(self, arguments: Any, num_data: int, y: Tensor, first: Tensor, sums: FactorSums) -> dict[str, str]:
         """Compute the sums of a batch, in place of earlier ones, and return parameters that have none, and why.
@@ -103,11 +106,12 @@ class FactorPass:
         """
         totals = [s.total for block in sums.blocks.values() for s in block.sums]
         roles = [role for block in sums.blocks.values() for role in block.roles.values()]
-        totals += [role.terms_on_device for role in roles if role.terms_on_device is not None]
+        totals += [role.on_device for role in roles if role.on_device is not None]
         if totals:
             torch._foreach_zero_(totals)
         device = self.session.device_type
-        capture = Capture(self.session, sums, num_data, self.settings.batch_axis, self.known)
+        masks = BatchMasks(self.loss.counted(y), self.masks.find(arguments, num_data), device=self.session.device)
+        capture = Capture(self.session, sums, num_data, self.settings.batch_axis, self.known, masks=masks)
         args, kwargs = mapped(arguments, capture.mark_data)
         with (
             torch.enable_grad(),

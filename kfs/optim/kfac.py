@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs import waiting
+from kfs.data import MaskSource
 from kfs.distributed import Group, all_true
 from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.block import Block
@@ -78,6 +79,10 @@ class KFAC(Reported, Saved):
         patience: Damping rises after this many events in a row (see `events`).
         max_dim: Factors wider than this keep their diagonal only.
         batch_axis: As in `kfs.KFAC`.
+        mask: Which positions of the inputs are there, and which ones are padding: the name of a keyword argument
+            `[N, S]` of the model, or a function of its arguments, `mask(*args, **kwargs)`. It is zero, or `False`, at
+            padding. By default `attention_mask`, if there is one. Factors leave out what no prediction that counts
+            depends on; what no mask says is measured.
         seed: Seed for drawing labels with `fisher="mc"`.
         audit: Whether to check, on a few data, that watching the model changes nothing and sees all uses of parameters.
             The model is called some more times for it; buffers, random state and attributes of modules are restored.
@@ -135,6 +140,7 @@ class KFAC(Reported, Saved):
         patience: int = 3,
         max_dim: int | None = 4096,
         batch_axis: int | None = None,
+        mask: str | Callable[..., Tensor] | None = None,
         seed: int = 0,
         audit: bool = True,
         replay: bool = True,
@@ -178,7 +184,9 @@ class KFAC(Reported, Saved):
         self._updates = Updates(self._params, self._curvature, kl_clip, replay)
         self._outstanding = Outstanding(self._curvature, self._last_fine, self._params)
         module = loss if isinstance(loss, nn.Module) else None
-        watched = (self._loss, self._settings, quadratic_model, self._curvature.costs, replay, self._exchange)
+        # What the model is called with comes as positional and keyword arguments.
+        masks = MaskSource((lambda called: mask(*called[0], **called[1])) if callable(mask) else mask)
+        watched = (self._loss, self._settings, quadratic_model, self._curvature.costs, replay, self._exchange, masks)
         self._watch = Watch(model, module, self._wanted, *watched)
 
     def close(self) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from kfs import waiting
-from kfs.data import mapped, tensors_in
+from kfs.data import MaskSource, mapped, tensors_in
 from kfs.errors import DataError, KfsError
-from kfs.kfac.capture import Capture, Known, Session, measure_rows, pass_derived, send_back
+from kfs.kfac.capture import BatchMasks, Capture, Known, Session, measure_rows, pass_derived, send_back
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.settings import Settings
 from kfs.kfac.structures import computable
@@ -63,6 +63,7 @@ class Pass:
     graph: FactorGraph | None = None  # computes the sums, if the pass is not watched
     costs: Costs = field(default_factory=Costs)  # counts the time that factors take in the user's backward pass
     by_datum: bool = False  # whether labels depend on the number of their datum alone, not on the batch that it is in
+    masks: MaskSource = field(default_factory=MaskSource)  # where the arguments have a mask
     # Given a number of data: how many data of other processes come before them, and how many there are of all.
     place_of_data: Callable[[int], tuple[int, int]] | None = None
     wants_factors: bool = False  # whether factors are due; of other processes, too, if this one has no data
@@ -91,7 +92,14 @@ class Pass:
         self._replayed: FactorResult | None = None
         self._capture: Capture | None = None
         if session is not None:
-            self._capture = Capture(session, self._sums, self.num_data, self.settings.batch_axis, known)
+            # Which targets count is known when the gradient of the loss is.
+            masks = BatchMasks(
+                mask=self.masks.find(arguments, self.num_data),
+                pending=self.loss.class_axis is not None,
+                device=session.device,
+            )
+            axis = self.settings.batch_axis
+            self._capture = Capture(session, self._sums, self.num_data, axis, known, masks=masks)
 
     def start(self) -> Any:
         """Enter the capture, and return marked arguments for the model, or `None` to leave them as they are."""
@@ -114,8 +122,7 @@ class Pass:
         """Whether vectors go back through the graph before the user's gradient does."""
         if self._capture is None or self.settings.fisher not in _WITHOUT_VECTORS:
             return self._capture is not None
-        sites = self._capture.sites
-        return sites is not None and bool(sites.waiting or sites.observed)  # Rows have to be measured.
+        return self._capture.sites is not None and self._capture.sites.need_probes
 
     def watch_output(self, output: Any, receive: "weakref.WeakMethod[Any]") -> Any:
         """Return the model's output such that `receive` is called, with this pass, when a gradient arrives there."""
@@ -190,6 +197,8 @@ class Pass:
         """Send vectors back through the graph, or let the user's backward pass show gradients."""
         if y is None or not self._result.examples:
             return
+        if capture.masks.pending:
+            capture.masks.set_targets(self.loss.counted(y))
         if self.settings.fisher in _WITHOUT_VECTORS:
             capture.keep_graph = False
             measure_rows(self._edge, capture, self._f)

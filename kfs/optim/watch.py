@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
-from kfs.data import tensors_in
+from kfs.data import MaskSource, tensors_in
 from kfs.distributed import Ranks
 from kfs.errors import KfsWarning, ModelError
-from kfs.kfac.capture import Audit, Audits, Capture, Known, NotRepeatableError, Session
+from kfs.kfac.capture import Audit, Audits, Capture, Counts, Known, NotRepeatableError, Session
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
@@ -67,6 +67,7 @@ class Watch:
     costs: Costs  # counts the time that factors take in passes
     replay: InitVar[bool] = False  # whether passes for factors may be recorded
     exchange: Exchange = field(default_factory=lambda: Exchange(Ranks(None)))  # with other processes
+    masks: MaskSource = field(default_factory=MaskSource)  # where arguments of the model have a mask
     compare: bool = True  # whether passes compare the loss with others, and its scale with the announced one
     first_datum: int = 0  # number of data in earlier steps, on which the labels that are drawn depend
     audit: Audit | None = None  # what was checked for the last pass
@@ -189,10 +190,12 @@ class Watch:
             self.costs,
             by_datum=self.exchange.ranks.are_several,
             wants_factors=wanted is not None,
+            masks=self.masks,
             place_of_data=self.exchange.numbering() if wanted is not None and self.settings.fisher == "mc" else None,
         )
         if session is not None and graph is None and key is not None and self._graphs.wants(key):
-            one.to_record = key, FactorPass(module, self.loss, self.settings, session, known, autocast), None
+            factors = FactorPass(module, self.loss, self.settings, session, known, autocast, self.masks)
+            one.to_record = key, factors, None
         self._call.watched = one
         return one.start()
 
@@ -203,7 +206,8 @@ class Watch:
         """
         audits = None
         if session is not None and self.settings.audit:
-            audits = Audits(model, session, self.settings.batch_axis, halves=False)
+            counts = Counts(self.masks, self.loss.class_axis)
+            audits = Audits(model, session, self.settings.batch_axis, halves=False, counts=counts)
         if not self._sharded or wanted is None:
             return self._audited(model, audits, arguments)
         ranks = self.exchange.ranks

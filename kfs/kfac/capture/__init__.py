@@ -7,8 +7,10 @@ replays passes comes from `kfs.recording`.
 from kfs.kfac.capture.audit import NotRepeatableError
 from kfs.kfac.capture.audit_report import Audit, both_audits
 from kfs.kfac.capture.audits import Audits, forget_audits
+from kfs.kfac.capture.counted_rows import BatchMasks
 from kfs.kfac.capture.mode import Capture, forward
 from kfs.kfac.capture.replay import recorder_for
+from kfs.kfac.capture.row_rules import Counts
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known
 from kfs.kfac.capture.tap import backward, measure_rows, pass_derived, send_back
@@ -17,7 +19,9 @@ from kfs.recording import CudaRecorder, Graph, Reads, Recorder, Replays, shape_o
 __all__ = [
     "Audit",
     "Audits",
+    "BatchMasks",
     "Capture",
+    "Counts",
     "CudaRecorder",
     "Graph",
     "Known",

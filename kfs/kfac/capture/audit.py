@@ -8,8 +8,8 @@ Once for every model and shape of its inputs, a few data of a batch go through t
 3. For every parameter, the sum over all uses of gradients times inputs equals the gradient by autograd. If not, a use
    was missed, because it is hidden, or it was misread.
 
-Next to that, the audit finds the order in which rows belong to data, and which results that do not depend on data have
-a row for every datum all the same (a table that is repeated over the batch).
+Next to that, the audit finds the order in which rows belong to data, which of them count (see `row_rules`), and which
+results that do not depend on data have a row for every datum all the same (a table that is repeated over the batch).
 """
 
 import logging
@@ -34,11 +34,13 @@ from kfs.kfac.capture.comparison import (
     tolerance_for,
     wrong_rule,
 )
+from kfs.kfac.capture.counted_rows import ALL, RowRule
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.mode import Capture
 from kfs.kfac.capture.ownership import Measured, probes
+from kfs.kfac.capture.row_rules import Counts, RowExperiments
 from kfs.kfac.capture.session import Session
-from kfs.kfac.capture.sites import Known, Placed, Question, Site
+from kfs.kfac.capture.sites import Known, Placed, Question, Site, What
 from kfs.kfac.capture.tap import backward, measure_rows, pass_derived
 from kfs.kfac.sums.gradient_sums import GradientSums
 from kfs.kfac.sums.outer_products import full_precision
@@ -85,6 +87,7 @@ def audit(
     batch_axis: int | None = None,
     halves: bool = True,
     whole: bool = False,
+    counts: Counts | None = None,
 ) -> tuple[Audited, Tensor]:
     """Check what is captured on a few data.
 
@@ -96,6 +99,7 @@ def audit(
         batch_axis: Where the batch axis is in inputs, if not first.
         halves: Whether predictions are a function of one datum, so that half of the data have the same ones.
         whole: Whether to look at all data in any case.
+        counts: What says which rows count. By default, all do.
 
     Returns:
         What was found, and predictions for the data that were looked at: the last ones, or all.
@@ -107,10 +111,10 @@ def audit(
         if num_data > FEW and not whole and can_be_cut(x, num_data, FEW, batch_axis):
             try:
                 part = cut(x, num_data, range(num_data - FEW, num_data), batch_axis)
-                return _Audit(run, part, FEW, session, batch_axis, halves).result()
+                return _Audit(run, part, FEW, session, batch_axis, halves, counts=counts).result()
             except Exception:
                 log.debug("The audit of %d data did not go through; now all %d.", FEW, num_data, exc_info=True)
-        return _Audit(run, x, num_data, session, batch_axis, halves, whole=True).result()
+        return _Audit(run, x, num_data, session, batch_axis, halves, whole=True, counts=counts).result()
 
 
 class _Audit:
@@ -125,8 +129,10 @@ class _Audit:
         batch_axis: int | None,
         halves: bool,
         whole: bool = False,
+        counts: Counts | None = None,
     ) -> None:
         self.run = run
+        self.counts = counts
         self.x = x
         self.num_data = num_data
         self.session = session.renewed()
@@ -147,16 +153,6 @@ class _Audit:
         )
         sites = list(capture.places().waiting)
         uses = [site for site in sites if not site.meeting]
-        report = Audit(
-            self.num_data,
-            predictions,
-            gradients,
-            tuple(
-                AuditedUse(site.what[1], site.what[0], self._rows(site, capture.routes), _misfit(site)) for site in uses
-            ),
-            tolerance,
-            missed=tuple(name for name in gradients if name in dict(unexplained)),
-        )
         known = replace(
             self.known,
             answers={question: answer for question, answer, _ in capture.places().questions},
@@ -165,8 +161,49 @@ class _Audit:
             unexplained=frozenset(unexplained),
             inputs=tuple(is_data for _, is_data in capture.marks.inputs),
         )
+        mixes = any(site.measured is not None and site.measured.mixes for site in sites)
         capture.places().forget()
+        known = self._with_row_rules(known, capture, mixes)
+        report = Audit(
+            self.num_data,
+            predictions,
+            gradients,
+            tuple(self._audited_uses(uses, known, capture.routes)),
+            tolerance,
+            missed=tuple(name for name in gradients if name in dict(unexplained)),
+            mask="" if self.counts is None else self.counts.source.name_in(self.x, self.num_data),
+        )
         return Audited(report, known, self.whole), f.detach()
+
+    def _audited_uses(self, sites: Sequence[Site], known: Known, routes: bool) -> Iterator[AuditedUse]:
+        """Describe the uses that were measured."""
+        rules: dict[What, list[RowRule]] = {}
+        for what, rule in known.rows:
+            rules.setdefault(what, []).append(rule)
+        for site in sites:
+            operation, parameter = site.what
+            left = rules.get(site.what)
+            counted = str(left.pop(0)) if left else ""
+            rows = ", ".join(filter(None, [self._rows(site, routes), counted]))
+            yield AuditedUse(parameter, operation, rows, _misfit(site))
+
+    def _with_row_rules(self, known: Known, capture: Capture, mixes: bool) -> Known:
+        """Find out which rows of every use count."""
+        counts = self.counts
+        if counts is None:
+            return known
+        # A datum without any target that counts has no row that does, unless predictions depend on other data, too.
+        otherwise = ALL if counts.class_axis is None or mixes else RowRule("data")
+        known = replace(known, otherwise=otherwise)
+        if capture.most_positions <= self.num_data:  # one row of every datum
+            return known
+        found = RowExperiments(
+            self.run, self.x, self.num_data, self.session, self.batch_axis, known, counts.source, counts.class_axis
+        )
+        rules = found.rules()
+        if self.num_data == 1:  # nothing tells one datum from all
+            rules = tuple((what, otherwise if rule == ALL else rule) for what, rule in rules)
+        return replace(known, rows=rules)
 
     def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, Capture, GradientSums, Sequence[Tensor | None]]:
         """Run the model until it is clear which results have a row for every datum, and which inputs are constant.

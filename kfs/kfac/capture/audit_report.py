@@ -11,7 +11,7 @@ class AuditedUse:
     Attributes:
         parameter: Its name.
         operation: What used it.
-        rows: How rows of the operation's inputs belong to data.
+        rows: How rows of the operation's inputs belong to data, and which of them count if not all do.
         mixing: How far a row's gradients are from those of a row that belongs to one datum.
     """
 
@@ -33,6 +33,7 @@ class Audit:
         tolerance: Up to which relative difference predictions and gradients count as the same.
         shapes: For how many different shapes of inputs this was done. Numbers are the largest ones.
         missed: Parameters of which a use was missed or misread. They are not covered.
+        mask: The name of the mask that says where inputs have padding; empty if there is none.
     """
 
     num_data: int
@@ -42,6 +43,7 @@ class Audit:
     tolerance: float
     shapes: int = 1
     missed: tuple[str, ...] = ()
+    mask: str = ""
 
     def merged(self, other: "Audit") -> "Audit":
         """Return one audit for the shapes of both; the same one if they are equal."""
@@ -74,6 +76,8 @@ class Audit:
             f"predictions with and without capture differ by {self.predictions:.1e}",
             f"sums over uses and gradients by autograd differ by {max(right, default=0.0):.1e}",
         ]
+        if self.mask:
+            lines.append(f"{self.mask} says which positions of inputs are there")
         lines += [f"  {name}: not covered, differs by {percent(self.gradients[name])}" for name in self.missed]
         for (parameter, operation, rows), times in uses.items():
             repeated = "" if times == 1 else f", {times} times"

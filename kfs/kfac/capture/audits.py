@@ -13,6 +13,7 @@ from kfs.data import Batch, axis_to_cut, tensors_in, without_tensors
 from kfs.kfac.capture.audit import FEW, Audited, Run, audit
 from kfs.kfac.capture.audit_report import Audit
 from kfs.kfac.capture.comparison import compare_whole
+from kfs.kfac.capture.row_rules import Counts
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known
 from kfs.risk import EmpiricalRisk
@@ -33,20 +34,29 @@ class Audits:
         session: Has parameters and rules.
         batch_axis: Where the batch axis is in inputs, if not first.
         halves: Whether predictions are a function of one datum; not so in training.
+        counts: What says which rows count. By default, all do.
 
     Attributes:
         report: What was checked for all batches that were asked for; `None` if there was no batch.
         session: What audits use. It may be replaced by one with other tensors for the same parameters.
     """
 
-    def __init__(self, model: Any, session: Session, batch_axis: int | None = None, halves: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        session: Session,
+        batch_axis: int | None = None,
+        halves: bool = True,
+        counts: Counts | None = None,
+    ) -> None:
         """Describe the model."""
+        self._counts = counts
         self.report: Audit | None = None
         self.session = session
         self._batch_axis = batch_axis
         self._halves = halves
         self._done = _done(model)
-        self._key = (_described(model, session), batch_axis, halves)
+        self._key = (_described(model, session), batch_axis, halves, counts)
         self._seen: list[Audited] = []
         self._predictions: Tensor | None = None
         self._current: Audited | None = None
@@ -69,7 +79,9 @@ class Audits:
         key, loose = self._keys(x, num_data)
         found = self._find(x, num_data)
         if found is None:
-            found, self._predictions = audit(run, x, num_data, self.session, self._batch_axis, self._halves)
+            found, self._predictions = audit(
+                run, x, num_data, self.session, self._batch_axis, self._halves, counts=self._counts
+            )
             if len(self._done) >= _MOST_SHAPES:
                 self._done.clear()
             # What cannot be cut, as ragged graphs, has another shape in every batch.

@@ -10,6 +10,7 @@ per datum.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -21,11 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 from kfs.data import Batch, mapped, without_tensors
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
+from kfs.kfac.capture.counted_rows import ALL, BatchMasks, RowRule
 from kfs.kfac.capture.derived import follow, tap_broadcast, track_copy
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.plan import Broadcast, Call, Copy, Plan, Read, Rewrite, argument_at, describe, with_argument
 from kfs.kfac.capture.session import Session, no_rule
-from kfs.kfac.capture.sites import Known, Sites, What
+from kfs.kfac.capture.sites import EVERYTHING, Counting, Known, Sites, What
 from kfs.kfac.capture.tap import apply_tap
 from kfs.kfac.capture.tracking import FIRST_ONLY, SHAPES_ONLY, Derived, Marks, Tracked, tensors_of
 from kfs.kfac.sums.interface import Adder, Receiver, Sums
@@ -54,6 +56,19 @@ _MOVES = {
 # Operations that read numbers, such as lengths.
 _READS = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__index__}
 
+
+@dataclass(frozen=True)
+class Used:
+    """A use of a pass."""
+
+    number: int  # among all uses of the pass
+    what: What
+    rows: int
+    by_construction: bool  # whether rows were brought into the order of data
+    site: int | None = None  # its place among what an audit knows about uses
+
+
+Observer = Callable[[Used, Owners, Receiver], Receiver]
 _MOST_PLANS = 10_000  # a model whose shapes never repeat makes new ones in every batch
 
 
@@ -67,6 +82,7 @@ class Capture(TorchFunctionMode):
         batch_axis: Where the batch axis is in activations, if not first.
         known: What an audit found out about rows. `None` to guess it from lengths.
         measuring: Whether rows are to be measured, for an audit.
+        masks: What the batch says about rows that count. By default, all do.
     """
 
     def __init__(
@@ -77,6 +93,7 @@ class Capture(TorchFunctionMode):
         batch_axis: int | None = None,
         known: Known | None = None,
         measuring: bool = False,
+        masks: BatchMasks | None = None,
     ) -> None:
         """Start without any tap."""
         super().__init__()
@@ -90,6 +107,14 @@ class Capture(TorchFunctionMode):
         self.num_data = num_data
         self.batch_axis = batch_axis
         self.measuring = measuring
+        self.masks = masks or BatchMasks()
+        # Whether some rows do not count, as far as the host knows.
+        self._counts_rows = known is not None and self.masks.leave_out([known.otherwise, *(r for _, r in known.rows)])
+        self.uses = 0  # how many uses there were
+        self.most_positions = 0  # of a use, in all data together
+        self.noise: torch.Generator | None = None  # adds noise to all outputs, to see what depends on values alone
+        # Is shown every use, the owners of its rows, and what takes gradients.
+        self.observer: Observer | None = None
         self.sites: Sites | None = None  # where it matters whose rows are, if anywhere
         inputs = ((), ()) if known is None else (known.constants, known.inputs)
         self.marks = Marks(self.tracker, num_data, batch_axis, *inputs)
@@ -223,12 +248,17 @@ class Capture(TorchFunctionMode):
         return out
 
     def open(
-        self, what: What, leading: tuple[int, ...], start: Callable[[Owners], Receiver], meeting: bool = False
+        self,
+        what: What,
+        leading: tuple[int, ...],
+        start: Callable[[Owners], Receiver],
+        meeting: bool = False,
+        counting: Counting = EVERYTHING,
     ) -> Receiver:
         """Open a place at which it matters whose rows are, right before its tap; arguments are those of `Sites`."""
         sites = self.places()
         before = len(sites.waiting)
-        receive = sites.open(what, leading, start, meeting)
+        receive = sites.open(what, leading, start, meeting, counting)
         self._waits = len(sites.waiting) > before
         return receive
 
@@ -241,7 +271,8 @@ class Capture(TorchFunctionMode):
     def places(self) -> Sites:
         """Return all places at which it matters whose rows are."""
         if self.sites is None:
-            self.sites = Sites(self.num_data, self.batch_axis, self._known, self.measuring, self.session.mixing)
+            mixing = self.session.mixing
+            self.sites = Sites(self.num_data, self.batch_axis, self._known, self.measuring, mixing, self.masks)
         return self.sites
 
     def _plan(self, key: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -286,27 +317,45 @@ class Capture(TorchFunctionMode):
             x: What the plan prepared.
             by_construction: Whether rows were brought into the order of data.
         """
+        number = self.uses
+        self.uses += 1
         if not plan.fits:
             self._waits = True  # probes show it, too
             return lambda _: self.sums.note_conflict(plan)
         adder = self.sums.adders.get(plan)
         if adder is None:
             adder = self.sums.adders[plan] = self.sums.adder_of(plan)
-        receive = self._add_by_datum(adder, plan, x, by_construction) if self.sums.by_datum else adder.add(x)
+        if self.sums.by_datum or self._counts_rows:
+            receive = self._add_rows(number, adder, plan, x, by_construction)
+        else:
+            receive = adder.add(x)
         return receive if plan.read is None else _reading(plan.read, x, receive)
 
-    def _add_by_datum(self, adder: Adder, plan: Plan, x: Any, by_construction: bool) -> Receiver:
-        """Add the inputs of a use as soon as it is known whose they are."""
+    def _add_rows(self, number: int, adder: Adder, plan: Plan, x: Any, by_construction: bool) -> Receiver:
+        """Add the inputs of a use as soon as it is known whose they are, and which of them count."""
         leading = plan.inputs.leading(x)
-        if by_construction:
-            return adder.add(x, Regular.batch_first(self.num_data, prod(leading)))
+        rows = prod(leading)
+        what = (plan.operation, plan.layout.weight)
+        positions = plan.inputs.positions(x) // rows if rows else 1
+        owners = Regular.batch_first(self.num_data, rows) if by_construction else None
+        used = Used(number, what, rows, by_construction, self.places().next_use)
+        self.most_positions = max(self.most_positions, rows * positions)
 
         def start(owners: Owners) -> Receiver:
             with full_precision(plan.device.type):
-                return adder.add(x, owners)
+                receive = adder.add(x, owners)
+            return receive if self.observer is None else self.observer(used, owners, receive)
 
-        what = (plan.operation, plan.layout.weight)
-        return self.open(what, leading, start)
+        counting = Counting(self._rule(number, what), positions, owners, self.sums.by_datum)
+        return self.open(what, leading, start, counting=counting)
+
+    def _rule(self, number: int, what: What) -> RowRule:
+        """Return which rows of a use count."""
+        known = self._known
+        if known is None or not self._counts_rows:
+            return ALL
+        fits = number < len(known.rows) and known.rows[number][0] == what
+        return known.rows[number][1] if fits else known.otherwise
 
     def tap(self, z: Tensor, receive: Receiver, probed: bool = False) -> Tensor:
         """Return `z` such that gradients with respect to it are shown to a receiver, those of probes if `probed`."""
@@ -365,7 +414,9 @@ def forward(
     Returns:
         Predictions, and what is needed to send vectors back.
     """
-    capture = Capture(session, sums, len(batch.y), batch_axis, known)
+    mask = risk.mask_source.find(batch.x, len(batch.y))
+    masks = BatchMasks(risk.loss.counted(batch.y), mask, device=batch.y.device)
+    capture = Capture(session, sums, len(batch.y), batch_axis, known, masks=masks)
     marked = batch._replace(x=mapped(batch.x, capture.mark_data))
     try:
         with uncompiled():

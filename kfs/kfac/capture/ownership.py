@@ -23,6 +23,8 @@ from torch import Tensor
 from kfs.precision import at_least_float32
 
 BASE = 8
+# No power of two: both gradients are to be rounded in different ways.
+MULTIPLE = 3
 # Gradients of a row are looked at in so many directions.
 _DIRECTIONS = 4
 # A row whose gradient is smaller than this many times the precision, relative to the largest one, has none: that little
@@ -54,6 +56,18 @@ def probes(f: Tensor, num_data: int) -> Iterator[Tensor]:
         factors = (2.0 ** (n % BASE)).to(f.dtype)
         yield v * factors.reshape(-1, *[1] * (f.ndim - 1))
         n //= BASE
+
+
+def has_gradient(g: Tensor, of_multiple: Tensor) -> Tensor:
+    """Return which rows have a gradient, `[..., features]` to `[...]`, given those of a vector and of `MULTIPLE` times it.
+
+    What rounding leaves of a gradient that vanishes, as that of a query with a single key, is no multiple of anything.
+    """
+    wide = torch.promote_types(g.dtype, torch.float32)
+    size = torch.linalg.vector_norm(g, dim=-1, dtype=wide)
+    distance = torch.linalg.vector_norm(of_multiple - MULTIPLE * g, dim=-1, dtype=wide)
+    tolerance = 0.05 if torch.finfo(g.dtype).bits > 16 else 0.3  # some roundings in half precision
+    return (size > 0) & (distance <= tolerance * MULTIPLE * size)
 
 
 def number_of_digits(num_data: int) -> int:

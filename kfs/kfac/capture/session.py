@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -48,8 +49,9 @@ class Session:
     ) -> None:
         """Start without plans."""
         self.tracker = Tracker(params, model)
+        self.device = next((p.device for p in params.values() if not p.is_meta), torch.device("cpu"))
         # Whose `autocast` counts. There is none on `meta`.
-        self.device_type = next((p.device.type for p in params.values() if not p.is_meta), "cpu")
+        self.device_type = self.device.type
         self.rules = rules
         self.fallback = fallback
         # What a rule returned, by call; a list of settled plans after the first use of an output that is tapped.

@@ -6,6 +6,7 @@ Where it is known from an audit, a place starts at once. Where it is not, it wai
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from kfs.errors import DataError
+from kfs.kfac.capture.counted_rows import ALL, BatchMasks, RowRule
 from kfs.kfac.capture.ownership import (
     Measured,
+    has_gradient,
     in_few_directions,
     measured,
     nearest_order,
@@ -73,7 +76,22 @@ class Known:
     answers: Mapping[Question, bool] = field(default_factory=dict)
     constants: frozenset[int] = frozenset()  # which inputs of the model are the same for all data, by their number
     inputs: tuple[bool, ...] = ()  # which inputs are data; empty if that is not known yet
+    rows: tuple[tuple[What, RowRule], ...] = ()  # which rows count, for uses in their order
+    otherwise: RowRule = ALL  # which rows of other uses do
     unexplained: frozenset[tuple[str, str]] = frozenset()  # `(parameter, why)` of uses that were missed or misread
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Which positions of a use count."""
+
+    rule: RowRule = ALL
+    positions: int = 1  # of each row
+    owners: Owners | None = None  # those of rows, if nobody has to ask
+    by_datum: bool = True  # whether it matters which datum a row belongs to, also if the rule does not need it
+
+
+EVERYTHING = Counting()
 
 
 @dataclass(eq=False)
@@ -85,6 +103,10 @@ class Site:
     start: Callable[[Owners], Receiver]  # takes the owners of rows, and returns what takes gradients
     sites: "Sites"
     meeting: bool  # whether a derived parameter meets the batch there
+    counting: Counting = EVERYTHING
+    known: Owners | None = None  # the owners of rows, if they need not be measured
+    has_gradient: Tensor | None = None  # which positions have one, `[rows, positions]`
+    of_vector: Tensor | None = None  # gradients for the vector that shows it
     receiver: Receiver | None = None
     probed: list[Tensor] = field(default_factory=list)
     first: Tensor | None = None  # gradients of the first probe, if somebody wants them again
@@ -102,6 +124,15 @@ class Site:
             return
         if self.sites.measuring and self.first is None:
             self.first = g
+        if self.counting.rule.kind == "measured" and self.has_gradient is None:
+            if self.of_vector is None:
+                self.of_vector = g[0]
+                return  # once more, for a multiple of the vector
+            self.has_gradient = has_gradient(self.of_vector, g[0]).reshape(prod(self.leading), -1)
+            self.of_vector = None
+            return
+        if self.known is not None:
+            return
         g = torch.view_as_real(g).flatten(-2) if g.is_complex() else g
         self.dtype, self.device = g.dtype, g.device
         self.probed.append(in_few_directions(g[0]))
@@ -132,14 +163,27 @@ class Site:
 
     def begin(self, num_data: int) -> None:
         """Start, with the owners of rows."""
-        if self.inner is not None:
+        rule = self.counting.rule
+        if rule.kind == "measured" and self.has_gradient is None:  # no prediction that counts depends on it
+            self.has_gradient = torch.zeros(prod(self.leading), self.counting.positions, dtype=torch.bool)
+            self.has_gradient = self.has_gradient.to(self.sites.masks.device, non_blocking=True)
+        if self.known is not None:
+            self.receiver = self.start(self.sites.counted(self.known, self.leading, self.counting, self.has_gradient))
+        elif self.inner is not None:
             has_votes = self.measured is not None and self.measured.has_votes
-            self.receiver = self.start(Regular(num_data, self.inner, complete=self.certain or not has_votes))
+            regular = Regular(num_data, self.inner, complete=self.certain or not has_votes)
+            self.receiver = self.start(self.sites.counted(regular, self.leading, self.counting, self.has_gradient))
         elif self.measured is None:  # predictions do not depend on it
             self.certain = False
             self.receiver = self.start(guessed(num_data, self.leading, self.sites.axis))
         elif self.owners is not None:
-            self.receiver = self.start(Listed(self.owners.to(self.device), num_data))
+            listed = Listed(self.owners.to(self.device), num_data)
+            counted = self.has_gradient
+            if rule.kind == "data" and (of_data := self.sites.masks.counted(rule, 1)) is not None:
+                index = listed.index(prod(self.leading))
+                counted = of_data[index.clamp(min=0)] & (index >= 0).unsqueeze(1)
+                counted = counted.expand(-1, self.counting.positions)
+            self.receiver = self.start(listed.counting(counted))
         else:
             operation, parameter = self.what
             error = DataError(
@@ -178,6 +222,12 @@ class Unknown(Owners):
         """Say no."""
         return False
 
+    def counting(self, counted: Tensor | None) -> "Unknown":
+        """Return the same error, as long as positions that count are all that matters."""
+        other = copy(self)
+        other.counted = counted
+        return other
+
 
 class Sites:
     """All places of one pass at which it matters which datum a row belongs to.
@@ -188,6 +238,7 @@ class Sites:
         known: What a measurement found. `None` to guess.
         measuring: Whether all places wait to be measured.
         mixing: Whether data may mix.
+        masks: What the batch says about rows that count.
     """
 
     def __init__(
@@ -197,8 +248,10 @@ class Sites:
         known: Known | None = None,
         measuring: bool = False,
         mixing: bool = False,
+        masks: BatchMasks | None = None,
     ) -> None:
         """Start at the beginning of a pass."""
+        self.masks = masks or BatchMasks()
         self.num_data = num_data
         self.axis = axis
         self.measuring = measuring
@@ -210,8 +263,33 @@ class Sites:
         self._next = [0, 0]
         self._asked: Counter[tuple[Any, str]] = Counter()
 
+    @property
+    def next_use(self) -> int:
+        """The place of the next use among those that an audit knows."""
+        return self._next[False]
+
+    @property
+    def need_probes(self) -> bool:
+        """Whether vectors have to be sent back, to find out whose rows are, or which ones count."""
+        return self.need_owners or self.count_rows
+
+    @property
+    def count_rows(self) -> bool:
+        """Whether vectors have to be sent back that show which rows count."""
+        return any(site.counting.rule.kind == "measured" for site in self.waiting)
+
+    @property
+    def need_owners(self) -> bool:
+        """Whether vectors have to be sent back that tell data apart."""
+        return bool(self.observed) or any(site.known is None for site in self.waiting)
+
     def open(
-        self, what: What, leading: tuple[int, ...], start: Callable[[Owners], Receiver], meeting: bool = False
+        self,
+        what: What,
+        leading: tuple[int, ...],
+        start: Callable[[Owners], Receiver],
+        meeting: bool = False,
+        counting: Counting = EVERYTHING,
     ) -> Receiver:
         """Open a place, and return what takes its gradients `[columns, *leading, ..., features]`.
 
@@ -220,19 +298,41 @@ class Sites:
             leading: Lengths of the leading axes.
             start: Takes the owners of rows as soon as they are known, and returns what takes gradients.
             meeting: Whether it is a place at which a derived parameter meets the batch, and not a use.
+            counting: Which positions count.
         """
+        owners = counting.owners
         if self.num_data == 1:
-            return start(Regular.batch_first(1, prod(leading)))
-        if not self.measuring:
+            owners = Regular.batch_first(1, prod(leading))
+        elif not self.measuring and owners is None:
             if self._known is None:
-                return start(guessed(self.num_data, leading, self.axis))
-            known = self._known.meetings if meeting else self._known.uses
-            owners = self._look_up(what, leading, known, meeting)
-            if owners is not None:
-                return start(owners)
-        site = Site(what, leading, start, self, meeting)
+                owners = guessed(self.num_data, leading, self.axis)
+            else:
+                known = self._known.meetings if meeting else self._known.uses
+                owners = self._look_up(what, leading, known, meeting)
+            # If a use only asks which of its rows have gradients, nobody needs to know whose they are.
+            if owners is None and not counting.by_datum and counting.rule.kind in {"all", "measured"}:
+                owners = Unknown(DataError("Nobody has asked whose rows are.", "Pass audit=True."), self.num_data)
+        rule = counting.rule
+        waits = rule.kind == "measured" or (rule.kind != "all" and self.masks.pending)
+        if owners is not None and not waits:
+            return start(self.counted(owners, leading, counting))
+        site = Site(what, leading, start, self, meeting, counting, owners)
         self.waiting.append(site)
         return site.receive
+
+    def counted(
+        self, owners: Owners, leading: tuple[int, ...], counting: Counting, has_gradient: Tensor | None = None
+    ) -> Owners:
+        """Return owners that know which positions of rows count."""
+        if has_gradient is not None:
+            return owners.counting(has_gradient)
+        rows, rule = prod(leading), counting.rule
+        if rule.kind == "all" or not isinstance(owners, Regular) or rows % owners.num_data:
+            return owners
+        found = self.masks.counted(rule, rows // owners.num_data * counting.positions)
+        if found is None:
+            return owners
+        return owners.counting(owners.from_data(found.expand(owners.num_data, -1), rows))
 
     def observe(self, what: What, shape: tuple[int, ...]) -> Receiver:
         """Measure a result number by number, and do nothing else with its gradients."""
@@ -265,11 +365,11 @@ class Sites:
         self.questions.append((question, answer, opened))
 
     def settle(self) -> None:
-        """Find out whose the rows are, after all probes were sent back."""
+        """Find out whose the rows are, and which ones count, after all probes were sent back."""
         probes = 1 + number_of_digits(self.num_data)
         kinds: dict[Any, list[Site]] = {}
         for site in (*self.waiting, *self.observed):
-            if len(site.probed) == probes:
+            if site.known is None and len(site.probed) == probes:
                 kinds.setdefault((site.dtype, site.probed[0].shape[1]), []).append(site)
         # Gradients in float32 that came through operations in half precision are no more precise than those.
         lowest = max((dtype for dtype, _ in kinds), key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
@@ -284,7 +384,8 @@ class Sites:
         # Where gradients of too few rows came back, rows are in the order that they have at other places.
         orders = {site.leading: site.inner for site in self.waiting if site.is_certain}
         for site in (*self.waiting, *self.observed):
-            site.adopt(orders.get(site.leading), self.num_data)
+            if site.known is None:
+                site.adopt(orders.get(site.leading), self.num_data)
             site.begin(self.num_data)
 
     def replay(self) -> None:

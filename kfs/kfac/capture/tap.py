@@ -13,7 +13,8 @@ from torch.autograd.graph import GradientEdge
 from torch.func import vmap
 
 from kfs.errors import ModelError
-from kfs.kfac.capture.ownership import probes
+from kfs.kfac.capture.counted_rows import BatchMasks
+from kfs.kfac.capture.ownership import MULTIPLE, probes
 from kfs.kfac.capture.sites import Sites
 from kfs.kfac.capture.tracking import Derived
 from kfs.kfac.sums.interface import Receiver, Sums
@@ -34,6 +35,8 @@ class CapturedPass(Protocol):
     together: bool
     derived: list[Derived]
     sites: Sites | None
+    masks: BatchMasks
+    noise: torch.Generator | None
 
 
 class Tap(torch.autograd.Function):
@@ -53,7 +56,7 @@ class Tap(torch.autograd.Function):
         ctx.waits = waits
         # The same memory, but for autograd it is no view: operations in place may follow, and cost nothing extra in
         # the backward pass. Nobody else uses z any more, and no operation that has a rule keeps its output.
-        return z.detach()
+        return z.detach() if capture.noise is None else _noisy(z, capture.noise)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -82,6 +85,15 @@ class Tap(torch.autograd.Function):
         if not capture.keep_graph:
             ctx.receive = None  # it may hold activations
         return g, None, None, None, None
+
+
+def _noisy(z: Tensor, generator: torch.Generator) -> Tensor:
+    """Return an activation with noise that is larger than the activation itself."""
+    if not z.is_floating_point() or not z.numel():
+        return z.detach()
+    size = z.norm() / z.numel() ** 0.5
+    noise = torch.randn(z.shape, generator=generator, dtype=torch.float32).to(z)
+    return z + 2 * torch.where(size > 0, size, 1.0) * noise
 
 
 # What `Tap.apply` calls after it has looked for transformations of torch.func: that takes a third of its time.
@@ -147,9 +159,16 @@ def measure_rows(
     predictions = f if isinstance(f, Tensor) else like
     assert predictions is not None  # noqa: S101 (whoever has no predictions gives their values)
     found: Sequence[Tensor | None] = ()
+    if not sites.need_probes:  # only targets had to be waited for
+        sites.settle()
+        return [None] * len(also)
     capture.probing = True
     try:
-        for place, v in enumerate(probes(predictions, capture.num_data)):
+        if sites.count_rows:
+            v = capture.masks.of_predictions(next(probes(predictions, capture.num_data)))
+            for multiple in (v, MULTIPLE * v):
+                backward(f, capture, multiple.unsqueeze(0), keep_graph=True)
+        for place, v in enumerate(probes(predictions, capture.num_data) if sites.need_owners else ()):
             gradients = backward(f, capture, v.unsqueeze(0), keep_graph=True, also=() if place else also)
             found = found or gradients
     finally:

@@ -35,8 +35,9 @@ class RoleSums:
         inverse_squares: Sum over data of `1 / S^2`, for their numbers `S` of positions, if the identity stands in for
             gradients (forward-only) and sharing is `reduce`. `None` for sums of an earlier version, which did without.
         positions: Number of positions that were summed over, if data are counted (`reduce`).
-        terms_on_device: Further positions, in float64; `None` if there never were any. Changed in place.
-        settled: Whether `terms_on_device` is zero.
+        on_device: What is to be added to `counted` and to `positions`, in float64; `None` if there never was anything.
+            Changed in place.
+        settled: Whether `on_device` is zero.
     """
 
     input: OuterProductSum
@@ -44,7 +45,7 @@ class RoleSums:
     counted: float = 0.0
     inverse_squares: Tensor | float | None = 0.0
     positions: float = 0.0
-    terms_on_device: Tensor | None = None
+    on_device: Tensor | None = None
     settled: bool = True
 
     @property
@@ -56,12 +57,23 @@ class RoleSums:
 
     def add_terms(self, count: float | Tensor) -> None:
         """Add a number of positions (or data); one that is on a device stays there."""
-        if not isinstance(count, Tensor):
+        if isinstance(count, Tensor):
+            self._add_on_device(0, count)
+        else:
             self.counted += count
-            return
-        if self.terms_on_device is None:
-            self.terms_on_device = torch.zeros((), dtype=torch.float64, device=count.device)
-        self.terms_on_device.add_(count)
+
+    def add_summed(self, count: float | Tensor) -> None:
+        """Add a number of positions that were summed over (`reduce`); one that is on a device stays there."""
+        if isinstance(count, Tensor):
+            self._add_on_device(1, count)
+        else:
+            self.positions += count
+
+    def _add_on_device(self, place: int, count: Tensor) -> None:
+        """Add a number that only a device knows: of terms, or of positions that were summed over."""
+        if self.on_device is None:
+            self.on_device = torch.zeros(2, dtype=torch.float64, device=count.device)
+        self.on_device[place].add_(count)
         self.settled = False
 
     def add_positions(self, counts: Tensor) -> None:
@@ -103,7 +115,7 @@ class RoleSums:
         self.input.complete(dtype)
         self.gradient.complete(dtype)
         self.counted = self.terms
-        self.terms_on_device = None
+        self.on_device = None
 
     def state(self) -> dict[str, Any]:
         """Return everything, for a file."""
@@ -121,10 +133,11 @@ def settle_counts(roles: Iterable[RoleSums]) -> None:
     Tensors are set to zero in place: a pass that is replayed goes on adding to them.
     """
     unknown = [role for role in roles if not role.settled]
-    pending = [(role, role.terms_on_device) for role in unknown if role.terms_on_device is not None]
-    values = waiting.numbers([tensor for _, tensor in pending])
-    for (role, tensor), value in zip(pending, values, strict=True):
-        role.counted += value
+    pending = [(role, role.on_device) for role in unknown if role.on_device is not None]
+    values = iter(waiting.numbers([number for _, tensor in pending for number in tensor.unbind()]))
+    for role, tensor in pending:
+        role.counted += next(values)
+        role.positions += next(values)
         role.settled = True
         tensor.zero_()
 

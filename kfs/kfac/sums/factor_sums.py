@@ -147,7 +147,7 @@ class FactorSums(Sums):
             role.input.ones += more.get((key, side, "input.ones"), 0.0)
             role.gradient.ones += more.get((key, side, "gradient.ones"), 0.0)
             # A pass that was replayed has added to numbers on the device as well.
-            role.settled = role.terms_on_device is None
+            role.settled = role.on_device is None
 
     def settle_counts(self) -> None:
         """Let the host know what was counted on an accelerator, which is asked once for all blocks."""
@@ -259,7 +259,10 @@ class _Expand(Adder):
 
     def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
         total = self.role.input if self.is_here else self.role.input.on(self.device)
-        if self.are_vectors:  # the most common case, without a detour
+        counted = None if owners is None else owners.counted
+        if counted is not None:
+            self.role.add_terms(self.inputs.add_counted(total, x, self.ones, counted))  # type: ignore[arg-type]
+        elif self.are_vectors:  # the most common case, without a detour
             self.role.counted += total.add(x, self.ones)  # type: ignore[arg-type]
         else:
             self.role.add_terms(self.inputs.add_to(total, x, self.ones))  # type: ignore[arg-type]
@@ -310,13 +313,13 @@ class _Reduce(Adder):
                 "Use sharing='expand' for it, which does not need to know: sharing={name: 'expand', ...}.",
             )
         inputs, counts = self.plan.inputs.sums(x, owners)  # type: ignore[arg-type]
-        self.role.positions += self.plan.inputs.positions(x)
+        self.role.add_summed(self._number(x, owners.counted))
         if self.role.input.bias:
             last = counts if self.plan.ones else torch.zeros_like(counts)
             last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)
             inputs = torch.cat([inputs, last], dim=2)
-        # In a regular order, all data have the same number of positions.
-        everybody = isinstance(owners, Regular) and prod(self.plan.inputs.leading(x)) > 0
+        # In a regular order, all data have the same number of positions if all of these count.
+        everybody = isinstance(owners, Regular) and owners.counted is None and prod(self.plan.inputs.leading(x)) > 0
         before = self.collected.get(self.key)
         if before is None:
             self.collected[self.key] = _Collected(self.role, inputs, counts, everybody)
@@ -328,6 +331,13 @@ class _Reduce(Adder):
             return ignore
         leading = len(self.plan.inputs.leading(x))
         return lambda g: self.add_gradients(g, owners, leading)
+
+    def _number(self, x: Tensor | None, counted: Tensor | None) -> float | Tensor:
+        """Return the number of positions that count; on an accelerator if only that knows it."""
+        if counted is None:
+            return self.plan.inputs.positions(x)
+        number = counted.sum()
+        return number if waiting.runs_behind(number.device) else float(number)
 
     def add_gradients(self, g: Tensor, owners: Owners, leading: int) -> None:
         """Add gradients `[columns, *leading, ..., features]` to each datum's sum."""

@@ -41,6 +41,10 @@ class Inputs(ABC):
         """
 
     @abstractmethod
+    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+        """Add the outer products of vectors at positions that count, `[rows, positions of a row]`; see `add_to`."""
+
+    @abstractmethod
     def leading(self, x: Any) -> tuple[int, ...]:
         """Return the lengths of the leading axes, along which a row belongs to one datum."""
 
@@ -50,7 +54,10 @@ class Inputs(ABC):
 
     @abstractmethod
     def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
-        """Return each datum's sum of vectors, `[batch, groups, features]`, and its number of positions, `[batch]`."""
+        """Return each datum's sum of vectors, `[batch, groups, features]`, and its number of positions, `[batch]`.
+
+        Positions that do not count are left out of both.
+        """
 
     @abstractmethod
     def rows(self, use: "Use", g: Tensor, by_place: bool = False) -> RowProducts:
@@ -103,6 +110,17 @@ class Use:
         return self.inputs.gradients(self, g)
 
 
+def chosen(vectors: Tensor, counted: Tensor) -> tuple[Tensor, float | Tensor]:
+    """Return those of some vectors `[n, features]` that count, `[n]`, and their number.
+
+    If an accelerator would have to be waited for, others are zero, and the number stays there.
+    """
+    if waiting.runs_behind(vectors.device):
+        return torch.where(counted.unsqueeze(1), vectors, 0), counted.sum()
+    vectors = vectors[counted]
+    return vectors, len(vectors)
+
+
 def add_rotated_squares(total: Tensor, gradients: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
     """Add squares of gradients `[n, groups, d_B, d_A]`, seen in other bases, to a total `[groups, d_B, d_A]`."""
     gradients = gradients.to(total.dtype)
@@ -142,14 +160,24 @@ class Vectors(Inputs):
         """Add them as they are."""
         return total.add(x, ones)
 
+    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+        """Add some of them."""
+        vectors, number = chosen(x.reshape(-1, x.shape[-1]), counted.flatten())
+        total.add(vectors, ones, number)
+        return number
+
     def leading(self, x: Tensor) -> tuple[int, ...]:
         """All axes but the last one."""
         return tuple(x.shape[:-1])
 
     def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Sum over positions."""
-        sums = owners.by_datum(x).sum(1, dtype=at_least_float32(x.dtype))
-        return sums.unsqueeze(1), owners.counts(prod(x.shape[:-1]), sums)
+        dtype = at_least_float32(x.dtype)
+        if owners.counted is None:
+            sums = owners.by_datum(x).sum(1, dtype=dtype)
+            return sums.unsqueeze(1), owners.counts(prod(x.shape[:-1]), sums)
+        rows = owners.by_datum(torch.where(owners.counted, x.reshape(-1, x.shape[-1]), 0))
+        return rows.sum(1, dtype=dtype).unsqueeze(1), owners.numbers_counted(dtype).sum((1, 2))
 
     def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
         """Return them as they are."""
@@ -226,14 +254,24 @@ class OneHot(Inputs):
         number = counted.sum()
         return number if waiting.runs_behind(number.device) else float(number)
 
+    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+        """Count indices at some positions."""
+        counted = self.counted(x).flatten() & counted.flatten()
+        total.entries[0].index_add_(0, x.flatten(), counted.to(total.total.dtype))
+        number = counted.sum()
+        return number if waiting.runs_behind(number.device) else float(number)
+
     def leading(self, x: Tensor) -> tuple[int, ...]:
         """All axes."""
         return tuple(x.shape)
 
     def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Count every index, datum by datum."""
+        counted = self.counted(x)
+        if owners.counted is not None:
+            counted = counted & owners.counted.reshape(x.shape)
         # Where a datum has fewer positions than others, zeros stand for an index, and count nothing.
-        counts = owners.by_datum(self.counted(x).to(self.dtype), trailing=0)
+        counts = owners.by_datum(counted.to(self.dtype), trailing=0)
         index = owners.by_datum(x, trailing=0)
         sums = torch.zeros(len(index), self.size, dtype=self.dtype, device=index.device)
         return sums.scatter_add(1, index, counts).unsqueeze(1), counts.sum(1)
@@ -343,6 +381,15 @@ class Rows(Inputs):
         total.entries[0, self.rows_used] += self.places
         return self.places * len(self.rows_used)
 
+    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+        """Count some places, for each row of the parameter."""
+        number = counted.sum()
+        if self.rows_used is None:
+            total.total.add_(number)
+        else:
+            total.entries[0].index_add_(0, self.rows_used, counted.sum(0).to(total.total.dtype))
+        return number if waiting.runs_behind(number.device) else float(number)
+
     def leading(self, x: Any) -> tuple[int, ...]:
         """The axes over which the parameter was broadcast."""
         return self._leading
@@ -353,6 +400,12 @@ class Rows(Inputs):
 
     def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Count the places of each datum."""
+        if owners.counted is not None:
+            counts = owners.numbers_counted(self.zero.dtype).sum(1)  # [batch, rows used]
+            if self.rows_used is None:
+                return counts.unsqueeze(1), counts.sum(1)
+            sums = counts.new_zeros(len(counts), self.size).index_add_(1, self.rows_used, counts)
+            return sums.unsqueeze(1), counts.sum(1)
         places = owners.counts(self.places, self.zero)
         if self.rows_used is None:
             return places.reshape(-1, 1, 1), places

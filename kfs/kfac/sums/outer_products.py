@@ -83,16 +83,22 @@ class OuterProductSum:
         return self.total.shape[-1]
 
     @property
+    def _corner(self) -> Tensor:
+        """The square of the bias coordinate, to write to: `[G]`."""
+        return self.total[..., -1] if self.diagonal else self.total[..., -1, -1]
+
+    @property
     def entries(self) -> Tensor:
         """The diagonals, to write to: `[G, D]`."""
         return self.total if self.diagonal else self.total.diagonal(dim1=-2, dim2=-1)
 
-    def add(self, x: Tensor, ones: bool = False) -> int:
+    def add(self, x: Tensor, ones: bool = False, number: float | Tensor | None = None) -> int:
         """Add vectors, and return their number.
 
-        Their bias coordinate, if there is one, is one if `ones`, otherwise zero.
+        Their bias coordinate, if there is one, is one if `ones`, otherwise zero. If only a `number` of them counts, the
+        others are zero, also in this coordinate.
         """
-        if self._is_small and x.ndim == 2 and x.dtype is self._total.dtype:
+        if number is None and self._is_small and x.ndim == 2 and x.dtype is self._total.dtype:
             # One product each, without a detour: for small layers every call of a function counts.
             transposed = x.T
             self.inner.addmm_(transposed, x)
@@ -114,7 +120,7 @@ class OuterProductSum:
             self._note(add_gram(self.inner, x, self.products))
         count = x.numel() // max(x.shape[-1], 1)
         if ones:
-            self.add_ones(self._sum(x), count)
+            self.add_ones(self._sum(x), count if number is None else number)
         return count
 
     def _squares(self, x: Tensor) -> Tensor:
@@ -142,14 +148,17 @@ class OuterProductSum:
         """Return vectors in the precision in which they are multiplied."""
         return rounded(x, self.products)
 
-    def add_ones(self, x: Tensor, count: float) -> None:
+    def add_ones(self, x: Tensor, count: float | Tensor) -> None:
         """Add what vectors have with their bias coordinate of one.
 
         Args:
             x: The sum of all vectors, `[G * D]`.
-            count: Their number.
+            count: Their number; a tensor if only the device knows it.
         """
-        self.ones += count
+        if isinstance(count, Tensor):
+            self._corner.add_(count)
+        else:
+            self.ones += count
         if not self.diagonal:
             self._last_column.add_(x if self._groups == 1 else x.view(self._last_column.shape))
 
@@ -172,8 +181,7 @@ class OuterProductSum:
         An accelerator is faster if results need to be symmetric only `roughly`, up to round-off.
         """
         if self.ones:
-            corner = self.total[..., -1] if self.diagonal else self.total[..., -1, -1]
-            corner += self.ones
+            self._corner.add_(self.ones)
             self.ones = 0.0
         if not self.diagonal and self.device.type != "meta":
             mirror(self.total, self.computed if roughly else None)

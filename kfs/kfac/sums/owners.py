@@ -5,11 +5,15 @@ gradients with one more axis for columns, `[columns, *leading, features]`. Leadi
 matters which datum a row belongs to, rows are brought into the form `[batch, shared]`.
 
 Owners are measured (see `kfs.kfac.capture.ownership`), or guessed from lengths if nobody measures.
+
+A row has one position, or several: a convolution reads all positions of an image off one row. Not all of them need to
+count (see `kfs.kfac.capture.counted_rows`).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -26,10 +30,12 @@ class Owners(ABC):
     Attributes:
         num_data: Number of data.
         complete: Whether every row belongs to some datum.
+        counted: Which positions of rows count, booleans `[rows, positions of a row]`. `None` if all do.
     """
 
     num_data: int
     complete: bool = True
+    counted: Tensor | None = None
 
     @abstractmethod
     def by_datum(self, t: Tensor, trailing: int = 1) -> Tensor:
@@ -58,6 +64,15 @@ class Owners(ABC):
     def in_order(self, rows: int) -> bool:
         """Whether there is one row for each datum, in the order of data."""
 
+    @abstractmethod
+    def counting(self, counted: Tensor | None) -> "Owners":
+        """Return the same owners, with `counted` positions."""
+
+    def numbers_counted(self, dtype: torch.dtype) -> Tensor:
+        """Return ones for positions that count, and zeros, `[batch, shared, positions of a row]`."""
+        assert self.counted is not None  # noqa: S101 (whoever asks has looked)
+        return self.by_datum(self.counted.to(dtype))
+
 
 @dataclass(frozen=True)
 class Regular(Owners):
@@ -68,6 +83,7 @@ class Regular(Owners):
         inner: How many consecutive rows belong to one datum. If the batch axis comes first, these are all its rows; if
             it comes last, one.
         complete: Whether that is certain for all rows: those without gradient may be in another order.
+        counted: As in `Owners`.
 
     Example:
         >>> Regular(2, inner=1).by_datum(torch.tensor([[0], [1], [0], [1]])).tolist()
@@ -77,6 +93,7 @@ class Regular(Owners):
     num_data: int
     inner: int
     complete: bool = True
+    counted: Tensor | None = field(default=None, compare=False)
 
     @classmethod
     def batch_first(cls, num_data: int, rows: int) -> "Regular":
@@ -109,6 +126,15 @@ class Regular(Owners):
     def in_order(self, rows: int) -> bool:
         """Whether there is one row for each datum."""
         return rows == self.num_data
+
+    def counting(self, counted: Tensor | None) -> "Regular":
+        """Return the same order."""
+        return replace(self, counted=counted)
+
+    def from_data(self, t: Tensor, rows: int) -> Tensor:
+        """Undo `by_datum` for `[batch, shared * k]`: `[rows, k]`."""
+        outer = rows // (self.num_data * self.inner)
+        return t.reshape(self.num_data, outer, self.inner, -1).movedim(0, 1).reshape(rows, -1)
 
 
 class Listed(Owners):
@@ -154,6 +180,12 @@ class Listed(Owners):
     def in_order(self, rows: int) -> bool:
         """Be careful: say no."""
         return False
+
+    def counting(self, counted: Tensor | None) -> "Listed":
+        """Return the same table."""
+        other = copy(self)
+        other.counted = counted
+        return other
 
     @cached_property
     def _counts(self) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from kfs import waiting
-from kfs.kfac.sums.inputs import Inputs, Use, Vectors
+from kfs.kfac.sums.inputs import Inputs, Use, Vectors, chosen
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.kfac.sums.owners import Owners, Regular
 from kfs.kfac.sums.precision import multiplying
@@ -92,6 +92,21 @@ class Patches(Inputs):
             total.add_ones(self._sums(x).sum(0), positions)
         return positions
 
+    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+        """Write patches down, for some images at a time, and add some of them."""
+        x = total.rounded(self._cropped(x))
+        each = self._at_a_time(x, prod(self.kernel) * prod(self.out))
+        numbers = []
+        for some_x, some in zip(x.split(each), self._in_order_of_patches(counted).split(each), strict=True):
+            vectors, number = chosen(self._vectors(some_x).squeeze(0), some.flatten())
+            total.add(vectors, ones, number)
+            numbers.append(number)
+        return sum(numbers)
+
+    def _in_order_of_patches(self, positions: Tensor) -> Tensor:
+        """Return something of each image's positions, `[images, positions, ...]`, in the order of patches."""
+        return positions.flip(1) if self.mirrored else positions
+
     def _add_patches(self, total: OuterProductSum, x: Tensor) -> None:
         """Write patches down, for some images at a time."""
         for some_x in x.split(self._at_a_time(x, prod(self.kernel) * prod(self.out))):
@@ -108,6 +123,13 @@ class Patches(Inputs):
 
     def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Sum every datum's patches."""
+        if owners.counted is not None:
+            dtype = at_least_float32(x.dtype)
+            counted = self._in_order_of_patches(owners.counted)
+            patches = self._vectors(self._cropped(x)).reshape(*counted.shape, -1)
+            of_images = torch.where(counted.unsqueeze(2), patches, 0).sum(1, dtype=dtype)
+            sums = owners.by_datum(of_images).sum(1)
+            return sums.unflatten(1, (self.groups, -1)), owners.numbers_counted(dtype).sum((1, 2))
         sums = owners.by_datum(self._sums(self._cropped(x))).sum(1)  # a datum may have several images
         return sums.unflatten(1, (self.groups, -1)), owners.counts(len(x), sums) * prod(self.out)
 
@@ -144,7 +166,7 @@ class Patches(Inputs):
             return
         vectors = Vectors(self.size)
         if Q_A is not None and prod(self.out) <= g.shape[-1]:
-            g = g.flip(1) if self.mirrored else g
+            g = self._in_order_of_patches(g)
             step = at_a_time(g, prod(self.out) * Q_A.shape[2])
             for some_x, some_g in zip(self._cropped(use.x).split(step), g.split(step), strict=True):
                 rotated = self._rotated(some_x.to(total.dtype), Q_A[0], use.ones)
@@ -177,8 +199,7 @@ class Patches(Inputs):
 
     def _with_gradients(self, x: Tensor, g: Tensor, all_at_once: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Write patches down, a few images at a time, with their gradients: `[images, positions, features]` each."""
-        g = g.to(torch.promote_types(g.dtype, x.dtype))
-        g = g.flip(1) if self.mirrored else g
+        g = self._in_order_of_patches(g.to(torch.promote_types(g.dtype, x.dtype)))
         step = len(g) if all_at_once else at_a_time(g, self.size * prod(self.out) * self.groups)
         for some_x, some_g in zip(self._cropped(x).split(step), g.split(step), strict=True):
             patches = self._vectors(some_x.to(g.dtype))
