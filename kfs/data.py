@@ -409,8 +409,8 @@ class MaskSource:
     """Where a batch has its mask, which says which positions of its inputs are there, and which ones are padding.
 
     Attributes:
-        mask: A key of a batch that is a mapping, or a function of the inputs. `None` for `attention_mask`, if there is a
-            tensor `[N, S]` of booleans or integers of that name.
+        mask: A key of a batch that is a mapping, or a function of the inputs. `None` for `attention_mask`, if there is
+            a tensor `[N, S]` of booleans or integers of that name.
     """
 
     mask: Mask = None
@@ -470,3 +470,54 @@ def _replaced(x: Any, name: str, value: Tensor) -> Any:
             if changed is not None:
                 return type(x)((*x[:place], changed, *x[place + 1 :]))
     return None
+
+
+def move(x: Any, device: torch.device) -> Any:
+    """Move all tensors in a batch's input to a device."""
+    if isinstance(x, Mapping):
+        return with_values(x, {key: move(value, device) for key, value in x.items()})
+    if type(x) in {tuple, list}:
+        return type(x)(move(value, device) for value in x)
+    if isinstance(x, Tensor):
+        # A copy to a GPU need not be waited for; see `copies_end`. One from there must be complete before it is read.
+        return x.to(device, non_blocking=x.is_cpu and device.type == "cuda")
+    if hasattr(x, "to"):  # packed sequences
+        return x.to(device)
+    return type(x)(*(move(value, device) for value in x)) if is_named_tuple(x) else x
+
+
+def moved(x: Any, y: Tensor, first: int, device: torch.device, count: Callable[[Tensor], float | Tensor]) -> Batch:
+    """Return a batch on a device.
+
+    Args:
+        x: Inputs.
+        y: Targets.
+        first: Index of the first datum.
+        device: Where to.
+        count: Counts what a mean over the targets divides by.
+
+    Raises:
+        DataError: If they have no values.
+    """
+    try:
+        y = move(y, device)
+        return Batch(move(x, device), y, first, count(y))
+    except NotImplementedError as error:
+        if "meta" not in str(error):
+            raise
+        raise DataError(
+            "A batch is on the meta device, where tensors have shapes but no values.",
+            f"Pass data with values: the model is on {device}.",
+        ) from error
+
+
+def copies_end(x: Any, y: Tensor, device: torch.device) -> Callable[[], None]:
+    """Return what waits until a batch that was just moved to a device may be overwritten where it was.
+
+    Copies from pinned memory are made while the host goes on. A loader may use this memory for its next batch.
+    """
+    if device.type == "cuda" and any(t.is_pinned() for t in (*tensors_in(x), y)):  # pragma: no cover (tested on a GPU)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event.synchronize
+    return lambda: None

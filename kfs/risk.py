@@ -29,8 +29,10 @@ from kfs.data import (
     MaskSource,
     arguments,
     as_batches,
+    copies_end,
     default_unpack,
     fingerprint,
+    moved,
     repeatably,
     tensors_in,
     unpacked,
@@ -41,7 +43,6 @@ from kfs.errors import DataError
 from kfs.exact_derivatives import ExactDerivatives, WithoutGraph, explained, no_hooks_on_saved_tensors
 from kfs.flags import Flags, not_finite, refuse_not_finite
 from kfs.losses import Loss, describe
-from kfs.moving import copies_end, moved
 from kfs.outputs import check_batch_axis, prediction_in
 from kfs.parameters import Params, Places, check_not_meta, function_params, leaves_of, module_params, switched_on
 from kfs.precision import at_least_float32

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from kfs import GGN, KFAC, EmpiricalRisk, inspect
-from kfs.data import arguments, mapped, plain, with_values
+from kfs.data import arguments, mapped, move, plain, with_values
 from kfs.errors import DataError
-from kfs.moving import move
 from kfs.optim import KFAC as Optimizer  # noqa: N811 (both are called KFAC)
 from tests.operators.contract import close
 

@@ -15,7 +15,7 @@ from kfs.data import Batch, can_be_cut, cut, tensors_in
 from kfs.describing import DescribedByTables, Description, Table, counted, readable_count, readable_size
 from kfs.errors import DataError, KfsError, ModelError
 from kfs.exact_derivatives import explained
-from kfs.kfac.capture import Audit, Audits, Counts, Known, backward, forward, measure_rows
+from kfs.kfac.capture import Audit, Audits, Known, backward, forward, measure_rows
 from kfs.kfac.coverage import not_covered, shared_with
 from kfs.kfac.layout import Side
 from kfs.kfac.rules import new_session
@@ -183,12 +183,7 @@ def inspect(
     risk = _Sample(model, _anything, [(sample, targets)], params=params)
     settings = Settings(sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, batch_axis=batch_axis)
     with risk.untouched(first_order=True), torch.enable_grad(), _without_values(risk.device), explained():
-        audits = Audits(
-            risk.model,
-            new_session(risk.params, joint_bias),
-            batch_axis,
-            counts=Counts(risk.mask_source, risk.loss.class_axis),
-        )
+        audits = Audits(risk.model, new_session(risk.params, joint_bias), batch_axis)
         for batch in risk.batches():
             # Without values there is nothing to audit.
             known = audits.of_batch(risk, batch) if audit and risk.device.type != "meta" else None

@@ -160,8 +160,8 @@ class ResetSums(FactorSums):
         for block in self.blocks.values():
             for role in block.roles.values():
                 role.counted = role.positions = 0.0
-                if role.on_device is not None:
-                    role.on_device.zero_()
+                for count in role.on_device:
+                    count.zero_()
                 for one in (role.input, role.gradient):
                     one.total.zero_()
                     one.ones = 0.0

@@ -106,7 +106,7 @@ class FactorPass:
         """
         totals = [s.total for block in sums.blocks.values() for s in block.sums]
         roles = [role for block in sums.blocks.values() for role in block.roles.values()]
-        totals += [role.on_device for role in roles if role.on_device is not None]
+        totals += [t for role in roles for t in role.on_device]
         if totals:
             torch._foreach_zero_(totals)
         device = self.session.device_type

@@ -53,30 +53,46 @@ def gradients(layer: nn.Module, g: Tensor) -> Tensor:
     return g.reshape(groups, len(g) // groups, -1).movedim(2, 0)
 
 
+def rows_that_count(predictions: Tensor, out: Tensor) -> Tensor:
+    """Return which rows of an output some predictions depend on, `[..., features]` to `[...]`, one after the other."""
+    size = torch.zeros(out.shape[:-1], dtype=torch.float64)
+    for one in predictions.flatten():
+        (gradient,) = torch.autograd.grad(one, out, retain_graph=True)
+        size += gradient.norm(dim=-1)
+    return size > 1e-12  # round-off, as that of the query of a position that attends to itself alone
+
+
 def definition(
-    model: nn.Module, loss: Loss, X: Tensor, y: Tensor, layer: nn.Module, sharing: str, R: float
+    model: nn.Module, loss: Loss, X: Tensor, y: Tensor, layer: nn.Module, sharing: str, R: float, every: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Compute both factors of a layer, with a joint bias if it has one: `[groups, d, d]` each.
 
-    All calls of the layer count as further shared positions.
+    All calls of the layer count as further shared positions. If not `every` position counts, those of a linear layer do
+    that a prediction depends on whose label counts.
     """
     calls: list[tuple[Tensor, Tensor]] = []
     handle = layer.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
     f = model(X)
     handle.remove()
     N, A, B = len(X), torch.zeros(()), torch.zeros(())
+    terms = 0
     for n in range(N):
         x = torch.cat([vectors(layer, inputs[n].detach()) for inputs, _ in calls])
         if layer.bias is not None:
             x = torch.cat([x, torch.ones_like(x[..., :1])], -1)
+        rows = torch.ones(len(x), dtype=torch.bool)
+        if not every:
+            rows = torch.cat([rows_that_count(f[n][:, y[n] != -100], out)[n].flatten() for _, out in calls])
+        x = x[rows]
         S = len(x)
+        terms += S if sharing == "expand" else S > 0
         A = A + outer(x, sharing)
         columns = hessian_factor(loss, f[n].detach(), y[n]).reshape(f[n].numel(), -1).T
         for v in columns.reshape(-1, *f[n].shape):
             outs = torch.autograd.grad((f[n] * v).sum(), [out for _, out in calls], retain_graph=True)
-            g = torch.cat([gradients(layer, out[n]) for out in outs])
-            B = B + outer(g, sharing) / (N * S if sharing == "expand" else N * S**2)
-    return R * A, B
+            g = torch.cat([gradients(layer, out[n]) for out in outs])[rows]
+            B = B + outer(g, sharing) / (1 if sharing == "expand" else S**2)
+    return R * A, B / terms
 
 
 def outer(v: Tensor, sharing: str) -> Tensor:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kfs.data import move
 from kfs.errors import DataError, KfsError
 from kfs.kfac import EKFAC, KFAC, exact_blocks
 from kfs.kfac.structures.decompositions import eigh, inverse
 from kfs.losses.counter import Draws
-from kfs.moving import move
 from kfs.recording import Recorded
 from kfs.risk import EmpiricalRisk
 from tests.kfac.arrangements import ARRANGEMENTS, Problem

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from kfs import KFAC, EmpiricalRisk, inspect
 from kfs.conformance.cases import EXACT
+from kfs.data import move
 from kfs.errors import DataError, ModelError
-from kfs.moving import move
 from tests.kfac.models import ONE_POSITION, Function, PackedAttention, between
 from tests.kfac.test_chunks import MODELS as CHUNKS
 from tests.kfac.test_definition import CONVOLUTIONS

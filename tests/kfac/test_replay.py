@@ -30,7 +30,7 @@ def tensors_of(sums: Sums) -> list[Tensor]:
     if isinstance(sums, FactorSums):
         roles = [role for block in sums.blocks.values() for role in block.roles.values()]
         found = [t for role in roles for t in (role.input.total, role.gradient.total)]
-        others = [t for role in roles for t in (role.on_device, role.inverse_squares)]
+        others = [t for role in roles for t in (*role.on_device, role.inverse_squares)]
         return found + [t for t in others if isinstance(t, Tensor)]
     return [total for _, total in sums.state()["totals"]]
 

@@ -67,6 +67,7 @@ class Audited:
     report: Audit
     known: Known
     whole: bool  # whether it is about all data of a batch, because that cannot be cut
+    counts: Counts | None = None  # what said which rows count
     ways: set[int] = field(default_factory=set)  # hashes of the operations of passes that it is about
 
     @property
@@ -173,7 +174,7 @@ class _Audit:
             missed=tuple(name for name in gradients if name in dict(unexplained)),
             mask="" if self.counts is None else self.counts.source.name_in(self.x, self.num_data),
         )
-        return Audited(report, known, self.whole), f.detach()
+        return Audited(report, known, self.whole, self.counts), f.detach()
 
     def _audited_uses(self, sites: Sequence[Site], known: Known, routes: bool) -> Iterator[AuditedUse]:
         """Describe the uses that were measured."""
@@ -197,11 +198,9 @@ class _Audit:
         known = replace(known, otherwise=otherwise)
         if capture.most_positions <= self.num_data:  # one row of every datum
             return known
-        found = RowExperiments(
-            self.run, self.x, self.num_data, self.session, self.batch_axis, known, counts.source, counts.class_axis
-        )
-        rules = found.rules()
-        if self.num_data == 1:  # nothing tells one datum from all
+        axis, routes = self.batch_axis, capture.routes
+        rules = RowExperiments(self.run, self.x, self.num_data, self.session, axis, known, counts, routes).rules()
+        if self.num_data == 1:  # nothing tells the rows of one datum from all
             rules = tuple((what, otherwise if rule == ALL else rule) for what, rule in rules)
         return replace(known, rows=rules)
 

@@ -56,7 +56,7 @@ class Audits:
         self._batch_axis = batch_axis
         self._halves = halves
         self._done = _done(model)
-        self._key = (_described(model, session), batch_axis, halves, counts)
+        self._key = (_described(model, session), batch_axis, halves)
         self._seen: list[Audited] = []
         self._predictions: Tensor | None = None
         self._current: Audited | None = None
@@ -102,8 +102,10 @@ class Audits:
         """Return the audit of batches like this one, if there was one."""
         key, loose = self._keys(x, num_data)
         found = self._done.get(key) or self._done.get(loose)
-        # One datum does not show whether data mix.
-        return None if found is not None and found.report.num_data == 1 and num_data > 1 else found
+        if found is None or (found.report.num_data == 1 and num_data > 1):  # one datum does not show whether data mix
+            return None
+        # What says which rows count may be another loss. Whoever does not ask for it is content with any.
+        return found if self._counts is None or found.counts == self._counts else None
 
     def _keys(self, x: Any, num_data: int) -> tuple[Any, Any]:
         """Return all that an audit depends on, with and without sizes of inputs."""

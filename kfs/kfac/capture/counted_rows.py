@@ -10,7 +10,7 @@ booleans for the rows of a use, by a few small operations that a recorded pass c
 which rows have gradients, the rule is `"measured"`: every batch is asked, by sending one more vector back.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -36,8 +36,8 @@ class RowRule:
         outer: Whether a position of the mask occurs several times at a distance, and not several times in a row.
         pattern: Which positions count, for `"positions"`.
         lone: What is left out because a position that attends to nothing but itself has neither a query nor a key that
-            matters. Below causal attention that is the first one: `"row"` leaves it out (queries), `"target"` its target
-            (keys). Elsewhere it is the only one that a datum has: `"datum"` leaves out such data.
+            matters. Below causal attention that is the first one: `"row"` leaves it out (queries), `"target"` its
+            target (keys). Elsewhere it is the only one that a datum has: `"datum"` leaves out such data.
     """
 
     kind: Kind = "all"
@@ -104,16 +104,15 @@ class BatchMasks:
         """Return vectors shaped like predictions with zeros where these do not count."""
         return v if self._of_predictions is None else v * self._of_predictions
 
-    def leave_out(self, rules: Sequence[RowRule]) -> bool:
-        """Whether a row may not count. If an accelerator would have to be asked, it may."""
-        if any(rule.kind in {"positions", "measured"} for rule in rules):
+    def leave_out(self, kinds: Set[Kind]) -> bool:
+        """Whether rules of some kinds may leave a row out. If an accelerator would have to be asked, they may."""
+        if "positions" in kinds or "measured" in kinds:
             return True
-        if all(rule.kind == "all" for rule in rules):
+        if kinds == {"all"}:
             return False
         if self.pending:
             return True
-        both = [t for t in (self._targets, self.mask) if t is not None]
-        return any(waiting.runs_behind(t.device) or not t.all() for t in both)
+        return _may_be_false(self._targets) or _may_be_false(self.mask)
 
     def counted(self, rule: RowRule, size: int) -> Tensor | None:
         """Return which rows count, `[N, size]`, if every datum has `size` rows; `None` if all do."""
@@ -208,6 +207,11 @@ def matching_rule(masks: Sequence[BatchMasks], alive: Sequence[Tensor]) -> tuple
         if covers and number < fewest and rule.kind != "positions":
             best, fewest = rule, number
     return best, False
+
+
+def _may_be_false(t: Tensor | None) -> bool:
+    """Whether some boolean is false, or is not known to the host."""
+    return t is not None and (waiting.runs_behind(t.device) or not t.all())
 
 
 def _spread(found: Tensor, size: int, outer: bool) -> Tensor | None:

@@ -65,7 +65,7 @@ class Used:
     what: What
     rows: int
     by_construction: bool  # whether rows were brought into the order of data
-    site: int | None = None  # its place among what an audit knows about uses
+    site: int  # its place among what an audit knows about uses
 
 
 Observer = Callable[[Used, Owners, Receiver], Receiver]
@@ -109,7 +109,7 @@ class Capture(TorchFunctionMode):
         self.measuring = measuring
         self.masks = masks or BatchMasks()
         # Whether some rows do not count, as far as the host knows.
-        self._counts_rows = known is not None and self.masks.leave_out([known.otherwise, *(r for _, r in known.rows)])
+        self._counts_rows = known is not None and self.masks.leave_out(known.kinds)
         self.uses = 0  # how many uses there were
         self.most_positions = 0  # of a use, in all data together
         self.noise: torch.Generator | None = None  # adds noise to all outputs, to see what depends on values alone

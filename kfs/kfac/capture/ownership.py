@@ -59,7 +59,7 @@ def probes(f: Tensor, num_data: int) -> Iterator[Tensor]:
 
 
 def has_gradient(g: Tensor, of_multiple: Tensor) -> Tensor:
-    """Return which rows have a gradient, `[..., features]` to `[...]`, given those of a vector and of `MULTIPLE` times it.
+    """Return which rows have a gradient, `[..., features]` to `[...]`, given those of a vector and of a `MULTIPLE`.
 
     What rounding leaves of a gradient that vanishes, as that of a query with a single key, is no multiple of anything.
     """
@@ -68,6 +68,11 @@ def has_gradient(g: Tensor, of_multiple: Tensor) -> Tensor:
     distance = torch.linalg.vector_norm(of_multiple - MULTIPLE * g, dim=-1, dtype=wide)
     tolerance = 0.05 if torch.finfo(g.dtype).bits > 16 else 0.3  # some roundings in half precision
     return (size > 0) & (distance <= tolerance * MULTIPLE * size)
+
+
+def by_rows(positions: Tensor, rows: int) -> Tensor:
+    """Return something of each position as `[rows, positions of a row]`; there may be no row at all."""
+    return positions.reshape(rows, positions.numel() // max(rows, 1))
 
 
 def number_of_digits(num_data: int) -> int:

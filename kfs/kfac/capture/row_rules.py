@@ -1,12 +1,13 @@
 """Experiments of the audit: which rows of every use count?
 
 A row counts if a prediction depends on it whose target counts. Vectors that are zero at some predictions are sent back,
-as if their targets did not count, and the model is called with other masks. Which rows get gradients then says which
+as if their targets did not count, and the model is called with another mask. Which rows get gradients then says which
 `RowRule` a use follows.
 
 Rows may also lack a gradient because of their values: all units of a rectifier are off, or another position is the
-maximum. Such rows count. So wherever no rule explains what is missing, everything is repeated, with noise at the output
-of every operation. What has a gradient once is there; what never has one is not, once repeating changes nothing.
+maximum. Such rows count. So wherever no rule explains what is missing, everything is repeated with other values: noise
+is added to the output of every operation, and inputs are multiplied by random numbers. What has a gradient once is
+there. What never has one is not, provided that the last rounds have found nothing new.
 """
 
 import logging
@@ -21,7 +22,7 @@ from torch import Tensor
 from kfs.data import MaskSource, mapped
 from kfs.kfac.capture.counted_rows import ALL, BatchMasks, RowRule, matching_rule
 from kfs.kfac.capture.mode import Capture, Used
-from kfs.kfac.capture.ownership import MULTIPLE, has_gradient, probes
+from kfs.kfac.capture.ownership import MULTIPLE, by_rows, has_gradient, probes
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known, What
 from kfs.kfac.capture.tap import backward, measure_rows
@@ -29,11 +30,14 @@ from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.owners import Owners, Regular
 
 log = logging.getLogger("kfs.kfac")
-# So many times targets are left out, and the mask is replaced. With four data, that tells rules apart.
+# So many times targets are left out. Each time another part of a datum's targets is; see `_targets`.
 _TARGETS = 3
-_MASKS = 1
-# With noise, everything is repeated up to so many times. A row of four units is off in all rounds once in 2^32 times.
+# With other values, everything is repeated up to so many times. A row of four units is off every time once in 2^32.
 _ROUNDS = 8
+# Larger inputs are no measurements, but masks that are added to scores.
+_LARGE = 1e3
+MEASURED = RowRule("measured")
+Rules = tuple[tuple[What, RowRule], ...]
 # Evaluates the model on some inputs, within a context: takes inputs, their number, and the context.
 Run = Callable[[Any, int, AbstractContextManager[Any] | None], Tensor]
 
@@ -62,16 +66,28 @@ class _Seen:
     def note(self) -> None:
         """Note which rows have a gradient, after a vector and a multiple of it were sent back."""
         if len(self.arrived) == 2:
-            self.rows.append(has_gradient(*self.arrived).reshape(self.used.rows, -1))
+            self.rows.append(by_rows(has_gradient(*self.arrived), self.used.rows))
         elif self.rows:  # no gradient came back
             self.rows.append(torch.zeros_like(self.rows[0]))
         self.arrived.clear()
 
-    def by_datum(self) -> list[Tensor] | None:
-        """Return them as `[N, rows of a datum]`; `None` if they have no regular order."""
+    def add(self, other: "_Seen | None") -> bool:
+        """Add rows that had gradients with other values, and return whether there are new ones."""
+        if other is None or len(other.rows) != len(self.rows) or other.rows[0].shape != self.rows[0].shape:
+            return False
+        new = any(bool((more & ~rows).any()) for rows, more in zip(self.rows, other.rows, strict=True))
+        self.rows = [rows | more for rows, more in zip(self.rows, other.rows, strict=True)]
+        return new
+
+    def rule(self, masks: Sequence[BatchMasks], routes: bool) -> tuple[RowRule, bool]:
+        """Return the rule that explains which rows had gradients, and whether it explains all of them."""
+        if all(bool(rows.all()) for rows in self.rows):
+            return ALL, True
+        if not any(bool(rows.any()) for rows in self.rows):  # no prediction depends on it; others may, of other data
+            return ALL, not routes
         if not isinstance(self.owners, Regular):
-            return None
-        return [self.owners.by_datum(rows).flatten(1).cpu() for rows in self.rows]
+            return ALL, False
+        return matching_rule(masks, [self.owners.by_datum(rows).flatten(1).cpu() for rows in self.rows])
 
 
 class _NoSums(Sums):
@@ -91,160 +107,133 @@ class _NoSums(Sums):
 
 @dataclass
 class RowExperiments:
-    """All experiments with a few data.
+    """All experiments with a few data."""
 
-    Args:
-        run: Evaluates the model.
-        x: Inputs.
-        num_data: Their number.
-        session: Has parameters and rules.
-        batch_axis: Where the batch axis is in inputs, if not first.
-        known: What the audit has found so far.
-        source: Where the batch has its mask.
-        class_axis: That of the loss: an axis of predictions; `None` if all targets count.
-    """
-
-    run: Run
-    x: Any
+    run: Run  # evaluates the model
+    x: Any  # inputs
     num_data: int
     session: Session
     batch_axis: int | None
-    known: Known
-    source: MaskSource
-    class_axis: int | None
+    known: Known  # what the audit has found so far
+    counts: Counts
+    routes: bool = False  # whether data decide which rows there are
 
     def __post_init__(self) -> None:
         """Find the mask of these data."""
-        self.mask = self.source.find(self.x, self.num_data)
-        self._generator = torch.Generator().manual_seed(0)
+        self.mask = self.counts.source.find(self.x, self.num_data)
+        self._generator = torch.Generator()
+        self._change_inputs = True
 
-    def rules(self) -> tuple[tuple[What, RowRule], ...]:
+    def rules(self) -> Rules:
         """Return the rule of every use, in their order."""
         masks, seen = self._all()
-        total = {number: [rows.clone() for rows in one.rows] for number, one in seen.items()}
-        found = {number: self._rule(one, masks, total[number]) for number, one in seen.items()}
+        found = {number: one.rule(masks, self.routes) for number, one in seen.items()}
         # In a few data, the same positions may lack gradients by chance.
         doubtful = {n for n, (rule, exact) in found.items() if not exact or rule.kind == "positions"}
-        changed_late: set[int] = set()
-        for round_ in range(_ROUNDS):
-            if not doubtful:
+        late: set[int] = set()  # uses for which the last rounds have found something new
+        for turn in range(_ROUNDS):
+            # With other values, other rows would be there.
+            again = self._again(turn) if doubtful and not self.routes else {}
+            if again is None:
+                late |= doubtful
                 break
-            _, again = self._all(noise=torch.Generator().manual_seed(round_))
-            for number in doubtful.copy():
-                if number not in again or not _add(total[number], again[number]):
-                    continue
-                if round_ >= _ROUNDS // 2:
-                    changed_late.add(number)
-                found[number] = rule, exact = self._rule(seen[number], masks, total[number])
+            for number in [n for n in doubtful if seen[n].add(again.get(n))]:
+                found[number] = rule, exact = seen[number].rule(masks, self.routes)
                 if exact and rule.kind != "positions":
                     doubtful.discard(number)
-        for number in doubtful:
-            rule, exact = found[number]
-            if number in changed_late and exact:  # positions that lack gradients by chance
-                found[number] = (ALL, True)
-            elif number not in changed_late and not exact and not seen[number].used.by_construction:
-                # Which rows have gradients does not depend on values, nor does any rule explain it.
-                found[number] = (RowRule("measured"), True)
-        for number, (rule, _) in found.items():
-            # Where rows belong to others in every batch, a mask does not say which ones it is about.
-            if rule != ALL and self._is_irregular(seen[number]):
-                found[number] = (RowRule("measured"), True)
-        last = max(found, default=-1)
-        whats = {number: one.used.what for number, one in seen.items()}
-        return tuple((whats.get(n, ("", "")), found.get(n, (ALL, True))[0]) for n in range(last + 1))
+                elif turn >= _ROUNDS // 2:
+                    late.add(number)
+        rules = {number: self._final(seen[number], *found[number], number in late) for number in seen}
+        uses = range(max(seen, default=-1) + 1)
+        return tuple((seen[n].used.what, rules[n]) if n in seen else (("", ""), ALL) for n in uses)
 
-    def _is_irregular(self, one: _Seen) -> bool:
-        """Whether the order of a use's rows is measured in every batch."""
-        if one.used.by_construction or self.num_data == 1:
-            return False
-        placed = self.known.uses
-        return one.used.site is None or one.used.site >= len(placed) or placed[one.used.site].inner is None
+    def _again(self, turn: int) -> dict[int, _Seen] | None:
+        """Do all experiments with other values; `None` if the model does not take any."""
+        for of_inputs in (True, False):
+            self._change_inputs = of_inputs
+            try:
+                return self._all(torch.Generator().manual_seed(turn))[1]
+            except Exception:  # values may be indices
+                log.debug("The experiment with other values did not go through.", exc_info=True)
+        return None
 
-    def _rule(self, one: _Seen, masks: Sequence[BatchMasks], rows: list[Tensor]) -> tuple[RowRule, bool]:
-        """Return the rule that explains rows with gradients, and whether it explains them all."""
-        alive = _Seen(one.used, one.owners, rows).by_datum()
-        # A use that no prediction depends on stays as it is.
-        if all(bool(some.all()) for some in rows) or not any(bool(some.any()) for some in rows):
-            return ALL, True
-        return (ALL, False) if alive is None else matching_rule(masks, alive)
+    def _final(self, one: _Seen, rule: RowRule, exact: bool, late: bool) -> RowRule:
+        """Return the rule of a use after all rounds."""
+        if rule.kind == "positions" and late:  # they lack gradients by chance
+            return ALL
+        derived = one.used.by_construction
+        # Values do not decide which rows have gradients, nor does any rule explain it.
+        if not exact and not late and not derived:
+            return MEASURED
+        # Where the order of rows differs from batch to batch, no mask says which of them it is about.
+        placed = self.known.uses[one.used.site : one.used.site + 1]
+        regular = derived or self.num_data == 1 or (len(placed) == 1 and placed[0].inner is not None)
+        return rule if regular or rule == ALL else MEASURED
 
     def _all(self, noise: torch.Generator | None = None) -> tuple[list[BatchMasks], dict[int, _Seen]]:
         """Do all experiments, and return masks, and rows with gradients by the number of a use."""
         self._generator.manual_seed(0)
-        masks: list[BatchMasks] = []
-        seen: dict[int, _Seen] = {}
-        for x, mask in self._inputs():
-            try:
-                masks += self._one(x, mask, seen, noise, first=not masks)
-            except Exception:
-                if not masks:
-                    raise
-                log.debug("An experiment with another mask did not go through.", exc_info=True)
-        # A use that other masks do not reach takes part in fewer experiments than others.
-        return masks, {number: one for number, one in seen.items() if len(one.rows) == len(masks)}
-
-    def _inputs(self) -> Iterator[tuple[Any, Tensor | None]]:
-        """Generate inputs with their masks: the user's, then others."""
-        yield self.x, self.mask
-        for _ in range(_MASKS if self.mask is not None else 0):
-            assert self.mask is not None  # noqa: S101 (or there would be no round)
-            other = self._other_mask(self.mask.cpu()).to(self.mask.device)
-            x = self.source.replaced(self.x, other)
-            if x is not None:
-                yield x, other
+        masks, seen = self._one(self.x, self.mask, noise)
+        other = None if self.mask is None else self._other_mask(self.mask.cpu()).to(self.mask.device)
+        x = None if other is None else self.counts.source.replaced(self.x, other)
+        if x is None:
+            return masks, seen
+        try:
+            more, of_other = self._one(x, other, noise)
+        except Exception:  # a model may refuse a mask that the user did not choose
+            log.debug("The experiment with another mask did not go through.", exc_info=True)
+            return masks, seen
+        both = {number: one for number, one in seen.items() if number in of_other and one.used == of_other[number].used}
+        for number, one in both.items():
+            one.rows += of_other[number].rows
+        return masks + more, both
 
     def _one(
-        self, x: Any, mask: Tensor | None, seen: dict[int, _Seen], noise: torch.Generator | None, first: bool
-    ) -> list[BatchMasks]:
-        """Run the model once, send some vectors back, and return their masks."""
+        self, x: Any, mask: Tensor | None, noise: torch.Generator | None
+    ) -> tuple[list[BatchMasks], dict[int, _Seen]]:
+        """Run the model once, send some vectors back, and return their masks, and what was seen."""
         capture = Capture(self.session, _NoSums(), self.num_data, self.batch_axis, self.known)
         capture.noise = noise
-        of_this: dict[int, _Seen] = {}
+        seen: dict[int, _Seen] = {}
 
         def observe(used: Used, owners: Owners, _: Receiver) -> Receiver:
-            of_this[used.number] = one = _Seen(used, owners)
-            return one.receive
+            seen[used.number] = _Seen(used, owners)
+            return seen[used.number].receive
 
         capture.observer = observe
+        if noise is not None and self._change_inputs:
+            x = mapped(x, lambda t: _other_values(t, noise))
         try:
             f = self.run(mapped(x, capture.mark_data), self.num_data, capture)
         finally:
             capture.leave_nothing_behind()
             capture.running = False
-        if not first and f.isnan().any():  # as where a mask leaves nothing to attend to
-            return []
         measure_rows(f, capture)
         v = next(probes(f, self.num_data))
-        masks = list(self._masks(f, mask, first))
+        masks = list(self._masks(f, mask))
         for one in masks:
             for multiple in (1, MULTIPLE):
                 backward(f, capture, one.of_predictions(multiple * v).unsqueeze(0), keep_graph=True)
-            for use in of_this.values():
+            for use in seen.values():
                 use.note()
-        if capture.sites is not None:
-            capture.sites.forget()
-        for number, use in of_this.items():
-            if len(use.rows) != len(masks):
-                continue
-            if first:
-                seen[number] = use
-            elif number in seen and seen[number].used == use.used:
-                seen[number].rows += use.rows
-        return masks
+        capture.places().forget()
+        # A mask may leave nothing to attend to, so that predictions are not finite, and gradients tell nothing.
+        usable = mask is self.mask or not f.isnan().any()
+        return masks, {number: use for number, use in seen.items() if usable and len(use.rows) == len(masks)}
 
-    def _masks(self, f: Tensor, mask: Tensor | None, first: bool) -> Iterator[BatchMasks]:
-        """Generate what vectors are sent back with a mask of inputs: which predictions count."""
-        positions = 1 if self.class_axis is None else f[0].numel() // f.shape[self.class_axis]
-        if self.class_axis is None:
+    def _masks(self, f: Tensor, mask: Tensor | None) -> Iterator[BatchMasks]:
+        """Generate which predictions count for the vectors that are sent back, with a mask of the inputs."""
+        axis = self.counts.class_axis
+        if axis is None:
             yield BatchMasks(None, mask)
             return
-        shape = [1 if axis == self.class_axis else n for axis, n in enumerate(f.shape)]
-        fits = positions > 1 and mask is not None and mask.shape[1] == positions
-        there = torch.ones(self.num_data, positions, dtype=torch.bool, device=f.device)
-        there = mask if mask is not None and fits else there  # predictions at padding do not count
-        yield BatchMasks(there.reshape(shape), mask)
-        for turn in range(_TARGETS if positions > 1 else int(first)):
-            yield BatchMasks(self._targets(there.cpu(), turn).to(f.device).reshape(shape), mask)
+        shape = [1 if place == axis else n for place, n in enumerate(f.shape)]
+        there = torch.ones(self.num_data, f[0].numel() // f.shape[axis], dtype=torch.bool)
+        if mask is not None and mask.shape == there.shape:  # predictions at padding do not count
+            there = mask.cpu()
+        yield BatchMasks(there.to(f.device).reshape(shape), mask)
+        for turn in range(_TARGETS if there.shape[1] > 1 else 1):
+            yield BatchMasks(self._targets(there, turn).to(f.device).reshape(shape), mask)
 
     def _targets(self, there: Tensor, turn: int) -> Tensor:
         """Choose some of the targets that are there, `[N, positions]`, and none of one datum.
@@ -263,10 +252,6 @@ class RowExperiments:
             targets[n, places[last]] = True
         return targets
 
-    def _number(self, low: int, high: int) -> int:
-        """Draw an integer from a half-open range."""
-        return int(torch.randint(low, high, (), generator=self._generator))
-
     def _other_mask(self, mask: Tensor) -> Tensor:
         """Return another mask: of each datum's positions at least the half, and of one datum's a single one."""
         other = torch.zeros_like(mask)
@@ -276,16 +261,18 @@ class RowExperiments:
             shortest = 1 if n == alone else min(len(places), max(2, (len(places) + 1) // 2))
             longest = 1 if n == alone else max(shortest, len(places) - 1)
             length = self._number(shortest, longest + 1)
-            start = self._number(0, len(places) - length + 1) if len(places) else 0
+            start = self._number(0, max(len(places) - length, 0) + 1)
             other[n, places[start : start + length]] = True
         return other
 
+    def _number(self, low: int, high: int) -> int:
+        """Draw an integer from a half-open range."""
+        return int(torch.randint(low, high, (), generator=self._generator))
 
-def _add(total: list[Tensor], again: _Seen) -> bool:
-    """Add rows with gradients, in place, and return whether there were new ones."""
-    if len(again.rows) != len(total) or again.rows[0].shape != total[0].shape:
-        return False
-    new = any(bool((one & ~before).any()) for one, before in zip(again.rows, total, strict=True))
-    for before, one in zip(total, again.rows, strict=True):
-        before.logical_or_(one)
-    return new
+
+def _other_values(t: Tensor, generator: torch.Generator) -> Tensor:
+    """Return an input with other values: zeros stay, since they may be padding, and so does what may be a mask."""
+    if not t.is_floating_point() or not t.numel() or not float(t.abs().max()) < _LARGE:
+        return t
+    signs = torch.randint(2, t.shape, generator=generator) * 2 - 1
+    return t * (signs * torch.empty(t.shape).uniform_(0.5, 2.0, generator=generator)).to(t)

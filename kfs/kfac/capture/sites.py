@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kfs.errors import DataError
-from kfs.kfac.capture.counted_rows import ALL, BatchMasks, RowRule
+from kfs.kfac.capture.counted_rows import ALL, BatchMasks, Kind, RowRule
 from kfs.kfac.capture.ownership import (
     Measured,
+    by_rows,
     has_gradient,
     in_few_directions,
     measured,
@@ -78,6 +80,12 @@ class Known:
     inputs: tuple[bool, ...] = ()  # which inputs are data; empty if that is not known yet
     rows: tuple[tuple[What, RowRule], ...] = ()  # which rows count, for uses in their order
     otherwise: RowRule = ALL  # which rows of other uses do
+
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """What kinds of rules there are about rows that count."""
+        return frozenset(rule.kind for rule in (self.otherwise, *(rule for _, rule in self.rows)))
+
     unexplained: frozenset[tuple[str, str]] = frozenset()  # `(parameter, why)` of uses that were missed or misread
 
 
@@ -124,18 +132,24 @@ class Site:
             return
         if self.sites.measuring and self.first is None:
             self.first = g
-        if self.counting.rule.kind == "measured" and self.has_gradient is None:
-            if self.of_vector is None:
-                self.of_vector = g[0]
-                return  # once more, for a multiple of the vector
-            self.has_gradient = has_gradient(self.of_vector, g[0]).reshape(prod(self.leading), -1)
-            self.of_vector = None
+        if self.sites.counting_rows:
+            self._look_for_gradients(g[0])
             return
         if self.known is not None:
             return
         g = torch.view_as_real(g).flatten(-2) if g.is_complex() else g
         self.dtype, self.device = g.dtype, g.device
         self.probed.append(in_few_directions(g[0]))
+
+    def _look_for_gradients(self, g: Tensor) -> None:
+        """Take the gradients of a vector, or those of a multiple of it, which show together which rows have any."""
+        if self.counting.rule.kind != "measured":
+            return
+        if self.of_vector is None:
+            self.of_vector = g
+            return
+        self.has_gradient = by_rows(has_gradient(self.of_vector, g), prod(self.leading))
+        self.of_vector = None
 
     @property
     def is_certain(self) -> bool:
@@ -252,6 +266,7 @@ class Sites:
     ) -> None:
         """Start at the beginning of a pass."""
         self.masks = masks or BatchMasks()
+        self.counting_rows = False  # whether vectors are sent back that show which rows count
         self.num_data = num_data
         self.axis = axis
         self.measuring = measuring

@@ -164,10 +164,12 @@ def measure_rows(
         return [None] * len(also)
     capture.probing = True
     try:
-        if sites.count_rows:
+        sites.counting_rows = sites.count_rows
+        if sites.counting_rows:
             v = capture.masks.of_predictions(next(probes(predictions, capture.num_data)))
             for multiple in (v, MULTIPLE * v):
                 backward(f, capture, multiple.unsqueeze(0), keep_graph=True)
+        sites.counting_rows = False
         for place, v in enumerate(probes(predictions, capture.num_data) if sites.need_owners else ()):
             gradients = backward(f, capture, v.unsqueeze(0), keep_graph=True, also=() if place else also)
             found = found or gradients

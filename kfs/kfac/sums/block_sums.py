@@ -35,9 +35,10 @@ class RoleSums:
         inverse_squares: Sum over data of `1 / S^2`, for their numbers `S` of positions, if the identity stands in for
             gradients (forward-only) and sharing is `reduce`. `None` for sums of an earlier version, which did without.
         positions: Number of positions that were summed over, if data are counted (`reduce`).
-        on_device: What is to be added to `counted` and to `positions`, in float64; `None` if there never was anything.
-            Changed in place.
-        settled: Whether `on_device` is zero.
+        terms_on_device: What is to be added to `counted`, in float64; `None` if there never was anything. It is changed
+            in place.
+        positions_on_device: What is to be added to `positions`, likewise.
+        settled: Whether both are zero.
     """
 
     input: OuterProductSum
@@ -45,8 +46,14 @@ class RoleSums:
     counted: float = 0.0
     inverse_squares: Tensor | float | None = 0.0
     positions: float = 0.0
-    on_device: Tensor | None = None
+    terms_on_device: Tensor | None = None
+    positions_on_device: Tensor | None = None
     settled: bool = True
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        """Numbers that only a device knows."""
+        return [t for t in (self.terms_on_device, self.positions_on_device) if t is not None]
 
     @property
     def terms(self) -> float:
@@ -58,23 +65,23 @@ class RoleSums:
     def add_terms(self, count: float | Tensor) -> None:
         """Add a number of positions (or data); one that is on a device stays there."""
         if isinstance(count, Tensor):
-            self._add_on_device(0, count)
+            self.terms_on_device = self._added(self.terms_on_device, count)
         else:
             self.counted += count
 
     def add_summed(self, count: float | Tensor) -> None:
         """Add a number of positions that were summed over (`reduce`); one that is on a device stays there."""
         if isinstance(count, Tensor):
-            self._add_on_device(1, count)
+            self.positions_on_device = self._added(self.positions_on_device, count)
         else:
             self.positions += count
 
-    def _add_on_device(self, place: int, count: Tensor) -> None:
-        """Add a number that only a device knows: of terms, or of positions that were summed over."""
-        if self.on_device is None:
-            self.on_device = torch.zeros(2, dtype=torch.float64, device=count.device)
-        self.on_device[place].add_(count)
+    def _added(self, before: Tensor | None, count: Tensor) -> Tensor:
+        """Add a number that only a device knows, in place if there was one before."""
         self.settled = False
+        if before is None:
+            before = torch.zeros((), dtype=torch.float64, device=count.device)
+        return before.add_(count)
 
     def add_positions(self, counts: Tensor) -> None:
         """Add the numbers of positions of some data, `[batch]`. The device is not asked for a result."""
@@ -115,7 +122,7 @@ class RoleSums:
         self.input.complete(dtype)
         self.gradient.complete(dtype)
         self.counted = self.terms
-        self.on_device = None
+        self.terms_on_device = self.positions_on_device = None
 
     def state(self) -> dict[str, Any]:
         """Return everything, for a file."""
@@ -133,12 +140,13 @@ def settle_counts(roles: Iterable[RoleSums]) -> None:
     Tensors are set to zero in place: a pass that is replayed goes on adding to them.
     """
     unknown = [role for role in roles if not role.settled]
-    pending = [(role, role.on_device) for role in unknown if role.on_device is not None]
-    values = iter(waiting.numbers([number for _, tensor in pending for number in tensor.unbind()]))
-    for role, tensor in pending:
-        role.counted += next(values)
-        role.positions += next(values)
+    pending = [t for role in unknown for t in role.on_device]
+    values = dict(zip(map(id, pending), waiting.numbers(pending), strict=True))
+    for role in unknown:
+        role.counted += values.get(id(role.terms_on_device), 0.0)
+        role.positions += values.get(id(role.positions_on_device), 0.0)
         role.settled = True
+    for tensor in pending:
         tensor.zero_()
 
 

@@ -147,7 +147,7 @@ class FactorSums(Sums):
             role.input.ones += more.get((key, side, "input.ones"), 0.0)
             role.gradient.ones += more.get((key, side, "gradient.ones"), 0.0)
             # A pass that was replayed has added to numbers on the device as well.
-            role.settled = role.on_device is None
+            role.settled = not role.on_device
 
     def settle_counts(self) -> None:
         """Let the host know what was counted on an accelerator, which is asked once for all blocks."""
