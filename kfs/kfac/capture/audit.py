@@ -196,7 +196,7 @@ class _Audit:
         # A datum without any target that counts has no row that does, unless predictions depend on other data, too.
         otherwise = ALL if counts.class_axis is None or mixes else RowRule("data")
         known = replace(known, otherwise=otherwise)
-        if capture.most_positions <= self.num_data:  # one row of every datum
+        if capture.most_positions <= self.num_data and not capture.routes:  # one row of every datum
             return known
         axis, routes = self.batch_axis, capture.routes
         rules = RowExperiments(self.run, self.x, self.num_data, self.session, axis, known, counts, routes).rules()
