@@ -126,8 +126,9 @@ class Curvature:
                 called when the host knows (see `unconfirmed`). Blocks must be known.
         """
         without = set(without)
-        # An expert that no token was sent to tells nothing, and keeps its average.
-        used = {key: block for key, block in sums.blocks.items() if block.terms}
+        # An expert that no token was sent to tells nothing, and keeps its average. Sorted: the order of averages, which
+        # decides who is inverted first, must not depend on what the first rank, or the first pass, has used.
+        used = {key: block for key, block in sorted(sums.blocks.items()) if block.terms}
         blocks = {key: block for key, block in used.items() if not without & set(block.layout.params)}
         totals = [s.total for block in blocks.values() for s in block.sums]
         totals += sums.squares.values()

@@ -28,7 +28,7 @@ from kfs.optim.divergence import Fine, LastFine
 from kfs.optim.exchange import Exchange
 from kfs.optim.fully_sharded import is_fully_sharded, part_of
 from kfs.optim.inverses import Inverses
-from kfs.optim.options import check_options, more_often_at_first, number_and_unit
+from kfs.optim.options import check_numbers, check_options, more_often_at_first, number_and_unit
 from kfs.optim.outstanding import Outstanding
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic import QuadraticModel
@@ -234,6 +234,7 @@ class KFAC(Reported, Saved):
         self._whole = None
         with self._exchange.step(self._device, self._has_statistics):
             self._params.check_open()
+            check_numbers(self.param_groups)
             if self._quadratic is not None and closure is None:
                 raise ModelError(
                     "A quadratic model needs to evaluate the loss.",

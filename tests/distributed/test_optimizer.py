@@ -53,6 +53,7 @@ def train_alone(plan: Plan, settings: dict[str, Any]) -> Any:
         pytest.param(Plan((3, 1, 7, 5), reduction="sum", ddp=False), FAST | {"eigen": True}, id="uneven sum"),
         pytest.param(Plan((5, 0, 4), reduction="sum"), FAST, id="empty batches"),
         pytest.param(Plan((4, 4, 4), net="experts", ddp=False), FAST, id="experts"),
+        pytest.param(Plan((4, 4, 4), net="experts", ddp=False, sort=True), FAST, id="experts that rank 0 does not use"),
         pytest.param(Plan((4, 4, 4), net="tied"), FAST, id="tied"),
     ],
 )
