@@ -1,17 +1,23 @@
-"""What was last fine in a training, for the error that ends a run which has diverged."""
+"""What a training is compared with: its last step that was fine, and sizes of gradients and factors."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from kfs.distributed import Ranks, all_true
 from kfs.errors import SolverError
 from kfs.sharded import whole
 from kfs.waiting import numbers
 
 # A run has diverged if this many times `patience` steps in a row were skipped.
 _MOST_SKIPPED = 10
+# What is left of a size after a comparison. A size that comes again within some thousands of them is usual.
+_LEFT_OF_SIZE = 0.999
+# What is left of a refusal. They must be forgotten more slowly than sizes: rare but regular ones are accepted then.
+_LEFT_OF_REFUSAL = 0.99995
 
 
 class Fine(NamedTuple):
@@ -80,3 +86,66 @@ class LastFine:
             f"The run has diverged: {what}. {last}",
             "Go back to a checkpoint from before, and use a smaller lr, warm-up, a larger damping or a smaller trust.",
         )
+
+
+@dataclass(eq=False)
+class UsualSizes:
+    """The largest sizes so far of gradients or factors, to refuse what is absurdly larger.
+
+    One gradient that is far too large, because of a broken batch or a flipped bit, would dominate the average over
+    gradients, and so all steps, until momentum has forgotten it: for 130 steps, if it is a million times too large.
+    An input that is far too large dominates a factor even longer. What comes again is accepted: then sizes have grown.
+    Everything is decided on the device of the sizes, and nobody waits for it.
+    """
+
+    limit: float  # Sizes that are larger than this many times the largest so far are refused.
+    patience: int  # After this many refusals, everything is accepted.
+    _largest: dict[str, Tensor | float] = field(default_factory=dict)  # by name; they fade slowly
+    _refusals: Tensor | float = 0.0
+
+    def check(
+        self, ranks: Ranks, names: Sequence[str], sizes: Tensor, usable: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compare sizes with those before.
+
+        Args:
+            ranks: Who decides together. Sizes may be those of the data, or the parts, of each rank.
+            names: What sizes are of.
+            sizes: New sizes, `[n]`.
+            usable: A flag that is the same on all ranks; if it is false, what sizes are of is not used for other
+                reasons, and they do not count.
+
+        Returns:
+            Whether all sizes are finite, and whether they are finite and accepted, on all ranks.
+        """
+        like = {"dtype": sizes.dtype, "device": sizes.device}
+        if isinstance(self._refusals, float):
+            self._refusals = torch.full((), self._refusals, **like)
+        largest = torch.stack([_as_tensor(self._largest.get(name, 0.0), sizes) for name in names])
+        # Nothing is known about what was zero so far.
+        usual = ((sizes <= self.limit * largest) | (largest == 0)).all() | (self._refusals > self.patience - 0.5)
+        finite, usual = all_true(ranks, torch.stack([sizes.isfinite().all(), usual])).unbind()
+        good = finite & usual
+        counts = good if usable is None else good & usable
+        grown = torch.where(counts, torch.maximum(_LEFT_OF_SIZE * largest, sizes), largest)
+        self._largest |= dict(zip(names, grown.unbind(), strict=True))
+        refused = finite & ~usual if usable is None else finite & ~usual & usable
+        self._refusals = _LEFT_OF_REFUSAL * self._refusals + refused
+        return finite, good
+
+    def state(self) -> dict[str, Any]:
+        """Return sizes and refusals, for a file. This waits for the device."""
+        largest = numbers([torch.as_tensor(one) for one in (*self._largest.values(), self._refusals)])
+        return {"largest": dict(zip(self._largest, largest, strict=False)), "refusals": largest[-1]}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Undo `state`. Earlier versions did without: then everything begins again."""
+        self._largest = {} if state is None else dict(state["largest"])
+        self._refusals = 0.0 if state is None else float(state["refusals"])
+
+
+def _as_tensor(size: Tensor | float, like: Tensor) -> Tensor:
+    """Return a size as a tensor without axes."""
+    return (
+        size.to(like.dtype) if isinstance(size, Tensor) else torch.full((), size, dtype=like.dtype, device=like.device)
+    )

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from kfs.errors import DistributedError, ModelError
 from kfs.optim.averages import Average, copied_to
 from kfs.optim.curvature import Curvature
+from kfs.optim.divergence import UsualSizes
 from kfs.optim.exchange import Exchange
 from kfs.optim.outstanding import Outstanding
 from kfs.optim.owners import whole as over_all_data
@@ -45,6 +46,7 @@ class Saved(Optimizer):
     _watch: Watch
     _quadratic: QuadraticModel | None
     _exchange: Exchange
+    _gradient_sizes: UsualSizes
     _whole: Consolidated | None  # what `consolidate_state_dict` has made, until the next step
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,6 +80,7 @@ class Saved(Optimizer):
             "steps": self.steps,
             "first_datum": self._watch.first_datum,
             "unit": self._unit,
+            "gradient_sizes": self._gradient_sizes.state(),
             "uncovered": dict(self.uncovered),
             "tracked": sorted(self._tracked),
             "previous": {} if self._quadratic is None else dict(self._quadratic.previous),
@@ -137,6 +140,7 @@ class Saved(Optimizer):
         self.uncovered = dict(mine["uncovered"])
         self._watch.first_datum = mine["first_datum"]
         self._unit = mine["unit"]
+        self._gradient_sizes.restore(mine.get("gradient_sizes"))
         self._tracked = frozenset(mine["tracked"])
         if self._quadratic is not None:
             self._quadratic.previous = copied_to(device, mine["previous"])

@@ -55,6 +55,7 @@ def train_alone(plan: Plan, settings: dict[str, Any]) -> Any:
         pytest.param(Plan((4, 4, 4), net="experts", ddp=False), FAST, id="experts"),
         pytest.param(Plan((4, 4, 4), net="experts", ddp=False, sort=True), FAST, id="experts that rank 0 does not use"),
         pytest.param(Plan((4, 4, 4), net="tied"), FAST, id="tied"),
+        pytest.param(EVEN._replace(outlier=6), FAST, id="an input that is far too large"),
     ],
 )
 def test_ranks_train_as_one_process(ranks: Pool, plan: Plan, settings: dict[str, Any]) -> None:
@@ -64,6 +65,7 @@ def test_ranks_train_as_one_process(ranks: Pool, plan: Plan, settings: dict[str,
     assert len({one.bits for one in results}) == 1
     distance = (results[0].params - expected.params).norm() / expected.params.norm()
     assert distance < (QUADRATIC_TOLERANCE if settings.get("quadratic_model") else TOLERANCE)
+    assert expected.events.refused_statistics == (plan.outlier is not None)
     assert all(one.events == expected.events and one.uncovered == expected.uncovered for one in results)
 
 
