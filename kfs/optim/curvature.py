@@ -110,6 +110,12 @@ class Curvature:
         """The rank that has the inverse for a parameter, if it alone has it."""
         return {n: a.owner for a in self.averages.values() if a.owner is not None for n in a.layout.params}
 
+    def train_with(self, ranks: Ranks) -> None:
+        """Train with other processes from now on, which have the same averages. Those of the first rank are kept."""
+        self.ranks = ranks
+        if ranks.rank:  # pragma: no cover (tested in other processes)
+            owners.forget_summands(self.averages.values())
+
     def bases(self) -> Bases:
         """Return new sums of squared gradients, for blocks that have an eigenbasis."""
         return {
@@ -380,9 +386,8 @@ class Curvature:
     def restore(self, state: Any, device: torch.device) -> None:
         """Undo `state`, with copies of tensors on a device. The first rank has the averages, others add to them."""
         averages = [Average.from_state(s, device) for s in state["averages"]]
-        if self.ranks.rank:  # pragma: no cover (tested in other processes)
-            owners.forget_summands(averages)
         self.averages = {average.layout.key: average for average in averages}
+        self.train_with(self.ranks)
         if self.at_owners:
             for key, owner in owners.owners_of(averages, False, self.ranks.size).items():
                 self.averages[key].leave_inverse(owner, owner == self.ranks.rank)

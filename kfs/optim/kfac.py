@@ -323,6 +323,9 @@ class KFAC(Reported, Saved):
 
     def _wanted(self) -> tuple[dict[str, Tensor], Bases] | None:
         """Return parameters to track in the forward pass that begins, and bases; `None` if factors are not needed."""
+        if self._exchange.finds_wrapper(self._model):
+            self._announcement.ranks = self._exchange.ranks.size
+            self._curvature.train_with(self._exchange.ranks)
         due = self._due()
         if self._paused or not due or not self._params.are_the_models():
             return None

@@ -47,6 +47,7 @@ def train_alone(plan: Plan, settings: dict[str, Any]) -> Any:
         pytest.param(EVEN, FAST | {"damping_method": "exact", "fisher": "empirical"}, id="exact damping"),
         pytest.param(EVEN, {"quadratic_model": True, "fisher": "type-2"}, id="quadratic model"),
         pytest.param(EVEN._replace(reduction="sum"), FAST, id="sum"),
+        pytest.param(EVEN._replace(reduction="sum", early=True), FAST, id="an optimizer that was made before"),
         pytest.param(Plan((6, 6), passes=2), FAST, id="no_sync"),
         pytest.param(Plan((6, 6), passes=2, ddp=False), FAST | {"eigen": True}, id="own averages"),
         pytest.param(Plan((3, 1, 7, 5)), FAST, id="uneven"),

@@ -182,6 +182,7 @@ class Plan(NamedTuple):
     ddp: bool = True
     net: str = "net"
     reduction: str = "mean"
+    early: bool = False  # whether the optimizer is made before the DDP model
     outlier: int | None = None  # step in which the first datum is far too large
     sort: bool = False  # whether the first rank sees only the data with the largest first features in the first step
 
@@ -201,10 +202,11 @@ def chunks(x: Tensor, plan: Plan) -> list[list[Tensor]]:
 def on_ranks(plan: Plan, **settings: Any) -> Run:
     """Train on ranks."""
     module = model_of(plan.net)
-    model: Any = DistributedDataParallel(module) if plan.ddp else module
     loss = nn.CrossEntropyLoss(reduction=plan.reduction)
     group = None if plan.ddp else dist.group.WORLD
-    optimizer = KFAC(model, loss, group=group, **settings)
+    early = [KFAC(module, loss, **settings)] if plan.early else []
+    model: Any = DistributedDataParallel(module) if plan.ddp else module
+    (optimizer,) = early or [KFAC(model, loss, group=group, **settings)]
     rank = dist.get_rank()
     weight = 1 / plan.passes if plan.reduction == "mean" else 1.0
     for x, y in plan.batches():
@@ -224,7 +226,9 @@ def on_ranks(plan: Plan, **settings: Any) -> Run:
                 average_gradients(module)
             return total
 
-        take_step(optimizer, closure)
+        if plan.early:  # A pass shows who trains together.
+            closure()
+        take_step(optimizer, None if plan.early else closure)
     return result(module, optimizer)
 
 
