@@ -234,6 +234,9 @@ class KFAC(Reported, Saved):
             LossError: If gradients are not those of the announced loss.
             SolverError: If the run has diverged: parameters are not finite, or very many steps were skipped.
         """
+        if closure is None and self._is_first_step_of_checkpoint():
+            self._fill_state()
+            return None
         self._exchange.check()
         self._whole = None
         with self._exchange.step(self._device, self._has_statistics):
@@ -274,6 +277,7 @@ class KFAC(Reported, Saved):
             if taken is not None:
                 self._outstanding.add(self.state, fine, finite, good, taken)
             self._curvature.costs.end_step()
+            self._keep_place_for_carrier()
             self.steps += 1
             return result
 

@@ -129,6 +129,11 @@ class Watch:
                 results[0].merge(other)
         return results[0] if results else None
 
+    @property
+    def has_passes(self) -> bool:
+        """Whether there was a backward pass since the last step."""
+        return bool(self._complete) or self._problem is not None
+
     def forget(self) -> None:
         """Forget passes that were not collected."""
         self._complete.clear()
