@@ -118,19 +118,17 @@ class UsualSizes:
         Returns:
             Whether all sizes are finite, and whether they are finite and accepted, on all ranks.
         """
-        like = {"dtype": sizes.dtype, "device": sizes.device}
-        if isinstance(self._refusals, float):
-            self._refusals = torch.full((), self._refusals, **like)
+        refusals = _as_tensor(self._refusals, sizes)
         largest = torch.stack([_as_tensor(self._largest.get(name, 0.0), sizes) for name in names])
         # Nothing is known about what was zero so far.
-        usual = ((sizes <= self.limit * largest) | (largest == 0)).all() | (self._refusals > self.patience - 0.5)
+        usual = ((sizes <= self.limit * largest) | (largest == 0)).all() | (refusals > self.patience - 0.5)
         finite, usual = all_true(ranks, torch.stack([sizes.isfinite().all(), usual])).unbind()
         good = finite & usual
         counts = good if usable is None else good & usable
         grown = torch.where(counts, torch.maximum(_LEFT_OF_SIZE * largest, sizes), largest)
         self._largest |= dict(zip(names, grown.unbind(), strict=True))
         refused = finite & ~usual if usable is None else finite & ~usual & usable
-        self._refusals = _LEFT_OF_REFUSAL * self._refusals + refused
+        self._refusals = _LEFT_OF_REFUSAL * refusals + refused
         return finite, good
 
     def state(self) -> dict[str, Any]:
@@ -146,6 +144,4 @@ class UsualSizes:
 
 def _as_tensor(size: Tensor | float, like: Tensor) -> Tensor:
     """Return a size as a tensor without axes."""
-    return (
-        size.to(like.dtype) if isinstance(size, Tensor) else torch.full((), size, dtype=like.dtype, device=like.device)
-    )
+    return size.to(like) if isinstance(size, Tensor) else torch.full((), size, dtype=like.dtype, device=like.device)

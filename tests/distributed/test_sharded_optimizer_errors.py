@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -87,15 +88,15 @@ def part_by_checkpoint(start: int, stop: int, folder: Path, kind: str) -> Tensor
     optimizer = KFAC(model, LOSS, lr=0.3, factors_every=2, inverses_every=5)
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     if start:
-        state = dict(zip("mo", get_state_dict(model, optimizer, options=flat), strict=True))
-        checkpoint.load(state, checkpoint_id=folder / "first")
+        state: Any = dict(zip("mo", get_state_dict(model, optimizer, options=flat), strict=True))
+        load(state, checkpoint_id=folder / "first")
         set_state_dict(model, optimizer, model_state_dict=state["m"], optim_state_dict=state["o"], options=flat)
     train(model, optimizer, start, stop)
     state = dict(zip("mo", get_state_dict(model, optimizer, options=flat), strict=True))
     averages = [t for name, t in state["o"].items() if name.endswith(".average")]
     assert averages
     assert all(isinstance(t, DTensor) is (kind == "sharded") for t in averages)
-    checkpoint.save(state, checkpoint_id=folder / ("second" if start else "first"))
+    save(state, checkpoint_id=folder / ("second" if start else "first"))
     return result(model, optimizer).params
 
 

@@ -12,8 +12,9 @@ import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning import Trainer as Lightning
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainingArguments
@@ -171,9 +172,7 @@ def test_a_stopped_training_goes_on_bit_by_bit(name: str, stop: int, flat: bool 
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     else:
         before = weights(model), optimizer.steps, [group["lr"] for group in optimizer.param_groups]
-        checkpoint.save(
-            dict(zip("mo", get_state_dict(model, optimizer, options=how), strict=True)), checkpoint_id=tmp_path
-        )
+        save(dict(zip("mo", get_state_dict(model, optimizer, options=how), strict=True)), checkpoint_id=tmp_path)
         assert torch.equal(weights(model), before[0])
         assert (optimizer.steps, [group["lr"] for group in optimizer.param_groups]) == before[1:]
     go(model, optimizer, range(stop, 8))
@@ -185,7 +184,7 @@ def test_a_stopped_training_goes_on_bit_by_bit(name: str, stop: int, flat: bool 
         again.load_state_dict(state["optimizer"])
     else:
         state = dict(zip("mo", get_state_dict(resumed, again, options=how), strict=True))
-        checkpoint.load(state, checkpoint_id=tmp_path)
+        load(state, checkpoint_id=tmp_path)
         set_state_dict(resumed, again, model_state_dict=state["m"], optim_state_dict=state["o"], options=how)
     go(resumed, again, range(stop, 8))
     assert torch.equal(weights(model), weights(resumed))

@@ -139,7 +139,7 @@ def step(model: nn.Module, optimizer: KFAC, bad: str = "") -> None:
 def test_bad_gradients_at_every_place(at: int, bad: str, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with a gradient that is not finite, or far too large, is as if it was left out.
 
-    Every third step has new factors.     Without momentum, the age of averages, which is known later, has no influence.
+    Every third step has new factors. Without momentum, the age of averages, which is known later, has no influence.
     """
     options: dict[str, Any] = {"fisher": "type-2", "momentum": 0.0, "weight_decay": 0.1, "replay": replay}
     options |= {"factors_every": 3, "inverses_every": 1}
