@@ -162,20 +162,18 @@ class Saved(Optimizer):
                 # What a new optimizer has at this place.
                 mine = {key: value for key, value in mine.items() if key == _CARRIER}
                 mine |= {"average": torch.zeros_like(adamw[name]["exp_avg"]), "age": 0}
-            if _CARRIER in mine:
-                carrier = mine
             if mine:
                 state["state"][i] = mine
-        adamw = mapped(adamw, whole)
-        # Files may be written while training goes on.
-        carried = copied_to(torch.device("cpu"), {"kfac": self._own_state(averages), "adamw": adamw})
-        carrier[_CARRIER] = Carrier(carried)
+        carried = {"kfac": self._own_state(averages), "adamw": mapped(adamw, whole)}
+        carriers = (one for one in state["state"].values() if _CARRIER in one)
+        for one in islice(carriers, 1):
+            one[_CARRIER] = Carrier(copied_to(torch.device("cpu"), carried))  # A file may be written later.
         return state
 
     def _from_checkpoint(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Undo `_state_by_parameter`; other states are returned as they are."""
         found = [one[_CARRIER] for one in state.get("state", {}).values() if _CARRIER in one]
-        carried = next((one.carried for one in found if isinstance(one, Carrier)), None)
+        carried = next((one.carried for one in found if isinstance(one, Carrier) and one.carried), None)
         if "kfac" in state or carried is None:
             return dict(state)
         result: dict[Any, Any] = {}

@@ -342,10 +342,10 @@ class Watch:
         call = self._call
         if call is None or call.frame is None:
             return
-        # A call in another thread goes on there.
-        if call.thread.is_alive() if not call.is_mine else any(frame is call.frame for frame in _callers()):
+        # A call in another thread goes on there, whoever calls here.
+        if any(frame is call.frame for frame in _callers()) if call.is_mine else call.thread.is_alive():
             return
-        if call.watched is not None:
+        if call.watched is not None and call.is_mine:  # A thread that has ended has taken its captures along.
             call.watched.stop()
         self._call = None
 
