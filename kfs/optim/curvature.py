@@ -190,7 +190,7 @@ class Curvature:
         if not totals:
             return None
         sizes = torch.stack(torch._foreach_norm(list(totals.values()), 1.0)) / (sums.examples or 1.0)
-        return self.sizes.check(self.ranks, list(totals), sizes, finite)[1]
+        return self.sizes.check(self.ranks, tuple(totals), sizes, finite)[1]
 
     def confirm(self, finite: bool, good: bool) -> None:
         """Take note of whether gradients were finite, and whether the last sums were added, which a device decided."""

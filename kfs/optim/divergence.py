@@ -1,7 +1,8 @@
 """What a training is compared with: its last step that was fine, and sizes of gradients and factors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -100,11 +101,14 @@ class UsualSizes:
 
     limit: float  # Sizes that are larger than this many times the largest so far are refused.
     patience: int  # After this many refusals, everything is accepted.
-    _largest: dict[str, Tensor | float] = field(default_factory=dict)  # by name; they fade slowly
     _refusals: Tensor | float = 0.0
+    # What sizes may be: `limit` times the largest so far, which fade slowly; NaN where nothing but zeros is known.
+    _names: tuple[str, ...] = ()  # compared last
+    _most: Tensor | None = None  # for these
+    _others: dict[str, Tensor | float] = field(default_factory=dict)  # for others
 
     def check(
-        self, ranks: Ranks, names: Sequence[str], sizes: Tensor, usable: Tensor | None = None
+        self, ranks: Ranks, names: tuple[str, ...], sizes: Tensor, usable: Tensor | None = None, learn: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Compare sizes with those before.
 
@@ -114,31 +118,50 @@ class UsualSizes:
             sizes: New sizes, `[n]`.
             usable: A flag that is the same on all ranks; if it is false, what sizes are of is not used for other
                 reasons, and they do not count.
+            learn: Whether later ones are compared with these, too. It takes some more operations.
 
         Returns:
             Whether all sizes are finite, and whether they are finite and accepted, on all ranks.
         """
         refusals = _as_tensor(self._refusals, sizes)
-        largest = torch.stack([_as_tensor(self._largest.get(name, 0.0), sizes) for name in names])
-        # Nothing is known about what was zero so far.
-        usual = ((sizes <= self.limit * largest) | (largest == 0)).all() | (refusals > self.patience - 0.5)
-        finite, usual = all_true(ranks, torch.stack([sizes.isfinite().all(), usual])).unbind()
-        good = finite & usual
-        counts = good if usable is None else good & usable
-        grown = torch.where(counts, torch.maximum(_LEFT_OF_SIZE * largest, sizes), largest)
-        self._largest |= dict(zip(names, grown.unbind(), strict=True))
-        refused = finite & ~usual if usable is None else finite & ~usual & usable
-        self._refusals = _LEFT_OF_REFUSAL * refusals + refused
+        most = self._most_of(names, sizes)
+        # Nothing is larger than NaN.
+        absurd = ((sizes > most) & (refusals < self.patience - 0.5)).any()
+        finite = sizes.isfinite().all()
+        if ranks.are_several:
+            finite, usual = all_true(ranks, torch.stack([finite, ~absurd])).unbind()
+            absurd = ~usual
+        good = finite & ~absurd
+        refused = finite & absurd
+        self._refusals = _LEFT_OF_REFUSAL * refusals + (refused if usable is None else refused & usable)
+        if learn:
+            counts = good if usable is None else good & usable
+            new = torch.where(counts & (sizes > 0), self.limit * sizes, torch.nan)
+            self._most = torch.fmax(_LEFT_OF_SIZE * most, new)
         return finite, good
+
+    def _most_of(self, names: tuple[str, ...], like: Tensor) -> Tensor:
+        """Return what sizes may be, `[n]`."""
+        if self._most is None or self._names != names:
+            self._others |= self._known()
+            self._names = names
+            self._most = torch.stack([_as_tensor(self._others.get(name, torch.nan), like) for name in names])
+        return self._most
+
+    def _known(self) -> dict[str, Tensor]:
+        return {} if self._most is None else dict(zip(self._names, self._most.unbind(), strict=True))
 
     def state(self) -> dict[str, Any]:
         """Return sizes and refusals, for a file. This waits for the device."""
-        largest = numbers([torch.as_tensor(one) for one in (*self._largest.values(), self._refusals)])
-        return {"largest": dict(zip(self._largest, largest, strict=False)), "refusals": largest[-1]}
+        found = {**self._others, **self._known(), "": self._refusals}
+        values = dict(zip(found, numbers([torch.as_tensor(one) for one in found.values()]), strict=True))
+        refusals = values.pop("")
+        return {"most": {name: most for name, most in values.items() if isfinite(most)}, "refusals": refusals}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Undo `state`. Earlier versions did without: then everything begins again."""
-        self._largest = {} if state is None else dict(state["largest"])
+        self._most = None
+        self._others = {} if state is None else dict(state["most"])
         self._refusals = 0.0 if state is None else float(state["refusals"])
 
 

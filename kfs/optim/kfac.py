@@ -257,7 +257,8 @@ class KFAC(Reported, Saved):
                 self._last_fine.check(self._params.tensors)
             self._check(sums, grads, result)
             size = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).reshape(1)
-            finite, good = self._gradient_sizes.check(self._exchange.ranks, ["gradients"], size)
+            learn = sums is not None and sums.has_factors
+            finite, good = self._gradient_sizes.check(self._exchange.ranks, ("gradients",), size, learn=learn)
             fine = Fine.of(self.steps, result, self.param_groups[0], self.damping_scale)
             lost = self._lost(sums, grads)
             # Reading a value from a GPU waits for it. Where nothing new begins, the device looks at flags itself.

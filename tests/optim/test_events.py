@@ -217,7 +217,7 @@ def test_large_gradients_that_are_rare_but_usual() -> None:
         accepted = []
         for i in range(8 * interval):
             rare = i % interval == interval - 1
-            good = sizes.check(Ranks(), ["gradients"], torch.tensor([1e6 if rare else 1.0]))[1]
+            good = sizes.check(Ranks(), ("gradients",), torch.tensor([1e6 if rare else 1.0]))[1]
             accepted += [bool(good)] if rare else []
         assert accepted.count(False) <= 3
         # After a file was read, it goes on in the same way.
