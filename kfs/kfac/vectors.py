@@ -34,7 +34,6 @@ def backpropagated_vectors(
     settings: Settings,
     first_datum: int | Tensor,
     at_once: int,
-    random: type[Draws] = Draws,
 ) -> Iterator[Tensor]:
     """Generate the vectors of a batch.
 
@@ -45,7 +44,6 @@ def backpropagated_vectors(
         settings: Which curvature matrix is approximated.
         first_datum: Index of the first datum within all data, as in `Draws`.
         at_once: Number of vectors to return together.
-        random: Generator of draws.
 
     Yields:
         Some columns, `[columns, *f.shape]`: the same number of vectors for every datum.
@@ -64,7 +62,7 @@ def backpropagated_vectors(
     elif settings.fisher == "mc":
         for start in range(0, settings.mc_samples, at_once):
             samples = range(start, min(start + at_once, settings.mc_samples))
-            draws = [random(settings.seed, first_datum, settings.first_sample + sample) for sample in samples]
+            draws = [Draws(settings.seed, first_datum, settings.first_sample + sample) for sample in samples]
             gradients = [loss.sampled_gradient(f, y, d).to(f.dtype) for d in draws]
             # These may be as large as anything: a single one is not copied.
             together = gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(gradients)

@@ -196,29 +196,3 @@ class Draws:
             scramble = _scrambled if isinstance(first, Tensor) else _scrambled_by_operations
             w0, w1 = scramble(key, datum, entry)
         return w0.reshape(num_data, *shape), w1.reshape(num_data, *shape)
-
-
-@dataclass(frozen=True)
-class Stream(Draws):
-    """Random numbers from PyTorch's generators: one operation, but they depend on device and batch.
-
-    Attributes:
-        seed: As in `Draws`.
-        first: As in `Draws`; numbers are not those of another batch that has the datum, too.
-        sample: As in `Draws`.
-    """
-
-    def uniform(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Draw numbers between 0 and 1, float32, shape `[num_data, *shape]`."""
-        return torch.rand(num_data, *shape, generator=self._generator(device), device=device)
-
-    def normal(self, num_data: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """Draw standard normal numbers, float32, shape `[num_data, *shape]`."""
-        return torch.randn(num_data, *shape, generator=self._generator(device), device=device)
-
-    def _generator(self, device: torch.device) -> torch.Generator:
-        """Return a generator whose seed depends on all that numbers are for."""
-        first = self.first
-        assert isinstance(first, int)  # noqa: S101 (a recorded computation does not use these draws)
-        words = threefry((self.seed & _MASK, self.seed >> 32), first & _MASK, self.sample & _MASK)
-        return torch.Generator(device).manual_seed((words[0] << 32 | words[1]) >> 1)

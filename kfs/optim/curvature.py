@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.distributed import Ranks, all_true
+from kfs.distributed import Ranks
 from kfs.errors import KfsError
 from kfs.kfac.block import Block
 from kfs.kfac.layout import Key
@@ -21,6 +21,7 @@ from kfs.kfac.sums import BlockSums, Placement
 from kfs.optim import owners
 from kfs.optim.averages import Average, add_factors
 from kfs.optim.costs import Costs, timed
+from kfs.optim.divergence import UsualSizes
 from kfs.optim.inverses import Groups, Inverses, inverted_together
 from kfs.optim.step_sums import Bases, StepSums
 from kfs.optim.trials import Trial
@@ -31,6 +32,8 @@ Interval = int | Callable[[int], int]
 _DAMPING_RISE = 10.0
 # Limits for what dampings are multiplied with. A factor beyond them changes no step any more, and would overflow.
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-10, 1e10
+# Factors of a batch that are larger than this many times the largest so far are not used.
+_FACTORS_LIMIT = 1e4
 _RECOVERY = 20  # A rise of damping is undone after this many times `patience` successes in a row.
 
 
@@ -45,7 +48,9 @@ class Events:
 
     Attributes:
         skipped_steps: Gradients were not finite, and no parameter was changed.
-        refused_statistics: Factors were not finite, and averages were not changed.
+        refused_gradients: Gradients were more than 100 times larger than before, and no parameter was changed.
+        refused_statistics: Factors were not finite, or more than 10,000 times larger than before, and averages were not
+            changed.
         failed_inverses: A decomposition failed, and the last inverse stayed.
         raised_damping: Several of these events came in a row, and damping was raised.
         shortened_steps: With a quadratic model, the loss did not fall on the batch, and the step was shortened.
@@ -53,6 +58,7 @@ class Events:
     """
 
     skipped_steps: int = 0
+    refused_gradients: int = 0
     refused_statistics: int = 0
     failed_inverses: int = 0
     raised_damping: int = 0
@@ -84,10 +90,15 @@ class Curvature:
     costs: Costs = field(default_factory=Costs)
     # Whether the last sums were added, which the device decides; `None` if it does not, or if the flag is on its way.
     unconfirmed: Tensor | None = None
+    sizes: UsualSizes = field(init=False)  # of factors
     _troubles: int = 0  # events in a row
     _successes: int = 0  # steps without event in a row
     _rises: int = 0  # rises of damping that were not undone yet
     _credit: float = 0.0  # work on inverses that was allowed in earlier steps and not used
+
+    def __post_init__(self) -> None:
+        """Start without knowing sizes."""
+        self.sizes = UsualSizes(_FACTORS_LIMIT, self.patience)
 
     @property
     def covered(self) -> set[str]:
@@ -98,6 +109,12 @@ class Curvature:
     def owners(self) -> dict[str, int]:
         """The rank that has the inverse for a parameter, if it alone has it."""
         return {n: a.owner for a in self.averages.values() if a.owner is not None for n in a.layout.params}
+
+    def train_with(self, ranks: Ranks) -> None:
+        """Train with other processes from now on, which have the same averages. Those of the first rank are kept."""
+        self.ranks = ranks
+        if ranks.rank:  # pragma: no cover (tested in other processes)
+            owners.forget_summands(self.averages.values())
 
     def bases(self) -> Bases:
         """Return new sums of squared gradients, for blocks that have an eigenbasis."""
@@ -117,7 +134,7 @@ class Curvature:
 
     @timed("factors")
     def add(self, sums: StepSums, without: Iterable[str], finite: Tensor | None = None) -> bool:
-        """Add the sums of one step to the averages if they are finite, and return whether they are.
+        """Add the sums of one step to the averages if they are finite and of a usual size; return whether they are.
 
         Args:
             sums: What the passes gave.
@@ -126,17 +143,15 @@ class Curvature:
                 called when the host knows (see `unconfirmed`). Blocks must be known.
         """
         without = set(without)
-        # An expert that no token was sent to tells nothing, and keeps its average.
-        used = {key: block for key, block in sums.blocks.items() if block.terms}
+        # An expert that no token was sent to tells nothing, and keeps its average. Sorted: the order of averages, which
+        # decides who is inverted first, must not depend on what the first rank, or the first pass, has used.
+        used = {key: block for key, block in sorted(sums.blocks.items()) if block.terms}
         blocks = {key: block for key, block in used.items() if not without & set(block.layout.params)}
-        totals = [s.total for block in blocks.values() for s in block.sums]
-        totals += sums.squares.values()
-        norm = torch.nn.utils.get_total_norm(totals, 1.0)
-        are_finite = all_true(self.ranks, norm.isfinite()) if totals else None
+        usable = self._are_usable(blocks, sums, finite)
         good: Tensor | None = None
         if finite is not None:
-            good = self.unconfirmed = finite if are_finite is None else finite & are_finite
-        elif not sums.finite or (are_finite is not None and not are_finite):
+            good = self.unconfirmed = finite if usable is None else finite & usable
+        elif not sums.finite or (usable is not None and not usable):
             self._note_refusal()
             return False
         # A weight that is used in another way than before, such as by rows, has other blocks now.
@@ -162,6 +177,20 @@ class Curvature:
         if good is None:
             self._note_success()
         return True
+
+    def _are_usable(self, blocks: Mapping[Key, BlockSums], sums: StepSums, finite: Tensor | None) -> Tensor | None:
+        """Return whether all sums are finite and of a usual size, on all ranks; `None` if there are none."""
+        totals = {
+            f"{kind} {side} of {key[0]} {key[1]}": s.total
+            for key, block in blocks.items()
+            for side, role in block.roles.items()
+            for kind, s in (("inputs", role.input), ("gradients", role.gradient))
+        }
+        totals |= {f"squares of {key[0]} {key[1]}": squares for key, squares in sums.squares.items()}
+        if not totals:
+            return None
+        sizes = torch.stack(torch._foreach_norm(list(totals.values()), 1.0)) / (sums.examples or 1.0)
+        return self.sizes.check(self.ranks, tuple(totals), sizes, finite)[1]
 
     def confirm(self, finite: bool, good: bool) -> None:
         """Take note of whether gradients were finite, and whether the last sums were added, which a device decided."""
@@ -267,7 +296,8 @@ class Curvature:
             self.events.note("shortened_steps", text)
 
     def _note_refusal(self) -> None:
-        self.note_trouble("refused_statistics", "statistics of a batch are not finite, and were not used")
+        text = "statistics of a batch are not finite, or absurdly large, and were not used"
+        self.note_trouble("refused_statistics", text)
 
     def _note_success(self) -> None:
         """Count sums that were added. After many in a row, undo a rise of damping."""
@@ -350,14 +380,14 @@ class Curvature:
             "in_a_row": [self._troubles, self._successes, self._rises],
             "credit": self._credit,
             "awaited": sorted(self.awaited),
+            "sizes": self.sizes.state(),
         }
 
     def restore(self, state: Any, device: torch.device) -> None:
         """Undo `state`, with copies of tensors on a device. The first rank has the averages, others add to them."""
         averages = [Average.from_state(s, device) for s in state["averages"]]
-        if self.ranks.rank:  # pragma: no cover (tested in other processes)
-            owners.forget_summands(averages)
         self.averages = {average.layout.key: average for average in averages}
+        self.train_with(self.ranks)
         if self.at_owners:
             for key, owner in owners.owners_of(averages, False, self.ranks.size).items():
                 self.averages[key].leave_inverse(owner, owner == self.ranks.rank)
@@ -366,6 +396,7 @@ class Curvature:
         self._troubles, self._successes, self._rises = map(int, state["in_a_row"])
         self._credit = float(state["credit"])
         self.awaited = set(state.get("awaited", ()))  # Earlier versions did without.
+        self.sizes.restore(state.get("sizes"))
         self.inverses.forget()
         self.inverses.forget_failures()
         self.unconfirmed = None

@@ -1,17 +1,24 @@
-"""What was last fine in a training, for the error that ends a run which has diverged."""
+"""What a training is compared with: its last step that was fine, and sizes of gradients and factors."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from kfs.distributed import Ranks, all_true
 from kfs.errors import SolverError
 from kfs.sharded import whole
 from kfs.waiting import numbers
 
 # A run has diverged if this many times `patience` steps in a row were skipped.
 _MOST_SKIPPED = 10
+# What is left of a size after a comparison. A size that comes again within some thousands of them is usual.
+_LEFT_OF_SIZE = 0.999
+# What is left of a refusal. They must be forgotten more slowly than sizes: rare but regular ones are accepted then.
+_LEFT_OF_REFUSAL = 0.99995
 
 
 class Fine(NamedTuple):
@@ -80,3 +87,84 @@ class LastFine:
             f"The run has diverged: {what}. {last}",
             "Go back to a checkpoint from before, and use a smaller lr, warm-up, a larger damping or a smaller trust.",
         )
+
+
+@dataclass(eq=False)
+class UsualSizes:
+    """The largest sizes so far of gradients or factors, to refuse what is absurdly larger.
+
+    One gradient that is far too large, because of a broken batch or a flipped bit, would dominate the average over
+    gradients, and so all steps, until momentum has forgotten it: for 130 steps, if it is a million times too large.
+    An input that is far too large dominates a factor even longer. What comes again is accepted: then sizes have grown.
+    Everything is decided on the device of the sizes, and nobody waits for it.
+    """
+
+    limit: float  # Sizes that are larger than this many times the largest so far are refused.
+    patience: int  # After this many refusals, everything is accepted.
+    _refusals: Tensor | float = 0.0
+    # What sizes may be: `limit` times the largest so far, which fade slowly; NaN where nothing but zeros is known.
+    _names: tuple[str, ...] = ()  # compared last
+    _most: Tensor | None = None  # for these
+    _others: dict[str, Tensor | float] = field(default_factory=dict)  # for others
+
+    def check(
+        self, ranks: Ranks, names: tuple[str, ...], sizes: Tensor, usable: Tensor | None = None, learn: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Compare sizes with those before.
+
+        Args:
+            ranks: Who decides together. Sizes may be those of the data, or the parts, of each rank.
+            names: What sizes are of.
+            sizes: New sizes, `[n]`.
+            usable: A flag that is the same on all ranks; if it is false, what sizes are of is not used for other
+                reasons, and they do not count.
+            learn: Whether later ones are compared with these, too. It takes some more operations.
+
+        Returns:
+            Whether all sizes are finite, and whether they are finite and accepted, on all ranks.
+        """
+        refusals = _as_tensor(self._refusals, sizes)
+        most = self._most_of(names, sizes)
+        # Nothing is larger than NaN.
+        absurd = ((sizes > most) & (refusals < self.patience - 0.5)).any()
+        finite = sizes.isfinite().all()
+        if ranks.are_several:
+            finite, usual = all_true(ranks, torch.stack([finite, ~absurd])).unbind()
+            absurd = ~usual
+        good = finite & ~absurd
+        refused = finite & absurd
+        self._refusals = _LEFT_OF_REFUSAL * refusals + (refused if usable is None else refused & usable)
+        if learn:
+            counts = good if usable is None else good & usable
+            new = torch.where(counts & (sizes > 0), self.limit * sizes, torch.nan)
+            self._most = torch.fmax(_LEFT_OF_SIZE * most, new)
+        return finite, good
+
+    def _most_of(self, names: tuple[str, ...], like: Tensor) -> Tensor:
+        """Return what sizes may be, `[n]`."""
+        if self._most is None or self._names != names:
+            self._others |= self._known()
+            self._names = names
+            self._most = torch.stack([_as_tensor(self._others.get(name, torch.nan), like) for name in names])
+        return self._most
+
+    def _known(self) -> dict[str, Tensor]:
+        return {} if self._most is None else dict(zip(self._names, self._most.unbind(), strict=True))
+
+    def state(self) -> dict[str, Any]:
+        """Return sizes and refusals, for a file. This waits for the device."""
+        found = {**self._others, **self._known(), "": self._refusals}
+        values = dict(zip(found, numbers([torch.as_tensor(one) for one in found.values()]), strict=True))
+        refusals = values.pop("")
+        return {"most": {name: most for name, most in values.items() if isfinite(most)}, "refusals": refusals}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Undo `state`. Earlier versions did without: then everything begins again."""
+        self._most = None
+        self._others = {} if state is None else dict(state["most"])
+        self._refusals = 0.0 if state is None else float(state["refusals"])
+
+
+def _as_tensor(size: Tensor | float, like: Tensor) -> Tensor:
+    """Return a size as a tensor without axes."""
+    return size.to(like) if isinstance(size, Tensor) else torch.full((), size, dtype=like.dtype, device=like.device)

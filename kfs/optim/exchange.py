@@ -12,9 +12,11 @@ differ. Gradients are the same on all ranks, so differences add up slowly and ar
 
 import hashlib
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +92,23 @@ class Exchange:
                 "Leave group= out.",
             )
         return module, cls(Ranks(model.process_group), model)
+
+    def finds_wrapper(self, model: nn.Module) -> bool:
+        """Whether a `DistributedDataParallel` model that was made after the optimizer calls the model now.
+
+        Then its processes train together from now on.
+        """
+        if self.ranks.are_several or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, DistributedDataParallel) and caller.module is model:
+                self.ranks = Ranks(caller.process_group)
+                self.wrapper = caller
+                return True
+            frame = frame.f_back
+        return False
 
     def check(self) -> None:
         """Refuse processes that would not notice each other."""

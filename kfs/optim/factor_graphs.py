@@ -40,7 +40,6 @@ from kfs.kfac.structures import computable
 from kfs.kfac.sums import BlockSums, FactorSums, settle_counts
 from kfs.kfac.vectors import backpropagated_vectors, columns_at_once
 from kfs.losses import Loss
-from kfs.losses.counter import Draws
 from kfs.optim.hooks import has_other_hooks
 from kfs.optim.model_state import ModelState
 from kfs.optim.recorded_update import SHARE, memory_of, recorder_for
@@ -127,7 +126,7 @@ class FactorPass:
         with torch.no_grad():
             at_once = columns_at_once(self.settings, f.device) if self.settings.columns_at_once else 1
             values = computable(f.detach())
-            vectors = backpropagated_vectors(self.loss, values, y, self.settings, first, at_once, Draws)
+            vectors = backpropagated_vectors(self.loss, values, y, self.settings, first, at_once)
             send_back(f, capture, (columns.to(f.dtype) for columns in vectors))
             for total in (total for block in sums.blocks.values() for total in block.sums):
                 total.complete(roughly=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kfs import waiting
 from kfs.data import MaskSource
-from kfs.distributed import Group, all_true
+from kfs.distributed import Group
 from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.block import Block
 from kfs.kfac.coverage import listed, warn_of_wide
@@ -25,11 +25,11 @@ from kfs.optim.averages import Unit
 from kfs.optim.call import check_call
 from kfs.optim.coverage import lost_parameters
 from kfs.optim.curvature import Curvature, Interval, interval_at
-from kfs.optim.divergence import Fine, LastFine
+from kfs.optim.divergence import Fine, LastFine, UsualSizes
 from kfs.optim.exchange import Exchange
 from kfs.optim.fully_sharded import is_fully_sharded, part_of
 from kfs.optim.inverses import Inverses
-from kfs.optim.options import check_options, more_often_at_first, number_and_unit
+from kfs.optim.options import check_numbers, check_options, more_often_at_first, number_and_unit
 from kfs.optim.outstanding import Outstanding
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic import QuadraticModel
@@ -39,6 +39,9 @@ from kfs.optim.step_sums import Bases, StepSums
 from kfs.optim.trials import BatchLoss
 from kfs.optim.updates import Taken, Updates, tried_updates
 from kfs.optim.watch import Watch
+
+# Gradients that are larger than this many times the largest so far are not used.
+_GRADIENTS_LIMIT = 100.0
 
 
 class KFAC(Reported, Saved):
@@ -172,6 +175,7 @@ class KFAC(Reported, Saved):
         self._curvature = Curvature(decay, inverses, inverses_every, patience, ranks)
         self._curvature.at_owners = is_fully_sharded(model) and not eigen  # Eigenvectors are needed everywhere.
         self._last_fine = LastFine(patience)
+        self._gradient_sizes = UsualSizes(_GRADIENTS_LIMIT, patience)
         self.steps = 0
         self.uncovered: dict[str, str] = {}
         self._announcement = Announcement(self._loss, ranks.size)
@@ -238,10 +242,14 @@ class KFAC(Reported, Saved):
             LossError: If gradients are not those of the announced loss.
             SolverError: If the run has diverged: parameters are not finite, or very many steps were skipped.
         """
+        if closure is None and self._is_first_step_of_checkpoint():
+            self._fill_state()
+            return None
         self._exchange.check()
         self._whole = None
         with self._exchange.step(self._device, self._has_statistics):
             self._params.check_open()
+            check_numbers(self.param_groups)
             if self._quadratic is not None and closure is None:
                 raise ModelError(
                     "A quadratic model needs to evaluate the loss.",
@@ -256,31 +264,34 @@ class KFAC(Reported, Saved):
                 self._outstanding.settle(self.state)
                 self._last_fine.check(self._params.tensors)
             self._check(sums, grads, result)
-            finite = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).isfinite()
-            finite = all_true(self._exchange.ranks, finite)
+            size = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).reshape(1)
+            learn = sums is not None and sums.has_factors
+            finite, good = self._gradient_sizes.check(self._exchange.ranks, ("gradients",), size, learn=learn)
             fine = Fine.of(self.steps, result, self.param_groups[0], self.damping_scale)
             lost = self._lost(sums, grads)
             # Reading a value from a GPU waits for it. Where nothing new begins, the device looks at flags itself.
-            waits = not waiting.runs_behind(finite.device) or not self._is_steady(sums, lost)
+            waits = not waiting.runs_behind(good.device) or not self._is_steady(sums, lost)
             if waits:
-                if not finite or (self._quadratic is not None and batch is not None and not isfinite(batch.value)):
-                    self._outstanding.note_skipped()
+                is_fine = self._quadratic is None or batch is None or isfinite(batch.value)
+                if not good or not is_fine:
+                    self._outstanding.note_skipped(is_fine and bool(finite))
                     self._last_fine.check(self._params.tensors)
                     return result
                 self._last_fine.note(fine)
             if sums is not None:
-                self._add_sums(sums, lost, None if waits else finite)
+                self._add_sums(sums, lost, None if waits else good)
             # The quadratic model wants the curvature of this very step.
             self._curvature.update_inverses(self.steps, self._params.groups, force=self._quadratic is not None)
-            taken = self._update(sums, grads, finite, batch)
+            taken = self._update(sums, grads, good, batch)
             if taken is not None:
-                self._outstanding.add(self.state, fine, finite, taken)
+                self._outstanding.add(self.state, fine, finite, good, taken)
             self._curvature.costs.end_step()
+            self._keep_place_for_carrier()
             self.steps += 1
             return result
 
     def _update(
-        self, sums: StepSums | None, grads: dict[str, Tensor], finite: Tensor, batch: BatchLoss | None
+        self, sums: StepSums | None, grads: dict[str, Tensor], good: Tensor, batch: BatchLoss | None
     ) -> Taken | None:
         """Change parameters: those that have curvature by the natural gradient, others by AdamW.
 
@@ -297,7 +308,7 @@ class KFAC(Reported, Saved):
         if self._quadratic is None or batch is None:
             with self._curvature.costs.timed("products"):
                 half = self._watch.in_half_precision
-                taken = self._updates.take(self.state, natural, rest, finite, self._unit, half)
+                taken = self._updates.take(self.state, natural, rest, good, self._unit, half)
         else:
             natural = {n: g / self._unit for n, g in natural.items()}
             with self._curvature.costs.timed("products"):
@@ -325,6 +336,9 @@ class KFAC(Reported, Saved):
 
     def _wanted(self) -> tuple[dict[str, Tensor], Bases] | None:
         """Return parameters to track in the forward pass that begins, and bases; `None` if factors are not needed."""
+        if self._exchange.finds_wrapper(self._model):
+            self._announcement.ranks = self._exchange.ranks.size
+            self._curvature.train_with(self._exchange.ranks)
         due = self._due()
         if self._paused or not due or not self._params.are_the_models():
             return None
@@ -379,10 +393,10 @@ class KFAC(Reported, Saved):
             return False
         return sums is None or (sums.finite and (not sums.has_factors or self._curvature.knows(sums)))
 
-    def _add_sums(self, sums: StepSums, lost: dict[str, str], finite: Tensor | None) -> None:
+    def _add_sums(self, sums: StepSums, lost: dict[str, str], good: Tensor | None) -> None:
         """Add the statistics of a step to the averages, and warn about parameters and factors that are left out.
 
-        If nobody has looked whether gradients are `finite`, averages change only if they are.
+        If nobody has looked whether gradients are `good`, averages change only if they are.
         """
         if sums.examples and sums.finite:
             mean = self._loss.reduction == "mean"
@@ -390,7 +404,7 @@ class KFAC(Reported, Saved):
             self._unit = self._loss.scale * sums.examples / (sums.count if mean else self._exchange.ranks.size)
         if not sums.has_factors:
             return  # Examples were only counted, or no target counts.
-        if not self._curvature.add(sums, lost, finite):
+        if not self._curvature.add(sums, lost, good):
             return
         # Labels are never drawn with the same numbers twice, so this stays even if a device does not add the sums.
         self._watch.first_datum += sums.num_data

@@ -12,10 +12,12 @@ from kfs.optim.fully_sharded import is_fully_sharded
 
 # Half-open ranges of numbers. `None` is allowed, too: the signature says where it has a meaning.
 _RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("lr", "damping", "weight_decay", "trust", "kl_clip"), (0, torch.inf)),
+    **dict.fromkeys(("lr", "damping", "weight_decay"), (0, torch.inf)),
+    **dict.fromkeys(("trust", "kl_clip"), (1e-12, torch.inf)),  # Steps are divided by them; nothing moves at zero.
     **dict.fromkeys(("momentum", "decay"), (0, 1)),
     "adamw_lr": (1e-12, torch.inf),  # Weight decay is divided by it.
 }
+_IN_GROUPS = ("lr", "damping", "momentum", "weight_decay", "trust", "adamw_lr")
 _METHODS = ("kfac", "adamw")
 _INTERVALS = ("factors_every", "inverses_every", "patience")
 # Options that are one for all parameters.
@@ -73,10 +75,20 @@ def check_groups(groups: Iterable[Mapping[str, Any]]) -> None:
                     f"A parameter group has the option {name}, which is one for all parameters.",
                     f"Pass {name}= to KFAC itself. Groups may have lr, weight_decay, damping, trust, adamw_lr, method.",
                 )
-        for name in _RANGES.keys() & group.keys():
-            _check_number(name, group[name])
         if group["method"] not in _METHODS:
             raise ModelError(f"A group has the method {group['method']!r}.", "Choose 'kfac' or 'adamw'.")
+    check_numbers(groups)
+
+
+def check_numbers(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Check the numbers of parameter groups, which a schedule may have changed.
+
+    Raises:
+        ModelError: If one is out of range, or not a number.
+    """
+    for group in groups:
+        for name in _IN_GROUPS:
+            _check_number(name, group[name])
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -28,7 +28,8 @@ class _Step(NamedTuple):
 
     fine: Fine  # what to remember if gradients were finite
     names: tuple[str, ...]  # parameters that have grown older, as if the step was taken
-    flags: Message  # whether gradients were finite, whether the step was taken, and whether factors were added
+    # Whether gradients were used, whether they were finite, whether the step was taken, and whether factors were added.
+    flags: Message
 
 
 @dataclass(eq=False)
@@ -40,16 +41,17 @@ class Outstanding:
     params: Parameters
     _steps: list[_Step] = field(default_factory=list)
 
-    def add(self, state: State, fine: Fine, finite: Tensor, taken: Taken) -> None:
+    def add(self, state: State, fine: Fine, finite: Tensor, good: Tensor, taken: Taken) -> None:
         """Send the flags of a step to the host.
 
         Args:
             state: The optimizer's.
             fine: Describes the step.
             finite: Whether gradients were.
+            good: Whether they were, and of a usual size.
             taken: Whether the step was taken.
         """
-        flags = [finite, taken.flag]
+        flags = [good, finite, taken.flag]
         if self.curvature.unconfirmed is not None:
             flags.append(self.curvature.unconfirmed)
             self.curvature.unconfirmed = None
@@ -71,19 +73,23 @@ class Outstanding:
         steps = self._steps[:count]
         del self._steps[:count]
         for one in steps:
-            finite, taken, *good = one.flags.read()
-            if finite:
+            good, finite, taken, *added = one.flags.read()
+            if good:
                 self.last_fine.note(one.fine)
             else:
-                self.note_skipped()
-            if good:
-                self.curvature.confirm(finite, good[0])
-            if finite and not taken:
+                self.note_skipped(finite)
+            if added:
+                self.curvature.confirm(good, added[0])
+            if good and not taken:
                 self.curvature.note_overflow()
             if not taken:
                 grow_older(self.params, state, one.names, by=-1)
 
-    def note_skipped(self) -> None:
-        """Count a step that was skipped because of its gradients, or of its loss."""
+    def note_skipped(self, finite: bool) -> None:
+        """Count a step that was skipped because of its gradients, which may be finite and too large, or of its loss."""
+        if finite:
+            text = "gradients are absurdly larger than all before, and the step was skipped"
+            self.curvature.events.note("refused_gradients", text)
+            return
         self.curvature.note_trouble("skipped_steps", "the loss or gradients are not finite, and the step was skipped")
         self.last_fine.note_skipped()

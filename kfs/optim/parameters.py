@@ -76,6 +76,11 @@ class Parameters:
         # The modules with their children and parameters, to compare quickly. No other tensor can get the ids of these.
         self._parts = [(m, list(m._modules.values()), list(m._parameters.values())) for m in self._model.modules()]
 
+    def ordered(self, groups: list[dict[str, Any]]) -> list[str]:
+        """Return names in the order of groups."""
+        names = {id(p): name for name, p in self.tensors.items()}
+        return [names[id(p)] for group in groups for p in group["params"]]
+
     def check_open(self) -> None:
         """Refuse to go on after the optimizer was closed."""
         if self._taken_over:

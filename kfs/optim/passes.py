@@ -20,7 +20,6 @@ from kfs.kfac.structures import computable
 from kfs.kfac.sums import FactorSums
 from kfs.kfac.vectors import backpropagated_vectors
 from kfs.losses import Loss
-from kfs.losses.counter import Draws, Stream
 from kfs.optim.costs import Costs
 from kfs.optim.factor_graphs import Data, FactorGraph, FactorPass, FactorResult, PassKey
 from kfs.optim.outputs import KeepsPass, with_parts
@@ -62,7 +61,6 @@ class Pass:
     compare: bool = False  # whether to compare the loss with others, and its scale with the announced one
     graph: FactorGraph | None = None  # computes the sums, if the pass is not watched
     costs: Costs = field(default_factory=Costs)  # counts the time that factors take in the user's backward pass
-    by_datum: bool = False  # whether labels depend on the number of their datum alone, not on the batch that it is in
     masks: MaskSource = field(default_factory=MaskSource)  # where the arguments have a mask
     # Given a number of data: how many data of other processes come before them, and how many there are of all.
     place_of_data: Callable[[int], tuple[int, int]] | None = None
@@ -206,11 +204,10 @@ class Pass:
             self._sums.finish_forward()
         else:
             at_once = self.settings.columns_at_once or 1
-            # On an accelerator, draws are those of passes that are recorded.
+            # On an accelerator, one kernel draws, as in passes that are recorded. The numbers are the same.
             behind = waiting.runs_behind(f.device)
             first = torch.full((), first_datum, dtype=torch.int64, device=f.device) if behind else first_datum
-            draws = Draws if behind or self.by_datum else Stream
-            vectors = backpropagated_vectors(self.loss, f, y, self.settings, first, at_once, draws)
+            vectors = backpropagated_vectors(self.loss, f, y, self.settings, first, at_once)
             if self.to_record is not None:
                 self.to_record = *self.to_record[:2], (self._arguments, self.num_data, y, first_datum)
             # The user's backward pass needs the graph afterwards.

@@ -174,7 +174,9 @@ class Reported(Described):
         """
         self._outstanding.settle(self.state)
         curvature = self._curvature
-        blocks = tuple(map(_row, curvature.averages.values()))
+        place = {name: i for i, name in enumerate(self._params.tensors)}
+        averages = sorted(curvature.averages.values(), key=lambda a: (place[a.layout.weight], a.layout.rows))
+        blocks = tuple(map(_row, averages))
         covered = {name for row in blocks for name in row.params}
         adamw = [n for n, group in self._params.groups.items() if group["method"] == "adamw"]
         rest = [n for n in self._params.tensors if n not in {*covered, *adamw, *self.uncovered}]

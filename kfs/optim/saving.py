@@ -1,23 +1,56 @@
-"""The optimizer's state, for a file."""
+"""The optimizer's state, for a file.
 
-from collections.abc import Iterable
+Functions of `torch.distributed.checkpoint` know states by parameter alone, and take those of a new optimizer as a
+pattern of what to read. All ranks call them, so averages are added up there and then. The pattern of a new optimizer,
+which has not seen the model run, has all entries that a later state has: momentum by parameter, and one number at the
+first parameter that carries everything else.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from kfs.data import mapped
 from kfs.errors import DistributedError, ModelError
 from kfs.optim.averages import Average, copied_to
 from kfs.optim.curvature import Curvature
+from kfs.optim.divergence import UsualSizes
 from kfs.optim.exchange import Exchange
+from kfs.optim.fully_sharded import part_of
 from kfs.optim.outstanding import Outstanding
 from kfs.optim.owners import whole as over_all_data
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic import QuadraticModel
-from kfs.optim.updates import read_state
+from kfs.optim.updates import read_state, state_of
 from kfs.optim.watch import Watch
 from kfs.sharded import is_sharded, whole
+
+# The entry of the first parameter's state that carries all that does not belong to one parameter.
+_CARRIER = "kfac"
+
+
+class Carrier(int):
+    """A zero that carries a state: checkpoints let tensors and numbers through, and tensors only of known shapes."""
+
+    carried: Any
+
+    def __new__(cls, carried: Any = None) -> "Carrier":
+        """Take a state along."""
+        result = super().__new__(cls, 0)
+        result.carried = carried
+        return result
+
+    def __reduce__(self) -> Any:
+        """Copy the state, too."""
+        return Carrier, (self.carried,)
+
+
+torch.serialization.add_safe_globals([Carrier])
 
 
 class Consolidated(NamedTuple):
@@ -45,17 +78,21 @@ class Saved(Optimizer):
     _watch: Watch
     _quadratic: QuadraticModel | None
     _exchange: Exchange
+    _gradient_sizes: UsualSizes
     _whole: Consolidated | None  # what `consolidate_state_dict` has made, until the next step
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a continued training needs to equal one that was never stopped.
 
         In several processes, call `consolidate_state_dict()` first, in all of them. Of a sharded model, tensors are
-        whole: the state is that of a plain model in one process.
+        whole: the state is that of a plain model in one process. `get_optimizer_state_dict` and others of
+        `torch.distributed.checkpoint` need no call before, and leave tensors sharded.
 
         Raises:
             DistributedError: If that was not done since the last step.
         """
+        if _is_for_checkpoint():
+            return self._state_by_parameter()
         averages: Iterable[Average] = self._curvature.averages.values()
         self._outstanding.settle(self.state)
         if self._exchange.ranks.size == 1:
@@ -71,18 +108,80 @@ class Saved(Optimizer):
             tensors = {}  # Before the first step, there is no state.
         state = super().state_dict()
         state["state"] = {
-            i: {name: tensors.get(id(value), value) for name, value in one.items()} for i, one in state["state"].items()
+            i: {name: tensors.get(id(value), value) for name, value in one.items() if name != _CARRIER}
+            for i, one in state["state"].items()
         }
-        state["kfac"] = {
+        state["kfac"] = self._own_state(averages)
+        return state
+
+    def _own_state(self, averages: Iterable[Average]) -> dict[str, Any]:
+        """Return all that is not the state of one parameter, given averages over the data of all processes."""
+        return {
             "curvature": self._curvature.state(averages),
             "steps": self.steps,
             "first_datum": self._watch.first_datum,
             "unit": self._unit,
+            "gradient_sizes": self._gradient_sizes.state(),
             "uncovered": dict(self.uncovered),
             "tracked": sorted(self._tracked),
             "previous": {} if self._quadratic is None else dict(self._quadratic.previous),
         }
+
+    def _is_first_step_of_checkpoint(self) -> bool:
+        """Whether a step is there to make a state: the first one, without pass, with gradients and rates of zero."""
+        if self.state or self.steps or self._watch.has_passes or any(group["lr"] for group in self.param_groups):
+            return False
+        grads = [part_of(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return bool(grads) and not any(bool(g.any()) for g in grads)
+
+    def _fill_state(self) -> None:
+        """Make the state of all parameters that are trained, where there is none yet, with a place for the carrier."""
+        trained = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        for p, group in trained:
+            state_of(self.state, p, adamw=group["method"] == "adamw" or "exp_avg" in self.state[p])
+        self._keep_place_for_carrier()
+
+    def _keep_place_for_carrier(self) -> None:
+        """Let the state of the first trained parameter have an entry for the carrier: others are not read again."""
+        trained = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        for p in islice(trained, 1):
+            self.state[p].setdefault(_CARRIER, Carrier())
+
+    def _state_by_parameter(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, which all ranks ask for. Tensors of sharded parameters are sharded."""
+        self._outstanding.settle(self.state)
+        self._fill_state()
+        averages = over_all_data(self._exchange.ranks, self._curvature.averages.values())
+        state = super().state_dict()
+        adamw: dict[str, Any] = {}  # states of parameters that were to have curvature, and turned out not to be covered
+        packed = [i for group in state["param_groups"] for i in group["params"]]
+        for i, name in zip(packed, self._params.ordered(self.param_groups), strict=True):
+            mine = dict(state["state"].get(i, {}))
+            if "exp_avg" in mine and self._params.groups[name]["method"] == "kfac":
+                adamw[name] = {key: mine[key] for key in ("exp_avg", "exp_avg_sq", "age")}
+                # What a new optimizer has at this place.
+                mine = {key: value for key, value in mine.items() if key == _CARRIER}
+                mine |= {"average": torch.zeros_like(adamw[name]["exp_avg"]), "age": 0}
+            if mine:
+                state["state"][i] = mine
+        carried = {"kfac": self._own_state(averages), "adamw": mapped(adamw, whole)}
+        carriers = (one for one in state["state"].values() if _CARRIER in one)
+        for one in islice(carriers, 1):
+            one[_CARRIER] = Carrier(copied_to(torch.device("cpu"), carried))  # A file may be written later.
         return state
+
+    def _from_checkpoint(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Undo `_state_by_parameter`; other states are returned as they are."""
+        found = [one[_CARRIER] for one in state.get("state", {}).values() if _CARRIER in one]
+        carried = next((one.carried for one in found if isinstance(one, Carrier) and one.carried), None)
+        if "kfac" in state or carried is None:
+            return dict(state)
+        result: dict[Any, Any] = {}
+        packed = [i for group in state["param_groups"] for i in group["params"]]
+        for i, name in zip(packed, self._params.ordered(self.param_groups), strict=False):
+            mine = carried["adamw"].get(name, state["state"].get(i, {}))
+            result[i] = {key: value for key, value in mine.items() if key != _CARRIER}
+        return {**state, "state": result, "kfac": carried["kfac"]}
 
     @torch.no_grad()
     def consolidate_state_dict(self) -> None:
@@ -124,6 +223,7 @@ class Saved(Optimizer):
             StorageError: If the state is that of another optimizer, or of another model.
         """
         self._params.check_open()
+        state_dict = self._from_checkpoint(state_dict)
         self._params.check_state(state_dict)
         mine = state_dict["kfac"]
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
@@ -137,7 +237,22 @@ class Saved(Optimizer):
         self.uncovered = dict(mine["uncovered"])
         self._watch.first_datum = mine["first_datum"]
         self._unit = mine["unit"]
+        self._gradient_sizes.restore(mine.get("gradient_sizes"))
         self._tracked = frozenset(mine["tracked"])
         if self._quadratic is not None:
             self._quadratic.previous = copied_to(device, mine["previous"])
         self._params.read(self.param_groups)
+        if self.state:
+            self._keep_place_for_carrier()
+
+
+def _is_for_checkpoint() -> bool:
+    """Whether a function of `torch.distributed.checkpoint` asks for a state; maybe by another optimizer around it."""
+    frame = sys._getframe()
+    for _ in range(5):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+    return False

@@ -57,9 +57,8 @@ class Together:
 def together(params: Parameters, state: State, names: Iterable[str], adamw: bool) -> list[Together]:
     """Divide parameters into those that are updated with the same numbers."""
     found: dict[tuple[int, int], list[str]] = {}
-    averages = ("exp_avg", "exp_avg_sq") if adamw else ("average",)
     for name in names:
-        age = _state_of(state, params.tensors[name], *averages)["age"]
+        age = state_of(state, params.tensors[name], adamw)["age"]
         found.setdefault((id(params.groups[name]), age), []).append(name)
     result = []
     for (_, age), same in found.items():
@@ -323,7 +322,10 @@ def read_state(state: State, groups: list[dict[str, Any]], saved: dict[str, Any]
     for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
         mine = saved["state"].get(i, {})
         # Of a sharded parameter, its part alone is copied: whole tensors are not kept.
-        state[p] = copied_to(p.device, mapped(mine, partial(_sharded_like, p)) if is_sharded(p) else mine)
+        if mine:
+            state[p] = copied_to(p.device, mapped(mine, partial(_sharded_like, p)) if is_sharded(p) else mine)
+        else:
+            state.pop(p, None)
 
 
 def _sharded_like(p: Tensor, t: Tensor) -> Tensor:
@@ -331,10 +333,10 @@ def _sharded_like(p: Tensor, t: Tensor) -> Tensor:
     return sharded_like(whole(t), p)
 
 
-def _state_of(state: State, p: Tensor, *names: str) -> dict[str, Any]:
+def state_of(state: State, p: Tensor, adamw: bool) -> dict[str, Any]:
     """Return a parameter's state. At first, averages are zeros in float32 or better."""
     mine = state[p]
-    for name in names:
+    for name in ("exp_avg", "exp_avg_sq") if adamw else ("average",):
         if name not in mine:
             mine[name] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
             mine["age"] = 0

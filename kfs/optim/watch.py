@@ -9,6 +9,7 @@ What happens during one pass is in `passes`.
 """
 
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -48,8 +49,14 @@ class _Call:
     """The outermost call of the model that is running."""
 
     frame: FrameType | None
+    thread: threading.Thread = field(default_factory=threading.current_thread)  # that has called it
     depth: int = 1  # number of nested calls, the outermost one included
     watched: Pass | None = None  # `None` if neither factors nor counts are needed
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether it was called in the thread that asks."""
+        return self.thread is threading.current_thread()
 
 
 @dataclass(eq=False)
@@ -123,6 +130,11 @@ class Watch:
                 results[0].merge(other)
         return results[0] if results else None
 
+    @property
+    def has_passes(self) -> bool:
+        """Whether there was a backward pass since the last step."""
+        return bool(self._complete) or self._problem is not None
+
     def forget(self) -> None:
         """Forget passes that were not collected."""
         self._complete.clear()
@@ -139,8 +151,9 @@ class Watch:
         if module is not self._model():
             return None
         self._forget_interrupted()
-        if self._call is not None:
-            self._call.depth += 1  # with or without gradients: the end of every inner call is counted
+        call = self._call
+        if call is not None and call.is_mine:
+            call.depth += 1  # with or without gradients: the end of every inner call is counted
             return None
         elsewhere = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
         elsewhere = elsewhere or is_evaluating()  # nobody trains with what is computed for a risk
@@ -148,6 +161,12 @@ class Watch:
         elsewhere = elsewhere or torch._C._current_graph_task_id() != -1
         if not torch.is_grad_enabled() or elsewhere:
             return None
+        if call is not None:
+            raise ModelError(
+                "The model is called with gradients in two threads at the same time; the optimizer watches one pass "
+                "after the other.",
+                "Train in one thread. Others may call the model within torch.no_grad(), or train a copy of it.",
+            )
         self.in_half_precision = torch.is_autocast_enabled("cuda")
         self._call = _Call(next((f for f in _callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
         method = self._wanted()
@@ -188,7 +207,6 @@ class Watch:
             self.compare,
             graph,
             self.costs,
-            by_datum=self.exchange.ranks.are_several,
             wants_factors=wanted is not None,
             masks=self.masks,
             place_of_data=self.exchange.numbering() if wanted is not None and self.settings.fisher == "mc" else None,
@@ -260,7 +278,7 @@ class Watch:
     def _after_forward(self, module: nn.Module, _: Any, __: Any, output: Any) -> Any:
         """Stop to capture, and wait for a gradient. The output is `None` if the forward pass has failed."""
         call = self._call
-        if module is not self._model() or call is None:
+        if module is not self._model() or call is None or not call.is_mine:
             return None
         call.depth -= 1
         if call.depth:
@@ -326,9 +344,12 @@ class Watch:
     def _forget_interrupted(self) -> None:
         """Leave the capture of a forward pass that was interrupted from the keyboard: no hook is called then."""
         call = self._call
-        if call is None or call.frame is None or any(frame is call.frame for frame in _callers()):
+        if call is None or call.frame is None:
             return
-        if call.watched is not None:
+        # A call in another thread goes on there, whoever calls here.
+        if any(frame is call.frame for frame in _callers()) if call.is_mine else call.thread.is_alive():
+            return
+        if call.watched is not None and call.is_mine:  # A thread that has ended has taken its captures along.
             call.watched.stop()
         self._call = None
 

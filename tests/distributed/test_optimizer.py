@@ -47,13 +47,16 @@ def train_alone(plan: Plan, settings: dict[str, Any]) -> Any:
         pytest.param(EVEN, FAST | {"damping_method": "exact", "fisher": "empirical"}, id="exact damping"),
         pytest.param(EVEN, {"quadratic_model": True, "fisher": "type-2"}, id="quadratic model"),
         pytest.param(EVEN._replace(reduction="sum"), FAST, id="sum"),
+        pytest.param(EVEN._replace(reduction="sum", early=True), FAST, id="an optimizer that was made before"),
         pytest.param(Plan((6, 6), passes=2), FAST, id="no_sync"),
         pytest.param(Plan((6, 6), passes=2, ddp=False), FAST | {"eigen": True}, id="own averages"),
         pytest.param(Plan((3, 1, 7, 5)), FAST, id="uneven"),
         pytest.param(Plan((3, 1, 7, 5), reduction="sum", ddp=False), FAST | {"eigen": True}, id="uneven sum"),
         pytest.param(Plan((5, 0, 4), reduction="sum"), FAST, id="empty batches"),
         pytest.param(Plan((4, 4, 4), net="experts", ddp=False), FAST, id="experts"),
+        pytest.param(Plan((4, 4, 4), net="experts", ddp=False, sort=True), FAST, id="experts that rank 0 does not use"),
         pytest.param(Plan((4, 4, 4), net="tied"), FAST, id="tied"),
+        pytest.param(EVEN._replace(outlier=6), FAST, id="an input that is far too large"),
     ],
 )
 def test_ranks_train_as_one_process(ranks: Pool, plan: Plan, settings: dict[str, Any]) -> None:
@@ -63,6 +66,7 @@ def test_ranks_train_as_one_process(ranks: Pool, plan: Plan, settings: dict[str,
     assert len({one.bits for one in results}) == 1
     distance = (results[0].params - expected.params).norm() / expected.params.norm()
     assert distance < (QUADRATIC_TOLERANCE if settings.get("quadratic_model") else TOLERANCE)
+    assert expected.events.refused_statistics == (plan.outlier is not None)
     assert all(one.events == expected.events and one.uncovered == expected.uncovered for one in results)
 
 

@@ -171,7 +171,7 @@ def without_group() -> None:
     model = model_of("net")
     (batch,) = batches(1)
     optimizer = KFAC(model, LOSS)
-    LOSS(DistributedDataParallel(model)(batch[0]), batch[1]).backward()
+    LOSS(model(batch[0]), batch[1]).backward()
     with pytest.raises(ModelError, match="which of them train the model together"):
         optimizer.step()
     optimizer.close()

@@ -3,16 +3,26 @@
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from kfs.errors import DistributedError, ModelError, SolverError
 from kfs.optim import KFAC
@@ -43,7 +53,6 @@ def train(model: Any, optimizer: KFAC, start: int, stop: int) -> None:
 def part_of_training(start: int, stop: int, saved: Saved | None, is_sharded: bool) -> tuple[Tensor, Saved]:
     """Train for some steps, and return what is saved."""
     model = every_layer(model_of("net")) if is_sharded else model_of("net")
-    # A group, even one with a single process, makes labels depend on the number of their datum alone.
     optimizer = KFAC(model, LOSS, lr=0.3, factors_every=2, inverses_every=5, group=dist.group.WORLD)
     assert optimizer.state_dict()["state"] == {}
     if saved is not None:
@@ -69,6 +78,35 @@ def test_resuming_with_another_number_of_ranks(ranks: Pool) -> None:
     (_, saved), *_ = ranks(3, part_of_training, 0, 7, None, True)
     for size, is_sharded in ((1, False), (1, True), (2, True)):
         (params, _), *_ = ranks(size, part_of_training, 7, 20, saved, is_sharded)
+        assert (params - expected).norm() / expected.norm() < 1e-12
+
+
+def part_by_checkpoint(start: int, stop: int, folder: Path, kind: str) -> Tensor:
+    """Train for some steps, with a checkpoint of `torch.distributed.checkpoint` before and after."""
+    module = model_of("net")
+    model = every_layer(module) if kind == "sharded" else DistributedDataParallel(module) if kind == "ddp" else module
+    optimizer = KFAC(model, LOSS, lr=0.3, factors_every=2, inverses_every=5)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    if start:
+        state: Any = dict(zip("mo", get_state_dict(model, optimizer, options=flat), strict=True))
+        load(state, checkpoint_id=folder / "first")
+        set_state_dict(model, optimizer, model_state_dict=state["m"], optim_state_dict=state["o"], options=flat)
+    train(model, optimizer, start, stop)
+    state = dict(zip("mo", get_state_dict(model, optimizer, options=flat), strict=True))
+    averages = [t for name, t in state["o"].items() if name.endswith(".average")]
+    assert averages
+    assert all(isinstance(t, DTensor) is (kind == "sharded") for t in averages)
+    save(state, checkpoint_id=folder / ("second" if start else "first"))
+    return result(model, optimizer).params
+
+
+def test_checkpoints_of_pytorch(ranks: Pool, tmp_path: Path) -> None:
+    """They need no call before, are read by any number of ranks, and training goes on as if it was never stopped."""
+    (expected, *_) = ranks(1, part_by_checkpoint, 0, 14, tmp_path / "whole", "plain")
+    for kinds in ((3, "sharded", 2, "ddp"), (2, "ddp", 3, "sharded"), (2, "sharded", 1, "plain")):
+        folder = tmp_path / str(kinds)
+        ranks(kinds[0], part_by_checkpoint, 0, 7, folder, kinds[1])
+        (params, *_) = ranks(kinds[2], part_by_checkpoint, 7, 14, folder, kinds[3])
         assert (params - expected).norm() / expected.norm() < 1e-12
 
 

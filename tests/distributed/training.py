@@ -182,6 +182,16 @@ class Plan(NamedTuple):
     ddp: bool = True
     net: str = "net"
     reduction: str = "mean"
+    early: bool = False  # whether the optimizer is made before the DDP model
+    outlier: int | None = None  # step in which the first datum is far too large
+    sort: bool = False  # whether the first rank sees only the data with the largest first features in the first step
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return batches of all ranks, the same in every process."""
+        for step, (x, y) in enumerate(batches(size=sum(self.parts) * self.passes)):
+            order = x[:, 0].argsort(descending=True) if self.sort and step == 0 else torch.arange(len(x))
+            x[0] *= 1e4 if step == self.outlier else 1.0
+            yield x[order], y[order]
 
 
 def chunks(x: Tensor, plan: Plan) -> list[list[Tensor]]:
@@ -192,13 +202,14 @@ def chunks(x: Tensor, plan: Plan) -> list[list[Tensor]]:
 def on_ranks(plan: Plan, **settings: Any) -> Run:
     """Train on ranks."""
     module = model_of(plan.net)
-    model: Any = DistributedDataParallel(module) if plan.ddp else module
     loss = nn.CrossEntropyLoss(reduction=plan.reduction)
     group = None if plan.ddp else dist.group.WORLD
-    optimizer = KFAC(model, loss, group=group, **settings)
+    early = [KFAC(module, loss, **settings)] if plan.early else []
+    model: Any = DistributedDataParallel(module) if plan.ddp else module
+    (optimizer,) = early or [KFAC(model, loss, group=group, **settings)]
     rank = dist.get_rank()
     weight = 1 / plan.passes if plan.reduction == "mean" else 1.0
-    for x, y in batches(size=sum(plan.parts) * plan.passes):
+    for x, y in plan.batches():
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             optimizer.zero_grad()
@@ -215,7 +226,9 @@ def on_ranks(plan: Plan, **settings: Any) -> Run:
                 average_gradients(module)
             return total
 
-        take_step(optimizer, closure)
+        if plan.early:  # A pass shows who trains together.
+            closure()
+        take_step(optimizer, None if plan.early else closure)
     return result(module, optimizer)
 
 
@@ -223,10 +236,9 @@ def in_one_process(plan: Plan, **settings: Any) -> Run:
     """Train with the same gradients in one process: a mean of means, if ranks have different numbers of data."""
     model = model_of(plan.net)
     loss = nn.CrossEntropyLoss(reduction=plan.reduction)
-    # A group of one process draws labels by datum.
-    optimizer = KFAC(model, loss, group=dist.group.WORLD, **settings)
+    optimizer = KFAC(model, loss, **settings)
     equal = len(set(plan.parts)) == 1
-    for x, y in batches(size=sum(plan.parts) * plan.passes):
+    for x, y in plan.batches():
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             optimizer.zero_grad()

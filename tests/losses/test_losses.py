@@ -12,7 +12,7 @@ from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
 from kfs.errors import DataError, DtypeError, LossError, ShapeError
 from kfs.losses import Custom, Loss, TokenCrossEntropy, describe
-from kfs.losses.counter import Draws, Stream
+from kfs.losses.counter import Draws
 from kfs.losses.cross_entropy import CrossEntropy
 from tests.losses.cases import CASES, Case, double_well, log_cosh
 
@@ -383,17 +383,3 @@ def test_losses_can_be_called(case: Case) -> None:
     """The value is PyTorch's."""
     loss, f, y = case.make()
     close(loss(f, y), case.pytorch(f, y))
-
-
-def test_streams() -> None:
-    """Numbers of PyTorch's generators depend on seed, place and sample, and have the right distribution."""
-    device = torch.device("cpu")
-    one, same = (Stream(3, 10, 0).normal(1000, (5,), device) for _ in range(2))
-    assert torch.equal(one, same)
-    for other in (Stream(4, 10, 0), Stream(3, 11, 0), Stream(3, 10, 1)):
-        assert not torch.equal(other.normal(1000, (5,), device), one)
-    assert one.mean().abs() < 0.05
-    assert abs(float(one.std()) - 1) < 0.05
-    u = Stream(0, 0, 0).uniform(1000, (), device)
-    assert u.shape == (1000,)
-    assert abs(float(u.mean()) - 0.5) < 0.05

@@ -247,6 +247,10 @@ def test_certain_predictions_count(fisher: Any) -> None:
     ("options", "match"),
     [
         ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr": torch.nan}, "lr is nan"),
+        ({"weight_decay": torch.nan}, "weight_decay is nan"),
+        ({"trust": 0.0}, "trust is 0.0"),
+        ({"kl_clip": 0.0}, "kl_clip is 0.0"),
         ({"damping": "a"}, "damping is 'a'"),
         ({"momentum": 1.0}, "momentum is 1.0"),
         ({"decay": 2.0}, "decay is 2.0"),
@@ -269,6 +273,26 @@ def test_options(options: dict[str, Any], match: str) -> None:
         KFAC(model, LOSS, **options)
     assert not model._forward_hooks
     KFAC(model, LOSS)
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "damping", "momentum", "trust"])
+def test_numbers_that_a_schedule_sets(name: str) -> None:
+    """Those of groups are looked at in every step, before anything changes."""
+    model, (X, y) = mlp(), data()
+    with pytest.raises(ModelError, match=f"{name} is nan"):
+        KFAC(model, LOSS, [{"params": list(model.parameters()), name: torch.nan}])
+    optimizer = KFAC(model, LOSS)
+    train(model, optimizer, [(X, y)], LOSS)
+    before = weights(model)
+    usual = optimizer.param_groups[0][name]
+    for bad in (torch.nan, -1.0):
+        optimizer.param_groups[0][name] = bad
+        with pytest.raises(ModelError, match=f"{name} is {bad}"):
+            train(model, optimizer, [(X, y)], LOSS)
+        assert torch.equal(weights(model), before)
+    optimizer.param_groups[0][name] = usual
+    train(model, optimizer, [(X, y)], LOSS)
+    assert not torch.equal(weights(model), before)
 
 
 def test_what_is_no_model_or_no_loss() -> None:

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from kfs.distributed import Ranks
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
+from kfs.optim.curvature import Events
+from kfs.optim.divergence import UsualSizes
 from tests.optim.reference import Reference
 from tests.optim.training import data, mlp, train, weights
 
@@ -145,3 +148,79 @@ def test_curvature_of_a_parameter_that_is_not_covered_any_more() -> None:
     assert set(optimizer.uncovered) == {"scale"}
     first_step = (model.scale.detach() - before).abs()
     torch.testing.assert_close(first_step, torch.full_like(first_step, 0.1 * 0.05))  # AdamW begins with signs
+
+
+def with_spike(size: float, at: int | None, steps: int = 20) -> tuple[Tensor, KFAC]:
+    """Train, with a gradient of another size in one step; `None` for a step that is left out."""
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    for i in range(steps):
+        optimizer.zero_grad()
+        LOSS(model(GOOD[0]), GOOD[1]).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad *= size if i == at else 1.0
+        optimizer.step()
+    return weights(model), optimizer
+
+
+@pytest.mark.parametrize("at", [1, 7, 12, 15])
+def test_one_gradient_that_is_far_too_large(at: int) -> None:
+    """It is an event, and nothing else: training goes on as if the step had been left out."""
+    expected, _ = with_spike(1.0, None, 19)
+    moved, optimizer = with_spike(1e6, at)
+    assert torch.equal(moved, expected)
+    assert optimizer.events == Events(refused_gradients=1)
+    assert "refused_gradients 1" in str(optimizer.report())
+    # A gradient that is large, but not absurd, is used.
+    moved, optimizer = with_spike(20.0, at)
+    assert not torch.equal(moved, expected)
+    assert optimizer.events == Events()
+
+
+def test_one_input_that_is_far_too_large() -> None:
+    """Averages of factors do not change. It would take hundreds of steps until they have forgotten it."""
+    batch = GOOD[0].clone(), GOOD[1]
+    batch[0][0] *= 1e4
+    model = mlp()
+    optimizer = KFAC(model, LOSS, factors_every=2)
+    train(model, optimizer, [GOOD] * 4, LOSS)
+    before = copy.deepcopy([a.factors.to_dense() for a in optimizer._curvature.averages.values()])
+    train(model, optimizer, [batch], LOSS)
+    assert optimizer.events == Events(refused_statistics=1)
+    for average, expected in zip(optimizer._curvature.averages.values(), before, strict=True):
+        assert torch.equal(average.factors.to_dense(), expected)
+
+
+@pytest.mark.filterwarnings("ignore::kfs.errors.KfsWarning")
+def test_gradients_that_grow() -> None:
+    """Another scale of the loss, or of data, is refused for three steps, and then it is the usual one."""
+    model = mlp()
+    optimizer = KFAC(model, LOSS, factors_every=1)
+    train(model, optimizer, [GOOD] * 12, LOSS)
+    before = weights(model)
+    train(model, optimizer, [GOOD] * 3, lambda f, y: 1e6 * LOSS(f, y))
+    assert torch.equal(weights(model), before)
+    train(model, optimizer, [GOOD] * 10, lambda f, y: 1e6 * LOSS(f, y))
+    assert not torch.equal(weights(model), before)
+    assert optimizer.events == Events(refused_gradients=3)
+    factors = optimizer._curvature.averages["0.weight", (0, 6)].factors.A
+    train(model, optimizer, [(GOOD[0] * 1e3, GOOD[1])] * 5, LOSS)
+    assert optimizer.events.refused_statistics == 3
+    assert factors.values.norm() > 1e5
+
+
+def test_large_gradients_that_are_rare_but_usual() -> None:
+    """They are not refused for ever."""
+    sizes = UsualSizes(100.0, 3)
+    for interval in (10, 1000):
+        accepted = []
+        for i in range(8 * interval):
+            rare = i % interval == interval - 1
+            good = sizes.check(Ranks(), ("gradients",), torch.tensor([1e6 if rare else 1.0]))[1]
+            accepted += [bool(good)] if rare else []
+        assert accepted.count(False) <= 3
+        # After a file was read, it goes on in the same way.
+        other = UsualSizes(100.0, 3)
+        other.restore(sizes.state())
+        assert other.state() == sizes.state()

@@ -12,6 +12,9 @@ import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning import Trainer as Lightning
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainingArguments
@@ -130,9 +133,13 @@ STATES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::kfs.errors.KfsWarning")
-@pytest.mark.parametrize("stop", [1, 4, 5])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("stop", "flat"), [(1, None), (4, None), (5, None), (0, False), (4, False), (0, True), (4, True)]
+)
 @pytest.mark.parametrize("name", STATES)
-def test_a_stopped_training_goes_on_bit_by_bit(name: str, stop: int) -> None:
+def test_a_stopped_training_goes_on_bit_by_bit(name: str, stop: int, flat: bool | None, tmp_path: Path) -> None:
+    """By a file, or, with `flat`, by a checkpoint of `torch.distributed.checkpoint`, with flat names or without."""
     options = dict(STATES[name])
     loss, dtype, norm = options.pop("loss", CE()), options.pop("dtype", torch.float64), options.pop("norm", False)
     (x, y), some = data(dtype=dtype), options.pop("adamw", False)
@@ -159,14 +166,26 @@ def test_a_stopped_training_goes_on_bit_by_bit(name: str, stop: int) -> None:
 
     model, optimizer = make()
     go(model, optimizer, range(stop))
+    how = StateDictOptions(flatten_optimizer_state_dict=bool(flat))
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    if flat is None:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    else:
+        before = weights(model), optimizer.steps, [group["lr"] for group in optimizer.param_groups]
+        save(dict(zip("mo", get_state_dict(model, optimizer, options=how), strict=True)), checkpoint_id=tmp_path)
+        assert torch.equal(weights(model), before[0])
+        assert (optimizer.steps, [group["lr"] for group in optimizer.param_groups]) == before[1:]
     go(model, optimizer, range(stop, 8))
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
     resumed, again = make()
-    resumed.load_state_dict(state["model"])
-    again.load_state_dict(state["optimizer"])
+    if flat is None:
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        resumed.load_state_dict(state["model"])
+        again.load_state_dict(state["optimizer"])
+    else:
+        state = dict(zip("mo", get_state_dict(resumed, again, options=how), strict=True))
+        load(state, checkpoint_id=tmp_path)
+        set_state_dict(resumed, again, model_state_dict=state["m"], optim_state_dict=state["o"], options=how)
     go(resumed, again, range(stop, 8))
     assert torch.equal(weights(model), weights(resumed))
     assert same(optimizer.state_dict()["kfac"], again.state_dict()["kfac"])

@@ -1,6 +1,7 @@
 """The optimizer in ordinary training loops: what people do to models, and how curvature comes out of that."""
 
 import gc
+import threading
 import warnings
 import weakref
 from collections import namedtuple
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kfs
 from kfs import EmpiricalRisk
-from kfs.errors import KfsError, KfsWarning
+from kfs.errors import KfsError, KfsWarning, ModelError
 from kfs.losses import Custom, TokenCrossEntropy
 from kfs.optim import KFAC
 from tests.language_models import gpt2_without_dropout
@@ -245,6 +246,47 @@ def test_forward_passes_that_fail(what: BaseException) -> None:
     modes: list[int] = []
     assert torch.equal(after(Wrapped(mlp(), forward), backward), after(mlp()))
     assert modes == [0, 0, 0]
+
+
+def called_elsewhere(model: Any, x: Tensor, grad: bool) -> list[Exception]:
+    """Call a model in another thread, and return the errors of that."""
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            with torch.set_grad_enabled(grad):
+                model(x)
+        except Exception as error:  # noqa: BLE001 (it is looked at)
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return errors
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_other_threads_call_the_model(grad: bool) -> None:
+    """While it runs, and between passes: without gradients it does not matter; with them, it is an error there."""
+    model, (x, y) = mlp(), data()
+    optimizer = KFAC(model, CE(), **EXACT)
+    main, errors = threading.current_thread(), []
+
+    def call_elsewhere(*_: Any) -> None:
+        if threading.current_thread() is main and torch.is_grad_enabled():
+            errors.extend(called_elsewhere(model, x[:5], grad))
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        handle = model[2].register_forward_hook(call_elsewhere)
+        value = CE()(model(x), y)
+        handle.remove()
+        assert not called_elsewhere(model, x[:3], grad)
+        value.backward()
+        optimizer.step()
+    assert torch.equal(weights(model), after(mlp()))
+    assert bool(errors) == grad
+    assert all(isinstance(error, ModelError) and "two threads" in str(error) for error in errors)
 
 
 def test_backward_passes_that_fail() -> None:

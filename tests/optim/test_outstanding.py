@@ -121,6 +121,10 @@ def step(model: nn.Module, optimizer: KFAC, bad: str = "") -> None:
         X = 1e200 * X.sign()
     optimizer.zero_grad()
     LOSS(model(X), y).backward()
+    if bad == "spike":
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad *= 1e6
     if bad == "gradient":
         grad = next(model.parameters()).grad
         assert grad is not None
@@ -129,11 +133,13 @@ def step(model: nn.Module, optimizer: KFAC, bad: str = "") -> None:
 
 
 @pytest.mark.parametrize("replay", [False, True])
-@pytest.mark.parametrize("at", range(8))
-def test_bad_gradients_at_every_place(at: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step with a bad gradient is as if it was left out, whether it has new factors (the first, every third) or not.
+@pytest.mark.parametrize(
+    ("at", "bad"), [*((at, "gradient") for at in range(8)), *((at, "spike") for at in (1, 2, 3, 6))]
+)
+def test_bad_gradients_at_every_place(at: int, bad: str, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with a gradient that is not finite, or far too large, is as if it was left out.
 
-    Without momentum, the age of averages, which is known later, has no influence.
+    Every third step has new factors. Without momentum, the age of averages, which is known later, has no influence.
     """
     options: dict[str, Any] = {"fisher": "type-2", "momentum": 0.0, "weight_decay": 0.1, "replay": replay}
     options |= {"factors_every": 3, "inverses_every": 1}
@@ -145,12 +151,12 @@ def test_bad_gradients_at_every_place(at: int, replay: bool, monkeypatch: pytest
             if i == at and left_out:
                 optimizer.steps += bool(i)  # In the first step, the host waits, and does not count it.
             else:
-                step(model, optimizer, "gradient" if i == at else "")
+                step(model, optimizer, bad if i == at else "")
         return weights(model), optimizer
 
     there, optimizer = run(left_out=False)
     mine = optimizer.state_dict()["kfac"]["curvature"]["averages"]
-    assert optimizer.events == Events(skipped_steps=1)
+    assert optimizer.events == (Events(refused_gradients=1) if bad == "spike" else Events(skipped_steps=1))
     assert {state["age"] for state in optimizer.state.values()} == {11}
     wait_always(monkeypatch)
     here, other = run(left_out=True)

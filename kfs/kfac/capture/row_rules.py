@@ -144,6 +144,9 @@ class RowExperiments:
                 elif turn >= _ROUNDS // 2:
                     late.add(number)
         rules = {number: self._final(seen[number], *found[number], number in late) for number in seen}
+        if self.routes and MEASURED in rules.values():
+            # Where all rows of these data are there, those of others may be free places.
+            rules = {n: rule if self._is_regular(seen[n].used) else MEASURED for n, rule in rules.items()}
         uses = range(max(seen, default=-1) + 1)
         return tuple((seen[n].used.what, rules[n]) if n in seen else (("", ""), ALL) for n in uses)
 
@@ -161,14 +164,17 @@ class RowExperiments:
         """Return the rule of a use after all rounds."""
         if rule.kind == "positions" and late:  # they lack gradients by chance
             return ALL
-        derived = one.used.by_construction
         # Values do not decide which rows have gradients, nor does any rule explain it.
-        if not exact and not late and not derived:
+        if not exact and not late and not one.used.by_construction:
             return MEASURED
         # Where the order of rows differs from batch to batch, no mask says which of them it is about.
-        placed = self.known.uses[one.used.site : one.used.site + 1]
-        regular = derived or self.num_data == 1 or (len(placed) == 1 and placed[0].inner is not None)
-        return rule if regular or rule == ALL else MEASURED
+        return rule if rule == ALL or self._is_regular(one.used) else MEASURED
+
+    def _is_regular(self, used: Used) -> bool:
+        """Whether the rows of a use are in a regular order in all batches."""
+        if used.by_construction or self.num_data == 1:
+            return True
+        return used.site < len(self.known.uses) and self.known.uses[used.site].inner is not None
 
     def _all(self, noise: torch.Generator | None = None) -> tuple[list[BatchMasks], dict[int, _Seen]]:
         """Do all experiments, and return masks, and rows with gradients by the number of a use."""
