@@ -25,15 +25,7 @@ from torch import Tensor
 from kfs.data import can_be_cut, cut, mapped
 from kfs.errors import ModelError
 from kfs.kfac.capture.audit_report import Audit, AuditedUse, percent
-from kfs.kfac.capture.comparison import (
-    IN_HALF_PRECISION,
-    Both,
-    Results,
-    difference_of,
-    mixing_error,
-    tolerance_for,
-    wrong_rule,
-)
+from kfs.kfac.capture.comparison import Both, Results, difference_of, mixing_error, wrong_rule
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.mode import Capture
 from kfs.kfac.capture.ownership import Measured, probes
@@ -42,6 +34,7 @@ from kfs.kfac.capture.sites import Known, Placed, Question, Site
 from kfs.kfac.capture.tap import backward, measure_rows, pass_derived
 from kfs.kfac.sums.gradient_sums import GradientSums
 from kfs.kfac.sums.outer_products import full_precision
+from kfs.precision import IN_HALF_PRECISION, tolerance_for
 from kfs.state import uncompiled
 
 log = logging.getLogger("kfs.kfac")
