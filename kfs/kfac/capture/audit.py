@@ -103,7 +103,20 @@ def audit(
                 return _Audit(run, part, FEW, session, batch_axis, halves).result()
             except Exception:
                 log.debug("The audit of %d data did not go through; now all %d.", FEW, num_data, exc_info=True)
+        if num_data == 1 and can_be_cut(x, 1, 1, batch_axis):
+            # One datum does not show which rows belong to it, and which ones all data share. Two copies of it do.
+            try:
+                return _of_one_datum(
+                    *_Audit(run, cut(x, 1, [0, 0], batch_axis), 2, session, batch_axis, halves).result()
+                )
+            except Exception:
+                log.debug("The audit of two copies of a datum did not go through; now one.", exc_info=True)
         return _Audit(run, x, num_data, session, batch_axis, halves, whole=True).result()
+
+
+def _of_one_datum(audited: Audited, f: Tensor) -> tuple[Audited, Tensor]:
+    """Return an audit of two copies of a datum as one of it: copies do not show whether data mix."""
+    return replace(audited, report=replace(audited.report, num_data=1)), f[:1]
 
 
 class _Audit:

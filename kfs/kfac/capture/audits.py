@@ -197,8 +197,9 @@ def forget_audits() -> None:
 def _evaluate(
     risk: EmpiricalRisk, batch: Batch, x: Any, num_data: int, within: AbstractContextManager[Any] | None
 ) -> Tensor:
-    """Evaluate the model of a risk on a part of a batch."""
-    return risk.predict(risk.params, batch._replace(x=x, y=batch.y[:num_data]), within=within)
+    """Evaluate the model of a risk on a part of a batch, or on two copies of a single datum."""
+    y = batch.y[:num_data] if num_data <= len(batch.y) else torch.cat([batch.y, batch.y])
+    return risk.predict(risk.params, batch._replace(x=x, y=y), within=within)
 
 
 def _done(model: Any) -> _Done:

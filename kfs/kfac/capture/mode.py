@@ -253,7 +253,9 @@ class Capture(TorchFunctionMode):
         if key not in plans or type(plans[key]) is list:  # they do not fit the blocks of this pass
             described = [describe(part, (place,), self.tracker, self.is_data) for place, part in enumerate(args)]
             named = {name: describe(part, (name,), self.tracker, self.is_data) for name, part in kwargs.items()}
-            plans[key] = rule(call, *described, **named)
+            # Rules take a view of a parameter for entries of it.
+            as_entries = not self.tracker.as_other_numbers(tensors_of((*args, *kwargs.values())))
+            plans[key] = rule(call, *described, **named) if as_entries else None
         return plans[key]
 
     def _key(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
