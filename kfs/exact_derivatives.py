@@ -132,11 +132,11 @@ class StopsForwardMode(TorchFunctionMode):
     def __enter__(self) -> Any:
         """Remember whether forward mode is on: a model may switch gradients off, and leave it at that."""
         self._before = torch._C._is_fwd_grad_enabled()
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
         """Leave forward mode as it was."""
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch._C._set_fwd_grad_enabled(self._before)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105

@@ -403,18 +403,19 @@ class OneDerivative:
         Raises:
             ModelError: If they do not fit together in any mode.
         """
-        if not self._is_new(names):
+        if self._is_checked(names):
             return
 
         def compare(forward_mode: bool, part: Batch) -> float:
             leaves, rest = leaves_and_rest(risk, names)
-            v = {name: _signs(p.unsqueeze(0)) for name, p in leaves.items()}
+            v = _signs({name: p.unsqueeze(0) for name, p in leaves.items()}, seed=0)
             _, Jv = push_forward(risk, part, leaves, rest, v, forward_mode)
-            u = _signs(Jv)
-            return _difference(u, Jv, v, pull_back(risk.predict(leaves | rest, part), leaves, u))
+            u = _signs({"f": Jv}, seed=1)
+            return _difference(u, {"f": Jv}, v, pull_back(risk.predict(leaves | rest, part), leaves, u["f"]))
 
         forward = _on_a_few_data(partial(compare, True), batch)
         if not _differs(forward, risk, batch):
+            self._checked.append(frozenset(names))
             return
         backward = _on_a_few_data(partial(compare, False), batch)
         if backward is None or _differs(backward, risk, batch):
@@ -427,6 +428,7 @@ class OneDerivative:
             )
         log.info("Forward mode is not used: it differs from the model's backward pass by %.1e.", forward)
         self.forward_mode = False
+        self._checked.append(frozenset(names))
 
     def check_second(self, risk: EmpiricalRisk, batch: Batch, names: Collection[str]) -> None:
         """Compare `u^T (H v)` with `v^T (H u)` for some parameters, unless that was done before.
@@ -436,16 +438,16 @@ class OneDerivative:
         Raises:
             ModelError: If they differ.
         """
-        if not self._is_new(names):
+        if self._is_checked(names):
             return
         rows = list(names)
 
         def quadratic(f: Tensor) -> Tensor:
-            return (f * _signs(f.detach())).sum() + f.square().sum() / 2
+            return (f * _signs({"f": f.detach()}, seed=2)["f"]).sum() + f.square().sum() / 2
 
         def compare(by_func: bool, part: Batch) -> float:
             leaves, rest = leaves_and_rest(risk, names)
-            v, u = ({name: _signs(p.unsqueeze(0), seed) for name, p in leaves.items()} for seed in (0, 1))
+            v, u = (_signs({name: p.unsqueeze(0) for name, p in leaves.items()}, seed) for seed in (0, 1))
             Hv = second_derivatives(risk, part, leaves, rest, rows, v, criterion=quadratic)
             if not by_func:
                 return _difference(u, Hv, v, second_derivatives(risk, part, leaves, rest, rows, u, criterion=quadratic))
@@ -461,13 +463,11 @@ class OneDerivative:
                 "the derivative of the forward pass.",
             )
         self.by_func = self.by_func and not _differs(_on_a_few_data(partial(compare, True), batch), risk, batch)
+        self._checked.append(frozenset(names))
 
-    def _is_new(self, names: Collection[str]) -> bool:
-        """Whether some parameters have not been checked together; from now on they have."""
-        chosen = frozenset(names)
-        is_new = not any(chosen <= checked for checked in self._checked)
-        self._checked += [chosen] if is_new else []
-        return is_new
+    def _is_checked(self, names: Collection[str]) -> bool:
+        """Whether derivatives with respect to some parameters, and perhaps others, have passed the check."""
+        return any(checked.issuperset(names) for checked in self._checked)
 
 
 def _on_a_few_data(compare: Callable[[Batch], float], batch: Batch) -> float | None:
@@ -490,13 +490,15 @@ def _on_a_few_data(compare: Callable[[Batch], float], batch: Batch) -> float | N
         return None
 
 
-def _signs(t: Tensor, seed: int = 0) -> Tensor:
-    """Return random signs in the shape of a tensor. The global random state is not touched."""
-    generator = torch.Generator(t.device).manual_seed(seed)
-    return torch.randint(2, t.shape, generator=generator, device=t.device).mul_(2).sub_(1).to(t.dtype)
+def _signs(like: Columns, seed: int) -> Columns:
+    """Return independent random signs in the shapes of tensors. The global random state is not touched."""
+    device = next(iter(like.values())).device
+    generator = torch.Generator(device).manual_seed(seed)
+    draws = {name: torch.randint(2, t.shape, generator=generator, device=device) for name, t in like.items()}
+    return {name: draws[name].mul_(2).sub_(1).to(t.dtype) for name, t in like.items()}
 
 
-def _difference(u: Columns | Tensor, Av: Columns | Tensor, v: Columns, Bu: Columns) -> float:
+def _difference(u: Columns, Av: Columns, v: Columns, Bu: Columns) -> float:
     """Return how much `u^T (A v)` and `v^T (B u)` differ, for signs, relative to what they are by chance."""
     (uAv, size_Av), (vBu, size_Bu) = _inner_and_size(u, Av), _inner_and_size(v, Bu)
     if not isfinite(size_Av + size_Bu):  # at a pole of the derivative, neither is finite
@@ -505,11 +507,11 @@ def _difference(u: Columns | Tensor, Av: Columns | Tensor, v: Columns, Bu: Colum
     return abs(uAv - vBu) / size if size > 0 else 0.0
 
 
-def _inner_and_size(signs: Columns | Tensor, products: Columns | Tensor) -> tuple[float, float]:
-    """Return the inner product of signs with products, and the norm of the latter."""
-    pairs = [(signs, products)] if isinstance(signs, Tensor) else [(signs[name], products[name]) for name in signs]
-    inner = sum(float((a * b).sum(dtype=torch.float64)) for a, b in pairs)
-    return inner, sum(float(b.square().sum(dtype=torch.float64)) for _, b in pairs) ** 0.5
+def _inner_and_size(signs: Columns, products: Columns) -> tuple[float, float]:
+    """Return the inner product of signs with products, and the norm of the latter: the size of a random inner one."""
+    inner = [float((signs[name] * products[name]).sum(dtype=torch.float64)) for name in signs]
+    squares = [float(products[name].square().sum(dtype=torch.float64)) for name in signs]
+    return sum(inner), sum(squares) ** 0.5
 
 
 class _Precisions(TorchFunctionMode):

@@ -71,7 +71,7 @@ def test_matrices_are_heat_maps(make: Any) -> None:
     for labels, ticks in ((axes.get_xticklabels(), axes.get_xticks()), (axes.get_yticklabels(), axes.get_yticks())):
         assert [label.get_text() for label in labels] == names
         assert list(ticks) == [5.5, 13.0, 17.5, 21.5]
-    across = sorted({float(line.get_ydata()[0]) for line in axes.lines if line.get_ydata()[0] == line.get_ydata()[1]})  # type: ignore[index]
+    across = sorted({float(line.get_ydata()[0]) for line in axes.lines if line.get_ydata()[0] == line.get_ydata()[1]})
     assert across == [11.5, 14.5, 20.5]
     (part,) = A.plot(["2.weight"])
     assert torch.equal(drawn(part), A.submatrix("2.weight").to_dense())

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kfs.kfac import EKFAC, KFAC
 from kfs.kfac.capture import Audits, audits
+from kfs.kfac.capture.audit import audit
 from kfs.kfac.rules import new_session
 from kfs.risk import EmpiricalRisk
 from tests.kfac.arrangements import normal
@@ -73,11 +74,10 @@ class Toggled(nn.Module):
 def number_of_audits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows with every audit."""
     made: list[int] = []
-    own = audits.audit
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         made.append(1)
-        return own(*args, **kwargs)
+        return audit(*args, **kwargs)
 
     monkeypatch.setattr(audits, "audit", counted)
     return made

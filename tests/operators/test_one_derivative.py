@@ -92,7 +92,8 @@ def make_risk(between: Callable[[Tensor], Tensor], num_data: int = 6, dtype: tor
 def matrices(risk: EmpiricalRisk) -> tuple[Tensor, Tensor]:
     """Return Jacobian and GGN, by one backward pass for every prediction."""
     params = list(risk.params.values())
-    f = torch.cat([risk.model(batch.x) for batch in risk.batches()])
+    model: Any = risk.model
+    f = torch.cat([model(batch.x) for batch in risk.batches()])
     y = torch.cat([batch.y for batch in risk.batches()])
     rows = [torch.autograd.grad(entry, params, retain_graph=True) for entry in f.flatten()]
     J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
@@ -154,8 +155,10 @@ class Lopsided(torch.autograd.Function):
 def test_second_derivatives_that_are_not_symmetric_are_refused() -> None:
     risk = make_risk(lambda h: Lopsided.apply(h.tanh(), h.roll(1, 1)))  # type: ignore[no-untyped-call]
     close(GGN(risk).to_dense(), matrices(risk)[1])
-    with pytest.raises(ModelError, match="Second derivatives are not symmetric"):
-        Hessian(risk) @ torch.ones(43, dtype=torch.float64)
+    H = Hessian(risk)
+    for _ in range(2):  # it stays an error
+        with pytest.raises(ModelError, match="Second derivatives are not symmetric"):
+            H @ torch.ones(43, dtype=torch.float64)
 
 
 def test_backward_passes_that_are_not_linear_are_refused() -> None:
@@ -166,8 +169,9 @@ def test_backward_passes_that_are_not_linear_are_refused() -> None:
 
     risk = make_risk(signs)
     for operator in (GGN(risk), GGN(risk, reuse=True), Fisher(risk, "empirical"), Jacobian(risk)):
-        with pytest.raises(ModelError, match="not the same in all modes"):
-            operator @ torch.ones(43, dtype=torch.float64)
+        for _ in range(2):  # it stays an error
+            with pytest.raises(ModelError, match="not the same in all modes"):
+                operator @ torch.ones(43, dtype=torch.float64)
     with pytest.raises(ModelError, match="not the same in all modes"):
         Jacobian(risk).T @ torch.ones(18, dtype=torch.float64)
 
