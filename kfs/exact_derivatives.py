@@ -145,6 +145,10 @@ class StopsForwardMode(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+class NotByForwardModeError(RuntimeError):
+    """An operation has to be differentiated backward. Nobody but us sees it."""
+
+
 class NotByFuncError(RuntimeError):
     """An operation has to be differentiated twice in an ordinary graph. Nobody but us sees it."""
 
@@ -216,7 +220,7 @@ def _without_forward_mode_of_products(scatter: Callable[..., Tensor]) -> Callabl
         reduce = kwargs["reduce"] if "reduce" in kwargs else args[4]
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
         if reduce == "prod" and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-            raise NotImplementedError("forward AD of scatter_reduce(reduce='prod') is wrong in PyTorch.")
+            raise NotByForwardModeError("forward AD of scatter_reduce(reduce='prod') is wrong in PyTorch.")
         return scatter(*args, **kwargs)
 
     return call
