@@ -112,6 +112,7 @@ class ExactDerivatives(TorchFunctionMode):
       tangent in the forward pass, so that `J` and `J^T` would not be transposes of each other.
     - The second derivative of weight normalization is wrong in PyTorch on the CPU; spelled out, it is right.
     - Batch and instance normalization have a wrong gradient for some strides: see `RightGradients`.
+    - Forward mode of `scatter_reduce` with products is wrong: it raises, so that two backward passes take its place.
     - Reentrant checkpoints hide parameters from `torch.autograd.grad`; they are refused.
     """
 
@@ -120,6 +121,32 @@ class ExactDerivatives(TorchFunctionMode):
             refuse_reentrant_checkpoint()
         replacement = _EXACT_DERIVATIVES.get(func, func)
         return replacement(*args, **kwargs or {})
+
+
+class StopsForwardMode(TorchFunctionMode):
+    """Makes what a model computes without gradients a constant in forward mode, too; it has to start with gradients on.
+
+    PyTorch's forward mode goes through `torch.no_grad()`, where the backward pass stops.
+    """
+
+    def __enter__(self) -> Any:
+        """Remember whether forward mode is on: a model may switch gradients off, and leave it at that."""
+        self._before = torch._C._is_fwd_grad_enabled()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        """Leave forward mode as it was."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch._C._set_fwd_grad_enabled(self._before)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+        if func is torch._C._set_grad_enabled:
+            torch._C._set_fwd_grad_enabled(*args)
+        return func(*args, **kwargs or {})
+
+
+class NotByForwardModeError(RuntimeError):
+    """An operation has to be differentiated backward. Nobody but us sees it."""
 
 
 class NotByFuncError(RuntimeError):
@@ -186,15 +213,31 @@ def _with_contiguous_gradient(out: Tensor) -> Tensor:
     return out.reshape(-1).reshape(out.shape)
 
 
+def _without_forward_mode_of_products(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function that raises if products are about to be differentiated in forward mode."""
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        reduce = kwargs["reduce"] if "reduce" in kwargs else args[4]
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
+        if reduce == "prod" and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            raise NotByForwardModeError("forward AD of scatter_reduce(reduce='prod') is wrong in PyTorch.")
+        return scatter(*args, **kwargs)
+
+    return call
+
+
 # What is called instead of a function.
 _RIGHT_GRADIENTS: dict[Any, Callable[..., Any]] = {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
-_EXACT_DERIVATIVES = _RIGHT_GRADIENTS | {F.embedding: _embedding, torch._weight_norm: _weight_norm}
+_SCATTERS: list[Any] = [torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_]
+_EXACT_DERIVATIVES = (
+    _RIGHT_GRADIENTS
+    | {F.embedding: _embedding, torch._weight_norm: _weight_norm}
+    | {scatter: _without_forward_mode_of_products(scatter) for scatter in _SCATTERS}
+)
 
 _ERRORS_MISSED = {
     custom_function_call,
-    torch.scatter_reduce,
-    Tensor.scatter_reduce,
-    Tensor.scatter_reduce_,
+    *_SCATTERS,
     torch.index_reduce,
     Tensor.index_reduce,
     Tensor.index_reduce_,

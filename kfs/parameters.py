@@ -42,11 +42,27 @@ def _places(model: nn.Module, params: Params) -> list[tuple[dict[str, Any], str,
             found[id(module), name] = (module._modules, name, child)
             module = cast("nn.Module", child)
         found[id(module), leaf] = (module._parameters, leaf, module._parameters[leaf])
-    return [place for place in found.values() if isinstance(place[0], dict)]  # scripted modules have something else
+    return list(found.values())
+
+
+def refuse_scripted(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse modules that `torch.jit` has compiled.
+
+    Raises:
+        ModelError: If there is one among the given ones, which belong to the model.
+    """
+    for name, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            which = "The model" if module is model else f"Module {name!r}"
+            raise ModelError(
+                f"{which} was scripted or traced by torch.jit, which hides its operations and its parameters.",
+                "Pass the module that it was made from.",
+            )
 
 
 def module_params(model: nn.Module, params: Sequence[str] | Mapping[str, Tensor] | None) -> Params:
     """Choose parameters of a module, all trainable ones by default."""
+    refuse_scripted(model, model.named_modules())
     named = dict(model.named_parameters())
     if params is None:
         chosen: Params = {name: p for name, p in named.items() if p.requires_grad}

@@ -1,6 +1,15 @@
-"""Which precision numbers are computed in."""
+"""Which precision numbers are computed in, and how much results in it may differ."""
 
 import torch
+
+# Up to which relative difference two results count as the same. Batches of different size are rounded differently, and
+# rounding errors grow from layer to layer: a few times the root of the precision leaves them half of all digits. What a
+# wrong rule or a missed use does is larger by far.
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
+# An accelerator may round what it multiplies to TF32, which has a precision of 1e-3: ten roundings.
+_ON_ACCELERATOR = 1e-2
+# The precision of bfloat16 is 8e-3: six roundings. With more, one would not notice much.
+IN_HALF_PRECISION = 5e-2
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
@@ -16,3 +25,12 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
         (torch.float32, torch.float64)
     """
     return torch.promote_types(dtype, torch.float32)
+
+
+def tolerance_for(dtype: torch.dtype, device: torch.device) -> float:
+    """Return up to which relative difference results in some precision count as the same."""
+    if torch.is_autocast_enabled(device.type):
+        return IN_HALF_PRECISION
+    if dtype == torch.float32 and device.type != "cpu":
+        return _ON_ACCELERATOR
+    return _TOLERANCE.get(dtype, IN_HALF_PRECISION)

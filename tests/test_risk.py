@@ -313,6 +313,19 @@ def test_bad_models_and_parameters_are_refused() -> None:
         EmpiricalRisk(linear(), nn.MSELoss(), (X, torch.zeros(7, 1, dtype=torch.float64))).value()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_compiled_modules_are_refused() -> None:
+    X, y = data()
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(X.dtype)
+    for compiled in (torch.jit.script(plain), torch.jit.trace(plain, X)):
+        for refused in (EmpiricalRisk, lambda model, loss, _: kfs.optim.KFAC(model, loss)):
+            with pytest.raises(ModelError, match=r"The model was scripted or traced.*made from"):
+                refused(compiled, nn.CrossEntropyLoss(), (X, y))
+        assert not compiled._forward_pre_hooks
+    with pytest.raises(ModelError, match=r"Module '1' was scripted"):
+        EmpiricalRisk(nn.Sequential(linear(), torch.jit.script(nn.Tanh())), nn.CrossEntropyLoss(), (X, y))
+
+
 @pytest.mark.parametrize(
     "take",
     [kfs.KFAC, kfs.EKFAC, kfs.GGN, kfs.Hessian, kfs.Fisher, kfs.Jacobian, kfs.compare, exact_blocks, kfs.per_datum],

@@ -1,14 +1,16 @@
-"""Kronecker factors as heat maps, block by block."""
+"""Matrices as heat maps: whole ones, and Kronecker factors block by block."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import ceil
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from kfs.charts.canvas import INK, grid, new_figure, quiet, short
+from kfs.charts.canvas import INK, LINE, grid, new_figure, quiet, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +19,7 @@ _PIXELS = 200  # of a heat map, in each direction
 _ACROSS = 3  # pairs of factors beside each other
 _INCHES = 1.6  # of a heat map
 _QUANTILE = 0.98  # of absolute entries, which colors distinguish
+_LABELED = 0.03  # least share of an axis for which a label has room
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ def draw_factors(panels: Sequence[Panel], left_out: int = 0) -> "list[Axes]":
     for place, panel in enumerate(panels):
         for side, factor, target in zip("AB", (panel.A, panel.B), axes[2 * place :], strict=False):
             name = short(panel.name) if side == "A" else ""
-            _draw(target, f"{name}\n{side}: ", factor)
+            one, how = _matrix(factor)
+            _draw(target, f"{name}\n{side}: {how}", one)
     for target in axes[2 * len(panels) :]:
         target.remove()
     if left_out:
@@ -62,16 +66,48 @@ def draw_factors(panels: Sequence[Panel], left_out: int = 0) -> "list[Axes]":
     return axes[: 2 * len(panels)]
 
 
-def _draw(axes: "Axes", title: str, factor: Tensor) -> None:
-    """Draw one factor."""
-    one, how = _matrix(factor)
+def draw_matrix(title: str, matrix: Tensor, rows: Mapping[str, int], columns: Mapping[str, int]) -> "Axes":
+    """Draw a matrix into a new figure, with lines between parts.
+
+    Args:
+        title: What it is.
+        matrix: All of it.
+        rows: Names of parts and how many rows they have, in their order.
+        columns: The same for columns.
+
+    Returns:
+        Axes of the heat map.
+    """
+    (axes,) = grid(new_figure(*[3 * _INCHES] * 2), 1, 1)
+    _draw(axes, title, matrix.detach().cpu().double())
+    parts = ((axes.axhline, axes.set_yticks, rows), (axes.axvline, axes.set_xticks, columns))
+    for draw_line, set_ticks, sizes in parts:
+        ends = [0, *accumulate(sizes.values())]
+        for end in ends[1:-1]:
+            draw_line(end - 0.5, color=LINE, linewidth=0.4)
+        labels = {
+            (start + end - 1) / 2: short(name, 24)
+            for name, (start, end) in zip(sizes, pairwise(ends), strict=True)
+            if end - start >= _LABELED * ends[-1]
+        }
+        set_ticks(list(labels), list(labels.values()))
+    axes.tick_params(axis="x", rotation=90)
+    axes.tick_params(length=0)
+    return axes
+
+
+def _draw(axes: "Axes", title: str, one: Tensor) -> None:
+    """Draw one matrix."""
     entries = one.abs().flatten()
     entries = entries[entries > 0]
-    limit = float(entries.quantile(_QUANTILE)) if len(entries) else 1.0
-    axes.imshow(_pooled(one).numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="none")
+    # `Tensor.quantile` takes no more than 16 million numbers.
+    limit = float(entries.kthvalue(ceil(_QUANTILE * len(entries))).values) if len(entries) else 1.0
+    # Axes count entries, however many of them share a pixel.
+    frame = (-0.5, one.shape[1] - 0.5, one.shape[0] - 0.5, -0.5)
+    axes.imshow(_pooled(one).numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, interpolation="none", extent=frame)
     axes.set_aspect("auto")
     axes.set_box_aspect(1)
-    axes.set_title(f"{title}{how}, to {limit:.2g}", fontsize=6.5, color=INK, loc="left", pad=3)
+    axes.set_title(f"{title}, to {limit:.2g}", fontsize=6.5, color=INK, loc="left", pad=3)
     axes.set_xticks([])
     axes.set_yticks([])
     quiet(axes)

@@ -23,7 +23,9 @@ from kfs.operators.checked_risk import check_risk
 from kfs.operators.chunks import choose_chunk_size
 from kfs.operators.derivatives import (
     Linearization,
+    OneDerivative,
     enabled_kernels,
+    has_pole,
     leaves_and_rest,
     pull_back,
     pull_back_through_model,
@@ -79,10 +81,15 @@ class Curvature(LinearOperator):
         self.blocks = diagonal_blocks(list(risk.params), block_diagonal)
         self.block_diagonal = block_diagonal
         self._recorded = RecordedProducts(replay)
+        self._one_derivative = OneDerivative()
 
     @abstractmethod
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
         """Multiply a batch's block with some parameters' columns and rows."""
+
+    @abstractmethod
+    def check_derivatives(self, batch: Batch, names: Collection[str]) -> None:
+        """Refuse a model whose derivatives with respect to some parameters contradict each other."""
 
     def multiply(self, columns: Columns) -> Columns:
         """Multiply, batch by batch and block by block."""
@@ -105,6 +112,7 @@ class Curvature(LinearOperator):
                 total = {}
                 with self.running():
                     for batch in self.risk.batches(task):
+                        self.check_derivatives(batch, {*columns, *rows})
                         for name, t in self.products(batch, columns, rows):
                             total[name] = total[name] + t if name in total else t.to(wide)  # may be shared: not +=
                 self._recorded.note(columns, rows)
@@ -163,7 +171,11 @@ class Hessian(Curvature):
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
         """Differentiate the gradient."""
         leaves, rest = leaves_and_rest(self.risk, {*columns, *rows})
-        return second_derivatives(self.risk, batch, leaves, rest, rows, columns)
+        return second_derivatives(self.risk, batch, leaves, rest, rows, columns, self._one_derivative.by_func)
+
+    def check_derivatives(self, batch: Batch, names: Collection[str]) -> None:
+        """Refuse second derivatives that are not symmetric."""
+        self._one_derivative.check_second(self.risk, batch, names)
 
 
 class Sandwich(Curvature):
@@ -203,15 +215,22 @@ class Sandwich(Curvature):
         if self.reuse and len(next(iter(columns.values()))) == 1:  # several columns are faster in forward mode
             linearization = self._linearization(batch)
             Jv = linearization.push_forward(columns)
+            if has_pole(Jv, columns):  # of a second derivative, which the backward pass that is differentiated has
+                leaves, rest = leaves_and_rest(self.risk, columns)
+                _, Jv = push_forward(self.risk, batch, leaves, rest, columns, self._one_derivative.forward_mode)
             return linearization.pull_back(self._in_prediction_space(linearization.f, batch, Jv), rows)
         leaves, rest = leaves_and_rest(self.risk, {*columns, *rows})
-        f, Jv = push_forward(self.risk, batch, leaves, rest, columns)
+        f, Jv = push_forward(self.risk, batch, leaves, rest, columns, self._one_derivative.forward_mode)
         u = self._in_prediction_space(f, batch, Jv)
         del Jv  # predictions for many classes may be larger than all else
         if f.requires_grad:
             return pull_back(f, {name: leaves[name] for name in rows}, u)
         del f
         return pull_back_through_model(self.risk, batch, leaves, rest, rows, u, self._kernels)
+
+    def check_derivatives(self, batch: Batch, names: Collection[str]) -> None:
+        """Find out whether forward mode may be used, and refuse first derivatives that are wrong without it, too."""
+        self._one_derivative.check_first(self.risk, batch, names)
 
     def block(self, columns: Columns, rows: list[str]) -> Columns:
         """Multiply a block; see `Curvature`."""

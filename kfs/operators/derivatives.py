@@ -6,23 +6,32 @@ columns would be recorded, too, and less memory. Operations without forward mode
 operations that `vmap` does not know to one column after the other.
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
+from functools import partial
+from math import inf, isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
+from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
-from kfs.data import Batch
+from kfs.data import Batch, can_be_cut, cut, tensors_in
 from kfs.errors import ModelError
-from kfs.exact_derivatives import RefuseMissedErrors
+from kfs.exact_derivatives import RefuseMissedErrors, StopsForwardMode
 from kfs.operators.space import Columns
 from kfs.parameters import Params
+from kfs.precision import tolerance_for
 from kfs.risk import EmpiricalRisk
 
+log = logging.getLogger("kfs.operators")
+# On how many data modes of differentiation are compared.
+_FEW = 4
 # What PyTorch's messages contain where an operation, or a custom autograd.Function, has no forward mode.
 _NO_FORWARD_MODE = (
     "forward AD",
@@ -34,7 +43,7 @@ _NO_FORWARD_MODE = (
     "Sparse CSR",
 )
 # What they contain where several columns cannot be pushed forward together.
-_ONE_BY_ONE = ("vmap", "functorch", "mutate a captured Tensor")
+_ONE_BY_ONE = ("vmap", "functorch", "mutate a captured Tensor", "doesn't have storage")
 # How to ask PyTorch which kernels for attention may be used.
 _KERNELS = {
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
@@ -57,7 +66,7 @@ def leaves_and_rest(risk: EmpiricalRisk, names: Iterable[str]) -> tuple[Params, 
 
 
 def push_forward(
-    risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, columns: Columns
+    risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, columns: Columns, forward_mode: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Evaluate the model and multiply columns with its Jacobian.
 
@@ -67,12 +76,15 @@ def push_forward(
         leaves: Parameters to differentiate with respect to.
         rest: The other parameters.
         columns: Tensors `[K, *shape]` for some of the leaves; the others do not move.
+        forward_mode: Whether to try forward mode; see `OneDerivative`.
 
     Returns:
         Predictions `[N, ...]`, and Jacobian products `[K, N, ...]`, detached. Predictions are connected to the leaves
         only if that was needed; see `pull_back_through_model`.
     """
     num_columns = len(next(iter(columns.values())))
+    if not forward_mode:
+        return _double_backward(risk, batch, leaves, rest, columns)
     try:
         f, Jv = _forward_mode(risk, batch, leaves, rest, columns)
     except (NotImplementedError, RuntimeError) as error:
@@ -92,13 +104,15 @@ def _forward_mode(
     risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, columns: Columns
 ) -> tuple[Tensor, Tensor]:
     """Push columns forward with the predictions, without a graph if possible. One column needs no `vmap`."""
-    values = {name: p.detach() for name, p in (leaves | rest).items()}
+    # Gradients are on, so that one sees where the model switches them off. Nothing requires any: no graph is recorded.
+    others = risk.model.named_parameters() if isinstance(risk.model, Module) else ()
+    values = {name: p.detach() for name, p in others if p.requires_grad and name not in risk.params}
+    values |= {name: p.detach() for name, p in (leaves | rest).items()}
     moving = {name: values[name] for name in columns}
     if len(next(iter(columns.values()))) == 1:
         try:
-            with torch.no_grad():
-                f, Jv = _one_column(risk, batch, values, columns)
-                return f.detach(), Jv
+            f, Jv = _one_column(risk, batch, values, columns)
+            return f.detach(), Jv
         except RuntimeError as error:
             if "does not require grad" not in str(error):
                 raise
@@ -107,29 +121,44 @@ def _forward_mode(
             return _one_column(risk, batch, leaves | rest, columns)
 
     def predict(params: Params) -> Tensor:
-        return risk.predict(values | params, batch)
+        return risk.predict(values | params, batch, within=StopsForwardMode())
 
-    with torch.no_grad():
-        # Where random numbers are drawn, the risk makes sure that predictions do not depend on them.
-        together = vmap(lambda v: jvp(predict, (moving,), (v,))[:2], randomness="same")
-        copies, Jv = together(columns)
-    return copies[0].detach(), Jv
+    # Where random numbers are drawn, the risk makes sure that predictions do not depend on them.
+    together = vmap(lambda v: jvp(predict, (moving,), (v,))[:2], randomness="same")
+    copies, Jv = together(columns)
+    return copies[0].detach(), Jv.detach()
 
 
 def _one_column(risk: EmpiricalRisk, batch: Batch, params: Params, columns: Columns) -> tuple[Tensor, Tensor]:
     """Push a single column forward with the predictions."""
     with forward_ad.dual_level():
         duals = {name: forward_ad.make_dual(params[name], t[0]) for name, t in columns.items()}
-        f, tangent = forward_ad.unpack_dual(risk.predict(params | duals, batch))
+        f, tangent = forward_ad.unpack_dual(risk.predict(params | duals, batch, within=StopsForwardMode()))
     return f, (torch.zeros_like(f) if tangent is None else tangent).detach().unsqueeze(0)
 
 
 def _double_backward(
     risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, columns: Columns
 ) -> tuple[Tensor, Tensor]:
-    """Multiply by differentiating the backward pass."""
+    """Multiply by differentiating the backward pass.
+
+    Raises:
+        ModelError: If the backward pass has no finite derivative.
+    """
     linearization = Linearization(risk, batch, leaves, rest)
-    return linearization.f, linearization.push_forward(columns)
+    Jv = linearization.push_forward(columns)
+    if has_pole(Jv, columns):
+        raise ModelError(
+            "The model's backward pass has no finite derivative at these parameters and data (a second derivative has "
+            "a pole, as that of a standard deviation of equal values), and forward mode cannot be used instead.",
+            "Give custom autograd.Functions a jvp, remove hooks that change gradients, or change what has the pole.",
+        )
+    return linearization.f, Jv
+
+
+def has_pole(Jv: Tensor, columns: Columns) -> bool:
+    """Whether products of finite columns are not finite."""
+    return not bool(Jv.isfinite().all()) and all(bool(t.isfinite().all()) for t in columns.values())
 
 
 class Linearization:
@@ -247,7 +276,14 @@ def _pull_back_together(
 
 
 def second_derivatives(
-    risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, rows: list[str], columns: Columns
+    risk: EmpiricalRisk,
+    batch: Batch,
+    leaves: Params,
+    rest: Params,
+    rows: list[str],
+    columns: Columns,
+    by_func: bool = True,
+    criterion: Callable[[Tensor], Tensor] | None = None,
 ) -> Columns:
     """Multiply columns with second derivatives of a batch's risk, by differentiating its gradient.
 
@@ -258,19 +294,22 @@ def second_derivatives(
         rest: The other parameters.
         rows: Names of the leaves that a result is wanted for.
         columns: Tensors `[K, *shape]` for some of the leaves.
+        by_func: Whether to try `torch.func` for several columns; see `OneDerivative`.
+        criterion: What of predictions to differentiate, if not the batch's part of the risk.
 
     Returns:
         Tensors `[K, *shape]` for all rows.
     """
+    criterion = criterion or partial(_criterion, risk, batch)
     num_columns = len(next(iter(columns.values())))
-    if num_columns > 1:
+    if num_columns > 1 and by_func:
         try:
-            return _second_derivatives_together(risk, batch, leaves, rest, rows, columns)
+            return _second_derivatives_together(risk, batch, leaves, rest, rows, columns, criterion)
         except RuntimeError:
             pass  # as in `pull_back_through_model`
     f = risk.predict(leaves | rest, batch)
     risk.finite(f.detach(), batch)
-    c = _criterion(risk, batch, f)
+    c = criterion(f)
     zeros = {name: leaves[name].new_zeros(num_columns, *leaves[name].shape) for name in rows}
     if not c.requires_grad:
         return zeros
@@ -284,7 +323,13 @@ def second_derivatives(
 
 
 def _second_derivatives_together(
-    risk: EmpiricalRisk, batch: Batch, leaves: Params, rest: Params, rows: list[str], columns: Columns
+    risk: EmpiricalRisk,
+    batch: Batch,
+    leaves: Params,
+    rest: Params,
+    rows: list[str],
+    columns: Columns,
+    criterion: Callable[[Tensor], Tensor],
 ) -> Columns:
     """Differentiate the gradient by `torch.func`, for the reason that `_pull_back_together` gives."""
     values = {name: p.detach() for name, p in (leaves | rest).items()}
@@ -295,7 +340,7 @@ def _second_derivatives_together(
         def value(at_columns: Params) -> tuple[Tensor, Tensor]:
             with RefuseMissedErrors():
                 f = risk.predict(point | at_columns, batch)
-                return _criterion(risk, batch, f), f
+                return criterion(f), f
 
         return grad(value, has_aux=True)({name: point[name] for name in columns})  # type: ignore[no-any-return]
 
@@ -332,6 +377,163 @@ def _criterion(risk: EmpiricalRisk, batch: Batch, f: Tensor) -> Tensor:
     """Return a batch's part of the risk."""
     c: Tensor = risk.reduction_factor * risk.loss.criterion(f, batch.y).sum()
     return c
+
+
+class OneDerivative:
+    r"""Makes sure that a model has one derivative in every mode of differentiation, before an operator multiplies.
+
+    For random signs $u$ and $v$, and a few data, $u^\top (J v)$ has to equal $v^\top (J^\top u)$. Otherwise forward
+    mode is wrong, or a hook changes gradients on their way back. Then columns are pushed forward by differentiating the
+    backward pass, so that $J$ is the transpose of what the backward pass computes, as it is for custom functions
+    without forward mode. Second derivatives have no other mode, and must be symmetric.
+
+    Attributes:
+        forward_mode: Whether forward mode may be used.
+        by_func: Whether `torch.func` may differentiate twice.
+    """
+
+    def __init__(self) -> None:
+        """Take it for granted until the first product."""
+        self.forward_mode = self.by_func = True
+        self._checked: list[frozenset[str]] = []  # choices of parameters
+
+    def check_first(self, risk: EmpiricalRisk, batch: Batch, names: Collection[str]) -> None:
+        """Compare `J v` with `J^T u` for some parameters, unless that was done before.
+
+        Raises:
+            ModelError: If they do not fit together in any mode.
+        """
+        if self._is_checked(names):
+            return
+
+        def compare(forward_mode: bool, part: Batch) -> float:
+            leaves, rest = leaves_and_rest(risk, names)
+            v = _signs({name: p.unsqueeze(0) for name, p in leaves.items()}, seed=0)
+            _, Jv = push_forward(risk, part, leaves, rest, v, forward_mode)
+            u = _signs({"f": Jv}, seed=1)
+            return _difference(u, {"f": Jv}, v, pull_back(risk.predict(leaves | rest, part), leaves, u["f"]))
+
+        forward = _on_a_few_data(partial(compare, True), batch)
+        if not _differs(forward, risk, batch):
+            self._checked.append(frozenset(names))
+            return
+        backward = _on_a_few_data(partial(compare, False), batch)
+        if backward is None or _differs(backward, risk, batch):
+            raise ModelError(
+                "The model's derivative is not the same in all modes of differentiation: u^T (J v) and v^T (J^T u) "
+                f"differ by {forward:.1e} of their size in forward mode, and "
+                + ("two backward passes are not possible." if backward is None else f"by {backward:.1e} without it."),
+                "Look for hooks that change gradients, and for custom autograd.Functions whose backward pass is not "
+                "linear in the gradient, or does not fit to jvp.",
+            )
+        log.info("Forward mode is not used: it differs from the model's backward pass by %.1e.", forward)
+        self.forward_mode = False
+        self._checked.append(frozenset(names))
+
+    def check_second(self, risk: EmpiricalRisk, batch: Batch, names: Collection[str]) -> None:
+        """Compare `u^T (H v)` with `v^T (H u)` for some parameters, unless that was done before.
+
+        Of predictions, a quadratic function is differentiated: second derivatives of a loss may vanish.
+
+        Raises:
+            ModelError: If they differ.
+        """
+        if self._is_checked(names):
+            return
+        rows = list(names)
+
+        def quadratic(f: Tensor) -> Tensor:
+            return (f * _signs({"f": f.detach()}, seed=2)["f"]).sum() + f.square().sum() / 2
+
+        def compare(by_func: bool, part: Batch) -> float:
+            leaves, rest = leaves_and_rest(risk, names)
+            v, u = (_signs({name: p.unsqueeze(0) for name, p in leaves.items()}, seed) for seed in (0, 1))
+            Hv = second_derivatives(risk, part, leaves, rest, rows, v, criterion=quadratic)
+            if not by_func:
+                return _difference(u, Hv, v, second_derivatives(risk, part, leaves, rest, rows, u, criterion=quadratic))
+            both = {name: torch.cat([v[name], u[name]]) for name in v}
+            HV = second_derivatives(risk, part, leaves, rest, rows, both, criterion=quadratic)
+            return _difference(u, Hv, u, {name: t[:1] for name, t in HV.items()})
+
+        symmetric = _on_a_few_data(partial(compare, False), batch)
+        if _differs(symmetric, risk, batch):
+            raise ModelError(
+                f"Second derivatives are not symmetric: u^T H v and v^T H u differ by {symmetric:.1e} of their size.",
+                "Look for hooks that change gradients, and for custom autograd.Functions whose backward pass is not "
+                "the derivative of the forward pass.",
+            )
+        self.by_func = self.by_func and not _differs(_on_a_few_data(partial(compare, True), batch), risk, batch)
+        self._checked.append(frozenset(names))
+
+    def _is_checked(self, names: Collection[str]) -> bool:
+        """Whether derivatives with respect to some parameters, and perhaps others, have passed the check."""
+        return any(checked.issuperset(names) for checked in self._checked)
+
+
+def _on_a_few_data(compare: Callable[[Batch], float], batch: Batch) -> float | None:
+    """Compare results for the last data of a batch, or all if that fails; `None` if there are no results to compare.
+
+    Whoever needs what cannot be differentiated gets an error of its own.
+    """
+    num_data = len(batch.y)
+    if num_data > _FEW and can_be_cut(batch.x, num_data, _FEW):
+        last = range(num_data - _FEW, num_data)
+        few = batch._replace(x=cut(batch.x, num_data, last), y=batch.y[-_FEW:], first=batch.first + last[0])
+        try:
+            return compare(few)
+        except Exception:
+            log.debug("Derivatives for %d data cannot be compared; now for %d.", _FEW, num_data, exc_info=True)
+    try:
+        return compare(batch)
+    except (NotImplementedError, RuntimeError, ModelError):
+        log.debug("Derivatives cannot be compared.", exc_info=True)
+        return None
+
+
+def _signs(like: Columns, seed: int) -> Columns:
+    """Return independent random signs in the shapes of tensors. The global random state is not touched."""
+    device = next(iter(like.values())).device
+    generator = torch.Generator(device).manual_seed(seed)
+    draws = {name: torch.randint(2, t.shape, generator=generator, device=device) for name, t in like.items()}
+    return {name: draws[name].mul_(2).sub_(1).to(t.dtype) for name, t in like.items()}
+
+
+def _difference(u: Columns, Av: Columns, v: Columns, Bu: Columns) -> float:
+    """Return how much `u^T (A v)` and `v^T (B u)` differ, for signs, relative to what they are by chance."""
+    (uAv, size_Av), (vBu, size_Bu) = _inner_and_size(u, Av), _inner_and_size(v, Bu)
+    if not isfinite(size_Av + size_Bu):  # at a pole of the derivative, neither is finite
+        return inf if isfinite(size_Av) or isfinite(size_Bu) else 0.0
+    size = max(size_Av, size_Bu)
+    return abs(uAv - vBu) / size if size > 0 else 0.0
+
+
+def _inner_and_size(signs: Columns, products: Columns) -> tuple[float, float]:
+    """Return the inner product of signs with products, and the norm of the latter: the size of a random inner one."""
+    inner = [float((signs[name] * products[name]).sum(dtype=torch.float64)) for name in signs]
+    squares = [float(products[name].square().sum(dtype=torch.float64)) for name in signs]
+    return sum(inner), sum(squares) ** 0.5
+
+
+class _Precisions(TorchFunctionMode):
+    """Collects dtypes of results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        self.found |= {t.dtype for t in tensors_in(result) if t.is_floating_point()}
+        return result
+
+
+def _differs(difference: float | None, risk: EmpiricalRisk, batch: Batch) -> bool:
+    """Whether a difference is larger than what rounding explains, in the coarsest precision within the model."""
+    if difference is None or difference <= tolerance_for(risk.dtype, risk.device):
+        return False
+    precisions = _Precisions()
+    risk.predict(risk.params, batch, within=precisions)
+    return difference > max(tolerance_for(dtype, risk.device) for dtype in precisions.found | {risk.dtype})
 
 
 def enabled_kernels() -> list[SDPBackend]:

@@ -13,13 +13,15 @@ answer has the same form.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
-from math import ceil
+from math import ceil, prod
 from numbers import Real
 from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
 
+from kfs.charts import draw_matrix
+from kfs.describing import times
 from kfs.errors import DtypeError, ShapeError
 from kfs.operators.formulas import DescribedOperator
 from kfs.operators.space import Columns, Index, Space, Vector, check_same, is_index
@@ -27,6 +29,7 @@ from kfs.precision import at_least_float32
 from kfs.progress import show_progress
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from scipy.sparse.linalg import LinearOperator as ScipyOperator
 
 
@@ -190,6 +193,35 @@ class LinearOperator(DescribedOperator, ABC):
         rows, columns = self.codomain.order(flattening), self.domain.order(flattening)
         dense = self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.device)
         return dense[rows][:, columns]
+
+    def plot(self, names: Iterable[str] | None = None, *, most: int = 2000) -> "list[Axes]":
+        """Draw the matrix as a heat map, into a new figure. It is formed column by column, as by `to_dense`.
+
+        Args:
+            names: Parameters whose rows and columns are drawn; all of them by default.
+            most: How many rows and columns there may be.
+
+        Returns:
+            Axes of matplotlib, in a list.
+
+        Raises:
+            ShapeError: If there are more rows or columns.
+        """
+        if names is not None:
+            names = [names] if isinstance(names, str) else list(names)
+            rows = names if self.codomain == self.domain else list(self.codomain.shapes)
+            return self.submatrix(rows, names).plot(most=most)
+        if max(self.shape) > most:
+            raise ShapeError(
+                f"{self.formula} is {times(self.shape)}: too large to draw, since all of it would be computed, and "
+                f"most={most}.",
+                "Name some parameters, A.plot(['0.weight']), cut entries out, A.submatrix(slice(100)).plot(), or pass "
+                "a larger most=.",
+            )
+        rows_of, columns_of = (
+            {name: prod(shape) for name, shape in space.shapes.items()} for space in (self.codomain, self.domain)
+        )
+        return [draw_matrix(f"{self.formula}, {times(self.shape)}", self.to_dense(), rows_of, columns_of)]
 
     def to_scipy(self, after_product: Callable[[], None] = lambda: None) -> "ScipyOperator":
         """Return a SciPy operator that multiplies NumPy vectors with this one, on this one's device and dtype.

@@ -8,7 +8,7 @@ from kfs.errors import ShapeError
 from kfs.exact_derivatives import explained
 from kfs.operators.chunks import choose_chunk_size
 from kfs.operators.curvature import check_same_columns, parameter_space
-from kfs.operators.derivatives import leaves_and_rest, pull_back, push_forward
+from kfs.operators.derivatives import OneDerivative, leaves_and_rest, pull_back, push_forward
 from kfs.operators.interface import LinearOperator
 from kfs.operators.space import Columns, Space
 from kfs.risk import EmpiricalRisk
@@ -43,6 +43,7 @@ class Jacobian(LinearOperator):
         shape = next(one for one in risk.ranks.gather("shapes", own) if one is not None)
         super().__init__(domain, Space({PREDICTION: (risk.num_data, *shape)}, risk.dtype, risk.device))
         self.risk, self.chunk_size = risk, choose_chunk_size(risk, chunk_size, memory)
+        self._one_derivative = OneDerivative()
 
     def multiply(self, columns: Columns) -> Columns:
         """Push columns forward, batch by batch."""
@@ -55,7 +56,8 @@ class Jacobian(LinearOperator):
             # A sharded model may compute in another precision than its parameters have.
             columns = {name: t.to(self.risk.dtype) for name, t in columns.items()}
             for batch in self.risk.batches("Jacobian"):
-                f, Jv = push_forward(self.risk, batch, leaves, rest, columns)
+                self._one_derivative.check_first(self.risk, batch, leaves)
+                f, Jv = push_forward(self.risk, batch, leaves, rest, columns, self._one_derivative.forward_mode)
                 self._check_shape(f)
                 all_data[:, batch.first : batch.first + len(f)] = Jv
         # Each process has zeros where others have data.
@@ -71,6 +73,7 @@ class Jacobian(LinearOperator):
         with ranks.agreed("Jacobian.T"), self.risk.untouched(), torch.enable_grad(), explained():
             leaves, rest = leaves_and_rest(self.risk, total)
             for batch in self.risk.batches("Jacobian.T"):
+                self._one_derivative.check_first(self.risk, batch, leaves)
                 f = self.risk.predict(leaves | rest, batch)
                 self.risk.finite(f.detach(), batch)
                 self._check_shape(f)

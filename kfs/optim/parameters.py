@@ -15,6 +15,7 @@ from kfs.errors import KfsWarning, ModelError, StorageError
 from kfs.kfac.layout import Layout
 from kfs.optim.fully_sharded import reshard
 from kfs.optim.options import check_groups
+from kfs.parameters import refuse_scripted
 from kfs.sharded import is_sharded
 
 # By parameter: a weak reference to the `Parameters` that it belongs to.
@@ -38,6 +39,7 @@ class Parameters:
 
     def __init__(self, model: nn.Module, groups: list[dict[str, Any]], close: Callable[[], None]) -> None:
         """Find names, and take the parameters over from an earlier optimizer of the same model."""
+        refuse_scripted(model, [("", model)])  # parts of a model that nobody can look into are trained by AdamW
         self.closed = False
         self._taken_over = False
         self._model = model

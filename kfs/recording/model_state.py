@@ -1,6 +1,6 @@
 """What a recorded computation takes for granted of a model, and whether that still holds."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from operator import is_
 from typing import Any
 
@@ -38,6 +38,19 @@ class ModelState:
         # The first comparison is fast, and nearly always enough.
         same = all(map(is_, before, now)) or all(map(_is_same, before, now))
         return "" if same else _CHANGED
+
+
+def attributes_of(model: nn.Module) -> dict[tuple[int, str], Hashable]:
+    """Return what identifies the attributes of a model's modules, by the place of a module and the attribute's name.
+
+    It holds none of them, so that it may be kept for longer than the model; another object may get the id of one.
+    """
+    result: dict[tuple[int, str], Hashable] = {}
+    for place, module in enumerate(model.modules()):
+        for name, value in module.__dict__.items():
+            if name not in _KNOWN:
+                result[place, name] = tuple(v if type(v) in _PLAIN else id(v) for v in _leaves(value))
+    return result
 
 
 def has_hooks(model: nn.Module) -> bool:

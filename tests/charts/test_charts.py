@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import kfs
-from kfs.charts import Panel, draw_bars, draw_factors
+from kfs.charts import Panel, draw_bars, draw_factors, draw_matrix
 from kfs.charts.canvas import short
-from kfs.errors import ModelError, UnknownNameError
+from kfs.errors import ModelError, ShapeError, UnknownNameError
 from kfs.kfac import Inspection
 from kfs.kfac.comparison import Comparison, Row
 from kfs.kfac.inspection import Row as InspectedRow
@@ -58,6 +59,39 @@ def test_factors_are_heat_maps() -> None:
     low, high = axes[0].images[0].get_clim()
     assert low == -high  # white is zero
     assert float((K.blocks["0"].A.abs() > high).double().mean()) < 0.1
+
+
+@pytest.mark.parametrize("make", [kfs.GGN, kfs.Hessian, kfs.Fisher, lambda risk: kfs.GGN(risk) - kfs.KFAC(risk)])
+def test_matrices_are_heat_maps(make: Any) -> None:
+    A = make(small_risk())
+    (axes,) = A.plot()
+    assert torch.equal(drawn(axes), A.to_dense())
+    assert axes.get_title("left").startswith(f"{A.formula}, 23 x 23, to ")
+    names = ["0.weight", "0.bias", "2.weight", "2.bias"]
+    for labels, ticks in ((axes.get_xticklabels(), axes.get_xticks()), (axes.get_yticklabels(), axes.get_yticks())):
+        assert [label.get_text() for label in labels] == names
+        assert list(ticks) == [5.5, 13.0, 17.5, 21.5]
+    across = sorted({float(line.get_ydata()[0]) for line in axes.lines if line.get_ydata()[0] == line.get_ydata()[1]})
+    assert across == [11.5, 14.5, 20.5]
+    (part,) = A.plot(["2.weight"])
+    assert torch.equal(drawn(part), A.submatrix("2.weight").to_dense())
+    with pytest.raises(ModelError, match=r"no parameters \['x'\]"):
+        A.plot("x")
+    with pytest.raises(ShapeError, match=r"23 x 23: too large to draw.*most=22.*submatrix"):
+        A.plot(most=22)
+    assert len(A.plot("2.bias", most=2)) == 1
+
+
+def test_matrices_that_are_not_square_or_have_very_many_entries() -> None:
+    J = kfs.Jacobian(small_risk())
+    (axes,) = J.plot(["2.weight", "2.bias"])
+    assert torch.equal(drawn(axes), J.to_dense()[:, 15:])
+    large = torch.zeros(4100, 4100)  # more numbers than torch.quantile takes
+    large[0] = 1.0
+    axes = draw_matrix("large", large, {"rows": 4100}, {"left": 4000, "narrow": 100})
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["left"]  # the other one has no room
+    assert axes.get_xlim() == (-0.5, 4099.5)
+    assert drawn(axes)[0].min() == 1
 
 
 def test_some_factors() -> None:

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from kfs.kfac import inspect
-from kfs.kfac.capture.comparison import IN_HALF_PRECISION, Results, difference_of, tolerance_for, wrong_rule
+from kfs.kfac.capture.comparison import Results, difference_of, wrong_rule
 from kfs.kfac.capture.tracking import Tracker
 from kfs.kfac.sums.gradient_sums import GradientSums
+from kfs.precision import IN_HALF_PRECISION, tolerance_for
 from tests.kfac.arrangements import normal
 from tests.kfac.models import Function
 

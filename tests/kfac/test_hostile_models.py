@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from kfs import KFAC, EmpiricalRisk, optim
+from kfs import GGN, KFAC, EmpiricalRisk, optim
 from kfs.errors import KfsError
 from kfs.kfac.alternatives import exact_diagonal
 from tests.operators.contract import close
@@ -323,3 +323,27 @@ def test_gradients_that_vanish(length: int) -> None:
     params = dict(model.named_parameters())
     risk = EmpiricalRisk(last, LOSS, (torch.randn(6, length, 4), torch.arange(6)), params=params)
     assert all(block.B.isfinite().all() for block in KFAC(risk, fisher="empirical").blocks.values())
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("audit", [True, False])
+@pytest.mark.parametrize("multiply", [torch.mul, torch.matmul, lambda x, W: x * W.exp()])
+def test_parameters_that_are_read_as_complex_numbers(sharing: Any, audit: bool, multiply: Any) -> None:
+    """Real and imaginary parts are no entries of one number: no rule may take the parameter for a vector of them."""
+    square = multiply is torch.matmul
+
+    def spectrum(m: Any, x: Tensor) -> Tensor:
+        return m.out(torch.fft.irfft(multiply(torch.fft.rfft(x), torch.view_as_complex(m.W)), n=4).tanh())  # type: ignore[no-any-return]
+
+    model = Model(spectrum, W=parameter(3, 3, 2) if square else parameter(3, 2), out=nn.Linear(4, 3))
+    data = normal(5, 4), torch.arange(5) % 3
+    risk = EmpiricalRisk(model, LOSS, data)
+    with pytest.raises(KfsError, match=r"'W': it is used by \w+ as other numbers .view_as_complex., for which"):
+        KFAC(risk, sharing=sharing, audit=audit)
+    K = KFAC(risk, sharing=sharing, audit=audit, uncovered="diagonal")
+    close(K.submatrix("W").to_dense().diagonal(), GGN(EmpiricalRisk(model, LOSS, data, params=["W"])).diagonal())
+    others = ["out.weight", "out.bias"]
+    close(
+        K.submatrix(others).to_dense(),
+        KFAC(EmpiricalRisk(model, LOSS, data, params=others), sharing=sharing).to_dense(),
+    )

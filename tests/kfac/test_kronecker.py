@@ -1,5 +1,6 @@
 """Kronecker algebra: everything an operator with structured blocks can do, against its dense matrix."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.errors import DtypeError, KfsWarning, ModelError, SolverError
-from kfs.kfac import KFAC
+from kfs.kfac import EKFAC, KFAC, exact_blocks
 from kfs.kfac.layout import Layout
 from kfs.kfac.structures.block_diagonal import BlockDiagonal
 from kfs.kfac.structures.dense import Dense
@@ -227,7 +228,9 @@ def test_singular_and_bad_factors_are_named() -> None:
         singular.inverse()
     with pytest.raises(SolverError, match="'W' is singular"):
         singular.power(-0.5)
-    assert singular.logdet() < -30
+    with pytest.warns(KfsWarning, match="is singular, up to round-off"):
+        assert singular.logdet() == -torch.inf
+    assert singular.det() == 0
     diagonal = one_block(torch.tensor([1.0, 0.0]).double(), torch.ones(2).double(), diagonal=True)
     with pytest.raises(SolverError, match="'W' is singular"):
         diagonal.inverse()
@@ -312,3 +315,23 @@ def test_bad_arguments() -> None:
         K.inverse(0.1).inverse(0.1, "factored")
     with pytest.raises(DtypeError, match="subtracted from it"):
         K - 1.0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("make", [KFAC, EKFAC, exact_blocks])
+def test_determinants_of_singular_operators_are_zero(make: Any, dtype: torch.dtype) -> None:
+    """Logits have a direction without curvature, and there are fewer data than features."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 3)).to(dtype)
+    data = torch.randn(8, 5, dtype=dtype), torch.arange(8) % 3
+    K = make(EmpiricalRisk(model, nn.CrossEntropyLoss(), data))
+    with pytest.warns(KfsWarning, match=r"is singular.*minus infinity.*shift"):
+        assert K.logdet() == -torch.inf
+    assert K.det() == 0
+    damped = K.to_dense().double() + 1e-3 * torch.eye(K.shape[0], dtype=torch.float64)
+    # In float32, damping of 1e-3 is known up to the precision times the largest eigenvalue, about one: four digits.
+    torch.testing.assert_close(K.shift(1e-3).logdet().double(), damped.logdet(), rtol=1e-3, atol=0.0)
+    # Small numbers are not zero: a definite operator of any scale has a determinant.
+    small = K.shift(1e-3) * 1e-9
+    scaled = float(K.shift(1e-3).logdet()) + K.shape[0] * math.log(1e-9)
+    assert float(small.logdet()) == pytest.approx(scaled, rel=1e-5)

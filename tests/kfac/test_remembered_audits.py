@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfs.kfac import KFAC
+from kfs.kfac import EKFAC, KFAC
 from kfs.kfac.capture import Audits, audits
+from kfs.kfac.capture.audit import audit
 from kfs.kfac.rules import new_session
 from kfs.risk import EmpiricalRisk
 from tests.kfac.arrangements import normal
@@ -48,3 +49,83 @@ def test_audits_need_a_batch() -> None:
     batch = next(iter(risk.batches()))
     assert unused.report is None
     assert unused.follow_up(risk, batch, 0) == set()
+
+
+class Toggled(nn.Module):
+    """Takes sequences with either axis as the batch axis; counts calls and remembers what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.time_first = False
+        self.settings = {"layers": [1, {"scale": 1.0}]}
+        self.calls = 0
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen = x.detach().clone()
+        h = self.embed(x.transpose(0, 1) if self.time_first else x).tanh()
+        f: Tensor = self.head(h.mean(0 if self.time_first else 1))
+        return f
+
+
+@pytest.fixture
+def number_of_audits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows with every audit."""
+    made: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(1)
+        return audit(*args, **kwargs)
+
+    monkeypatch.setattr(audits, "audit", counted)
+    return made
+
+
+def traces(model: nn.Module) -> tuple[float, float]:
+    x = torch.randn(4, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))  # as long as wide
+    risk = EmpiricalRisk(model.double(), LOSS, (x, torch.arange(4) % 3))
+    kfac, ekfac = KFAC(risk, sharing="reduce"), EKFAC(risk, "empirical", "reduce")
+    return float(kfac.to_dense().trace()), float(ekfac.to_dense().trace())
+
+
+def test_a_layout_that_changes_is_audited_again(number_of_audits: list[int]) -> None:
+    model = Toggled()
+    before = traces(model)
+    made = len(number_of_audits)
+    model.time_first = True
+    assert traces(model) == pytest.approx(before, rel=1e-12)  # it is the same function
+    assert len(number_of_audits) > made
+    made = len(number_of_audits)
+    for time_first in (False, True, False):
+        model.time_first = time_first
+        assert traces(model) == pytest.approx(before, rel=1e-12)
+    assert len(number_of_audits) == made  # both are known
+    model.settings["layers"][1]["scale"] = 2.0  # type: ignore[index]
+    traces(model)
+    assert len(number_of_audits) == made + 1
+
+
+def test_what_passes_change_is_no_setting(number_of_audits: list[int]) -> None:
+    model = Toggled()
+    for _ in range(3):
+        traces(model)
+    assert len(number_of_audits) == 1
+    assert model.calls > 3
+
+
+def test_attributes_that_change_all_the_time_are_left_out(
+    number_of_audits: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(audits, "_MOST_STATES", 3)
+    model = Toggled()
+    with caplog.at_level("INFO", "kfs.kfac"):
+        for step in range(10):
+            model.step = step  # type: ignore[assignment]
+            traces(model)
+    assert len(number_of_audits) == 4
+    assert "'step'" in caplog.text
+    expected = traces(model)
+    model.time_first = True  # still counts
+    assert traces(model) == pytest.approx(expected, rel=1e-12)

@@ -1,4 +1,4 @@
-"""A batch of one datum: gradients through normalizations are those of the same datum in a larger batch.
+"""A batch of one datum: gradients through normalizations, and factors, are those of the same datum in a larger batch.
 
 PyTorch misreads gradients of some strides there, on the CPU. Permuted axes, as in vision transformers, make them.
 """
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, Hessian, Jacobian
 from kfs.exact_derivatives import ExactDerivatives, RightGradients, has_instance_norms
+from kfs.kfac.capture import forget_audits
 from tests.operators.contract import close
 
 N, CHANNELS = 3, 4
@@ -205,3 +206,58 @@ def test_where_instance_norms_are_looked_for() -> None:
     assert has_instance_norms(nn.Sequential(nn.Sequential(nn.InstanceNorm1d(3))))
     assert not has_instance_norms(nn.BatchNorm2d(3))
     assert not has_instance_norms(torch.tanh)
+
+
+class Perceiver(nn.Module):
+    """Learned latents that are repeated over the batch, and look at a sequence."""
+
+    def __init__(self, repeat: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(3, 4))
+        self.embed, self.norm, self.head = nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        self.query, self.key, self.value = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.repeat = repeat
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, h = self.repeat(self.latents, len(x)), self.embed(x)
+        weights = (self.query(self.norm(z)) @ self.key(h).transpose(1, 2)).softmax(2)
+        f: Tensor = self.head((z + weights @ self.value(h)).tanh().mean(1))
+        return f
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("repeat", [lambda t, n: t.expand(n, -1, -1), lambda t, n: t.repeat(n, 1, 1)])
+def test_latents_that_are_repeated_over_a_batch_of_one(sharing: Any, repeat: Any) -> None:
+    torch.manual_seed(0)
+    model = Perceiver(repeat).double()
+    X, y = torch.randn(4, 6, 5, dtype=torch.float64), torch.arange(4) % 3
+    results = []
+    for sizes in ([4], [1, 1, 1, 1], [1, 3]):
+        forget_audits()
+        data = list(zip(X.split(sizes), y.split(sizes), strict=True))
+        K = KFAC(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), sharing=sharing)
+        results.append(K.to_dense())
+        assert K.audit is not None
+        assert K.audit.num_data == min(sizes)  # the smallest number that was looked at
+    close(results[1], results[0])
+    close(results[2], results[0])
+
+
+def test_models_that_take_one_datum_only() -> None:
+    """Their audit cannot look at two copies of it."""
+    linear = nn.Linear(3, 2).double()
+
+    class OneByOne(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert len(x) == 1
+            f: Tensor = self.linear(x.reshape(1, 3))
+            return f
+
+    X, y = torch.randn(4, 3, dtype=torch.float64), torch.arange(4) % 2
+    singles = list(zip(X.split(1), y.split(1), strict=True))
+    K = KFAC(EmpiricalRisk(OneByOne(), nn.CrossEntropyLoss(), singles))
+    close(K.to_dense(), KFAC(EmpiricalRisk(linear, nn.CrossEntropyLoss(), (X, y))).to_dense())

@@ -67,7 +67,7 @@ class Attention(nn.Module):
         self.runs: list[tuple[bool, list[SDPBackend]]] = []
 
     def inner(self, x: Tensor) -> Tensor:
-        self.runs.append((torch.is_grad_enabled(), enabled_kernels()))
+        self.runs.append((self.mix(x).requires_grad, enabled_kernels()))
         q, k, v = self.mix(x).unsqueeze(1).chunk(3, dim=-1)
         return scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
 
@@ -91,6 +91,7 @@ def test_a_column_is_pushed_forward_without_a_graph() -> None:
     allowed = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
     with sdpa_kernel(allowed):
         operator = GGN(risk)
+        operator @ v  # the first product checks derivatives
         model.runs.clear()
         close(operator @ v, matrix @ v)
         assert model.runs == [(False, [SDPBackend.MATH]), (True, allowed)]
@@ -104,6 +105,13 @@ def test_a_column_is_pushed_forward_without_a_graph() -> None:
     columns = torch.stack([v, 2 * v], dim=1)
     close(operator @ columns, matrix @ columns)
     assert model.runs == [(False, [SDPBackend.MATH]), (True, [SDPBackend.MATH])]
+    # Parameters that are not considered make no graph either.
+    few = GGN(EmpiricalRisk(model, nn.CrossEntropyLoss(), [(b.x, b.y) for b in risk.batches()], params=["head.weight"]))
+    expected = operator.submatrix("head.weight") @ v[:12]
+    few @ v[:12]
+    model.runs.clear()
+    close(few @ v[:12], expected)
+    assert [graph for graph, _ in model.runs] == [False, True]
 
 
 @pytest.mark.parametrize("chunk_size", [1, 16])

@@ -25,15 +25,7 @@ from torch import Tensor
 from kfs.data import can_be_cut, cut, mapped
 from kfs.errors import ModelError
 from kfs.kfac.capture.audit_report import Audit, AuditedUse, percent
-from kfs.kfac.capture.comparison import (
-    IN_HALF_PRECISION,
-    Both,
-    Results,
-    difference_of,
-    mixing_error,
-    tolerance_for,
-    wrong_rule,
-)
+from kfs.kfac.capture.comparison import Both, Results, difference_of, mixing_error, wrong_rule
 from kfs.kfac.capture.counted_rows import ALL, RowRule
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.mode import Capture
@@ -44,6 +36,7 @@ from kfs.kfac.capture.sites import Known, Placed, Question, Site, What
 from kfs.kfac.capture.tap import backward, measure_rows, pass_derived
 from kfs.kfac.sums.gradient_sums import GradientSums
 from kfs.kfac.sums.outer_products import full_precision
+from kfs.precision import IN_HALF_PRECISION, tolerance_for
 from kfs.state import uncompiled
 
 log = logging.getLogger("kfs.kfac")
@@ -56,6 +49,7 @@ _ROUNDINGS_IN_HALF_PRECISION = 2
 # How often answers to questions may change before one goes on with what there is: models have a few tables that are
 # repeated over the batch, and most answers are right at once.
 _ROUNDS = 10
+_MEASURED = "rows are measured in every batch"
 # Evaluates the model on some inputs, within a context: takes inputs, their number, and the context.
 Run = Callable[[Any, int, AbstractContextManager[Any] | None], Tensor]
 
@@ -115,7 +109,19 @@ def audit(
                 return _Audit(run, part, FEW, session, batch_axis, halves, counts=counts).result()
             except Exception:
                 log.debug("The audit of %d data did not go through; now all %d.", FEW, num_data, exc_info=True)
+        if num_data == 1 and can_be_cut(x, 1, 1, batch_axis):
+            # One datum does not show which rows belong to it, and which ones all data share. Two copies of it do.
+            try:
+                twice = cut(x, 1, [0, 0], batch_axis)
+                return _of_one_datum(*_Audit(run, twice, 2, session, batch_axis, halves, counts=counts).result())
+            except Exception:
+                log.debug("The audit of two copies of a datum did not go through; now one.", exc_info=True)
         return _Audit(run, x, num_data, session, batch_axis, halves, whole=True, counts=counts).result()
+
+
+def _of_one_datum(audited: Audited, f: Tensor) -> tuple[Audited, Tensor]:
+    """Return an audit of two copies of a datum as one of it: copies do not show whether data mix."""
+    return replace(audited, report=replace(audited.report, num_data=1)), f[:1]
 
 
 class _Audit:
@@ -184,9 +190,9 @@ class _Audit:
         for site in sites:
             operation, parameter = site.what
             left = rules.get(site.what)
-            counted = str(left.pop(0)) if left else ""
-            rows = ", ".join(filter(None, [self._rows(site, routes), counted]))
-            yield AuditedUse(parameter, operation, rows, _misfit(site))
+            order, counted = self._rows(site, routes), str(left.pop(0)) if left else ""
+            both = [order] if order == _MEASURED or not counted else [order, counted]
+            yield AuditedUse(parameter, operation, ", ".join(both), _misfit(site))
 
     def _with_row_rules(self, known: Known, capture: Capture, mixes: bool) -> Known:
         """Find out which rows of every use count."""
@@ -399,7 +405,7 @@ class _Audit:
         if site.measured is not None and not site.measured.has_votes:
             return "no gradient"
         if inner is None:
-            return "rows are measured in every batch"
+            return _MEASURED
         shared = prod(site.leading) // self.num_data
         if inner == shared:
             return "batch first" if shared > 1 else "one row per datum"

@@ -1,5 +1,6 @@
-"""Audits that were done in this process: one for every model and shape of its inputs."""
+"""Audits that were done in this process: one for every model, state of its attributes, and shape of its inputs."""
 
+import logging
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -16,14 +17,61 @@ from kfs.kfac.capture.comparison import compare_whole
 from kfs.kfac.capture.row_rules import Counts
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known
+from kfs.recording import attributes_of
 from kfs.risk import EmpiricalRisk
 
-# By model: what was found, by all that it depends on.
-_DONE: "WeakKeyDictionary[Any, dict[Any, Audited]]" = WeakKeyDictionary()
+log = logging.getLogger("kfs.kfac")
 # So many ways through the model are audited for one shape of inputs: a model that chooses at every layer has very many.
 _MOST_WAYS = 16
 # So many shapes of inputs are remembered for a model, so that sequences of all lengths do not fill the memory.
 _MOST_SHAPES = 256
+# In so many states of its attributes a model is audited. If there are more, some are no settings, but count something.
+_MOST_STATES = 16
+
+
+class _Done(dict[Any, Audited]):
+    """The audits of a model, by all that they depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uncounted: set[Any] = set()  # attributes that passes change
+        self._latest: dict[Any, Any] = {}
+        self._states: set[int] = set()
+
+    def state(self, model: Any) -> int:
+        """Return a hash of the attributes of a model's modules, such as a setting that decides where its batch axis is.
+
+        What passes change themselves, such as a counter, is left out: a model would be audited for every batch.
+        """
+        now = self._attributes(model)
+        state = hash(frozenset(now.items()))
+        if state not in self._states and len(self._states) >= _MOST_STATES:
+            self.leave_out(changes := _changes(self._latest, now))
+            log.info(
+                "Audits no longer depend on attributes that change all the time: %s.", {name for _, name in changes}
+            )
+            now = self._attributes(model)
+            state = hash(frozenset(now.items()))
+        self._states.add(state)
+        self._latest = now
+        return state
+
+    def leave_out(self, attributes: set[Any]) -> None:
+        """Let some attributes not count any more."""
+        self.uncounted |= attributes
+        self._states.clear()
+
+    def changed(self, model: Any) -> set[Any]:
+        """Return attributes that have changed since they were asked for."""
+        return _changes(self._latest, self._attributes(model))
+
+    def _attributes(self, model: Any) -> dict[Any, Any]:
+        found = attributes_of(model) if isinstance(model, Module) else {}
+        return {name: value for name, value in found.items() if name not in self.uncounted}
+
+
+# By model: what was found.
+_DONE: "WeakKeyDictionary[Any, _Done]" = WeakKeyDictionary()
 
 
 class Audits:
@@ -56,7 +104,9 @@ class Audits:
         self._batch_axis = batch_axis
         self._halves = halves
         self._done = _done(model)
+        self._model = model
         self._key = (_described(model, session), batch_axis, halves)
+        self._state = self._done.state(model)
         self._seen: list[Audited] = []
         self._predictions: Tensor | None = None
         self._current: Audited | None = None
@@ -76,12 +126,15 @@ class Audits:
         Raises:
             ModelError: If the audit fails.
         """
-        key, loose = self._keys(x, num_data)
         found = self._find(x, num_data)
         if found is None:
             found, self._predictions = audit(
                 run, x, num_data, self.session, self._batch_axis, self._halves, counts=self._counts
             )
+            if changed := self._done.changed(self._model):
+                self._done.leave_out(changed)
+                self._state = self._done.state(self._model)
+            key, loose = self._keys(x, num_data)
             if len(self._done) >= _MOST_SHAPES:
                 self._done.clear()
             # What cannot be cut, as ragged graphs, has another shape in every batch.
@@ -110,7 +163,7 @@ class Audits:
     def _keys(self, x: Any, num_data: int) -> tuple[Any, Any]:
         """Return all that an audit depends on, with and without sizes of inputs."""
         kind = self.session.device_type
-        context = (self._key, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        context = (self._key, self._state, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
         strict, less_strict = _shapes(x, num_data, self._batch_axis)
         return (context, strict), (context, less_strict)
 
@@ -158,16 +211,22 @@ def forget_audits() -> None:
 def _evaluate(
     risk: EmpiricalRisk, batch: Batch, x: Any, num_data: int, within: AbstractContextManager[Any] | None
 ) -> Tensor:
-    """Evaluate the model of a risk on a part of a batch."""
-    return risk.predict(risk.params, batch._replace(x=x, y=batch.y[:num_data]), within=within)
+    """Evaluate the model of a risk on a part of a batch, or on two copies of a single datum."""
+    y = batch.y[:num_data] if num_data <= len(batch.y) else torch.cat([batch.y, batch.y])
+    return risk.predict(risk.params, batch._replace(x=x, y=y), within=within)
 
 
-def _done(model: Any) -> dict[Any, Audited]:
+def _done(model: Any) -> _Done:
     """Return the audits of a model, if one can tell whether it is the same model."""
     try:
-        return _DONE.setdefault(model, {})
+        return _DONE.setdefault(model, _Done())
     except TypeError:  # no weak reference, or no hash
-        return {}
+        return _Done()
+
+
+def _changes(one: dict[Any, Any], other: dict[Any, Any]) -> set[Any]:
+    """Return the names of attributes that are not the same."""
+    return {name for name, _ in one.items() ^ other.items()}
 
 
 def _described(model: Any, session: Session) -> Any:

@@ -12,15 +12,6 @@ from kfs.kfac.capture.audit_report import percent
 from kfs.kfac.capture.tracking import Tracker, tensors_of
 from kfs.precision import at_least_float32
 
-# Up to which relative difference two results count as the same. Batches of different size are rounded differently, and
-# rounding errors grow from layer to layer: a few times the root of the precision leaves them half of all digits. What a
-# wrong rule or a missed use does is larger by far.
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
-# An accelerator may round what it multiplies to TF32, which has a precision of 1e-3: ten roundings.
-_ON_ACCELERATOR = 1e-2
-# The precision of bfloat16 is 8e-3: six roundings. With more, one would not notice much.
-IN_HALF_PRECISION = 5e-2
-
 
 class Results(TorchFunctionMode):
     """Keeps results of all operations, in their order, with the parameters that they use."""
@@ -98,15 +89,6 @@ def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
             f"The predictions for the last {len(few)} data differ by {percent(difference)} if they are computed in a "
             f"batch of {len(f)}."
         )
-
-
-def tolerance_for(dtype: torch.dtype, device: torch.device) -> float:
-    """Return up to which relative difference results in some precision count as the same."""
-    if torch.is_autocast_enabled(device.type):
-        return IN_HALF_PRECISION
-    if dtype == torch.float32 and device.type != "cpu":
-        return _ON_ACCELERATOR
-    return _TOLERANCE.get(dtype, IN_HALF_PRECISION)
 
 
 def difference_of(a: Tensor, b: Tensor) -> float:

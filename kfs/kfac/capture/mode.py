@@ -64,6 +64,7 @@ class Used:
     number: int  # among all uses of the pass
     what: What
     rows: int
+    positions: int  # of each row
     by_construction: bool  # whether rows were brought into the order of data
     site: int  # its place among what an audit knows about uses
 
@@ -284,7 +285,9 @@ class Capture(TorchFunctionMode):
         if key not in plans or type(plans[key]) is list:  # they do not fit the blocks of this pass
             described = [describe(part, (place,), self.tracker, self.is_data) for place, part in enumerate(args)]
             named = {name: describe(part, (name,), self.tracker, self.is_data) for name, part in kwargs.items()}
-            plans[key] = rule(call, *described, **named)
+            # Rules take a view of a parameter for entries of it.
+            as_entries = not self.tracker.as_other_numbers(tensors_of((*args, *kwargs.values())))
+            plans[key] = rule(call, *described, **named) if as_entries else None
         return plans[key]
 
     def _key(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
@@ -336,9 +339,9 @@ class Capture(TorchFunctionMode):
         leading = plan.inputs.leading(x)
         rows = prod(leading)
         what = (plan.operation, plan.layout.weight)
-        positions = plan.inputs.positions(x) // rows if rows else 1
+        positions = plan.inputs.per_row
         owners = Regular.batch_first(self.num_data, rows) if by_construction else None
-        used = Used(number, what, rows, by_construction, self.places().next_use)
+        used = Used(number, what, rows, positions, by_construction, self.places().next_use)
         self.most_positions = max(self.most_positions, rows * positions)
 
         def start(owners: Owners) -> Receiver:

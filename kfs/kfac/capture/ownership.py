@@ -70,11 +70,6 @@ def has_gradient(g: Tensor, of_multiple: Tensor) -> Tensor:
     return (size > 0) & (distance <= tolerance * MULTIPLE * size)
 
 
-def by_rows(positions: Tensor, rows: int) -> Tensor:
-    """Return something of each position as `[rows, positions of a row]`; there may be no row at all."""
-    return positions.reshape(rows, positions.numel() // max(rows, 1))
-
-
 def number_of_digits(num_data: int) -> int:
     """Return how many digits in base eight the index of a datum has."""
     digits = 1

@@ -22,7 +22,7 @@ from torch import Tensor
 from kfs.data import MaskSource, mapped
 from kfs.kfac.capture.counted_rows import ALL, BatchMasks, RowRule, matching_rule
 from kfs.kfac.capture.mode import Capture, Used
-from kfs.kfac.capture.ownership import MULTIPLE, by_rows, has_gradient, probes
+from kfs.kfac.capture.ownership import MULTIPLE, has_gradient, probes
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known, What
 from kfs.kfac.capture.tap import backward, measure_rows
@@ -66,7 +66,7 @@ class _Seen:
     def note(self) -> None:
         """Note which rows have a gradient, after a vector and a multiple of it were sent back."""
         if len(self.arrived) == 2:
-            self.rows.append(by_rows(has_gradient(*self.arrived), self.used.rows))
+            self.rows.append(has_gradient(*self.arrived).reshape(self.used.rows, self.used.positions))
         elif self.rows:  # no gradient came back
             self.rows.append(torch.zeros_like(self.rows[0]))
         self.arrived.clear()

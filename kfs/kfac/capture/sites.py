@@ -19,7 +19,6 @@ from kfs.errors import DataError
 from kfs.kfac.capture.counted_rows import ALL, BatchMasks, Kind, RowRule
 from kfs.kfac.capture.ownership import (
     Measured,
-    by_rows,
     has_gradient,
     in_few_directions,
     measured,
@@ -148,7 +147,7 @@ class Site:
         if self.of_vector is None:
             self.of_vector = g
             return
-        self.has_gradient = by_rows(has_gradient(self.of_vector, g), prod(self.leading))
+        self.has_gradient = has_gradient(self.of_vector, g).reshape(prod(self.leading), self.counting.positions)
         self.of_vector = None
 
     @property

@@ -137,6 +137,10 @@ class Tracker:
         assert tracked is not None  # noqa: S101 (whoever asks has found it before)
         return tracked
 
+    def as_other_numbers(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of some tensors reads the memory of a parameter as other numbers, such as complex ones."""
+        return any((found := self.find(t)) is not None and found.tensor.dtype != t.dtype for t in tensors)
+
     def _register(self) -> None:
         """Note where parameters are. Those that are sharded are nowhere until they are used."""
         self._by_storage.clear()

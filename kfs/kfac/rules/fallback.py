@@ -51,6 +51,9 @@ def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dic
     storages = {t.untyped_storage()._cdata for t in tracked}
     if not outputs or all(t.untyped_storage()._cdata in storages for t in outputs):
         return result  # a view of a parameter, or nothing to differentiate
+    if capture.tracker.as_other_numbers(tracked):
+        operation = getattr(func, "__name__", str(func))
+        return _probed(capture, result, names, no_rule(f"{operation} as other numbers (view_as_complex)"))
     same = all(t is tracked[0] for t in tracked)
     if same and isinstance(result, Tensor) and not has_data:
         argument = Argument.of((), tracked[0], parameters[0], data=False)

@@ -7,6 +7,7 @@ Contracts, for such an operator `K`, a vector `v` and numbers `d`, `p`:
     values, Q = K.eigh(); Q @ (values * (Q.T @ v)) == K @ v
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Literal, Self, overload
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kfs.describing import number
-from kfs.errors import ModelError
+from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.damping import (
     METHODS,
@@ -193,10 +194,17 @@ class BlockDiagonal(OwnedBlocks):
     def logdet(self) -> Tensor:
         """Return the logarithm of the determinant; NaN if the determinant is negative.
 
-        That of a singular operator, as most curvature matrices are, is made of round-off: minus infinity, a large
-        negative number or NaN. Add damping first: `K.shift(damping).logdet()`.
+        That of a singular operator, as most curvature matrices are, is minus infinity, with a warning. Add damping
+        first: `K.shift(damping).logdet()`.
         """
         sign, log = self._slogdet()
+        if sign == 0:
+            warnings.warn(
+                f"{self.formula} is singular, up to round-off, so that the logarithm of its determinant is minus "
+                "infinity. Add damping: K.shift(damping).logdet().",
+                KfsWarning,
+                stacklevel=2,
+            )
         return torch.where(sign < 0, torch.nan, log)
 
     def det(self) -> Tensor:

@@ -79,9 +79,6 @@ class Relative(Described):
         return Description(f"Relative({self.fraction!r})")
 
 
-# What is left of a diagonal entry of a singular factor is round-off, which was found to be up to so many times the
-# precision and the size: of last layers of classifiers with 2 to 500 classes, in both precisions.
-_ROUND_OFF = 4.0
 _NO_CURVATURE = "has no curvature, so that relative damping is zero, too: give it an absolute number, by its name"
 # One number for all blocks, or one for each block, by name.
 Damping = float | Relative | Mapping[str, float | Relative]
@@ -182,7 +179,7 @@ def _warn_of_round_off(factor: Factor, inverse: Factor) -> None:
     """Warn of factors that are singular, but that round-off has made invertible."""
     if factor.kind != "dense" or not factor.symmetric:
         return  # Entries of diagonal factors are exact, and others are checked when they are inverted.
-    noise = _ROUND_OFF * factor.size * (factor.eps or torch.finfo(inverse.values.dtype).eps)
+    noise = decompositions.unexplained_noise(factor.size, factor.eps or torch.finfo(inverse.values.dtype).eps)
     # One over this number is what of a feature's square is not a linear combination of the others.
     dependence = factor.values.diagonal(dim1=-2, dim2=-1) * inverse.values.diagonal(dim1=-2, dim2=-1)
     singular = (dependence > 1 / noise).any(1)

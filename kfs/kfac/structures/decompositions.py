@@ -19,6 +19,9 @@ from kfs.tf32 import tf32
 # Up to this size, a GPU decomposes in float64 as fast as in float32, or faster: `benchmarks/decompositions.py`.
 _SMALL = 512
 _HALF = {torch.float16, torch.bfloat16}
+# What is left of a diagonal entry of a singular factor is round-off, which was found to be up to so many times the
+# precision and the size: of last layers of classifiers with 2 to 500 classes, in both precisions.
+_ROUND_OFF = 4.0
 # Where checks are collected; `None` where they raise errors.
 _later: ContextVar[list[Tensor] | None] = ContextVar("later", default=None)
 
@@ -110,6 +113,38 @@ def round_off(values: Tensor, eps: float | None = None) -> Tensor:
     """Return a bound `[stack]` on the round-off in eigenvalues `[stack, d]` of matrices with a precision of `eps`."""
     eps = eps or torch.finfo(values.dtype).eps
     return values.shape[-1] * eps * values.abs().max(-1).values
+
+
+def unexplained_noise(size: int, eps: float) -> float:
+    """Return what round-off leaves of a feature's square that is a linear combination of other features."""
+    return _ROUND_OFF * size * eps
+
+
+def slogdet(matrices: Tensor, symmetric: bool, eps: float | None = None) -> tuple[Tensor, Tensor]:
+    """Return signs and logarithms of determinants of `[stack, d, d]`: zero and minus infinity if they are singular.
+
+    Symmetric matrices are singular up to round-off if Cholesky factors say so, in which the square of a diagonal entry
+    is what the features before do not explain of that of a feature.
+
+    Args:
+        matrices: What to decompose.
+        symmetric: Whether they equal their transposes.
+        eps: Their precision; by default that of their dtype.
+    """
+    matrices = computable(matrices)
+    sign, log = torch.linalg.slogdet(matrices)
+    if not symmetric:
+        return sign, log
+    eps = eps or torch.finfo(matrices.dtype).eps
+    L, failed = torch.linalg.cholesky_ex(matrices)
+    left = L.diagonal(dim1=-2, dim2=-1).square() / matrices.diagonal(dim1=-2, dim2=-1)
+    singular = (failed == 0) & (left <= unexplained_noise(matrices.shape[-1], eps)).any(1)
+    # Those without Cholesky factors have negative eigenvalues, if only by round-off, or NaN.
+    unclear = (failed > 0) & matrices.isfinite().flatten(1).all(1)
+    if unclear.any():
+        values = torch.linalg.eigvalsh(matrices[unclear].double())
+        singular[unclear] = values.min(1).values >= -round_off(values, eps)
+    return torch.where(singular, 0.0, sign), torch.where(singular, -torch.inf, log)
 
 
 def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:

@@ -88,8 +88,12 @@ class Eigenbasis(InBasis):
         return self.values.square().flatten(1).sum(1)
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Multiply eigenvalues."""
+        """Multiply eigenvalues. Those that are zero up to round-off are taken for zero."""
         flat = self.values.flatten(1)
+        # Damping may be smaller than the noise of large eigenvalues, and is no round-off for that.
+        least = torch.finfo(flat.dtype).eps ** 1.5 * flat.abs().max(1, keepdim=True).values
+        is_zero = flat.abs() <= torch.minimum(self.noise.reshape(len(flat), -1), least)
+        flat = torch.where(is_zero, 0.0, flat)
         return flat.sign().prod(1), flat.abs().log().sum(1)
 
     def power(self, exponent: float, damping: Tensor | None = None) -> "Eigenbasis":

@@ -182,7 +182,7 @@ class Factor(Stackable):
     def slogdet(self) -> tuple[Tensor, Tensor]:
         """Return signs and logarithms of the determinants, `[stack]` each."""
         if self.kind == "dense":
-            sign, log = torch.linalg.slogdet(decompositions.computable(self.values))
+            sign, log = decompositions.slogdet(self.values, self.symmetric, self.eps)
         else:
             sign = self.values.sign().prod(1)
             log = self.values.abs().log().sum(1)

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
+from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.stackable import Stackable, check_shape
 
@@ -95,9 +95,8 @@ class Structure(Stackable, ABC):
         return self.to_dense().square().flatten(1).sum(1)
 
     def slogdet(self) -> tuple[Tensor, Tensor]:
-        """Return signs and logarithms of determinants, `[stack]` each."""
-        sign, log = torch.linalg.slogdet(self.to_dense())
-        return sign, log
+        """Return signs and logarithms of determinants, `[stack]` each: zero and minus infinity of singular blocks."""
+        return decompositions.slogdet(self.to_dense(), self.symmetric)
 
     def trace(self) -> Tensor:
         """Return the traces, `[stack]`."""

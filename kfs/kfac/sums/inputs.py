@@ -30,6 +30,7 @@ class Inputs(ABC):
     groups: int = 1  # number of groups of features
     sparse: bool = False  # whether outer products are diagonal, so that only the diagonal is kept
     unit: bool = False  # whether rows are unit vectors
+    per_row: int = 1  # number of positions of each row
     overlap: int = 1  # in how many vectors a number of the activation is; if in several, vectors take memory
 
     @abstractmethod
@@ -50,7 +51,7 @@ class Inputs(ABC):
 
     def positions(self, x: Any) -> int:
         """Return the number of positions of all data together, as far as shapes tell."""
-        return prod(self.leading(x))
+        return prod(self.leading(x)) * self.per_row
 
     @abstractmethod
     def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
@@ -370,6 +371,7 @@ class Rows(Inputs):
         self._leading = leading
         self.sparse = size > 1
         self.unit = rows is not None
+        self.per_row = 1 if rows is None else len(rows)
         self.zero = torch.zeros((), dtype=at_least_float32(dtype), device=device)
         self.places = prod(leading)
 
@@ -393,10 +395,6 @@ class Rows(Inputs):
     def leading(self, x: Any) -> tuple[int, ...]:
         """The axes over which the parameter was broadcast."""
         return self._leading
-
-    def positions(self, x: Any) -> int:
-        """Return the number of unit vectors."""
-        return self.places * (1 if self.rows_used is None else len(self.rows_used))
 
     def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Count the places of each datum."""

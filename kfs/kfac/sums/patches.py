@@ -71,6 +71,7 @@ class Patches(Inputs):
         self.channels = shape[1] // groups
         self.size = self.channels * prod(kernel)
         self.overlap = prod(kernel)
+        self.per_row = prod(self.out)
 
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
         """Add the patch covariance."""
@@ -132,10 +133,6 @@ class Patches(Inputs):
             return sums.unflatten(1, (self.groups, -1)), owners.numbers_counted(dtype).sum((1, 2))
         sums = owners.by_datum(self._sums(self._cropped(x))).sum(1)  # a datum may have several images
         return sums.unflatten(1, (self.groups, -1)), owners.counts(len(x), sums) * prod(self.out)
-
-    def positions(self, x: Tensor) -> int:
-        """Return the number of pixels of all outputs."""
-        return super().positions(x) * prod(self.out)
 
     def shared(self, use: Use) -> int:
         """Return the number of positions."""
