@@ -251,3 +251,7 @@ def _load(target: str, parts: str) -> tuple[Any, ...]:
         what = "a pair" if number == 2 else "a tuple"
         raise ModelError(f"{target!r} is a {type(made).__name__}{length}.", f"Let it be, or return, {what} ({parts}).")
     return made
+
+
+if __name__ == "__main__":
+    app(prog_name="kfs")
