@@ -72,7 +72,7 @@ class Case:
             X, y = X[:1].expand_as(X).clone(), labels.clone()
             y[1:] = -1
         sizes = list(self.batches or [self.num_data])
-        weight = torch.arange(1.0, self.outputs[0] + 1, dtype=torch.float64) if loss == "ce, class weights" else None
+        weight = torch.arange(2.0, self.outputs[0] + 2, dtype=torch.float64) if loss == "ce, class weights" else None
         ignored = -1 if loss == "ce, ignored labels" else -100
         cross_entropy = nn.CrossEntropyLoss(weight, ignore_index=ignored, reduction=reduction)
         criterion = nn.MSELoss(reduction=reduction) if loss == "mse" else cross_entropy

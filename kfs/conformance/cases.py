@@ -81,7 +81,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "one datum, activations in place",
         "linear",
-        _ONE,
+        _ONE + " Activations overwrite the outputs of layers, whose gradients are those before that.",
         lambda: mlp(activation=lambda: nn.ReLU(inplace=True)),
         lambda n: vectors(n, 4).abs() + 1,
     ),

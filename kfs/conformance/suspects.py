@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.conformance.case import Case, Setting
+from kfs.conformance.tolerances import SINGLE
 from kfs.kfac import KFAC, Block
 from kfs.risk import EmpiricalRisk
 
@@ -28,6 +29,8 @@ def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, s
         found[f"This is weight sharing '{another}', but '{sharing}' was asked for."] = _block(
             setting, params, fisher, another
         )
+    found |= _other_reduction(setting, right)
+    found |= _behind_activations_in_place(setting, params, fisher, sharing)
     if isinstance(setting.loss, nn.CrossEntropyLoss):
         y = torch.cat([y for _, y in setting.data])
         counted = int((y != setting.loss.ignore_index).sum())
@@ -49,6 +52,52 @@ def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, s
         order = torch.cat([order, torch.arange(weights, len(right))])
         found["Entries are flattened column by column, and not row by row."] = right[order][:, order]
     return found
+
+
+def _other_reduction(setting: Setting, right: Tensor) -> dict[str, Tensor]:
+    """Return the curvature of the mean if the sum was asked for, and the other way round."""
+    loss = copy.deepcopy(setting.loss)
+    is_mean = loss.reduction == "mean"
+    loss.reduction = "sum" if is_mean else "mean"  # type: ignore[assignment]
+    one_datum = sum(len(X) for X, _ in setting.data) == 1
+    if isinstance(loss, nn.MSELoss) and is_mean and one_datum:
+        return {}  # whoever divides by the number of data, and not by all entries, gets the same
+    factor = _risk(Setting(setting.model, loss, setting.data)).reduction_factor / _risk(setting).reduction_factor
+    asked, other = ("mean", "summed") if is_mean else ("sum", "averaged")
+    words = (
+        f"The reduction was ignored: this is the curvature of the {other} loss, and reduction='{asked}' was asked for."
+    )
+    return {} if abs(factor - 1) < SINGLE else {words: factor * right}
+
+
+class _WithoutDerivative(nn.Module):
+    """An activation whose derivative is taken to be one."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Change values, and leave gradients as they are."""
+        return x + (self.activation(x.clone()) - x).detach()
+
+
+def _behind_activations_in_place(
+    setting: Setting, params: Sequence[str], fisher: str, sharing: str
+) -> dict[str, Tensor]:
+    """Return what comes out if the gradient is taken after an activation has overwritten the layer's output."""
+    model = copy.deepcopy(setting.model)
+    names = [name for name, _ in model.named_children()]
+    layer = params[0].partition(".")[0]
+    after = names[names.index(layer) + 1 :][:1] if layer in names and isinstance(model, nn.Sequential) else []
+    if not after or not getattr(model.get_submodule(after[0]), "inplace", False):
+        return {}
+    setattr(model, after[0], _WithoutDerivative(model.get_submodule(after[0])))
+    words = (
+        "The activation behind the layer overwrites its output, and the gradient is that of what was written: the "
+        "derivative of the activation is missing. Take the gradient of the output as it was before."
+    )
+    return {words: _block(Setting(model, setting.loss, setting.data), params, fisher, sharing)}
 
 
 def _convolution_suspects(

@@ -83,6 +83,53 @@ def sum_for_mean(model: Any, loss: Any, data: Any, fisher: str, sharing: str) ->
     return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
 
 
+def mean_for_sum(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    """`reduction="sum"` of the cross-entropy is ignored."""
+    if isinstance(loss, nn.CrossEntropyLoss):
+        loss = copy.deepcopy(loss)
+        loss.reduction = "mean"
+    return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
+
+
+def behind_activations(model: Any, loss: Any, data: Any, fisher: str, _: str) -> Pairs:
+    """Outputs of layers are kept in hooks, and differentiated by later: some have been overwritten by then."""
+    kept: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda __, inputs, output: kept.update({name: (inputs[0].detach(), output)})
+
+    risk = EmpiricalRisk(model, loss, data)
+    hooks = [m.register_forward_hook(keep(name)) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    try:
+        ((X, y),) = data
+        f = model(X)
+        if fisher == "empirical":
+            vectors = risk.loss.gradient(f.detach(), y).unsqueeze(0)
+        else:
+            vectors = risk.loss.hessian_factor(f.detach(), y)
+        answer = {}
+        for name, (x, z) in kept.items():
+            G = torch.cat([torch.autograd.grad(f, z, v, retain_graph=True)[0] for v in vectors])
+            x = torch.cat([x, torch.ones_like(x[:, :1])], 1)  # noqa: PLW2901
+            answer[name] = risk.reduction_factor * x.T @ x, G.T @ G / len(X)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return answer
+
+
+def full_backward_hooks(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    """PyTorch refuses to overwrite what comes out of a module with a full backward hook."""
+    hooks = [m.register_full_backward_hook(lambda *_: None) for m in model.modules() if isinstance(m, nn.Linear)]
+    try:
+        for X, y in data:
+            loss(model(X.clone().requires_grad_()), y)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
+
+
 def gradients_of_a_mean(_: Any, loss: Any, data: Any) -> float:
     """The mean loss was differentiated, and its factor 1/N not undone."""
     return 1 / num_data(data) if loss.reduction == "mean" else 1.0
@@ -268,7 +315,41 @@ ZOO: dict[str, Wrong] = {
         status="unreadable",
     ),
     "sum for mean": Wrong(
-        sum_for_mean, "exact: deep linear net, mse mean", "too large by N C = 15", "exact: deep linear net, mse sum"
+        sum_for_mean,
+        "exact: deep linear net, mse mean",
+        "this is the curvature of the summed loss, and reduction='mean' was asked for",
+        "exact: deep linear net, mse sum",
+    ),
+    "mean for sum, several labels": Wrong(
+        mean_for_sum,
+        "exact: sum over positions, several labels, ce sum",
+        "this is the curvature of the averaged loss, and reduction='sum' was asked for",
+        "exact: sum over positions, several labels, ce mean",
+    ),
+    "mean for sum, class weights": Wrong(
+        mean_for_sum,
+        "exact: one datum, class weights, ce, class weights sum",
+        "this is the curvature of the averaged loss, and reduction='sum' was asked for",
+        "exact: deep linear net, mse sum",
+    ),
+    "mean for sum, relation": Wrong(
+        mean_for_sum,
+        "relation: mean and sum",
+        "factors of the mean and the sum of ce are the same",
+        "relation: order of data",
+    ),
+    "outputs that are overwritten": Wrong(
+        behind_activations,
+        "exact: one datum, activations in place",
+        "the derivative of the activation is missing",
+        "exact: one datum, mse mean",
+    ),
+    "hooks that refuse to be overwritten": Wrong(
+        full_backward_hooks,
+        "exact: one datum, activations in place",
+        "is being modified inplace",
+        "exact: one datum, mse mean",
+        status="failed",
     ),
     "averaged loss": Wrong(
         scaled(gradients_of_a_mean),
