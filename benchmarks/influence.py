@@ -38,7 +38,7 @@ from benchmarks.report import RESULTS, save
 # What each study prints above its table, and what computes the lines of it.
 STUDIES: dict[str, tuple[str, Callable[[Sizes, Path], Iterable[Any]]]] = {
     "lds": (influence_quality.HEADER, influence_quality.lds),
-    "damping": (influence_damping.HEADER, lambda sizes, _: influence_damping.damping(sizes)),
+    "damping": (influence_quality.HEADER, lambda sizes, _: influence_damping.damping(sizes)),
     "mislabelled": (influence_quality.HEADER, lambda sizes, _: influence_quality.mislabelled(sizes)),
     "time": (influence_times.HEADER, lambda sizes, _: influence_times.times(sizes)),
     "errors": (influence_errors.HEADER, lambda *_: influence_errors.errors()),

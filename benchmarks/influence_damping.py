@@ -7,15 +7,13 @@ prediction itself). Training has an L2 penalty, of which half times the squared 
 """
 
 import copy
-import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.influence_digits import Data, Recipe, Sizes, retrained_margins, subsets, trained
-from benchmarks.influence_quality import spearman
+from benchmarks.influence_quality import ScoreRow, spearman
 from kfs import EKFAC, KFAC, EmpiricalRisk, Influence, Relative
 from kfs.kfac import exact_blocks
 from kfs.kfac.structures import BlockDiagonal
@@ -34,35 +32,9 @@ CURVATURES: dict[str, Callable[[EmpiricalRisk], BlockDiagonal]] = {
     "KFAC": KFAC,
     "EKFAC": EKFAC,
 }
-HEADER = "| data | penalty | curvature | damping | LDS |\n|---|---|---|---|---|"
 
 
-@dataclass(frozen=True)
-class DampingRow:
-    """How well scores predict, for one damping.
-
-    Attributes:
-        data: Which data.
-        penalty: That of training.
-        curvature: What was inverted.
-        damping: How it was damped, in words.
-        values: The linear datamodeling score, for each seed.
-    """
-
-    data: str
-    penalty: float
-    curvature: str
-    damping: str
-    values: tuple[float, ...]
-
-    def line(self) -> str:
-        """Return a line of a Markdown table."""
-        error = statistics.stdev(self.values) / len(self.values) ** 0.5 if len(self.values) > 1 else 0.0
-        mean = f"{statistics.mean(self.values):.3f} ± {error:.3f}"
-        return f"| {self.data} | {self.penalty:g} | {self.curvature} | {self.damping} | {mean} |"
-
-
-def damping(sizes: Sizes) -> Iterator[DampingRow]:
+def damping(sizes: Sizes) -> Iterator[ScoreRow]:
     """Compare dampings on all data sets."""
     for name in COUNTS:
         for penalty in PENALTIES:
@@ -72,7 +44,7 @@ def damping(sizes: Sizes) -> Iterator[DampingRow]:
                 for words, chosen in _dampings(penalty).items():
                     pairs = zip(problems, operators, strict=True)
                     values = tuple(problem.lds(Influence(K, **chosen)) for problem, K in pairs)
-                    yield DampingRow(name, penalty, curvature, words, values)
+                    yield ScoreRow(f"LDS, {name}, penalty {penalty:g}", curvature, "kfs", words, values)
 
 
 def _dampings(penalty: float) -> dict[str, dict[str, float | Relative]]:

@@ -41,8 +41,7 @@ class Influence(Described):
         method: How it is added, as in `K.inverse`.
         weight_decay: The L2 penalty of training, in place of `damping`: the number that the optimizer was given, which
             adds `weight_decay / 2` times the squared norm of the parameters to the loss that `K` is the curvature of.
-            Its curvature is this number, so that the damped matrix is the curvature of what was minimized. Use it if
-            there was one: it predicts better than the default.
+            Its curvature is this number, so that the damped matrix is the curvature of what was minimized.
 
     Attributes:
         K: The curvature.
