@@ -8,6 +8,7 @@ prediction itself). Training has an L2 penalty, of which half times the squared 
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ def damping(sizes: Sizes) -> Iterator[ScoreRow]:
                     yield ScoreRow(f"LDS, {name}, penalty {penalty:g}", curvature, "kfs", words, values)
 
 
-def _dampings(penalty: float) -> dict[str, dict[str, float | Relative]]:
+def _dampings(penalty: float) -> dict[str, dict[str, Any]]:
     return {
         "0.1 x mean eigenvalue (default)": {},
         "0.01 x mean eigenvalue": {"damping": Relative(0.01)},

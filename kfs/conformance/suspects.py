@@ -79,7 +79,8 @@ class _WithoutDerivative(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Change values, and leave gradients as they are."""
-        return x + (self.activation(x.clone()) - x).detach()
+        out: Tensor = self.activation(x.clone())
+        return x + (out - x).detach()
 
 
 def _behind_activations_in_place(

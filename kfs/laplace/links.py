@@ -96,6 +96,7 @@ def _monte_carlo(loss: Loss, f: Tensor, covariance: Tensor, num_samples: int, se
 
 def _root(covariance: Tensor) -> Tensor:
     """Return `L` with `L L^T = covariance`: Cholesky factors, and roots by eigenvalues of what is singular."""
+    root: Tensor
     root, failed = torch.linalg.cholesky_ex(covariance)
     if not failed.any():
         return root

@@ -75,7 +75,8 @@ def refitted(X: Tensor, y: Tensor, weights: Tensor, penalty: float) -> Tensor:
     """Minimize the weighted mean of squared errors plus half the penalty times the squared norm: `[W b]`."""
     ones = torch.cat([X, torch.ones(len(X), 1).double()], 1)
     H = 2 / len(X) * (ones.T * weights) @ ones + penalty * torch.eye(ones.shape[1]).double()
-    return torch.linalg.solve(H, 2 / len(X) * (ones.T * weights) @ y).T
+    solution: Tensor = torch.linalg.solve(H, 2 / len(X) * (ones.T * weights) @ y)
+    return solution.T
 
 
 def test_weight_decay_is_that_of_training() -> None:

@@ -128,6 +128,7 @@ def test_noise_is_overestimated() -> None:
     with pytest.warns(KfsWarning, match="The noise is probably overestimated") as seen:
         prior, noise = tune_prior_and_noise(K, few)
     assert seen[0].filename == __file__
+    assert isinstance(prior, float)
     values = K.eigenvalues() / (few.reduction_factor * noise**2)
     effective = float((values / (values + prior)).sum())
     message = str(seen[0].message)

@@ -329,19 +329,20 @@ def test_predictions_of_classes() -> None:
     risk = classification(PROBLEMS[0])
     belief = posterior(kfs.KFAC(risk), risk, 2.0)
     X = vectors(4)
+    predict: Callable[..., Tensor] = cast("Any", belief.predict)
     assert isinstance(risk.model, nn.Module)
     logits = torch.distributions.MultivariateNormal(risk.model(X).detach(), belief.functional_variance(X))
     expected = logits.sample((20_000,)).softmax(2).mean(0)
     state = torch.get_rng_state()
     # Both averages have an error of at most 0.5 / sqrt(20,000) = 0.0035.
-    close(belief.predict(X, link="mc", num_samples=20_000), expected, 0.015)
-    close(belief.predict(X), expected, 0.05)
-    close(belief.predict(X, link="bridge"), expected, 0.1)
+    close(predict(X, link="mc", num_samples=20_000), expected, 0.015)
+    close(predict(X), expected, 0.05)
+    close(predict(X, link="bridge"), expected, 0.1)
     assert torch.equal(torch.get_rng_state(), state)
     alone = risk.model(X).detach().softmax(1)
-    assert (belief.predict(X) - expected).abs().max() < 0.5 * (alone - expected).abs().max()
-    one, other = (belief.predict(X, link="mc", num_samples=50, seed=seed, batch_size=3) for seed in (0, 1))
-    close(one, belief.predict(X, link="mc", num_samples=50))  # batches do not matter
+    assert (predict(X) - expected).abs().max() < 0.5 * (alone - expected).abs().max()
+    one, other = (predict(X, link="mc", num_samples=50, seed=seed, batch_size=3) for seed in (0, 1))
+    close(one, predict(X, link="mc", num_samples=50))  # batches do not matter
     assert (one - other).abs().max() > 1e-3
 
 
