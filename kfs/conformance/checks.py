@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from kfs.conformance import tolerances
 from kfs.conformance.adapter import Adapter, Answer, UnreadableError, read
 from kfs.conformance.case import Case, Setting
-from kfs.conformance.cases import APPROXIMATE, EXACT
+from kfs.conformance.cases import APPROXIMATE, EXACT, PADDED
 from kfs.conformance.diagnosis import Facts, diagnose
 from kfs.conformance.exact import exact_empirical_fisher, exact_ggn
 from kfs.conformance.state import fingerprint
-from kfs.conformance.suspects import suspects
+from kfs.conformance.suspects import padding_counted, suspects
 
 
 class CheckError(Exception):
@@ -147,6 +147,24 @@ def _relation_checks() -> Iterator[Check]:
             tags = frozenset({"relation", fisher, "expand", "linear", name})
             tags |= {"reduce"} if name == "expand and reduce" else set()
             yield Check(f"relation: {name}, {fisher}", tags | {"ce"}, bug, partial(function, fisher))
+
+    for fisher in PADDED.fishers:
+        yield Check(
+            f"relation: {PADDED.name}, {fisher}",
+            frozenset({"relation", fisher, "expand", PADDED.layer, PADDED.name, "ce"}),
+            f"{PADDED.why} So results must be those of the same sequences without padding, one in each batch.",
+            partial(_padding, fisher),
+        )
+
+
+def _padding(fisher: str, adapter: Adapter) -> None:
+    padded = PADDED.setting("ce, padding")
+    short, long = (ask(adapter, setting, fisher, "expand") for setting in (padded.unpadded(), padded))
+    _all_there(short, padded.model)
+    for params, block in short.blocks.items():
+        counts = {"N": PADDED.num_data, "S": PADDED.positions}
+        facts = lambda p=params: Facts(counts, padding_counted(padded, p, fisher, "expand"))  # noqa: B023, E731
+        _compare(adapter, params, long.blocks[params], block, tolerances.REORDERED, facts)
 
 
 def _mean_and_sum(fisher: str, adapter: Adapter) -> None:

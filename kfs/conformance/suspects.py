@@ -31,7 +31,9 @@ def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, s
         )
     found |= _other_reduction(setting, right)
     found |= _behind_activations_in_place(setting, params, fisher, sharing)
-    if isinstance(setting.loss, nn.CrossEntropyLoss):
+    if case.layer == "padding":
+        found |= padding_counted(setting, params, fisher, sharing)
+    elif isinstance(setting.loss, nn.CrossEntropyLoss):
         y = torch.cat([y for _, y in setting.data])
         counted = int((y != setting.loss.ignore_index).sum())
         if counted < y.numel():
@@ -68,6 +70,45 @@ def _other_reduction(setting: Setting, right: Tensor) -> dict[str, Tensor]:
         f"The reduction was ignored: this is the curvature of the {other} loss, and reduction='{asked}' was asked for."
     )
     return {} if abs(factor - 1) < SINGLE else {words: factor * right}
+
+
+def padding_counted(setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> dict[str, Tensor]:
+    """Return what comes out if inputs of padded positions are added up, or these are counted, or both.
+
+    No gradient comes back to them. So the gradient-based factor is divided by too many positions, and has a right sum.
+    """
+    name = params[0].rpartition(".")[0]
+    inputs: list[Tensor] = []
+    model = copy.deepcopy(setting.model)
+    hook = model.get_submodule(name).register_forward_hook(lambda _, x, __: inputs.append(x[0].detach()))
+    for X, _ in setting.data:
+        model(X)
+    hook.remove()
+    short = setting.unpadded()
+    joint = len(params) == 2
+    K = KFAC(_risk(short), fisher, sharing, joint_bias=joint)  # type: ignore[arg-type]
+    block = next(block for block in K.blocks.values() if block.layout.weight == params[0])
+    x = torch.cat(inputs)  # [batch, positions, features]
+    x = torch.cat([x, torch.ones_like(x[..., :1])], 2) if joint else x
+    x = x.sum(1) if sharing == "reduce" else x.flatten(0, 1)
+    A = _risk(short).reduction_factor * x.T @ x
+    lengths = torch.tensor([y.shape[1] for _, y in short.data])
+    power = 2 if sharing == "reduce" else 1
+    places = sum(X.shape[0] * X.shape[1] ** power for X, _ in setting.data)
+    B = block.B * float((lengths**power).sum() / places)
+    return {
+        words: _weight_first(a.unsqueeze(0), b.unsqueeze(0), joint)
+        for words, a, b in (
+            (
+                "Padded rows are counted: their inputs are in the input-based factor, and their number is in the "
+                "gradient-based one.",
+                A,
+                B,
+            ),
+            ("Padded rows are counted: their inputs are in the input-based factor.", A, block.B),
+            ("Padded rows are counted: their number is in the gradient-based factor.", block.A, B),
+        )
+    }
 
 
 class _WithoutDerivative(nn.Module):

@@ -91,8 +91,11 @@ def mean_for_sum(model: Any, loss: Any, data: Any, fisher: str, sharing: str) ->
     return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
 
 
-def behind_activations(model: Any, loss: Any, data: Any, fisher: str, _: str) -> Pairs:
-    """Outputs of layers are kept in hooks, and differentiated by later: some have been overwritten by then."""
+def by_hooks(model: Any, loss: Any, data: Any, fisher: str, _: str) -> Pairs:
+    """A plain KFAC by hooks that takes all rows of a layer for data, and keeps its outputs to differentiate by them.
+
+    Some of them have been overwritten by then, if activations work in place. And rows may be padding.
+    """
     kept: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(name: str) -> Callable[..., None]:
@@ -101,21 +104,22 @@ def behind_activations(model: Any, loss: Any, data: Any, fisher: str, _: str) ->
     risk = EmpiricalRisk(model, loss, data)
     hooks = [m.register_forward_hook(keep(name)) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     try:
-        ((X, y),) = data
-        f = model(X)
-        if fisher == "empirical":
-            vectors = risk.loss.gradient(f.detach(), y).unsqueeze(0)
-        else:
-            vectors = risk.loss.hessian_factor(f.detach(), y)
-        answer = {}
-        for name, (x, z) in kept.items():
-            G = torch.cat([torch.autograd.grad(f, z, v, retain_graph=True)[0] for v in vectors])
-            x = torch.cat([x, torch.ones_like(x[:, :1])], 1)  # noqa: PLW2901
-            answer[name] = risk.reduction_factor * x.T @ x, G.T @ G / len(X)
+        sums: dict[str, list[Any]] = {}
+        for X, y in data:
+            f = model(X)
+            if fisher == "empirical":
+                vectors = risk.loss.gradient(f.detach(), y).unsqueeze(0)
+            else:
+                vectors = risk.loss.hessian_factor(f.detach(), y)
+            for name, (x, z) in kept.items():
+                G = torch.stack([torch.autograd.grad(f, z, v, retain_graph=True)[0] for v in vectors]).flatten(0, -2)
+                x = torch.cat([x, torch.ones_like(x[..., :1])], -1).flatten(0, -2)  # noqa: PLW2901
+                A, B, rows = sums.get(name, [0.0, 0.0, 0])
+                sums[name] = [A + x.T @ x, B + G.T @ G, rows + len(x)]
     finally:
         for hook in hooks:
             hook.remove()
-    return answer
+    return {name: (risk.reduction_factor * A, B / rows) for name, (A, B, rows) in sums.items()}
 
 
 def full_backward_hooks(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
@@ -339,7 +343,7 @@ ZOO: dict[str, Wrong] = {
         "relation: order of data",
     ),
     "outputs that are overwritten": Wrong(
-        behind_activations,
+        by_hooks,
         "exact: one datum, activations in place",
         "the derivative of the activation is missing",
         "exact: one datum, mse mean",
@@ -393,6 +397,18 @@ ZOO: dict[str, Wrong] = {
     "gradients": Wrong(leaves_gradients, "state: untouched", "gradients", "exact: one datum, ce"),
     "hooks": Wrong(leaves_hooks, "state: untouched", "hooks of modules", "exact: one datum, ce"),
     "seeds": Wrong(seeds, "state: untouched, type-2", "random state", "exact: one datum, ce"),
+    "padding is data": Wrong(
+        by_hooks,
+        "exact: one position, padded, ce, padding sum, type-2, expand",
+        "Padded rows are counted: their inputs are in the input-based factor, and their number",
+        "exact: one datum, ce",
+    ),
+    "padding is data, several sequences": Wrong(
+        by_hooks,
+        "relation: padded sequences",
+        "Padded rows are counted: their inputs are in the input-based factor, and their number",
+        "exact: one datum, ce",
+    ),
     "a layer missing": Wrong(first_layer_only, "exact: one datum, ce", "nothing about the parameters"),
     "rows are data": Wrong(
         rows_are_data,
