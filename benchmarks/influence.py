@@ -8,6 +8,8 @@ Without a study, all but `gpu` run. Libraries that are not installed have rows t
   over halves, averaged over queries. Methods that draw labels are run with several seeds. The first line is the
   correlation with as many networks that saw the same halves, from other initializations. No method is expected to be
   above its root. Margins are kept in `benchmarks/results`, so that a second run takes less.
+- `damping`: the same score for the default damping and for the weight decay of training, on five data sets
+  (`benchmarks/influence_damping.py`).
 - `mislabelled`: 10 % of 1,000 digits have a wrong label, and an MLP 64-256-10 learns them by heart. Self-scores should
   be larger for these: the area under the ROC curve, and how many of the wrong ones are among the first 10 %.
 - `time`: an MLP 64-256-256-10 with 85,002 parameters, 1,500 training data and 297 queries. CPU seconds of the process
@@ -29,13 +31,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import influence_errors, influence_gpt, influence_quality, influence_times
+from benchmarks import influence_damping, influence_errors, influence_gpt, influence_quality, influence_times
 from benchmarks.influence_digits import QUICK, Sizes
 from benchmarks.report import RESULTS, save
 
 # What each study prints above its table, and what computes the lines of it.
 STUDIES: dict[str, tuple[str, Callable[[Sizes, Path], Iterable[Any]]]] = {
     "lds": (influence_quality.HEADER, influence_quality.lds),
+    "damping": (influence_quality.HEADER, lambda sizes, _: influence_damping.damping(sizes)),
     "mislabelled": (influence_quality.HEADER, lambda sizes, _: influence_quality.mislabelled(sizes)),
     "time": (influence_times.HEADER, lambda sizes, _: influence_times.times(sizes)),
     "errors": (influence_errors.HEADER, lambda *_: influence_errors.errors()),

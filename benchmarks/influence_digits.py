@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 
 Data = tuple[Tensor, Tensor]  # inputs and labels
 CLASSES = 10
@@ -25,13 +25,16 @@ class Recipe:
         sizes: Widths of all layers, inputs and outputs included.
         steps: Number of steps.
         learning_rate: The first step's.
-        penalty: Half of this times the squared norm of all parameters is added to the mean loss.
+        penalty: Half of this times the squared norm of all parameters is added to the mean loss, as `weight_decay` of
+            an optimizer does.
+        regression: Whether targets are numbers, `[n, 1]`, and the loss is the squared error.
     """
 
     sizes: tuple[int, ...]
     steps: int = 300
     learning_rate: float = 1e-2
     penalty: float = 1e-3
+    regression: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,8 @@ def trained(data: Data, recipe: Recipe, seed: int) -> nn.Sequential:
 def retrained_margins(data: Data, queries: Data, kept: Tensor, recipe: Recipe, seeds: Sequence[int]) -> Tensor:
     """Train a network with each subset, once for each seed, and return mean margins of queries, `[subsets, queries]`.
 
+    Of a regression, these are predictions.
+
     Args:
         data: What to train with.
         queries: Whose margins are wanted.
@@ -155,7 +160,7 @@ def retrained_margins(data: Data, queries: Data, kept: Tensor, recipe: Recipe, s
             stacks = train_together(data, some, recipe, seed)
             with torch.no_grad():
                 f = predictions(stacks, X.expand(len(some), *X.shape))
-                total += margins(f, y.expand(len(some), -1))
+                total += f.squeeze(-1) if recipe.regression else margins(f, y.expand(len(some), -1))
         found.append(total / len(seeds))
     return torch.cat(found)
 
@@ -173,7 +178,10 @@ def train_together(data: Data, kept: Tensor, recipe: Recipe, seed: int) -> list[
         optimizer.zero_grad()
         f = predictions(stacks, X)
         # Every network has its own parameters, so the sum of all their mean losses trains each as if it was alone.
-        loss = cross_entropy(f.flatten(0, 1), y.flatten(), reduction="sum") / y.shape[1]
+        if recipe.regression:
+            loss = mse_loss(f, y, reduction="sum") / y.shape[1]
+        else:
+            loss = cross_entropy(f.flatten(0, 1), y.flatten(), reduction="sum") / y.shape[1]
         penalty = torch.stack([stack.square().sum() for stack in stacks]).sum()
         (loss + 0.5 * recipe.penalty * penalty).backward()
         optimizer.step()

@@ -145,7 +145,12 @@ def influence(
         ),
     ],
     top: Annotated[int, typer.Option(help="How many helpful and how many harmful data to show for each query.")] = 10,
-    damping: Annotated[float, typer.Option(help="Damping, in units of each block's mean eigenvalue.")] = 0.1,
+    damping: Annotated[
+        float | None, typer.Option(help="Damping, in units of each block's mean eigenvalue; 0.1 by default.")
+    ] = None,
+    weight_decay: Annotated[
+        float | None, typer.Option(help="L2 penalty of training, as the optimizer has it: damping in its place.")
+    ] = None,
     fisher: Annotated[str, typer.Option(help="Curvature of EKFAC: type-2, mc or empirical.")] = "type-2",
     num_queries: Annotated[int | None, typer.Option("--queries", help="Explain the first queries only.")] = None,
     own: Annotated[bool, typer.Option("--self", help="Also show data with the largest self-scores.")] = False,
@@ -167,7 +172,11 @@ def influence(
         found = attribution.explain(
             queries,
             train,
-            Influence(EKFAC(train, fisher), Relative(damping)),  # type: ignore[arg-type]
+            Influence(
+                EKFAC(train, fisher),  # type: ignore[arg-type]
+                None if damping is None else Relative(damping),
+                weight_decay=weight_decay,
+            ),
             attribution.Wish(top, own, normalize, folder, rank, shape),
         )
     except KfsError as error:
@@ -251,3 +260,7 @@ def _load(target: str, parts: str) -> tuple[Any, ...]:
         what = "a pair" if number == 2 else "a tuple"
         raise ModelError(f"{target!r} is a {type(made).__name__}{length}.", f"Let it be, or return, {what} ({parts}).")
     return made
+
+
+if __name__ == "__main__":
+    app(prog_name="kfs")

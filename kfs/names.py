@@ -1,6 +1,6 @@
 """Names that are not known: which known ones are near, so that a message need not list all of them."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -69,11 +69,23 @@ def guess(unknown: Iterable[object], known: Iterable[str]) -> str:
     Example:
         >>> guess(["0.wieght", "5"], ["0.weight", "0.bias"])
         "Did you mean '0.weight'?"
+        >>> guess(["kfac"], ["KFAC", "EKFAC", "load"])
+        "Did you mean 'KFAC'?"
     """
     names = list(known)
-    found = dict.fromkeys(match for name in unknown for match in get_close_matches(str(name), names))
+    found = dict.fromkeys(match for name in unknown for match in _close(str(name), names))
     *first, last = map(repr, list(found)[:_FEW] or [""])
     return f"Did you mean {', '.join(first)}{' or ' if first else ''}{last}?" if found else ""
+
+
+def _close(name: str, names: Sequence[str]) -> list[str]:
+    """Return names that differ by case alone; if there are none, those that are close, whatever their case."""
+    by_case = [known for known in names if known.lower() == name.lower()]
+    if by_case:
+        return by_case
+    lowered = {known.lower(): known for known in names}
+    close = get_close_matches(name, names) or get_close_matches(name.lower(), lowered)
+    return [lowered.get(match, match) for match in close]
 
 
 def few(names: Collection[object]) -> str:

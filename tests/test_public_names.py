@@ -55,11 +55,27 @@ def test_names_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KFACC", "_KFAC"):
         with pytest.raises(AttributeError, match=f"kfs has no '{name}'. Did you mean 'KFAC'"):
             getattr(kfs, name)
+    for name in ("Kfac", "kfAc", "KFac"):  # `kfs.kfac` is a package
+        with pytest.raises(AttributeError, match=f"kfs has no '{name}'. Did you mean 'KFAC'?"):
+            getattr(kfs, name)
+    for name, meant in (("ekfac", "EKFAC"), ("ggn", "GGN"), ("Ekfacs", "EKFAC"), ("empirical_risk", "EmpiricalRisk")):
+        with pytest.raises(AttributeError, match=f"kfs has no '{name}'. Did you mean .*'{meant}'"):
+            getattr(kfs, name)
     assert not hasattr(kfs, "nothing")
     monkeypatch.setitem(sys.modules, "typer", None)  # something that a module needs is missing
     monkeypatch.delitem(sys.modules, "kfs.cli", raising=False)
     with pytest.raises(ModuleNotFoundError, match="typer"):
         kfs.__getattr__("cli")
+
+
+def test_load_is_a_function() -> None:
+    risk, _ = many_layers()
+    for cls in (kfs.KFAC, kfs.EKFAC):
+        with pytest.raises(AttributeError, match=rf"{cls.__name__} has no 'load'\. Use kfs\.load\(path\)"):
+            cls.load("k.safetensors")
+    with pytest.raises(AttributeError, match=r"BlockDiagonal has no 'load'\. Use kfs\.load"):
+        kfs.KFAC(risk).inverse(1.0).load("k.safetensors")
+    assert not hasattr(kfs.KFAC, "load")
 
 
 def many_layers() -> tuple[kfs.EmpiricalRisk, list[str]]:

@@ -123,9 +123,11 @@ def test_command_line(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, t
     assert "tour" in runner.invoke(app, ["--help"]).output
 
 
-def test_python_dash_m(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("module", ["kfs", "kfs.cli"])
+def test_python_dash_m(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["kfs", "--version"])
+    monkeypatch.delitem(sys.modules, "kfs.cli")  # as in a new process
     with pytest.raises(SystemExit) as stop:
-        runpy.run_module("kfs", run_name="__main__")
+        runpy.run_module(module, run_name="__main__")
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"kfs {__version__}\n"

@@ -9,6 +9,8 @@ An adapter is a function `compute(model, loss, data, fisher, sharing)`:
   or a pair of stacks `[G, d, d]`. A factor that is diagonal may be a vector.
   If weight and bias are separate, they have their parameters' names. Or it returns a matrix for all parameters, in the
   order of `model.named_parameters()`, each flattened by rows.
+- A model of padded sequences has a method `mask(X)`, which says where they are, `[batch, positions]`. Labels of other
+  positions are -100.
 - What it does not support raises `NotImplementedError`.
 """
 

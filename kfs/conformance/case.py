@@ -17,6 +17,12 @@ class Setting:
     loss: nn.Module
     data: Data
 
+    def unpadded(self) -> "Setting":
+        """Return the same sequences without padding, which is where the model's `mask` is false: one in each batch."""
+        masked = [(x, y, mask) for X, Y in self.data for x, y, mask in zip(X, Y, self.model.mask(X), strict=True)]  # type: ignore[operator]
+        data = [(x[mask].unsqueeze(0), y[mask].unsqueeze(0)) for x, y, mask in masked]
+        return Setting(self.model, self.loss, data)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -32,7 +38,8 @@ class Case:
         num_data: How many data.
         sharings: For which weight sharing KFAC is exact.
         fishers: For which Fisher it is exact.
-        losses: For which losses: `"mse"`, `"ce"`, `"ce, ignored labels"` or `"ce, class weights"`.
+        losses: For which losses: `"mse"`, `"ce"`, `"ce, ignored labels"`, `"ce, class weights"`, or `"ce, padding"`,
+            where labels are ignored at positions that the model masks.
         reductions: For which reductions it is checked.
         positions: How many positions share a weight.
         batches: Sizes of the batches.
@@ -71,8 +78,10 @@ class Case:
         if loss == "ce, ignored labels":
             X, y = X[:1].expand_as(X).clone(), labels.clone()
             y[1:] = -1
+        if loss == "ce, padding":
+            y = labels.masked_fill(~model.mask(X), -100)  # type: ignore[operator]
         sizes = list(self.batches or [self.num_data])
-        weight = torch.arange(1.0, self.outputs[0] + 1, dtype=torch.float64) if loss == "ce, class weights" else None
+        weight = torch.arange(2.0, self.outputs[0] + 2, dtype=torch.float64) if loss == "ce, class weights" else None
         ignored = -1 if loss == "ce, ignored labels" else -100
         cross_entropy = nn.CrossEntropyLoss(weight, ignore_index=ignored, reduction=reduction)
         criterion = nn.MSELoss(reduction=reduction) if loss == "mse" else cross_entropy

@@ -3,14 +3,14 @@
 Numbers of data, positions, classes and features all differ, so that a wrong scale tells where it comes from.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from kfs.conformance.case import Case
-from kfs.conformance.models import CalledTwice, Hidden, Pool, Ragged, Renamed, Rows, Table
+from kfs.conformance.models import CalledTwice, Hidden, Padded, Pool, Ragged, Renamed, Rows, Table
 
 
 def vectors(num_data: int, *shape: int) -> Tensor:
@@ -37,6 +37,22 @@ def _rows(order: str, combine: str) -> nn.Module:
 
 def _positions(features: int, num_data: int) -> Tensor:
     return vectors(num_data, 7, features)
+
+
+def sequences(starts: Sequence[int], lengths: Sequence[int], positions: int) -> Tensor:
+    """Return sequences of some lengths, padded to a common one; the last feature is negative where padding is.
+
+    Args:
+        starts: Where each sequence starts: padding may be on both sides.
+        lengths: Their lengths.
+        positions: The common length.
+    """
+    X = torch.randn(len(starts), positions, 5)
+    place = torch.arange(positions)
+    ends = zip(starts, lengths, strict=True)
+    is_real = torch.stack([(start <= place) & (place < start + length) for start, length in ends])
+    X[..., -1] = torch.where(is_real, 1.0, -1.0)
+    return X
 
 
 def _frozen() -> nn.Module:
@@ -81,7 +97,7 @@ EXACT: tuple[Case, ...] = (
     Case(
         "one datum, activations in place",
         "linear",
-        _ONE,
+        _ONE + " Activations overwrite the outputs of layers, whose gradients are those before that.",
         lambda: mlp(activation=lambda: nn.ReLU(inplace=True)),
         lambda n: vectors(n, 4).abs() + 1,
     ),
@@ -177,6 +193,17 @@ EXACT: tuple[Case, ...] = (
             ("ragged data", 5, Ragged, "expand", _EXPAND + _RAGGED),
             ("ragged data, summed up", 5, Ragged, "reduce", _REDUCE + _RAGGED),
         )
+    ),
+    Case(
+        "one position, padded",
+        "padding",
+        _ONE + " Other positions are padding, which the model masks, and whose labels are ignored.",
+        Padded,
+        lambda n: sequences([2] * n, [1] * n, 7),
+        outputs=(3, 7),
+        losses=("ce, padding",),
+        reductions=_BOTH,
+        positions=7,
     ),
     Case(
         "a repeated table",
@@ -289,3 +316,17 @@ EXACT: tuple[Case, ...] = (
 
 # Nothing is exact here: several data, nonlinear.
 APPROXIMATE = Case("several data", "linear", "A usual net.", mlp, lambda n: vectors(n, 4), num_data=6)
+
+# Sequences of different lengths, on the left, on the right and in the middle of their places.
+PADDED = Case(
+    "padded sequences",
+    "padding",
+    "Predictions that count do not depend on padding.",
+    Padded,
+    lambda _: sequences([0, 4, 1], [4, 2, 3], 6),
+    outputs=(3, 6),
+    num_data=3,
+    losses=("ce, padding",),
+    sharings=("expand",),
+    positions=6,
+)

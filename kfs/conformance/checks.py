@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from kfs.conformance import tolerances
 from kfs.conformance.adapter import Adapter, Answer, UnreadableError, read
 from kfs.conformance.case import Case, Setting
-from kfs.conformance.cases import APPROXIMATE, EXACT
+from kfs.conformance.cases import APPROXIMATE, EXACT, PADDED
 from kfs.conformance.diagnosis import Facts, diagnose
 from kfs.conformance.exact import exact_empirical_fisher, exact_ggn
 from kfs.conformance.state import fingerprint
-from kfs.conformance.suspects import suspects
+from kfs.conformance.suspects import padding_counted, suspects
 
 
 class CheckError(Exception):
@@ -119,7 +119,7 @@ def _converges(case: Case, loss: str, sharing: str, adapter: Adapter) -> None:
         expected = _exact(setting, params, "type-2")
         labels = "This is the empirical Fisher: the labels at hand were used where labels must be drawn from the model."
         others = {labels: _exact(setting, params, "empirical")}
-        facts = partial(Facts, {"N": len(X) * times, "C": case.outputs[0]}, others, tolerances.MC)
+        facts = partial(Facts, {"N": len(X) * times} | _outputs(case, setting.loss), others, tolerances.MC)
         _compare(adapter, params, block, expected, tolerances.MC, facts)
 
 
@@ -148,6 +148,24 @@ def _relation_checks() -> Iterator[Check]:
             tags |= {"reduce"} if name == "expand and reduce" else set()
             yield Check(f"relation: {name}, {fisher}", tags | {"ce"}, bug, partial(function, fisher))
 
+    for fisher in PADDED.fishers:
+        yield Check(
+            f"relation: {PADDED.name}, {fisher}",
+            frozenset({"relation", fisher, "expand", PADDED.layer, PADDED.name, "ce"}),
+            f"{PADDED.why} So results must be those of the same sequences without padding, one in each batch.",
+            partial(_padding, fisher),
+        )
+
+
+def _padding(fisher: str, adapter: Adapter) -> None:
+    padded = PADDED.setting("ce, padding")
+    short, long = (ask(adapter, setting, fisher, "expand") for setting in (padded.unpadded(), padded))
+    _all_there(short, padded.model)
+    for params, block in short.blocks.items():
+        counts = {"N": PADDED.num_data, "S": PADDED.positions}
+        facts = lambda p=params: Facts(counts, padding_counted(padded, p, fisher, "expand"))  # noqa: B023, E731
+        _compare(adapter, params, long.blocks[params], block, tolerances.REORDERED, facts)
+
 
 def _mean_and_sum(fisher: str, adapter: Adapter) -> None:
     for loss, terms in (("ce", APPROXIMATE.num_data), ("mse", APPROXIMATE.num_data * APPROXIMATE.outputs[0])):
@@ -155,7 +173,11 @@ def _mean_and_sum(fisher: str, adapter: Adapter) -> None:
             ask(adapter, APPROXIMATE.setting(loss, reduction), fisher, "expand") for reduction in ("mean", "sum")
         )
         for params, block in mean.blocks.items():
-            _compare(adapter, params, total.blocks[params] / terms, block, tolerances.ROUND_OFF, _scales)
+            same = {
+                f"The reduction was ignored: factors of the mean and the sum of {loss} are the same.": block / terms
+            }
+            facts = partial(Facts, _scales(loss).counts, same)
+            _compare(adapter, params, total.blocks[params] / terms, block, tolerances.ROUND_OFF, facts)
 
 
 def _split(fisher: str, adapter: Adapter) -> None:
@@ -268,14 +290,19 @@ def _within_groups(block: Tensor, params: Sequence[str], setting: Setting, group
 def _facts(case: Case, setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> Facts:
     """Return what is known about a case; suspects take time, and are wanted only after a failure."""
     num_data = sum(len(X) for X, _ in setting.data)
-    counts = {"N": num_data, "S": case.positions, "C": prod(case.outputs)}
+    counts = {"N": num_data, "S": case.positions} | _outputs(case, setting.loss)
     # Suspects come from our own KFAC, which refuses such a case.
     found = {} if case.may_refuse else suspects(case, setting, params, fisher, sharing)
     return Facts(counts, found)
 
 
-def _scales() -> Facts:
-    return Facts({"N": APPROXIMATE.num_data, "C": APPROXIMATE.outputs[0]})
+def _outputs(case: Case, loss: nn.Module) -> dict[str, int]:
+    """Return what a mean divides by for each datum: outputs of a square loss, labels of a cross-entropy."""
+    return {"C": prod(case.outputs)} if isinstance(loss, nn.MSELoss) else {"L": prod(case.outputs[1:])}
+
+
+def _scales(loss: str = "ce") -> Facts:
+    return Facts({"N": APPROXIMATE.num_data} | _outputs(APPROXIMATE, APPROXIMATE.setting(loss).loss))
 
 
 def _compare(

@@ -17,7 +17,8 @@ class Facts:
     """What is known about a setting.
 
     Attributes:
-        counts: Numbers by which a scale may be wrong, by what they count: `{"N": 5, ...}`.
+        counts: Numbers by which a scale may be wrong, by what they count: `"N"` data, `"S"` positions, `"C"` outputs of
+            a square loss, `"L"` labels of a datum.
         suspects: Wrong blocks by the bug that makes them.
         tolerance: From which relative error on two blocks are different.
     """
@@ -36,8 +37,8 @@ _MEANING = {
     "N S": "the number of data times the number of shared positions. A sum over all of them was taken for a mean, or "
     "the other way round",
     "C": "the number of outputs. `MSELoss` with mean divides by all entries, not by the number of data",
-    "N C": "the number of data times the number of outputs, by which the mean divides. The reduction was ignored: this "
-    "is the curvature of the summed loss",
+    "L": "the number of labels of a datum. A mean divides by all labels, not by the number of data",
+    "N C": "the number of data times the number of outputs, by which the mean divides. The reduction was ignored",
     "2": "two. The Hessian of the square loss is two times the identity",
 }
 
@@ -101,9 +102,11 @@ def _wrong_scale(scale: float, facts: Facts) -> str:
 
 def _products(counts: Mapping[str, float]) -> Iterator[tuple[str, float]]:
     """Return the numbers that a scale may be wrong by, the simplest ones first."""
-    N, S, C = (counts.get(name, 1.0) for name in ("N", "S", "C"))
-    found = {"N": N, "S": S, "C": C, "2": 2.0, "N C": N * C, "N S": N * S, "N^2": N**2, "S^2": S**2}
-    yield from found.items()
+    N, S = (counts.get(name, 1.0) for name in ("N", "S"))
+    yield from {"N": N, "S": S}.items()
+    if "C" in counts:  # what is said about outputs, and about two, is about the square loss
+        yield from {"C": counts["C"], "2": 2.0, "N C": N * counts["C"]}.items()
+    yield from {"L": counts.get("L", 1.0), "N S": N * S, "N^2": N**2, "S^2": S**2}.items()
 
 
 def _same(one: Tensor, other: Tensor, facts: Facts) -> bool:

@@ -86,6 +86,31 @@ class Ragged(nn.Module):
         return filled.sum(1) if self.combine == "sum" else filled
 
 
+class Padded(nn.Module):
+    """Predicts a class for every position from it and the mean of all positions, where the last feature is positive.
+
+    Other positions are padding: predictions for real ones do not depend on them. Those for padding are there, too.
+    """
+
+    def __init__(self) -> None:
+        """Make two layers."""
+        super().__init__()
+        self.first = nn.Linear(4, 2)
+        self.last = nn.Linear(2, 3)
+
+    def mask(self, x: Tensor) -> Tensor:
+        """Return which positions are real, `[batch, positions]`."""
+        return x[..., -1] > 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits `[batch, classes, positions]`."""
+        mask = self.mask(x).unsqueeze(-1)
+        h = torch.tanh(self.first(x[..., :-1]))
+        mean = (mask * h).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+        logits: Tensor = self.last(h + mean)
+        return logits.movedim(-1, 1)
+
+
 class Table(nn.Module):
     """A learned table of positions that is repeated for every datum and added to inputs, before a layer."""
 

@@ -13,6 +13,7 @@ from kfs.conformance.checks import Check, CheckError, checks
 Status = Literal[
     "passed", "not supported", "failed", "silently wrong", "unreadable", "expected failure", "unexpected pass"
 ]
+_RAISED = "It raised an error, so that nothing was compared."
 BAD: tuple[Status, ...] = ("failed", "silently wrong", "unreadable", "unexpected pass")
 
 
@@ -28,7 +29,7 @@ class Result:
             right; `"expected failure"`, or `"unexpected pass"` if it should have failed.
         outcome: What happened, whatever was expected.
         message: What was wrong, and what probably caused it; or why it is not supported.
-        bug: What a failure points to.
+        bug: What a failure points to; if there was an error, nothing was compared.
         seconds: How long it took.
     """
 
@@ -72,6 +73,7 @@ def run_one(adapter: Adapter, check: Check) -> Result:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         status, message = _outcome(adapter, check)
+    bug = _RAISED if status == "failed" else check.bug
     if status == "silently wrong" and any(issubclass(w.category, UserWarning) for w in caught):
         status, message = "failed", f"{message} It warned: {caught[0].message}"
     reason, outcome = adapter.expects_failure(check.name), status
@@ -80,7 +82,7 @@ def run_one(adapter: Adapter, check: Check) -> Result:
     elif reason is not None and status == "passed":
         status, message = "unexpected pass", f"It should fail: {reason}"
     seconds = time.perf_counter() - start
-    return Result(check.name, tuple(sorted(check.tags)), status, message, check.bug, seconds, outcome)
+    return Result(check.name, tuple(sorted(check.tags)), status, message, bug, seconds, outcome)
 
 
 def _outcome(adapter: Adapter, check: Check) -> tuple[Status, str]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.conformance.case import Case, Setting
+from kfs.conformance.tolerances import SINGLE
 from kfs.kfac import KFAC, Block
 from kfs.risk import EmpiricalRisk
 
@@ -28,7 +29,11 @@ def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, s
         found[f"This is weight sharing '{another}', but '{sharing}' was asked for."] = _block(
             setting, params, fisher, another
         )
-    if isinstance(setting.loss, nn.CrossEntropyLoss):
+    found |= _other_reduction(setting, right)
+    found |= _behind_activations_in_place(setting, params, fisher, sharing)
+    if case.layer == "padding":
+        found |= padding_counted(setting, params, fisher, sharing)
+    elif isinstance(setting.loss, nn.CrossEntropyLoss):
         y = torch.cat([y for _, y in setting.data])
         counted = int((y != setting.loss.ignore_index).sum())
         if counted < y.numel():
@@ -49,6 +54,92 @@ def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, s
         order = torch.cat([order, torch.arange(weights, len(right))])
         found["Entries are flattened column by column, and not row by row."] = right[order][:, order]
     return found
+
+
+def _other_reduction(setting: Setting, right: Tensor) -> dict[str, Tensor]:
+    """Return the curvature of the mean if the sum was asked for, and the other way round."""
+    loss = copy.deepcopy(setting.loss)
+    is_mean = loss.reduction == "mean"
+    loss.reduction = "sum" if is_mean else "mean"  # type: ignore[assignment]
+    one_datum = sum(len(X) for X, _ in setting.data) == 1
+    if isinstance(loss, nn.MSELoss) and is_mean and one_datum:
+        return {}  # whoever divides by the number of data, and not by all entries, gets the same
+    factor = _risk(Setting(setting.model, loss, setting.data)).reduction_factor / _risk(setting).reduction_factor
+    asked, other = ("mean", "summed") if is_mean else ("sum", "averaged")
+    words = (
+        f"The reduction was ignored: this is the curvature of the {other} loss, and reduction='{asked}' was asked for."
+    )
+    return {} if abs(factor - 1) < SINGLE else {words: factor * right}
+
+
+def padding_counted(setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> dict[str, Tensor]:
+    """Return what comes out if inputs of padded positions are added up, or these are counted, or both.
+
+    No gradient comes back to them. So the gradient-based factor is divided by too many positions, and has a right sum.
+    """
+    name = params[0].rpartition(".")[0]
+    inputs: list[Tensor] = []
+    model = copy.deepcopy(setting.model)
+    hook = model.get_submodule(name).register_forward_hook(lambda _, x, __: inputs.append(x[0].detach()))
+    for X, _ in setting.data:
+        model(X)
+    hook.remove()
+    short = setting.unpadded()
+    joint = len(params) == 2
+    K = KFAC(_risk(short), fisher, sharing, joint_bias=joint)  # type: ignore[arg-type]
+    block = next(block for block in K.blocks.values() if block.layout.weight == params[0])
+    x = torch.cat(inputs)  # [batch, positions, features]
+    x = torch.cat([x, torch.ones_like(x[..., :1])], 2) if joint else x
+    x = x.sum(1) if sharing == "reduce" else x.flatten(0, 1)
+    A = _risk(short).reduction_factor * x.T @ x
+    lengths = torch.tensor([y.shape[1] for _, y in short.data])
+    power = 2 if sharing == "reduce" else 1
+    places = sum(X.shape[0] * X.shape[1] ** power for X, _ in setting.data)
+    B = block.B * float((lengths**power).sum() / places)
+    return {
+        words: _weight_first(a.unsqueeze(0), b.unsqueeze(0), joint)
+        for words, a, b in (
+            (
+                "Padded rows are counted: their inputs are in the input-based factor, and their number is in the "
+                "gradient-based one.",
+                A,
+                B,
+            ),
+            ("Padded rows are counted: their inputs are in the input-based factor.", A, block.B),
+            ("Padded rows are counted: their number is in the gradient-based factor.", block.A, B),
+        )
+    }
+
+
+class _WithoutDerivative(nn.Module):
+    """An activation whose derivative is taken to be one."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Change values, and leave gradients as they are."""
+        out: Tensor = self.activation(x.clone())
+        return x + (out - x).detach()
+
+
+def _behind_activations_in_place(
+    setting: Setting, params: Sequence[str], fisher: str, sharing: str
+) -> dict[str, Tensor]:
+    """Return what comes out if the gradient is taken after an activation has overwritten the layer's output."""
+    model = copy.deepcopy(setting.model)
+    names = [name for name, _ in model.named_children()]
+    layer = params[0].partition(".")[0]
+    after = names[names.index(layer) + 1 :][:1] if layer in names and isinstance(model, nn.Sequential) else []
+    if not after or not getattr(model.get_submodule(after[0]), "inplace", False):
+        return {}
+    setattr(model, after[0], _WithoutDerivative(model.get_submodule(after[0])))
+    words = (
+        "The activation behind the layer overwrites its output, and the gradient is that of what was written: the "
+        "derivative of the activation is missing. Take the gradient of the output as it was before."
+    )
+    return {words: _block(Setting(model, setting.loss, setting.data), params, fisher, sharing)}
 
 
 def _convolution_suspects(

@@ -2,16 +2,38 @@
 
 import warnings
 from collections.abc import Sequence
+from math import inf
 
 import torch
 from torch import Tensor, nn
 
 from kfs.data import fingerprint
 from kfs.errors import DistributedError, KfsWarning, ModelError, SolverError
-from kfs.kfac.structures import BlockDiagonal, Damping, Method
+from kfs.kfac.structures import BlockDiagonal, Damping, Method, Relative
 from kfs.names import few, near
 from kfs.operators.same_parameters import check_parameters
 from kfs.risk import EmpiricalRisk
+
+
+def chosen_damping(damping: Damping | None, weight_decay: float | None) -> Damping:
+    """Return the damping that was asked for: itself, that of the L2 penalty, or the default.
+
+    Raises:
+        ModelError: If both are given, or the weight decay is not a positive number.
+    """
+    if weight_decay is None:
+        return Relative(0.1) if damping is None else damping
+    if damping is not None:
+        raise ModelError(
+            f"There are damping={damping!r} and weight_decay={weight_decay!r}, which is damping, too.",
+            "Pass one of them.",
+        )
+    if isinstance(weight_decay, bool) or not isinstance(weight_decay, int | float) or not 0 < weight_decay < inf:
+        raise ModelError(
+            f"weight_decay is {weight_decay!r}.",
+            "Use the positive number that the optimizer was given. If there was none, leave it out.",
+        )
+    return float(weight_decay)
 
 
 def inverse_of(K: BlockDiagonal, damping: Damping, method: Method) -> BlockDiagonal:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kfs.describing import Described, Description, counted, kind
 from kfs.errors import ModelError
-from kfs.influence.checks import check_alone, check_choice, check_count, inverse_of
+from kfs.influence.checks import check_alone, check_choice, check_count, chosen_damping, inverse_of
 from kfs.influence.cost import Cost, cost_of
 from kfs.influence.index import Index, settings_of
 from kfs.influence.query_error import QueryError, query_error
@@ -21,7 +21,7 @@ from kfs.influence.ranking import Top
 from kfs.influence.scoring import BY, By, Normalize, all_scores, best, check_request, self_scores
 from kfs.influence.stored import Compression
 from kfs.influence.stream import Request, Stream
-from kfs.kfac.structures import BlockDiagonal, Damping, Method, Relative
+from kfs.kfac.structures import BlockDiagonal, Damping, Method
 from kfs.losses.quantities import Quantity
 from kfs.risk import EmpiricalRisk
 
@@ -36,15 +36,19 @@ class Influence(Described):
 
     Args:
         K: The curvature of the training loss: `KFAC`, `EKFAC`, or another operator with blocks.
-        damping: What is added to the curvature, as in `K.inverse`.
+        damping: What is added to the curvature, as in `K.inverse`. By default `Relative(0.1)`, if there is no weight
+            decay.
         method: How it is added, as in `K.inverse`.
+        weight_decay: The L2 penalty of training, in place of `damping`: the number that the optimizer was given, which
+            adds `weight_decay / 2` times the squared norm of the parameters to the loss that `K` is the curvature of.
+            Its curvature is this number, so that the damped matrix is the curvature of what was minimized.
 
     Attributes:
         K: The curvature.
         inverse: The damped inverse.
 
     Raises:
-        ModelError: If the operator has no blocks, or is not symmetric.
+        ModelError: If the operator has no blocks, or is not symmetric, or there are damping and weight decay.
         SolverError: If a block is singular. It is named.
 
     Example:
@@ -67,8 +71,10 @@ class Influence(Described):
     def __init__(
         self,
         K: BlockDiagonal,
-        damping: Damping = Relative(0.1),  # noqa: B008 (nobody changes it)
+        damping: Damping | None = None,
         method: Method = "exact",
+        *,
+        weight_decay: float | None = None,
     ) -> None:
         """Invert."""
         if not isinstance(K, BlockDiagonal):
@@ -80,9 +86,9 @@ class Influence(Described):
         if not K.symmetric:
             raise ModelError("The operator is not symmetric.", "Use the curvature itself, and not a product with it.")
         self.K = K
-        self._damping = damping
+        self._damping = chosen_damping(damping, weight_decay)
         self._method = method
-        self.inverse = inverse_of(K, damping, method)
+        self.inverse = inverse_of(K, self._damping, method)
 
     def describe(self) -> Description:
         """Describe model, blocks and inverse."""

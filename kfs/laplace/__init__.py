@@ -1,7 +1,8 @@
 """The Laplace approximation: a normal distribution over parameters, from the curvature of a trained model's loss.
 
-`Backend` gives this library's curvature to laplace-torch, which has predictives, links and samplers. `posterior` and
-the functions beside it do without that library, for every model and loss that KFAC covers.
+`posterior` and the functions beside it work for every model and loss that KFAC covers: `posterior(...).predict(X)`
+returns mean and covariance of a regression, or probabilities of classes. `Backend` gives this library's curvature to
+laplace-torch, which has other predictives and samplers.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -15,11 +15,12 @@ bisection finds it. Blocks with priors of their own have maxima of their own.
 
 from collections.abc import Callable, Iterable, Mapping
 from math import exp, log, pi
+from warnings import warn
 
 import torch
 from torch import Tensor
 
-from kfs.errors import ModelError, SolverError
+from kfs.errors import KfsWarning, ModelError, SolverError
 from kfs.kfac.structures import BlockDiagonal
 from kfs.laplace.likelihood import (
     Likelihood,
@@ -36,6 +37,8 @@ from kfs.risk import EmpiricalRisk
 
 _MOST_ROUNDS = 1_000
 _TOLERANCE = 1e-10
+# With more effective parameters than this share of the targets, the noise is more than 1.4 times the residuals.
+_MOST_EFFECTIVE = 0.5
 
 
 def log_marginal_likelihood(
@@ -201,7 +204,9 @@ def tune_prior_and_noise(
     r"""Find the prior precision and the noise of a regression that have the largest marginal likelihood, in turn.
 
     The best noise for a prior solves $\sigma^2 = \sum_n \|f_n - y_n\|^2 / (n - \gamma)$, where $n$ counts all numbers
-    that are predicted, and $\gamma$ is the effective number of parameters.
+    that are predicted, and $\gamma$ is the effective number of parameters. The exact curvature has at most $n$
+    eigenvalues that are not zero. Kronecker products have more, so that $\gamma$ is overestimated if there are more
+    parameters than data, and so is the noise. `KfsWarning` says so if $\gamma$ is more than half of $n$.
 
     Args:
         K: The curvature of the risk.
@@ -232,11 +237,34 @@ def tune_prior_and_noise(
         before = log_variance
         log_variance = _best_log_variance(unit, priors, criteria, num_targets)
         if abs(log_variance - before) < 100 * _TOLERANCE:
-            return priors, exp(log_variance / 2)
+            noise = exp(log_variance / 2)
+            _warn_of_overestimate(noise, (2 * criteria / num_targets) ** 0.5)
+            return priors, noise
     raise SolverError(
         f"Prior and noise have not settled after {_MOST_ROUNDS} rounds.",
         "Choose one of them: see noise= of kfs.laplace.tune_prior.",
     )
+
+
+def _warn_of_overestimate(noise: float, residual: float) -> None:
+    """Warn if most of the noise is not in the residuals, which is due to the number of effective parameters.
+
+    Args:
+        noise: The noise with the largest marginal likelihood.
+        residual: Root mean square of the residuals.
+    """
+    # The best noise has residual^2 = noise^2 (1 - gamma / n).
+    share = 1 - (residual / noise) ** 2
+    if share > _MOST_EFFECTIVE:
+        warn(
+            f"The noise is probably overestimated: it is {noise:.3g}, and residuals have a root mean square of "
+            f"{residual:.3g}. The effective number of parameters is {share:.0%} of the number of targets, and "
+            "approximate curvature has more of them than the data determine. Compare with noise="
+            f"{residual:.3g} and kfs.laplace.tune_prior(K, risk, noise={residual:.3g}) on data that were not trained "
+            "on: posterior.predict(X, noise=True) has mean and variance.",
+            KfsWarning,
+            stacklevel=3,
+        )
 
 
 def _divided(block: BlockSpectrum, variance: float) -> BlockSpectrum:

@@ -16,11 +16,13 @@ from kfs.laplace.likelihood import (
     Prior,
     check_curvature,
     check_risk,
+    is_regression,
     likelihood_of,
     priors_by_name,
 )
+from kfs.laplace.links import Link, check_link, probabilities
 from kfs.laplace.spectrum import decomposed
-from kfs.laplace.variance import NO_LOSS, output_covariance
+from kfs.laplace.variance import NO_LOSS, output_covariance, output_mean, risk_of_inputs
 from kfs.operators.computed_at import warn_of_other_values
 from kfs.operators.same_parameters import check_parameters
 from kfs.risk import EmpiricalRisk
@@ -108,7 +110,73 @@ class Posterior(Described):
     def functional_variance(self, X: Any, *, batch_size: int = 256) -> Tensor:
         """Return the covariance of the linearized network's outputs; see `kfs.laplace.functional_variance`."""
         self._warn_of_training()
-        return output_covariance(self.K, self.covariance, self.risk, X, _checked(batch_size))
+        return output_covariance(
+            self.K, self.covariance, risk_of_inputs(self.risk, X, _checked("batch_size", batch_size))
+        )
+
+    def predict(
+        self,
+        X: Any,
+        *,
+        link: Link | None = None,
+        num_samples: int = 1_000,
+        seed: int = 0,
+        noise: bool = False,
+        batch_size: int = 256,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Predict with the linearized network, whose outputs have a normal distribution for every datum.
+
+        Args:
+            X: Inputs, as the model takes them.
+            link: For classes, how probabilities are averaged over the logits: `"probit"` (the default), `"mc"`
+                (Monte Carlo) or `"bridge"` (the Laplace bridge; of two classes, it is the model's own probability).
+            num_samples: Number of draws of the logits for `"mc"`.
+            seed: Seed for the draws.
+            noise: For regression, whether the noise is added to the variances. Then they are those of targets, and
+                otherwise those of the model's outputs.
+            batch_size: How many data are processed together, if inputs are one tensor.
+
+        Returns:
+            For classes, their probabilities, shaped like the model's outputs. For regression, mean `[n, *outputs]` and
+            covariance `[n, outputs, outputs]` of the outputs of each datum; several axes are flattened.
+
+        Raises:
+            ModelError: If the loss is neither that of classes nor of a regression, or an option is for the other.
+            DataError: If there are no inputs, or an output is not finite.
+
+        Example:
+            >>> import torch
+            >>> from kfs import KFAC
+            >>> _ = torch.manual_seed(0)
+            >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
+            >>> mean, covariance = posterior(KFAC(risk), risk, 1.0, noise=0.1).predict(torch.rand(4, 3), noise=True)
+            >>> mean.shape, covariance.shape
+            (torch.Size([4, 2]), torch.Size([4, 2, 2]))
+        """
+        self._check_prediction(link, noise)
+        inputs = risk_of_inputs(self.risk, X, _checked("batch_size", batch_size))
+        num_samples = _checked("num_samples", num_samples)
+        self._warn_of_training()
+        covariance = output_covariance(self.K, self.covariance, inputs)
+        mean = output_mean(inputs)
+        if not is_regression(self.risk):
+            return probabilities(self.risk.loss, mean, covariance, link or "probit", num_samples, seed)
+        if noise:
+            covariance.diagonal(dim1=1, dim2=2).add_((self.likelihood.noise or 0.0) ** 2)
+        return mean, covariance
+
+    def _check_prediction(self, link: str | None, noise: bool) -> None:
+        """Refuse options that the loss does not have."""
+        name = self.risk.loss.name
+        if not is_regression(self.risk):
+            check_link(self.risk.loss, link or "probit")
+            if noise:
+                raise ModelError(f"{name} has no noise that could be added.", "Leave noise= out; it is for MSELoss.")
+        elif link is not None:
+            raise ModelError(
+                f"{name} is the loss of a regression, and link={link!r} is for probabilities of classes.",
+                "Leave link= out: mean and covariance are returned.",
+            )
 
     def log_marginal_likelihood(self) -> Tensor:
         """Return the log marginal likelihood; see `kfs.laplace.log_marginal_likelihood`."""
@@ -199,7 +267,7 @@ def functional_variance(
     priors = _numbers(priors_by_name(prior_precision, K))
     risk = risk_or_model if isinstance(risk_or_model, EmpiricalRisk) else _risk_of(K, risk_or_model)
     covariance = decomposed(K, likelihood.scale).inverse(priors)
-    return output_covariance(K, covariance, risk, X, _checked(batch_size))
+    return output_covariance(K, covariance, risk_of_inputs(risk, X, _checked("batch_size", batch_size)))
 
 
 def _risk_of(K: BlockDiagonal, model: object) -> EmpiricalRisk:
@@ -222,8 +290,8 @@ def _numbers(priors: Mapping[str, Number]) -> dict[str, float]:
     return {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in priors.items()}
 
 
-def _checked(batch_size: object) -> int:
-    """Refuse what is not a number of data."""
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ModelError(f"batch_size is {batch_size!r}.", "Use an integer of at least one.")
-    return batch_size
+def _checked(name: str, number: object) -> int:
+    """Refuse what is not a number of data, or of draws."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ModelError(f"{name} is {number!r}.", "Use an integer of at least one.")
+    return number

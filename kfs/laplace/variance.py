@@ -44,21 +44,41 @@ def unit_vectors(f: Tensor, y: Tensor) -> Iterator[Tensor]:  # noqa: ARG001 (the
         yield v.reshape(1, *f.shape)
 
 
-def output_covariance(
-    K: BlockDiagonal, covariance: BlockDiagonal, risk: EmpiricalRisk, X: Any, batch_size: int
-) -> Tensor:
+def risk_of_inputs(risk: EmpiricalRisk, X: Any, batch_size: int) -> EmpiricalRisk:
+    """Return a risk with the same model and parameters, other inputs, and no targets.
+
+    Args:
+        risk: Has model and parameters. Its data are not used.
+        X: Inputs.
+        batch_size: How many data are processed together.
+    """
+    return EmpiricalRisk(risk.model, NO_LOSS, _batches(X, batch_size), risk.params, progress=risk.progress)
+
+
+def output_mean(inputs: EmpiricalRisk) -> Tensor:
+    """Return the outputs of every datum at the parameters as they are, `[n, *outputs]`.
+
+    Raises:
+        DataError: If one is not finite.
+    """
+    found = []
+    with inputs.untouched(), torch.no_grad():
+        for batch in inputs.batches("outputs"):
+            inputs.finite(f := inputs.evaluate(batch), batch)
+            found.append(f.to(inputs.sum_dtype))
+    return torch.cat(found)
+
+
+def output_covariance(K: BlockDiagonal, covariance: BlockDiagonal, inputs: EmpiricalRisk) -> Tensor:
     """Return the covariance of the outputs of every datum, `[n, outputs, outputs]`.
 
     Args:
         K: Has blocks and settings.
         covariance: The posterior's, with the same blocks.
-        risk: Has model and parameters. Its data are not used.
-        X: Inputs.
-        batch_size: How many data are processed together.
+        inputs: Model, parameters and inputs.
     """
-    inputs = EmpiricalRisk(risk.model, NO_LOSS, _batches(X, batch_size), risk.params, progress=risk.progress)
     structures = {
-        layout.name: stack.structure[part].to(risk.device, risk.sum_dtype)
+        layout.name: stack.structure[part].to(inputs.device, inputs.sum_dtype)
         for stack in covariance.stacks
         for layout, part in stack.slices()
     }

@@ -16,6 +16,7 @@ from kfs.cli import app
 from kfs.conformance import Adapter, CheckError, Result, built_in, checks, find, report, run, run_one, script, select
 from kfs.conformance.adapter import UnreadableError, read
 from kfs.conformance.adapters.kfs import compute
+from kfs.conformance.case import Setting
 from kfs.conformance.cases import EXACT
 from kfs.conformance.diagnosis import Facts, diagnose
 from kfs.errors import ModelError
@@ -381,3 +382,17 @@ def test_the_zoo_is_complete() -> None:
         "labels instead of draws", "uncorrected draws", "unfolded wrongly", "groups averaged",
     }  # fmt: skip
     assert promised <= set(ZOO)
+
+
+def test_padding_is_left_out_by_whoever_removes_it() -> None:
+    """Factors of sequences without padding pass, for both kinds of sharing."""
+
+    def without(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Any:
+        return compute(model, loss, Setting(model, loss, data).unpadded().data, fisher, sharing)
+
+    adapter = Adapter("without padding", without)
+    chosen = [check for check in checks() if "padding" in check.tags]
+    assert len(chosen) == 10
+    for check in chosen:
+        result = run_one(adapter, check)
+        assert result.status == "passed", result.message

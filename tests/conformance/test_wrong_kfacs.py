@@ -17,6 +17,7 @@ def test_wrong_implementation(name: str) -> None:
             result = run_one(adapter, check)
             assert result.status == wrong.status, check.name
             assert wrong.hint in result.message
+            assert ("nothing was compared" in result.bug) == (result.outcome == "failed")
         if wrong.fine is not None and check.name.startswith(wrong.fine):
             assert run_one(adapter, check).status == "passed", check.name
 

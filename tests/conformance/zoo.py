@@ -83,6 +83,57 @@ def sum_for_mean(model: Any, loss: Any, data: Any, fisher: str, sharing: str) ->
     return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
 
 
+def mean_for_sum(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    """`reduction="sum"` of the cross-entropy is ignored."""
+    if isinstance(loss, nn.CrossEntropyLoss):
+        loss = copy.deepcopy(loss)
+        loss.reduction = "mean"
+    return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
+
+
+def by_hooks(model: Any, loss: Any, data: Any, fisher: str, _: str) -> Pairs:
+    """A plain KFAC by hooks that takes all rows of a layer for data, and keeps its outputs to differentiate by them.
+
+    Some of them have been overwritten by then, if activations work in place. And rows may be padding.
+    """
+    kept: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda __, inputs, output: kept.update({name: (inputs[0].detach(), output)})
+
+    risk = EmpiricalRisk(model, loss, data)
+    hooks = [m.register_forward_hook(keep(name)) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    try:
+        sums: dict[str, list[Any]] = {}
+        for X, y in data:
+            f = model(X)
+            if fisher == "empirical":
+                vectors = risk.loss.gradient(f.detach(), y).unsqueeze(0)
+            else:
+                vectors = risk.loss.hessian_factor(f.detach(), y)
+            for name, (x, z) in kept.items():
+                G = torch.stack([torch.autograd.grad(f, z, v, retain_graph=True)[0] for v in vectors]).flatten(0, -2)
+                x = torch.cat([x, torch.ones_like(x[..., :1])], -1).flatten(0, -2)  # noqa: PLW2901
+                A, B, rows = sums.get(name, [0.0, 0.0, 0])
+                sums[name] = [A + x.T @ x, B + G.T @ G, rows + len(x)]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: (risk.reduction_factor * A, B / rows) for name, (A, B, rows) in sums.items()}
+
+
+def full_backward_hooks(model: Any, loss: Any, data: Any, fisher: str, sharing: str) -> Pairs:
+    """PyTorch refuses to overwrite what comes out of a module with a full backward hook."""
+    hooks = [m.register_full_backward_hook(lambda *_: None) for m in model.modules() if isinstance(m, nn.Linear)]
+    try:
+        for X, y in data:
+            loss(model(X.clone().requires_grad_()), y)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return right(model, loss, data, fisher, sharing)  # type: ignore[no-any-return]
+
+
 def gradients_of_a_mean(_: Any, loss: Any, data: Any) -> float:
     """The mean loss was differentiated, and its factor 1/N not undone."""
     return 1 / num_data(data) if loss.reduction == "mean" else 1.0
@@ -268,7 +319,41 @@ ZOO: dict[str, Wrong] = {
         status="unreadable",
     ),
     "sum for mean": Wrong(
-        sum_for_mean, "exact: deep linear net, mse mean", "too large by N C = 15", "exact: deep linear net, mse sum"
+        sum_for_mean,
+        "exact: deep linear net, mse mean",
+        "this is the curvature of the summed loss, and reduction='mean' was asked for",
+        "exact: deep linear net, mse sum",
+    ),
+    "mean for sum, several labels": Wrong(
+        mean_for_sum,
+        "exact: sum over positions, several labels, ce sum",
+        "this is the curvature of the averaged loss, and reduction='sum' was asked for",
+        "exact: sum over positions, several labels, ce mean",
+    ),
+    "mean for sum, class weights": Wrong(
+        mean_for_sum,
+        "exact: one datum, class weights, ce, class weights sum",
+        "this is the curvature of the averaged loss, and reduction='sum' was asked for",
+        "exact: deep linear net, mse sum",
+    ),
+    "mean for sum, relation": Wrong(
+        mean_for_sum,
+        "relation: mean and sum",
+        "factors of the mean and the sum of ce are the same",
+        "relation: order of data",
+    ),
+    "outputs that are overwritten": Wrong(
+        by_hooks,
+        "exact: one datum, activations in place",
+        "the derivative of the activation is missing",
+        "exact: one datum, mse mean",
+    ),
+    "hooks that refuse to be overwritten": Wrong(
+        full_backward_hooks,
+        "exact: one datum, activations in place",
+        "is being modified inplace",
+        "exact: one datum, mse mean",
+        status="failed",
     ),
     "averaged loss": Wrong(
         scaled(gradients_of_a_mean),
@@ -312,6 +397,18 @@ ZOO: dict[str, Wrong] = {
     "gradients": Wrong(leaves_gradients, "state: untouched", "gradients", "exact: one datum, ce"),
     "hooks": Wrong(leaves_hooks, "state: untouched", "hooks of modules", "exact: one datum, ce"),
     "seeds": Wrong(seeds, "state: untouched, type-2", "random state", "exact: one datum, ce"),
+    "padding is data": Wrong(
+        by_hooks,
+        "exact: one position, padded, ce, padding sum, type-2, expand",
+        "Padded rows are counted: their inputs are in the input-based factor, and their number",
+        "exact: one datum, ce",
+    ),
+    "padding is data, several sequences": Wrong(
+        by_hooks,
+        "relation: padded sequences",
+        "Padded rows are counted: their inputs are in the input-based factor, and their number",
+        "exact: one datum, ce",
+    ),
     "a layer missing": Wrong(first_layer_only, "exact: one datum, ce", "nothing about the parameters"),
     "rows are data": Wrong(
         rows_are_data,

@@ -71,6 +71,59 @@ OPERATORS: dict[str, Any] = {
 }
 
 
+def refitted(X: Tensor, y: Tensor, weights: Tensor, penalty: float) -> Tensor:
+    """Minimize the weighted mean of squared errors plus half the penalty times the squared norm: `[W b]`."""
+    ones = torch.cat([X, torch.ones(len(X), 1).double()], 1)
+    H = 2 / len(X) * (ones.T * weights) @ ones + penalty * torch.eye(ones.shape[1]).double()
+    solution: Tensor = torch.linalg.solve(H, 2 / len(X) * (ones.T * weights) @ y)
+    return solution.T
+
+
+def test_weight_decay_is_that_of_training() -> None:
+    """For linear regression, whose KFAC is exact, scores must be how much predictions of a refitted model change.
+
+    The oracle refits it with other weights of each datum. Other multiples of the penalty are rejected.
+    """
+    torch.manual_seed(0)
+    penalty = 0.3
+    X, y = torch.randn(7, 3).double(), torch.randn(7, 1).double()
+    model = nn.Linear(3, 1).double()
+    best = refitted(X, y, torch.ones(7).double(), penalty)
+    with torch.no_grad():
+        model.weight.copy_(best[:, :3])
+        model.bias.copy_(best[:, 3])
+    # An optimizer with this weight decay stays there.
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=penalty)
+    nn.functional.mse_loss(model(X), y).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    sgd.step()
+    for p, kept in zip(model.parameters(), before, strict=True):
+        close(p.detach(), kept)
+    train = kfs.EmpiricalRisk(model, nn.MSELoss(), (X, y))
+    queries = kfs.EmpiricalRisk(model, nn.MSELoss(), (X[:2] + 1, y[:2]))
+    changes = []
+    for n in range(7):
+        weights = torch.stack([torch.ones(7).double()] * 2)
+        weights[:, n] += torch.tensor([1e-4, -1e-4]).double()
+        up, down = (refitted(X, y, w, penalty) for w in weights)
+        changes.append((X[:2] + 1) @ (up - down)[0, :3] + (up - down)[0, 3])
+    expected = torch.stack(changes, 1) / 2e-4
+
+    def change(**chosen: Any) -> Tensor:
+        scores = Influence(kfs.KFAC(train), **chosen).scores(queries, train, of=lambda f, _: f[0])
+        return -train.reduction_factor * scores
+
+    torch.testing.assert_close(change(weight_decay=penalty), expected, rtol=1e-6, atol=1e-8)  # of finite differences
+    close(change(weight_decay=penalty), change(damping=penalty))
+    for wrong in (penalty / 2, 2 * penalty, 7 * penalty, penalty / 7):
+        assert (change(weight_decay=wrong) - expected).norm() > 0.05 * expected.norm()
+    with pytest.raises(ModelError, match=r"damping=0.1 and weight_decay=0.3.*Pass one of them"):
+        change(damping=0.1, weight_decay=penalty)
+    for wrong in (0.0, -1.0, True, "0.1", float("nan")):  # type: ignore[assignment]
+        with pytest.raises(ModelError, match=r"weight_decay is .*the positive number that the optimizer was given"):
+            change(weight_decay=wrong)
+
+
 @pytest.mark.parametrize("kind", OPERATORS)
 @pytest.mark.parametrize("damping", [0.3, kfs.Relative(0.1), {"0": 0.2, "2": kfs.Relative(0.5)}], ids=str)
 def test_operators_and_dampings(kind: str, damping: Any) -> None:

@@ -1,5 +1,6 @@
 """Marginal likelihoods and the best priors, against dense matrices and fine grids."""
 
+import warnings
 from math import log, pi
 
 import pytest
@@ -96,7 +97,9 @@ def test_best_prior_far_away(size: float) -> None:
 def test_best_prior_and_noise(per_block: bool, num_data: int) -> None:
     risk = regression(num_data)
     K = kfs.KFAC(risk)
-    prior, noise = tune_prior_and_noise(K, risk, per_block=per_block)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are few data
+        prior, noise = tune_prior_and_noise(K, risk, per_block=per_block)
     at_best = log_marginal_likelihood(K, risk, prior, noise=noise)
     for factor in (0.99, 1.01):
         assert log_marginal_likelihood(K, risk, prior, noise=factor * noise) < at_best
@@ -108,6 +111,34 @@ def test_best_prior_and_noise(per_block: bool, num_data: int) -> None:
         close(list(prior.values()), list(again.values()), 1e-6)
     else:
         close(prior, again, 1e-6)
+
+
+def test_noise_is_overestimated() -> None:
+    """With more parameters than data, KFAC has more effective ones than data determine, and a warning says so.
+
+    For the best noise and prior, the formula for the noise says how many are effective; here they are counted with the
+    dense matrix. The exact curvature of this linear model has no more of them than data, but KFAC's has.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(12, 2).double()
+    X = torch.randn(60, 12).double()
+    y = model(X).detach() + 0.1 * torch.randn(60, 2).double()
+    few, many = (kfs.EmpiricalRisk(model, nn.MSELoss(), (X[:n], y[:n])) for n in (10, 60))
+    K = kfs.KFAC(few)
+    with pytest.warns(KfsWarning, match="The noise is probably overestimated") as seen:
+        prior, noise = tune_prior_and_noise(K, few)
+    assert seen[0].filename == __file__
+    assert isinstance(prior, float)
+    values = K.eigenvalues() / (few.reduction_factor * noise**2)
+    effective = float((values / (values + prior)).sum())
+    message = str(seen[0].message)
+    assert f"number of parameters is {effective / 20:.0%} of the number of targets" in message
+    residual = few.value() ** 0.5
+    assert f"it is {noise:.3g}, and residuals have a root mean square of {residual:.3g}" in message
+    assert f"tune_prior(K, risk, noise={residual:.3g})" in message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tune_prior_and_noise(kfs.KFAC(many), many)[1] < 1.2 * many.value() ** 0.5
 
 
 def test_no_best_prior() -> None:

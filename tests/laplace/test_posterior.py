@@ -15,7 +15,9 @@ from kfs.errors import DataError, DtypeError, KfsWarning, ModelError, UnknownAtt
 from kfs.kfac import exact_blocks, exact_diagonal
 from kfs.kfac.structures import BlockDiagonal
 from kfs.laplace import functional_variance, posterior
+from kfs.laplace.links import probabilities
 from kfs.laplace.variance import block_covariance
+from kfs.losses import TokenCrossEntropy, describe
 from tests.laplace.problems import (
     PROBLEMS,
     Problem,
@@ -23,6 +25,7 @@ from tests.laplace.problems import (
     close,
     dense_covariance,
     dense_variance,
+    mlp,
     regression,
     vectors,
 )
@@ -274,6 +277,7 @@ def test_curvature_at_other_values() -> None:
         lambda C: functional_variance(C, cast("nn.Module", risk.model), X, 1.0),
         lambda C: kfs.laplace.log_marginal_likelihood(C, risk, 1.0),
         lambda C: belief[C].functional_variance(X),
+        lambda C: belief[C].predict(X),
         lambda C: belief[C].log_marginal_likelihood(),
     ]
     for call in calls:
@@ -305,6 +309,117 @@ def test_batch_norm_in_training_mode() -> None:
     for what in (risk, model):
         with pytest.raises(ModelError, match="eval"):
             functional_variance(K, what, vectors(2), 1.0)
+
+
+def test_predictions_of_a_regression() -> None:
+    risk = regression()
+    K = kfs.KFAC(risk)
+    belief = posterior(K, risk, 2.0, noise=0.3)
+    X = vectors(5)
+    mean, covariance = belief.predict(X, batch_size=2)
+    assert isinstance(risk.model, nn.Module)
+    close(mean, risk.model(X).detach())
+    close(covariance, dense_variance(risk, dense_covariance(K, 1 / (risk.reduction_factor * 0.3**2), 2.0), X))
+    of_targets = belief.predict(X, noise=True)[1]
+    close(of_targets, covariance + 0.3**2 * torch.eye(2).double())
+
+
+def test_predictions_of_classes() -> None:
+    """All links approximate the mean of the softmax over draws of logits, which are drawn here in another way."""
+    risk = classification(PROBLEMS[0])
+    belief = posterior(kfs.KFAC(risk), risk, 2.0)
+    X = vectors(4)
+    predict: Callable[..., Tensor] = cast("Any", belief.predict)
+    assert isinstance(risk.model, nn.Module)
+    logits = torch.distributions.MultivariateNormal(risk.model(X).detach(), belief.functional_variance(X))
+    expected = logits.sample((20_000,)).softmax(2).mean(0)
+    state = torch.get_rng_state()
+    # Both averages have an error of at most 0.5 / sqrt(20,000) = 0.0035.
+    close(predict(X, link="mc", num_samples=20_000), expected, 0.015)
+    close(predict(X), expected, 0.05)
+    close(predict(X, link="bridge"), expected, 0.1)
+    assert torch.equal(torch.get_rng_state(), state)
+    alone = risk.model(X).detach().softmax(1)
+    assert (predict(X) - expected).abs().max() < 0.5 * (alone - expected).abs().max()
+    one, other = (predict(X, link="mc", num_samples=50, seed=seed, batch_size=3) for seed in (0, 1))
+    close(one, predict(X, link="mc", num_samples=50))  # batches do not matter
+    assert (one - other).abs().max() > 1e-3
+
+
+def test_predictions_of_labels() -> None:
+    """Against integrals of the logistic function over normal distributions, by trapezoids."""
+    torch.manual_seed(0)
+    model = mlp(2).double()
+    y = torch.randint(2, (8, 2)).double()
+    risk = kfs.EmpiricalRisk(model, nn.BCEWithLogitsLoss(), (vectors(8), y))
+    belief = posterior(kfs.KFAC(risk), risk, 1.0)
+    X = 3 * vectors(3)
+    f, variance = model(X).detach(), belief.functional_variance(X).diagonal(dim1=1, dim2=2)
+    z = torch.linspace(-8, 8, 2001).double()
+    weights = torch.softmax(-0.5 * z**2, 0)
+    expected = ((f.unsqueeze(2) + variance.sqrt().unsqueeze(2) * z).sigmoid() * weights).sum(2)
+    close(belief.predict(X), expected, 0.03)  # how good probit is
+    close(belief.predict(X, link="mc", num_samples=20_000), expected, 0.015)
+    with pytest.raises(ModelError, match=r"the Laplace bridge changes nothing.*link='probit'"):
+        belief.predict(X, link="bridge")
+
+
+def test_laplace_bridge() -> None:
+    """It must find the Dirichlet distribution whose mode and curvature, over logits that sum up to zero, it is given.
+
+    Curvature is by autograd. A random shift of all logits, which does not matter to the softmax, is added.
+    """
+    torch.manual_seed(0)
+    alpha = torch.rand(4, 2, 3).double() * 5 + 0.1  # [data, positions, classes]
+    mode = alpha.log() - alpha.log().mean(2, keepdim=True)
+    covariance = torch.zeros(4, 6, 6).double()
+    for n in range(4):
+        for s in range(2):
+            H = torch.autograd.functional.hessian(
+                lambda z, a=alpha[n, s]: -(a * z.log_softmax(0)).sum(), mode[n, s], vectorize=True
+            )
+            some = slice(3 * s, 3 * s + 3)
+            covariance[n, some, some] = torch.linalg.pinv(H, hermitian=True) + (0.0 if s else 0.7)
+    expected = alpha / alpha.sum(2, keepdim=True)
+    tokens = probabilities(TokenCrossEntropy(shift=False), mode + 3.0, covariance, "bridge", 1, 0)
+    # Only where the sum is random does it say by how much logits are shifted.
+    close(tokens[:, 1], expected[:, 1])
+    shifted = probabilities(TokenCrossEntropy(shift=False), mode, covariance, "bridge", 1, 0)
+    close(shifted, expected)
+    order = torch.arange(6).reshape(2, 3).T.flatten()
+    loss = describe(nn.CrossEntropyLoss())
+    moved = probabilities(loss, mode.transpose(1, 2), covariance[:, order][:, :, order], "bridge", 1, 0)
+    close(moved.transpose(1, 2), expected)
+    large = probabilities(
+        loss, torch.tensor([[800.0, -800.0, 0.0]]).double(), torch.eye(3).double()[None], "bridge", 1, 0
+    )
+    close(large, [[1.0, 0.0, 0.0]])
+
+
+def test_draws_of_singular_covariances() -> None:
+    """Two logits that move together have a probability that does not change."""
+    f = torch.tensor([[1.0, -1.0], [0.5, 0.0]]).double()
+    covariance = torch.stack([torch.ones(2, 2), torch.eye(2)]).double()
+    found = probabilities(describe(nn.CrossEntropyLoss()), f, covariance, "mc", 200, 0)
+    close(found[0], f[0].softmax(0))
+    assert (found[1] - f[1].softmax(0)).abs().max() > 1e-3
+
+
+def test_what_is_not_predicted() -> None:
+    classes = classification(PROBLEMS[0])
+    belief = posterior(kfs.KFAC(classes), classes, 1.0)
+    with pytest.raises(ModelError, match=r"There is no link 'probits'. Did you mean 'probit'?"):
+        belief.predict(vectors(2), link="probits")  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="has no noise that could be added"):
+        belief.predict(vectors(2), noise=True)
+    with pytest.raises(ModelError, match="num_samples is 0"):
+        belief.predict(vectors(2), link="mc", num_samples=0)
+    numbers = regression()
+    with pytest.raises(ModelError, match=r"link='mc' is for probabilities of classes. Leave link= out"):
+        posterior(kfs.KFAC(numbers), numbers, 1.0, noise=1.0).predict(vectors(2), link="mc")
+    counts = kfs.EmpiricalRisk(mlp(1).double(), nn.PoissonNLLLoss(), (vectors(5), torch.ones(5, 1).double()))
+    with pytest.raises(ModelError, match=r"PoissonNLLLoss has no classes.*Use functional_variance"):
+        posterior(kfs.KFAC(counts), counts, 1.0).predict(vectors(2))
 
 
 def test_shown() -> None:

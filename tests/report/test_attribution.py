@@ -78,6 +78,19 @@ def test_command_line(runner: CliRunner, tmp_path: Path) -> None:
     assert not re.findall(r'(?:src|href)="(?!data:|#)', text)
 
 
+def test_weight_decay(runner: CliRunner) -> None:
+    command = ["influence", "made_for_influence:vectors", "--top", "1", "--queries", "1", "--weight-decay", "0.02"]
+    result = runner.invoke(app, command)
+    assert result.exit_code == 0, result.stderr
+    model, loss, train_data, query_data = vectors()
+    train, queries = (kfs.EmpiricalRisk(model, loss, data) for data in (train_data, query_data))
+    best = kfs.Influence(kfs.EKFAC(train), 0.02).scores(queries, train)[0].max()
+    assert f"{float(best):.4g}"[:4] in result.stdout
+    both = runner.invoke(app, [*command, "--damping", "0.1"])
+    assert both.exit_code == 2
+    assert "Pass one of them" in both.stderr
+
+
 def test_fewer_queries_and_an_index(runner: CliRunner, tmp_path: Path) -> None:
     few = ["influence", "made_for_influence:vectors", "--top", "3", "--queries", "3"]
     plain = runner.invoke(app, few)

@@ -49,6 +49,11 @@ def compute(
 KNOWN = {
     "exact: one datum that counts, ce, ignored labels mean, empirical": "Ignored labels are counted in the mean.",
     "exact: one datum that counts, ce, ignored labels sum, type-2": "Ignored labels are counted.",
+    "exact: one datum, class weights, ce, class weights mean, empirical": "A mean divides by the number of labels, and "
+    "not by their weights.",
+    "exact: one datum, class weights, ce, class weights sum, type-2": "The Hessian of the loss has no class weights.",
+    "exact: one position, padded": "Padded rows and ignored labels are counted.",
+    "relation: padded sequences": "Padded rows and ignored labels are counted.",
     "exact: circular padding": "Patches are padded with zeros, whatever padding_mode says.",
     "exact: groups of channels": "There is one factor pair for all groups.",
     "exact: called twice": "Calls of one layer are added as if they were data.",

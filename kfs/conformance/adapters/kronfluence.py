@@ -1,5 +1,6 @@
 """Factors of Kronfluence (covariance matrices of its strategy "kfac")."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from importlib.metadata import version
 
@@ -17,8 +18,12 @@ Data = list[tuple[Tensor, Tensor]]
 class _Task(kronfluence.Task):  # type: ignore[misc]
     """The loss as Kronfluence's documentation wants it: summed, with labels drawn by the user."""
 
-    def __init__(self, loss: nn.Module, layers: list[str]) -> None:
-        self.loss, self.layers = loss, layers
+    def __init__(self, loss: nn.Module, layers: list[str], mask: Callable[[Tensor], Tensor] | None) -> None:
+        self.loss, self.layers, self.mask = loss, layers, mask
+
+    def get_attention_mask(self, batch: tuple[Tensor, Tensor]) -> Tensor | None:
+        """Return which positions are not padding, for models that know it."""
+        return None if self.mask is None else self.mask(batch[0]).long()
 
     def compute_train_loss(self, batch: tuple[Tensor, Tensor], model: nn.Module, sample: bool = False) -> Tensor:
         """Return the sum of losses, for labels at hand or drawn from the model's distribution."""
@@ -64,7 +69,7 @@ def compute(
             layers.append(name)
     summed = deepcopy(loss)
     summed.reduction = "sum"  # type: ignore[assignment]
-    task = _Task(summed, layers)
+    task = _Task(summed, layers, getattr(model, "mask", None))
     dtype = next(model.parameters()).dtype
     arguments = kronfluence.FactorArguments(
         strategy="kfac",

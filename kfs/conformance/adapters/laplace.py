@@ -26,6 +26,8 @@ def compute(
         loss.weight is not None or loss.ignore_index != -100 or loss.label_smoothing
     ):
         raise NotImplementedError("no options of the cross-entropy")
+    if any((y == -100).any() for _, y in data):
+        raise NotImplementedError("no labels that are ignored")
     # The seed is given, since curvlinops has a generator of its own.
     options = {"kfac_approx": sharing, "seed": int(torch.randint(2**31, ())) if fisher == "mc" else 0}
     examples = [example for X, y in data for example in zip(X, y, strict=True)]

@@ -8,7 +8,7 @@ the sum over ranks is the result, with the same bits on all of them.
 from collections.abc import Iterable, Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -16,11 +16,21 @@ from torch import Tensor
 from kfs.distributed import Ranks, add_up
 from kfs.distributed.placement import EIGENVALUES, Part, place
 from kfs.distributed.states import fetched, joined, write_joined
-from kfs.errors import DistributedError
+from kfs.errors import DistributedError, UnknownAttributeError
 from kfs.kfac.structures.looking import Listed, VisibleBlocks, kind_of
 from kfs.kfac.structures.stack import Stack, check_coverage, stacked
 from kfs.operators.space import Space
 from kfs.storage import with_tensors
+
+
+class _Load:
+    """Users look for `load` beside `save`. A file says itself which class it has, so that one function reads all."""
+
+    def __get__(self, operator: object, cls: type) -> NoReturn:
+        """Say where it is, for a class and for its objects."""
+        raise UnknownAttributeError(
+            f"{cls.__name__} has no 'load'.", "Use kfs.load(path), which returns an object of the class that was saved."
+        )
 
 
 class OwnedBlocks(VisibleBlocks):
@@ -37,6 +47,7 @@ class OwnedBlocks(VisibleBlocks):
 
     # Items of `_state` that are lists with something for each block, or for some blocks together.
     _lists: tuple[str, ...] = ("groups",)
+    load = _Load()
 
     def __init__(self, space: Space, stacks: list[Stack] | None, ranks: Ranks | None = None) -> None:
         """Store the blocks, and let all ranks know who has which."""
