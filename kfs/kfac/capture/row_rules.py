@@ -6,8 +6,8 @@ as if their targets did not count, and the model is called with another mask. Wh
 
 Rows may also lack a gradient because of their values: all units of a rectifier are off, or another position is the
 maximum. Such rows count. So wherever no rule explains what is missing, everything is repeated with other values: noise
-is added to the output of every operation, and inputs are multiplied by random numbers. What has a gradient once is
-there. What never has one is not, provided that the last rounds have found nothing new.
+is added to the output of every operation. Inputs stay as they are, since they may say where padding is. What has a
+gradient once is there. What never has one is not, provided that the last rounds have found nothing new.
 """
 
 import logging
@@ -34,8 +34,6 @@ log = logging.getLogger("kfs.kfac")
 _TARGETS = 3
 # With other values, everything is repeated up to so many times. A row of four units is off every time once in 2^32.
 _ROUNDS = 8
-# Larger inputs are no measurements, but masks that are added to scores.
-_LARGE = 1e3
 MEASURED = RowRule("measured")
 Rules = tuple[tuple[What, RowRule], ...]
 # Evaluates the model on some inputs, within a context: takes inputs, their number, and the context.
@@ -122,7 +120,6 @@ class RowExperiments:
         """Find the mask of these data."""
         self.mask = self.counts.source.find(self.x, self.num_data)
         self._generator = torch.Generator()
-        self._change_inputs = True
 
     def rules(self) -> Rules:
         """Return the rule of every use, in their order."""
@@ -152,13 +149,11 @@ class RowExperiments:
 
     def _again(self, turn: int) -> dict[int, _Seen] | None:
         """Do all experiments with other values; `None` if the model does not take any."""
-        for of_inputs in (True, False):
-            self._change_inputs = of_inputs
-            try:
-                return self._all(torch.Generator().manual_seed(turn))[1]
-            except Exception:  # values may be indices
-                log.debug("The experiment with other values did not go through.", exc_info=True)
-        return None
+        try:
+            return self._all(torch.Generator().manual_seed(turn))[1]
+        except Exception:  # values may be indices
+            log.debug("The experiment with other values did not go through.", exc_info=True)
+            return None
 
     def _final(self, one: _Seen, rule: RowRule, exact: bool, late: bool) -> RowRule:
         """Return the rule of a use after all rounds."""
@@ -207,8 +202,6 @@ class RowExperiments:
             return seen[used.number].receive
 
         capture.observer = observe
-        if noise is not None and self._change_inputs:
-            x = mapped(x, lambda t: _other_values(t, noise))
         try:
             f = self.run(mapped(x, capture.mark_data), self.num_data, capture)
         finally:
@@ -274,11 +267,3 @@ class RowExperiments:
     def _number(self, low: int, high: int) -> int:
         """Draw an integer from a half-open range."""
         return int(torch.randint(low, high, (), generator=self._generator))
-
-
-def _other_values(t: Tensor, generator: torch.Generator) -> Tensor:
-    """Return an input with other values: zeros stay, since they may be padding, and so does what may be a mask."""
-    if not t.is_floating_point() or not t.numel() or not float(t.abs().max()) < _LARGE:
-        return t
-    signs = torch.randint(2, t.shape, generator=generator) * 2 - 1
-    return t * (signs * torch.empty(t.shape).uniform_(0.5, 2.0, generator=generator)).to(t)
