@@ -116,7 +116,7 @@ def _num_targets(risk: EmpiricalRisk) -> int:
     """Return how many numbers are predicted, of all data together."""
     with risk.ranks.agreed("counting targets"):
         own = sum(batch.y.numel() for batch in risk.batches())
-    return sum(risk.ranks.gather("counting targets", own))
+        return sum(risk.ranks.gather("counting targets", own))
 
 
 def tune_prior(
