@@ -208,8 +208,7 @@ def checksums(lists: Iterable[Sequence[Tensor]]) -> list[int]:
 
 def _checksum(place: int, parts: Sequence[Tensor]) -> Tensor:
     """Return the checksum of a bucket, which depends on its place among others."""
-    found = [part.detach().resolve_conj().resolve_neg().reshape(-1) for part in parts]
-    flat = torch.cat(found) if len(found) > 1 else found[0]
+    flat = torch.cat([part.detach().resolve_conj().resolve_neg().reshape(-1) for part in parts])
     if not flat.numel():
         return torch.zeros((), dtype=torch.int64, device=flat.device)
     # A product with a 64-bit number of 32 bits keeps all of them. Of 64 bits, it would keep the sign of a number in its

@@ -60,12 +60,10 @@ def check_same_request(stream: Stream, **settings: object) -> None:
         **settings: Further options.
 
     Raises:
-        DistributedError: If something differs, or queries are split over processes.
+        DistributedError: If something differs.
     """
     request = stream.request
     train, queries = request.train, request.queries
-    if queries is not train:
-        check_alone(queries, "Scores of queries")
     if not train.ranks.are_several:
         return
     for name in ("of", "of_train", "normalize", "memory", "query_rank"):
@@ -90,6 +88,7 @@ def check_same_request(stream: Stream, **settings: object) -> None:
 def all_scores(stream: Stream, by: By | None) -> Tensor | dict[str, Tensor]:
     """Compute the scores of all pairs, or parts of them by block, layer or token."""
     rows: dict[str, list[Tensor]] = {}
+    check_alone(stream.request.queries, "Scores of queries")
     check_same_request(stream, by=by)
     for chunk in stream.chunks():
         for key, parts in _of_all_ranks(stream, _columns(stream, chunk, by)).items():
@@ -147,6 +146,7 @@ def best(stream: Stream, k: int) -> Top:
         raise DataError(f"k is {k!r}, and there are {num_data:,} training data.", f"Use 1 to {num_data}.")
     sign = sign_of(request.of) * sign_of(request.of_train)
     found: list[tuple[Ranked, Ranked]] = []
+    check_alone(request.queries, "Scores of queries")
     check_same_request(stream, k=k)
     for chunk in stream.chunks():
         helpful, harmful = Best(k), Best(k)

@@ -136,7 +136,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
             risk: The same model, loss and parameters, with any data.
         """
         check_risk(risk)
-        with risk.ranks.agreed("EKFAC.from_kfac"):
+        with (K.ranks if K.ranks.are_several else risk.ranks).agreed("EKFAC.from_kfac"):
             _check_fisher(K.settings.fisher)
             E = cls.__new__(cls)
             E._start(K.shared(), risk)
@@ -218,7 +218,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         """
         settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
         check_risk(risk)
-        with risk.ranks.agreed("update"):
+        with (self.ranks if self.ranks.are_several else risk.ranks).agreed("update"):
             self.factors.check_ranks(risk)
             sums, progress = self._squares(risk, settings)
             self._add(sums, progress.num_data, progress.count)

@@ -9,7 +9,7 @@ import torch
 
 from kfs.data import values_digest
 from kfs.describing import Description
-from kfs.distributed import Ranks
+from kfs.distributed import Ranks, Same, check_same
 from kfs.distributed.states import fetched, joined
 from kfs.errors import DistributedError, ModelError
 from kfs.kfac.block import Block
@@ -34,6 +34,8 @@ from kfs.risk import EmpiricalRisk
 
 if TYPE_CHECKING:
     pass
+
+_SAME_SETTINGS = "Pass the same arguments in all processes."
 
 
 @loadable
@@ -146,6 +148,8 @@ class KFAC(ShowsFactors, BlockDiagonal):
                 uncovered=uncovered,
                 **advanced,
             )
+            # They decide how many passes there are, each of which compares the model.
+            check_same(risk.ranks, "settings", {"Settings": Same(self.settings.all(), _SAME_SETTINGS)})
             self._check_names(risk)
             checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
             blocks, owners, progress = compute_sums(risk, self.settings, checkpoint)
@@ -192,7 +196,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
             This object. It equals one that was computed from all data at once.
         """
         check_risk(risk)
-        with risk.ranks.agreed("update"):
+        with (self.ranks if self.ranks.are_several else risk.ranks).agreed("update"):
             self.loss.check_same(LossScale.of(risk))
             self.check_ranks(risk)
             settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)

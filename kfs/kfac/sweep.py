@@ -143,9 +143,7 @@ def sweep(
         What was counted on the way.
     """
     ranks = risk.ranks
-    # What decides which rank computes which block does not change results, and so is not part of the state.
-    placed = {"placement": settings.placement, "factor_memory": settings.factor_memory}
-    with risk.together(task, settings.state() | placed):
+    with risk.together(task, settings.all()):
         progress = Progress() if journal is None else journal.resume(sums)
         for _ in passes(risk, sums, settings, task, progress, journal):
             pass
