@@ -228,9 +228,7 @@ class EmpiricalRisk(Described):
             self.check_same(where, settings, vectors)
             yield
 
-    def check_same(
-        self, where: str, settings: Mapping[str, Any] | None = None, vectors: Params | None = None
-    ) -> None:
+    def check_same(self, where: str, settings: Mapping[str, Any] | None = None, vectors: Params | None = None) -> None:
         """Refuse models, losses, settings and vectors that differ between the processes of the group.
 
         Args:
@@ -249,10 +247,9 @@ class EmpiricalRisk(Described):
             others = {n: self.whole.of(p) for n, p in module.named_parameters() if n not in params}
             buffers = {name: self.whole.of(b) for name, b in module.named_buffers()}
             modes = {n or "the model": "train" if m.training else "eval" for n, m in module.named_modules()}
-            loss = {n: getattr(v, "__qualname__", "") if callable(v) else v for n, v in vars(self.loss).items()}
             facts = {
                 "Settings": Same(settings or {}, "Pass the same arguments in all processes."),
-                "Losses": Same({"loss": self.loss.name, **loss}, "Pass the same loss in all processes."),
+                "Losses": Same(self.loss.attributes(), "Pass the same loss in all processes."),
                 "Modes of modules": Same(modes, "Call model.eval() in all processes."),
                 "Parameters": Same(params | others, _COPY.format("p", "parameters")),
                 "Buffers": Same(

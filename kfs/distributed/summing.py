@@ -133,12 +133,32 @@ def check_same(ranks: Ranks, where: str, facts: Mapping[str, Same]) -> None:
     Example:
         >>> check_same(Ranks(None), "sums", {"Settings": Same({"seed": 0}, "Pass the same seed in all processes.")})
     """
-    if not ranks.are_several:
-        return
+    if ranks.are_several:
+        refuse_different(ranks, facts, ranks.gather(where, digests_of(facts)))
+
+
+def digests_of(facts: Mapping[str, Same]) -> dict[str, tuple[bytes, int]]:
+    """Return what tells facts from others, for a message. An accelerator is asked once.
+
+    Example:
+        >>> digests_of({"Settings": Same({"seed": 0}, "")}) == digests_of({"Settings": Same({"seed": 1}, "")})
+        False
+    """
     tensors = [[t for t in fact.values.values() if isinstance(t, Tensor)] for fact in facts.values()]
     described = [repr(_details(fact.values)).encode() for fact in facts.values()]
     digests = [hashlib.blake2b(text, digest_size=16).digest() for text in described]
-    every = ranks.gather(where, dict(zip(facts, zip(digests, checksums(tensors), strict=True), strict=True)))
+    return dict(zip(facts, zip(digests, checksums(tensors), strict=True), strict=True))
+
+
+def refuse_different(ranks: Ranks, facts: Mapping[str, Same], every: Sequence[Mapping[str, object]]) -> None:
+    """Refuse facts that differ, given the digests of all ranks.
+
+    Raises:
+        DistributedError: If something differs. It names the tensors, or the values.
+
+    Example:
+        >>> refuse_different(Ranks(None), {}, [{}])
+    """
     for what, fact in facts.items():
         if any(one.get(what) != every[0].get(what) for one in every):
             raise _difference(ranks, what, fact)
@@ -191,8 +211,7 @@ def checksums(lists: Iterable[Sequence[Tensor]]) -> list[int]:
 
     Numbers are read as integers of 32 bits or fewer, each is multiplied by a 64-bit constant that depends on its place,
     and all products are added up, modulo 2^64: a sum of integers does not depend on the order in which a device takes
-    it. A number in float32 takes at most 28 bytes of traffic: it is copied into a bucket, and its product is written and
-    read once.
+    it. A number in float32 takes 28 bytes of traffic: it is copied into a bucket, and its product is written and read.
 
     Example:
         >>> one, other = checksums([[torch.ones(2), torch.zeros(2)], [torch.zeros(2), torch.ones(2)]])

@@ -11,11 +11,11 @@ from kfs.data import fingerprint, tensors_in
 from kfs.distributed import Same, check_same
 from kfs.errors import DataError
 from kfs.influence.checks import (
+    check_alone,
     check_choice,
     check_count,
     check_memory,
     check_risk,
-    check_alone,
     check_same_parameters,
 )
 from kfs.influence.ranking import Best, Ranked, Top
@@ -77,9 +77,7 @@ def check_same_request(stream: Stream, **settings: object) -> None:
     }
     facts = {
         "Options": Same(settings, "Pass the same arguments in all processes."),
-        "Queries": Same(
-            {"queries": batches}, "Pass the same queries in all processes; only training data are split."
-        ),
+        "Queries": Same({"queries": batches}, "Pass the same queries in all processes; only training data are split."),
         "Inverses of the curvature": Same(inverse, "Use the same curvature and damping in all processes."),
     }
     check_same(train.ranks, "influence", facts)

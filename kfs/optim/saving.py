@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from kfs.errors import DistributedError, ModelError
 from kfs.optim.averages import Average, copied_to
 from kfs.optim.curvature import Curvature
-from kfs.optim.exchange import Exchange
+from kfs.optim.exchange import Exchange, agreed
 from kfs.optim.outstanding import Outstanding
 from kfs.optim.owners import whole as over_all_data
 from kfs.optim.parameters import Parameters
@@ -85,6 +85,7 @@ class Saved(Optimizer):
         return state
 
     @torch.no_grad()
+    @agreed("consolidate_state_dict()")
     def consolidate_state_dict(self) -> None:
         """Add up the state of all processes, so that each of them can call `state_dict()` before the next step.
 
@@ -114,6 +115,7 @@ class Saved(Optimizer):
         )
 
     @torch.no_grad()
+    @agreed("load_state_dict()")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Undo `state_dict`. In several processes, load the same state in all of them.
 
