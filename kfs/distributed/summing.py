@@ -100,7 +100,7 @@ def all_true(ranks: Ranks, flag: Tensor) -> Tensor:
     if not ranks.are_several:
         return flag
     if not runs_behind(flag.device):
-        return torch.stack(ranks.gather("flags", flag.detach())).all(0)
+        return torch.tensor(ranks.gather("flags", flag.tolist())).all(0)
     number = flag.to(ranks.device_for(flag.device), torch.int32, copy=True)
     with connected("flags"):
         dist.all_reduce(number, dist.ReduceOp.MIN, group=ranks.group)
@@ -134,33 +134,35 @@ def check_same(ranks: Ranks, where: str, facts: Mapping[str, Same]) -> None:
         >>> check_same(Ranks(None), "sums", {"Settings": Same({"seed": 0}, "Pass the same seed in all processes.")})
     """
     if ranks.are_several:
-        refuse_different(ranks, facts, ranks.gather(where, digests_of(facts)))
+        refuse_different(ranks, facts, ranks.gather(where, digest_of(facts)))
 
 
-def digests_of(facts: Mapping[str, Same]) -> dict[str, tuple[bytes, int]]:
+def digest_of(facts: Mapping[str, Same]) -> bytes:
     """Return what tells facts from others, for a message. An accelerator is asked once.
 
     Example:
-        >>> digests_of({"Settings": Same({"seed": 0}, "")}) == digests_of({"Settings": Same({"seed": 1}, "")})
+        >>> digest_of({"Settings": Same({"seed": 0}, "")}) == digest_of({"Settings": Same({"seed": 1}, "")})
         False
     """
     tensors = [[t for t in fact.values.values() if isinstance(t, Tensor)] for fact in facts.values()]
-    described = [repr(_details(fact.values)).encode() for fact in facts.values()]
-    digests = [hashlib.blake2b(text, digest_size=16).digest() for text in described]
-    return dict(zip(facts, zip(digests, checksums(tensors), strict=True), strict=True))
+    described = [(what, _details(fact.values)) for what, fact in facts.items()]
+    return hashlib.blake2b(repr((described, checksums(tensors))).encode(), digest_size=16).digest()
 
 
-def refuse_different(ranks: Ranks, facts: Mapping[str, Same], every: Sequence[Mapping[str, object]]) -> None:
+def refuse_different(ranks: Ranks, facts: Mapping[str, Same], every: Sequence[bytes]) -> None:
     """Refuse facts that differ, given the digests of all ranks.
 
     Raises:
         DistributedError: If something differs. It names the tensors, or the values.
 
     Example:
-        >>> refuse_different(Ranks(None), {}, [{}])
+        >>> refuse_different(Ranks(None), {}, [digest_of({})])
     """
+    if len(set(every)) == 1:
+        return
+    by_kind = ranks.gather("what differs", {what: digest_of({what: fact}) for what, fact in facts.items()})
     for what, fact in facts.items():
-        if any(one.get(what) != every[0].get(what) for one in every):
+        if any(one.get(what) != by_kind[0].get(what) for one in by_kind):
             raise _difference(ranks, what, fact)
 
 

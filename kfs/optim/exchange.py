@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kfs import waiting
 from kfs.distributed import Group, Ranks, Same, check_same, checksums, copy_from
-from kfs.distributed.summing import digests_of, refuse_different
+from kfs.distributed.summing import digest_of, refuse_different
 from kfs.errors import DistributedError, KfsError, ModelError
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.layout import Key
@@ -120,7 +120,7 @@ def _plain(value: Any) -> Any:
 class _Report(NamedTuple):
     """What a rank tells about a step."""
 
-    facts: dict[str, Any]  # digests of what must be the same everywhere
+    facts: bytes  # digest of what must be the same everywhere
     sums: StepSums | None  # without tensors; `None` without a pass
     squares: frozenset[Key]  # blocks with squared gradients
     values: list[int]  # checksums of parameters and gradients, if they are compared
@@ -256,7 +256,7 @@ class Exchange:
             buffers = self.unchanged_buffers()
         same = {what: Same(facts[what], way_out) for what, way_out in _WAYS_OUT.items() if what in facts}
         squares = frozenset() if sums is None else frozenset(sums.squares)
-        mine = _Report(digests_of(same), _without_tensors(sums), squares, values, buffers)
+        mine = _Report(digest_of(same), _without_tensors(sums), squares, values, buffers)
         reports = self.ranks.gather("statistics of a step", mine)
         refuse_different(self.ranks, same, [report.facts for report in reports])
         self._compare(reports, everywhere, found)

@@ -355,7 +355,7 @@ class KFAC(Reported, Saved):
         }
         with waiting.waiting_allowed():  # A learning rate may be a tensor.
             options = {
-                f"{name} of group {place}": float(value) if isinstance(value := group[name], Tensor) else value
+                f"{name} of group {place}": float(value) if isinstance(value := group.get(name), Tensor) else value
                 for place, group in enumerate(self.param_groups)
                 for name in self.defaults
             }
