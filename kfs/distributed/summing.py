@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kfs import waiting
 from kfs.distributed.ranks import Ranks, connected, shown
 from kfs.errors import DistributedError
 from kfs.names import few
-from kfs.waiting import runs_behind, waiting_allowed
 
 # Large enough that starting an exchange does not count, and small enough that copies of a few buckets do not either.
 BUCKET_BYTES = 2**25
@@ -99,7 +99,7 @@ def all_true(ranks: Ranks, flag: Tensor) -> Tensor:
     """
     if not ranks.are_several:
         return flag
-    if not runs_behind(flag.device):
+    if not waiting.runs_behind(flag.device):
         return torch.tensor(ranks.gather("flags", flag.tolist())).all(0)
     number = flag.to(ranks.device_for(flag.device), torch.int32, copy=True)
     with connected("flags"):
@@ -222,7 +222,7 @@ def checksums(lists: Iterable[Sequence[Tensor]]) -> list[int]:
     """
     sums = [[_checksum(place, some) for place, some in enumerate(buckets(tensors))] for tensors in lists]
     found = [one for some in sums for one in some]
-    with waiting_allowed():
+    with waiting.waiting_allowed():
         numbers = iter(torch.stack([one.to(found[0].device) for one in found]).tolist() if found else ())
     return [sum(islice(numbers, len(some))) for some in sums]
 
