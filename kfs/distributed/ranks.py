@@ -128,7 +128,7 @@ class Ranks:
         return torch.device(kinds[0], torch.accelerator.current_device_index())  # pragma: no cover (tested on a GPU)
 
     @contextmanager
-    def agreed(self, where: str) -> Iterator[None]:
+    def agreed(self, where: str, is_short: bool = False) -> Iterator[None]:
         """Leave this context in the same way on all ranks: with the error of the first rank that has one, or without.
 
         Contexts may be nested, and values may be exchanged inside. Nothing may raise on one rank alone outside of them.
@@ -136,6 +136,8 @@ class Ranks:
 
         Args:
             where: What is done in here, in words.
+            is_short: Whether all ranks exchange something right afterwards. Then only errors are told, and others hear
+                them there.
 
         Raises:
             Exception: The error of the first rank that has one. A note says which rank that was.
@@ -161,7 +163,8 @@ class Ranks:
             raise
         finally:
             self._contexts -= 1
-        self._exchange(_Message(where))
+        if not is_short:
+            self._exchange(_Message(where))
 
     def listen(self) -> None:
         """Ask, at most once in a second, whether another rank has an error; then leave the context of `agreed`.
