@@ -193,7 +193,7 @@ class Watch:
             wants_factors=wanted is not None,
             place_of_data=self.exchange.numbering() if wanted is not None and self.settings.fisher == "mc" else None,
         )
-        one.problem = problem
+        one.problem = problem or one.problem
         if session is not None and graph is None and key is not None and self._graphs.wants(key):
             one.to_record = key, FactorPass(module, self.loss, self.settings, session, known, autocast), None
         self._call.watched = one
