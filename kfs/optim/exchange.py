@@ -256,8 +256,8 @@ class Exchange:
             buffers = self.unchanged_buffers()
         same = {what: Same(facts[what], way_out) for what, way_out in _WAYS_OUT.items() if what in facts}
         squares = frozenset() if sums is None else frozenset(sums.squares)
-        mine = _Report(digest_of(same), _without_tensors(sums), squares, values, buffers)
-        reports = self.ranks.gather("statistics of a step", mine)
+        report = _Report(digest_of(same), _without_tensors(sums), squares, values, buffers)
+        reports = self.ranks.gather("statistics of a step", report)
         refuse_different(self.ranks, same, [report.facts for report in reports])
         self._compare(reports, everywhere, found)
         of_ranks = [report.sums for report in reports if report.sums is not None]

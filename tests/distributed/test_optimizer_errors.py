@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -292,7 +293,10 @@ def test_rank_without_data(ranks: Pool) -> None:
 
 
 class WithBuffers(nn.Module):
-    """Normalizes over batches, counts its calls, and adds a constant."""
+    """Normalizes over batches, keeps a statistic of its data, and adds a constant."""
+
+    constant: Tensor
+    largest: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +374,7 @@ def with_other_settings() -> dict[str, str]:
         "quadratic_model": (False, "typo"),
         "patience": (3, 4),
     }
-    found = {name: error_of(lambda n=name, v=values: train_with({n: v[second]})) for name, values in choose.items()}
+    found = {name: error_of(partial(train_with, {name: values[second]})) for name, values in choose.items()}
     found["unknown"] = error_of(lambda: train_with({"dampin": 1.0} if second else {}))
     found["loss"] = error_of(lambda: train_with({}, loss=nn.CrossEntropyLoss(label_smoothing=0.1 * second)))
     schedules = (lambda step: 1 + step // 2), (lambda step: 1 + step // 3)
@@ -382,14 +386,14 @@ def with_other_settings() -> dict[str, str]:
         "constant": lambda model, _: setattr(model, "constant", torch.ones(3, dtype=torch.float64)),
     }
     for name, act in changes.items():
-        found[name] = error_of(lambda act=act: train_with({"fisher": "type-2"}, at(5, act), way="group"))
+        found[name] = error_of(partial(train_with, {"fisher": "type-2"}, at(5, act), way="group"))
     # The module itself is called, and gradients are not averaged.
     skip: Callable[[Any, KFAC, int], Any] = lambda model, _, number: model if number == 4 else None  # noqa: E731
     found["gradients later"] = error_of(lambda: train_with({"fisher": "type-2"}, skip))
     # Steps without factors do not compare gradients. Parameters are then compared in the next one with factors.
     every = {"fisher": "empirical", "factors_every": 6, "inverses_every": 6}
     found["parameters"] = error_of(lambda: train_with(every, skip))
-    found["nothing"] = "".join(error_of(lambda way=way: train_with({}, way=way)) for way in ("DDP", "group", "sharded"))
+    found["nothing"] = "".join(error_of(partial(train_with, {}, way=way)) for way in ("DDP", "group", "sharded"))
     with pytest.MonkeyPatch.context() as patch:
         if second:
             patch.setattr(Watch, "_audited", fail)
@@ -403,10 +407,10 @@ def with_other_settings() -> dict[str, str]:
             if name == "an error":
                 with accelerators():
                     settings = {"replay": False, "factors_every": 1}
-                    found["behind"] = error_of(lambda settings=settings: train_with(settings, way="sharded"))
+                    found["behind"] = error_of(partial(train_with, settings, way="sharded"))
     for name in ("fisher", "factors_every", "damping"):
         values = choose[name]
-        found[f"{name}, sharded"] = error_of(lambda n=name, v=values: train_with({n: v[second]}, way="sharded"))
+        found[f"{name}, sharded"] = error_of(partial(train_with, {name: values[second]}, way="sharded"))
     return found
 
 

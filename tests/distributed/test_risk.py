@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -219,6 +220,10 @@ def negate_units(model: Any) -> None:
     model.last.weight.data[:, :2] *= -1
 
 
+def _typo(is_there: bool) -> dict[str, Any]:
+    return {"sede": 1} if is_there else {}
+
+
 FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "other parameters": (lambda model: model.last.bias.data.add_(1e-15), "Parameters differ .*'last.bias' of rank 1 "),
     "permuted units": (permute_units, "Parameters differ .*'first.weight', 'first.bias', 'last.weight' of rank 1 "),
@@ -232,7 +237,7 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 SETTINGS: dict[str, Callable[[kfs.EmpiricalRisk, bool], Any]] = {
     "a typo in fisher": lambda risk, other: kfs.KFAC(risk, fisher="typo" if other else "mc"),  # type: ignore[arg-type]
-    "an unknown argument": lambda risk, other: kfs.EKFAC(risk, **({"sede": 1} if other else {})),
+    "an unknown argument": lambda risk, other: kfs.EKFAC(risk, **_typo(other)),
     "seed": lambda risk, other: kfs.KFAC(risk, "mc", seed=int(other)),
     "a typo in kind": lambda risk, other: kfs.Fisher(risk, "typo" if other else "mc"),  # type: ignore[arg-type]
     "seed of draws": lambda risk, other: kfs.Fisher(risk, "mc", seed=int(other)).diagonal(),
@@ -266,13 +271,16 @@ def with_faults() -> dict[str, str]:
         loss = loss if isinstance(loss, torch.nn.Module) and loss is not model.first else torch.nn.CrossEntropyLoss()
         return kfs.EmpiricalRisk(model, loss, kfs.shard((X, y), dist.group.WORLD))
 
+    def compute_with(compute: Callable[[kfs.EmpiricalRisk], Any], change: Callable[[Any], Any]) -> Any:
+        return compute(risk_with(change))
+
     found = {}
     for fault, (change, _) in FAULTS.items():
         for name, compute in COMPUTATIONS.items():
-            found[f"{fault}: {name}"] = error_of(lambda compute=compute, change=change: compute(risk_with(change)))
+            found[f"{fault}: {name}"] = error_of(partial(compute_with, compute, change))
     for name, call in SETTINGS.items():
         risk = risk_with(lambda _: None)
-        found[name] = error_of(lambda call=call, risk=risk: call(risk, second))
+        found[name] = error_of(partial(call, risk, second))
     # Dropout in training mode is refused by the risk itself, on one rank alone.
     dropout = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout()).double().train(second)
     found["dropout"] = error_of(
