@@ -244,6 +244,8 @@ SETTINGS: dict[str, Callable[[kfs.EmpiricalRisk, bool], Any]] = {
     "blocks": lambda risk, other: kfs.GGN(risk, block_diagonal=other) @ risk.gradient(),
     "a short vector": lambda risk, other: kfs.GGN(risk) @ torch.ones(53 - other, dtype=torch.float64),
     "memory": lambda risk, other: kfs.Hessian(risk, memory=-1 if other else None),
+    "a structure": lambda risk, other: kfs.compare(risk, ["KFACK" if other else "KFAC"]),
+    "a prior": lambda risk, other: kfs.laplace.log_marginal_likelihood(kfs.KFAC(risk), risk, -1.0 if other else 1.0),
     "quantity": lambda risk, other: list(kfs.per_datum(risk, "margin" if other else "loss")),
 }
 COMPUTATIONS: dict[str, Callable[[kfs.EmpiricalRisk], Any]] = {
@@ -305,6 +307,8 @@ def test_what_differs_is_named_by_all_ranks(ranks: Pool) -> None:
         "blocks": "Settings differ .* block_diagonal=False, and rank 1 has block_diagonal=True",
         "a short vector": r"ShapeError: The vector has shape \[52\]",
         "memory": "ModelError: memory is -1",
+        "a structure": "KFACK",
+        "a prior": "ModelError: .*-1.0",
         "quantity": "Settings differ .* of='loss', and rank 1 has of='margin'",
         "dropout": r"ModelError: Module '1' \(Dropout\) is in training mode",
     }.items():
