@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from kfs import waiting
 from kfs.distributed.ranks import Ranks, connected, shown
@@ -220,11 +221,17 @@ def checksums(lists: Iterable[Sequence[Tensor]]) -> list[int]:
         >>> one == other
         False
     """
-    sums = [[_checksum(place, some) for place, some in enumerate(buckets(tensors))] for tensors in lists]
+    plain = [[t for t in tensors if _has_plain_bits(t)] for tensors in lists]
+    sums = [[_checksum(place, some) for place, some in enumerate(buckets(tensors))] for tensors in plain]
     found = [one for some in sums for one in some]
     with waiting.waiting_allowed():
         numbers = iter(torch.stack([one.to(found[0].device) for one in found]).tolist() if found else ())
     return [sum(islice(numbers, len(some))) for some in sums]
+
+
+def _has_plain_bits(t: Tensor) -> bool:
+    """Whether a tensor is an array in memory. Others, such as sparse or quantized ones, are compared by their shapes."""
+    return type(t) in {Tensor, Parameter} and t.layout is torch.strided and not (t.is_meta or t.is_quantized)
 
 
 def _checksum(place: int, parts: Sequence[Tensor]) -> Tensor:

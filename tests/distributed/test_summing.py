@@ -93,6 +93,15 @@ def test_checksums(dtype: torch.dtype) -> None:
     assert checksum(t[:0]) == 0
 
 
+def test_checksums_of_special_tensors() -> None:
+    """Of tensors that are no arrays, only shapes are compared."""
+    special = [torch.eye(3).to_sparse(), torch.empty(3, 3, device="meta")]
+    assert checksums([special, [*special, torch.ones(2)]]) == [0, checksum(torch.ones(2))]
+    assert (
+        checksum(torch.tensor([1 + 2j])) != checksum(torch.tensor([1 - 2j])) == checksum(torch.tensor([1 + 2j]).conj())
+    )
+
+
 def test_checksums_of_many_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and buckets have an order, too."""
     t = torch.randn(3 * summing._ROW + 5)
