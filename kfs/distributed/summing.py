@@ -230,7 +230,7 @@ def checksums(lists: Iterable[Sequence[Tensor]]) -> list[int]:
 
 
 def _has_plain_bits(t: Tensor) -> bool:
-    """Whether a tensor is an array in memory. Others, such as sparse or quantized ones, are compared by their shapes."""
+    """Whether a tensor is an array in memory. Of others, such as sparse or quantized ones, shapes are compared."""
     return type(t) in {Tensor, Parameter} and t.layout is torch.strided and not (t.is_meta or t.is_quantized)
 
 

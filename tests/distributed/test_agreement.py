@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import kfs
-from kfs.distributed import Ranks
+from kfs.distributed import Ranks, Same, check_same
 from kfs.distributed.ranks import connected
 from kfs.errors import DataError, DistributedError, LostRankError
 from tests.distributed.pool import Pool
@@ -128,6 +129,38 @@ def test_values_that_must_be_the_same(ranks: Pool, value: int) -> None:
         assert text.startswith("The numbers differ between processes: rank 0 has 1, and rank 1 has ")
         assert text.endswith(" Use one.")
         assert len(text) < 500
+
+
+def facts(second: dict[str, object]) -> str:
+    everybody = Ranks(dist.group.WORLD)
+    first: dict[str, object] = {"seed": 0, "weight": torch.ones(2)}
+    mine = second if everybody.rank == 1 else first
+    found: list[str] = []
+
+    def compare() -> None:  # Other threads than the first one get no interrupts.
+        check_same(everybody, "numbers", {"Numbers": Same(first, "Use one.")})
+        with pytest.raises(DistributedError) as caught:
+            check_same(everybody, "numbers", {"Numbers": Same(mine, "Use one.")})
+        found.append(str(caught.value))
+
+    thread = threading.Thread(target=compare)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ({"seed": 1, "weight": torch.ones(2)}, "rank 0 has seed=0, and rank 1 has seed=1"),
+        ({"weight": torch.ones(2)}, "rank 0 has seed=0, and rank 1 has nothing"),
+        ({"seed": 0, "weight": torch.tensor([1.0, 2.0])}, "'weight' of rank 1 is not as on rank 0"),
+        ({"seed": 0, "weight": torch.ones(2).double()}, "'weight' of rank 1 is not as on rank 0"),
+        ({"weight": torch.ones(2), "seed": 0}, "they have another order"),
+    ],
+)
+def test_facts_that_must_be_the_same(ranks: Pool, second: dict[str, object], text: str) -> None:
+    assert ranks(2, facts, second) == [f"Numbers differ between processes: {text}. Use one."] * 2
 
 
 def members() -> str:
