@@ -90,7 +90,7 @@ def refused(what: str) -> str:
         "other queries": lambda: influence.top(other, train),
         "other damping": lambda: kfs.Influence(influence.K, 0.1 + second).self_scores(train),
         "other options": lambda: influence.top(queries, train, 2, of="margin" if second else "loss"),
-        "a typo": lambda: influence.scores(queries, train, normalize="cosin" if second else None),  # type: ignore[call-overload]
+        "a typo": lambda: influence.scores(queries, train, normalize="cosin" if second else None),  # type: ignore[arg-type]
         "index": lambda: influence.index(train),
         "cost": lambda: influence.cost(queries, train),
         "query_error": lambda: influence.query_error(queries, train, 1),
