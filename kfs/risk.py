@@ -38,7 +38,7 @@ from kfs.data import (
     unpacked,
 )
 from kfs.describing import Described, Description, batches_and_data, vector
-from kfs.distributed import Group, added_up, part_of
+from kfs.distributed import Group, Same, added_up, check_same, part_of
 from kfs.errors import DataError
 from kfs.exact_derivatives import ExactDerivatives, WithoutGraph, explained, no_hooks_on_saved_tensors
 from kfs.flags import Flags, not_finite, refuse_not_finite
@@ -50,6 +50,8 @@ from kfs.progress import tracked
 from kfs.same_data import SameData
 from kfs.sharded import WholeParameters, check_same_data, model_to_run
 from kfs.state import UnusedDraws, check_module, evaluating, exchanged, random_state, restored, unchanged
+
+_COPY = "Copy those of rank 0: for {0} in model.{1}(): torch.distributed.broadcast({0}.detach(), 0)."
 
 
 class EmpiricalRisk(Described):
@@ -116,24 +118,25 @@ class EmpiricalRisk(Described):
         mask: Mask = None,
     ) -> None:
         """Check what can be checked without running the model."""
-        self.model = model_to_run(model)
-        self.loss: Loss = describe(loss)
-        own = self.model
-        self.params = module_params(own, params) if isinstance(own, nn.Module) else function_params(params)
-        self.progress = progress
-        self.mask_source = MaskSource(mask)
         self.ranks, own_data, start = part_of(data, group)
-        self.whole = WholeParameters(self.model, self.ranks)
-        self._data = as_batches(own_data)
-        self._unpack = default_unpack if unpack is None else unpack
-        check_same_data(self.model, self.ranks, self._data, self._unpack)
-        self._same_data = SameData(num_data, self.ranks, start)
-        self.flags: Flags | None = None  # takes note of bad data, in passes that do not wait for an accelerator
-        self._draws = UnusedDraws(self.device)
-        self._without_graph = WithoutGraph()
-        self._leaves: Params = {}  # stand for parameters that are not the model's own
-        self._places = Places()
-        self.check_model()
+        with self.ranks.agreed("EmpiricalRisk"):
+            self.model = model_to_run(model)
+            self.loss: Loss = describe(loss)
+            own = self.model
+            self.params = module_params(own, params) if isinstance(own, nn.Module) else function_params(params)
+            self.progress = progress
+            self.mask_source = MaskSource(mask)
+            self.whole = WholeParameters(self.model, self.ranks)
+            self._data = as_batches(own_data)
+            self._unpack = default_unpack if unpack is None else unpack
+            check_same_data(self.model, self.ranks, self._data, self._unpack)
+            self._same_data = SameData(num_data, self.ranks, start)
+            self.flags: Flags | None = None  # takes note of bad data, in passes that do not wait for an accelerator
+            self._draws = UnusedDraws(self.device)
+            self._without_graph = WithoutGraph()
+            self._leaves: Params = {}  # stand for parameters that are not the model's own
+            self._places = Places()
+            self.check_model()
 
     @property
     def num_data(self) -> int:
@@ -187,35 +190,87 @@ class EmpiricalRisk(Described):
             DataError: If a prediction or the value is not finite.
         """
         total = 0.0
-        with self.ranks.agreed("value"), self.untouched(), torch.no_grad():
-            for batch in self.batches("value"):
-                self.finite(f := self.evaluate(batch), batch)
-                total += float(self.loss.criterion(f, batch.y).double().sum())
-        total = sum(self.ranks.gather("value", total))
-        if not isfinite(total):
-            raise DataError("The risk is not finite.", "Look for NaN or infinity in the targets.")
-        return self.reduction_factor * total
+        with self.together("value"):
+            with self.untouched(), torch.no_grad():
+                for batch in self.batches("value"):
+                    self.finite(f := self.evaluate(batch), batch)
+                    total += float(self.loss.criterion(f, batch.y).double().sum())
+            total = sum(self.ranks.gather("value", total))
+            if not isfinite(total):
+                raise DataError("The risk is not finite.", "Look for NaN or infinity in the targets.")
+            return self.reduction_factor * total
 
     def gradient(self) -> Params:
         """Compute the gradient of the risk by parameter name; zero for a parameter that is not used.
 
         The model's own `.grad` fields are not touched.
         """
-        with self.ranks.agreed("gradient"), self.untouched(), torch.enable_grad(), explained():
-            leaves = self.leaves()
-            total = {name: torch.zeros_like(p, dtype=self.sum_dtype) for name, p in leaves.items()}
-            for batch in self.batches("gradient"):
-                f = self.predict(leaves, batch)
-                self.finite(f.detach(), batch)
-                c = self.loss.criterion(f, batch.y).sum()
-                if not c.requires_grad:  # a model that uses no parameter at all
-                    continue
-                gradients = torch.autograd.grad(c, list(leaves.values()), allow_unused=True)
-                for name, g in zip(total, gradients, strict=True):
-                    if g is not None:  # a parameter that this batch does not use
-                        total[name] += g
-        total = added_up(self.ranks, "gradient", total)
-        return {name: (self.reduction_factor * g).to(self.dtype) for name, g in total.items()}
+        with self.together("gradient"):
+            with self.untouched(), torch.enable_grad(), explained():
+                leaves = self.leaves()
+                total = {name: torch.zeros_like(p, dtype=self.sum_dtype) for name, p in leaves.items()}
+                for batch in self.batches("gradient"):
+                    f = self.predict(leaves, batch)
+                    self.finite(f.detach(), batch)
+                    c = self.loss.criterion(f, batch.y).sum()
+                    if not c.requires_grad:  # a model that uses no parameter at all
+                        continue
+                    gradients = torch.autograd.grad(c, list(leaves.values()), allow_unused=True)
+                    for name, g in zip(total, gradients, strict=True):
+                        if g is not None:  # a parameter that this batch does not use
+                            total[name] += g
+            total = added_up(self.ranks, "gradient", total)
+            return {name: (self.reduction_factor * g).to(self.dtype) for name, g in total.items()}
+
+    @contextmanager
+    def together(
+        self, where: str, settings: Mapping[str, Any] | None = None, vectors: Params | None = None
+    ) -> Iterator[None]:
+        """Compute something with all processes of the group in this context: from the same model, with errors of all.
+
+        One process alone has nothing to do. Arguments are those of `check_same`.
+        """
+        if not self.ranks.are_several:
+            yield
+            return
+        with self.ranks.agreed(where), self.whole.held(self.params):
+            self.check_same(where, settings, vectors)
+            yield
+
+    def check_same(self, where: str, settings: Mapping[str, Any] | None = None, vectors: Params | None = None) -> None:
+        """Refuse models, losses, settings and vectors that differ between the processes of the group.
+
+        Args:
+            where: What is about to be computed, in words.
+            settings: Of the computation, by name: small values with a `repr`.
+            vectors: To multiply with, by name.
+
+        Raises:
+            DistributedError: If something differs. It names what.
+            ModelError: As `check_model`, whose errors are about this process.
+        """
+        self.check_model()
+        module = self.model if isinstance(self.model, nn.Module) else nn.Module()
+        with self.whole.held(self.params):
+            params = {name: self.whole.of(p) for name, p in self.params.items()}
+            others = {n: self.whole.of(p) for n, p in module.named_parameters() if n not in params}
+            buffers = {name: self.whole.of(b) for name, b in module.named_buffers()}
+            modes = {n or "the model": "train" if m.training else "eval" for n, m in module.named_modules()}
+            facts = {
+                "Settings": Same(settings or {}, "Pass the same arguments in all processes."),
+                "Losses": Same(self.loss.attributes(), "Pass the same loss in all processes."),
+                "Modes of modules": Same(modes, "Call model.eval() in all processes."),
+                "Parameters": Same(params | others, _COPY.format("p", "parameters")),
+                "Buffers": Same(
+                    buffers,
+                    "Running statistics are those of each process's own data if training has not synchronized them. "
+                    + _COPY.format("b", "buffers"),
+                ),
+                "The vectors to multiply with": Same(
+                    vectors or {}, "Broadcast vectors, or draw them from the same seed in all processes."
+                ),
+            }
+            check_same(self.ranks, where, facts)
 
     def leaves(self) -> Params:
         """Return the parameters' values as leaves of a new computation graph."""
@@ -309,6 +364,7 @@ class EmpiricalRisk(Described):
         count: float | Tensor = 0  # an integer, so that counts of integers on a device stay exact
         seen: Fingerprint | None = None
         for raw in data:
+            self.ranks.listen()
             x, y = unpacked(self._unpack, raw)
             if len(y):
                 if seen is None:

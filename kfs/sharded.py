@@ -198,6 +198,10 @@ class WholeParameters:
         finally:
             self._held = None
 
+    def of(self, t: Tensor) -> Tensor:
+        """Return all numbers of a tensor, within `held`."""
+        return t if self._held is None else self._held.get(id(t), (t, t))[1]
+
     def _agree(self, params: Params) -> None:
         """Make sure that all processes are about to gather the same tensors, if there is one to gather."""
         places = list(_places(self._model))

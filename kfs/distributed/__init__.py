@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kfs.distributed.owning import add_up_at, copy_from
 from kfs.distributed.ranks import Group, Ranks
 from kfs.distributed.sharding import Shard, part_of, shard
-from kfs.distributed.summing import add_up, added_up, all_true, checksum
+from kfs.distributed.summing import Same, add_up, added_up, all_true, check_same, checksum, checksums
 from kfs.errors import UnknownAttributeError
 from kfs.names import near
 
@@ -20,12 +20,15 @@ __all__ = [
     "Group",
     "Plan",
     "Ranks",
+    "Same",
     "Shard",
     "add_up",
     "add_up_at",
     "added_up",
     "all_true",
+    "check_same",
     "checksum",
+    "checksums",
     "copy_from",
     "part_of",
     "plan",

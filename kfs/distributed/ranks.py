@@ -1,15 +1,19 @@
 """The processes that share a computation, and how they agree before any tensor travels.
 
 Every exchange starts with a small message from each rank: where it is in the program, or the error that it has met. So
-an error of one rank is an error of all, with the same type and text, at once and not after a time-out. Ranks at
-different places of a program notice that, too. How tensors are added up lives in `summing`, how data are split in
-`sharding`.
+an error of one rank is an error of all, with the same type and text, and not after a time-out. Ranks at different
+places of a program notice that, too. A rank that is busy with its data hears of an error by the group's store, which it
+asks once in a second. How tensors are added up and compared lives in `summing`, how data are split in `sharding`.
 """
 
 import pickle
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,6 +24,11 @@ from kfs.errors import DistributedError, LostRankError
 
 Group = dist.ProcessGroup | DeviceMesh
 T = TypeVar("T")
+_SECONDS_TO_ASK = 1.0  # Whoever is busy asks the store for errors of others so often.
+# Whoever was interrupted tries so long to tell others, who may be in an exchange of tensors, where nobody hears it.
+_SECONDS_TO_TELL = 10.0
+# By group: how many messages were exchanged. All of its processes have counted as many.
+_exchanged: MutableMapping[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class _Message(NamedTuple):
@@ -28,6 +37,10 @@ class _Message(NamedTuple):
     where: str  # the place in the program
     value: Any = None
     error: bytes | None = None  # a pickled exception
+
+
+class _ToldError(Exception):
+    """Another rank has an error, and waits for this one to hear it."""
 
 
 class Ranks:
@@ -56,6 +69,8 @@ class Ranks:
         self.group = _process_group(group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
+        self._contexts = 0  # how many contexts of `agreed` are open
+        self._asked = 0.0  # when the store was asked last
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ranks":
         """Return the same ones: processes are not copied."""
@@ -113,13 +128,16 @@ class Ranks:
         return torch.device(kinds[0], torch.accelerator.current_device_index())  # pragma: no cover (tested on a GPU)
 
     @contextmanager
-    def agreed(self, where: str) -> Iterator[None]:
+    def agreed(self, where: str, is_short: bool = False) -> Iterator[None]:
         """Leave this context in the same way on all ranks: with the error of the first rank that has one, or without.
 
         Contexts may be nested, and values may be exchanged inside. Nothing may raise on one rank alone outside of them.
+        Interrupts are told, too: one rank that is interrupted from the keyboard ends all of them.
 
         Args:
             where: What is done in here, in words.
+            is_short: Whether all ranks exchange something right afterwards. Then only errors are told, and others hear
+                them there.
 
         Raises:
             Exception: The error of the first rank that has one. A note says which rank that was.
@@ -131,15 +149,72 @@ class Ranks:
         if self.group is None:
             yield
             return
+        self._contexts += 1
         try:
             yield
-        except LostRankError:  # nobody can be told
+        except (LostRankError, GeneratorExit):  # nobody can be told, or nothing has failed
             raise
-        except Exception as error:
+        except _ToldError:
+            self._exchange(_Message(where))  # raises the other rank's error
+            raise
+        except BaseException as error:
             if getattr(error, "_kfs_agreed_in", None) is not self.group:  # otherwise all ranks know it
-                self._exchange(_Message(where, error=_pickled(error)))
+                self._tell(where, error)
             raise
-        self._exchange(_Message(where))
+        finally:
+            self._contexts -= 1
+        if not is_short:
+            self._exchange(_Message(where))
+
+    def listen(self) -> None:
+        """Ask, at most once in a second, whether another rank has an error; then leave the context of `agreed`.
+
+        Call it between batches: what follows may take long, and an error ends it. Outside of `agreed`, nothing happens.
+
+        Example:
+            >>> Ranks(None).listen()
+        """
+        if self.group is None or not self._contexts or time.monotonic() - self._asked < _SECONDS_TO_ASK:
+            return
+        self._asked = time.monotonic()
+        try:
+            is_told = self.group.get_group_store().check([self._key])
+        except RuntimeError:  # The process that has the store has ended. The next exchange says so.
+            return
+        if is_told:
+            raise _ToldError
+
+    @property
+    def _key(self) -> str:
+        """What the store has if a rank has an error instead of the next message."""
+        return f"kfs error {_exchanged.get(cast('dist.ProcessGroup', self.group), 0)}"
+
+    def _tell(self, where: str, error: BaseException) -> None:
+        """Send an error to all ranks, and raise that of the first rank that has one.
+
+        After an interrupt, from the keyboard for example, nobody waits long for others who may never come.
+        """
+        group = cast("dist.ProcessGroup", self.group)
+        mine = _Message(where, error=_pickled(error))
+        with suppress(RuntimeError):  # as in `listen`
+            group.get_group_store().set(self._key, "")
+        if isinstance(error, Exception):
+            self._exchange(mine)
+            return
+        # Nothing but its end ends an exchange. So another thread waits for it, on the same device.
+        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+        def exchange() -> None:
+            if device is not None:  # pragma: no cover (tested on a GPU)
+                torch.accelerator.set_device_index(device)
+            with suppress(RuntimeError):
+                dist.all_gather_object([None] * self.size, mine, group=group)
+
+        thread = threading.Thread(target=exchange, daemon=True)
+        thread.start()
+        thread.join(_SECONDS_TO_TELL)
+        _exchanged[group] = _exchanged.get(group, 0) + 1
+        vars(error)["_kfs_agreed_in"] = group
 
     def same(self, where: str, value: object, way_out: str) -> None:
         """Refuse values that differ between ranks, on all of them.
@@ -156,16 +231,18 @@ class Ranks:
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise DistributedError(
-                    f"{where} differ between processes: rank 0 has {_shown(values[0])}, and rank {rank} has "
-                    f"{_shown(other)}.",
+                    f"{where} differ between processes: rank 0 has {shown(values[0])}, and rank {rank} has "
+                    f"{shown(other)}.",
                     way_out,
                 )
 
     def _exchange(self, mine: _Message) -> list[_Message]:
         """Send a message to all ranks, and return theirs if none of them has an error."""
         messages: list[_Message] = [mine] * self.size
+        group = cast("dist.ProcessGroup", self.group)
         with connected(mine.where):
-            dist.all_gather_object(messages, mine, group=self.group)
+            dist.all_gather_object(messages, mine, group=group)
+            _exchanged[group] = _exchanged.get(group, 0) + 1
         failed = [(rank, message.error) for rank, message in enumerate(messages) if message.error is not None]
         if failed:
             rank, found = failed[0]
@@ -183,10 +260,10 @@ class Ranks:
             raise error
         return messages
 
-    def _marked(self, found: bytes, rank: int) -> Exception:
+    def _marked(self, found: bytes, rank: int) -> BaseException:
         """Return the error of a rank, with a note, such that outer contexts know that all ranks have it."""
         # A new object also where it comes from: somebody may raise the old one again, and that must be told to others.
-        error = cast("Exception", pickle.loads(found))
+        error = cast("BaseException", pickle.loads(found))
         error.add_note(f"Rank {rank} of {self.size} has raised this.")
         vars(error)["_kfs_agreed_in"] = self.group
         return error
@@ -195,6 +272,8 @@ class Ranks:
 @contextmanager
 def connected(where: str) -> Iterator[None]:
     """Exchange something in here, and say so if a process has ended. It holds nothing but calls of `torch.distributed`.
+
+    An interrupt from the keyboard waits until the end: half of an exchange would leave others with the other half.
 
     Args:
         where: What is exchanged, in words.
@@ -207,13 +286,31 @@ def connected(where: str) -> Iterator[None]:
         ...     pass
     """
     try:
-        yield
+        with _uninterrupted():
+            yield
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         raise LostRankError(
             f"A process of the group has ended, or does not answer, at {where!r} ({first_line}).",
             "Look at what it has written last, and start all processes again.",
         ) from error
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let an interrupt from the keyboard wait until the end of this context. Other threads never get one."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    waiting: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *given: waiting.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if waiting:
+            handler(*waiting[0])
 
 
 def _process_group(group: Group | None) -> dist.ProcessGroup | None:
@@ -238,7 +335,7 @@ def _process_group(group: Group | None) -> dist.ProcessGroup | None:
     )
 
 
-def _pickled(error: Exception) -> bytes:
+def _pickled(error: BaseException) -> bytes:
     """Return an error such that other processes can raise it: itself, or another one with its type in the text."""
     try:
         data = pickle.dumps(error)
@@ -254,7 +351,12 @@ def _rank_of(item: tuple[str, int]) -> int:
     return item[1]
 
 
-def _shown(value: object) -> str:
-    """Return a value for a message, shortened in the middle."""
+def shown(value: object) -> str:
+    """Return a value for a message, shortened in the middle.
+
+    Example:
+        >>> shown(7)
+        '7'
+    """
     text = repr(value)
     return text if len(text) <= 300 else f"{text[:150]} ... {text[-150:]}"

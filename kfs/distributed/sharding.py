@@ -116,7 +116,8 @@ def part_of(data: object, group: Group | None) -> tuple[Ranks, object, int | Non
         return data.ranks, data.batches, data.start
     if not ranks.are_several:
         return ranks, data, 0
-    refuse_distributed_sampler(data)
+    with ranks.agreed("data of a risk"):
+        refuse_distributed_sampler(data)
     return ranks, data, None
 
 

@@ -1,29 +1,37 @@
 """Tensors added up over all ranks, in place, in a few large buckets: every rank gets the same numbers, bit by bit.
 
 Each number is added up once, by one rank, and then copied to the others, so that there is one order of additions. Sums
-for one rank alone, and copies of what one rank has, live in `owning`.
+for one rank alone, and copies of what one rank has, live in `owning`. Before anything is added up, ranks compare what
+they compute it from (`check_same`): tensors by a checksum, everything else as it is.
 """
 
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
-from kfs.distributed.ranks import Ranks, connected
-from kfs.waiting import waiting_allowed
+from kfs import waiting
+from kfs.distributed.ranks import Ranks, connected, shown
+from kfs.errors import DistributedError
+from kfs.names import few
 
 # Large enough that starting an exchange does not count, and small enough that copies of a few buckets do not either.
 BUCKET_BYTES = 2**25
 # A triangle travels as so many panels of rows. They have 1/64 of the square below the diagonal.
 _PANELS = 32
-# For numbers of so many bytes.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Numbers of so many bytes are read as such integers. Larger ones are read as several of them: see `_checksum`.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # The constants of splitmix64, as signed integers.
 _SCRAMBLE = tuple(number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_ROW = 2**14  # For a checksum, integers are arranged in rows of so many.
+_ROWS_AT_ONCE = 2**9  # so that products take 64 MiB at most
+_multipliers: dict[torch.device, Tensor] = {}  # one for each place of a row; 128 KiB for each device
 
 
 class _Bucket(NamedTuple):
@@ -83,7 +91,8 @@ def added_up(ranks: Ranks, where: str, tensors: Mapping[str, Tensor]) -> dict[st
 def all_true(ranks: Ranks, flag: Tensor) -> Tensor:
     """Return whether a flag, or each of several, is true on all ranks: a tensor on its device, which nobody waits for.
 
-    All ranks must be at the same place of the program; nothing is exchanged before.
+    All ranks must be at the same place of the program. For an accelerator, nothing is exchanged before; others hear of
+    errors here.
 
     Example:
         >>> all_true(Ranks(None), torch.tensor(True))
@@ -91,9 +100,103 @@ def all_true(ranks: Ranks, flag: Tensor) -> Tensor:
     """
     if not ranks.are_several:
         return flag
+    if not waiting.runs_behind(flag.device):
+        return torch.tensor(ranks.gather("flags", flag.tolist())).all(0)
     number = flag.to(ranks.device_for(flag.device), torch.int32, copy=True)
-    dist.all_reduce(number, dist.ReduceOp.MIN, group=ranks.group)
+    with connected("flags"):
+        dist.all_reduce(number, dist.ReduceOp.MIN, group=ranks.group)
     return number.to(flag.device, torch.bool)
+
+
+class Same(NamedTuple):
+    """Something that must be the same on all ranks.
+
+    Attributes:
+        values: Tensors, or small values with a `repr` that says what they are, by name.
+        way_out: What to do if they differ.
+    """
+
+    values: Mapping[str, Any]
+    way_out: str
+
+
+def check_same(ranks: Ranks, where: str, facts: Mapping[str, Same]) -> None:
+    """Refuse what differs between ranks, on all of them. A small message travels, and another one if something differs.
+
+    Args:
+        ranks: Who takes part. One process alone has nothing to do.
+        where: What is about to be computed, in words.
+        facts: What must be the same, by what it is called at the start of a sentence, such as `"Parameters"`.
+
+    Raises:
+        DistributedError: If something differs. It names the tensors, or the values.
+
+    Example:
+        >>> check_same(Ranks(None), "sums", {"Settings": Same({"seed": 0}, "Pass the same seed in all processes.")})
+    """
+    if ranks.are_several:
+        refuse_different(ranks, facts, ranks.gather(where, digest_of(facts)))
+
+
+def digest_of(facts: Mapping[str, Same]) -> bytes:
+    """Return what tells facts from others, for a message. An accelerator is asked once.
+
+    Example:
+        >>> digest_of({"Settings": Same({"seed": 0}, "")}) == digest_of({"Settings": Same({"seed": 1}, "")})
+        False
+    """
+    tensors = [[t for t in fact.values.values() if isinstance(t, Tensor)] for fact in facts.values()]
+    described = [(what, _details(fact.values)) for what, fact in facts.items()]
+    return hashlib.blake2b(repr((described, checksums(tensors))).encode(), digest_size=16).digest()
+
+
+def refuse_different(ranks: Ranks, facts: Mapping[str, Same], every: Sequence[bytes]) -> None:
+    """Refuse facts that differ, given the digests of all ranks.
+
+    Raises:
+        DistributedError: If something differs. It names the tensors, or the values.
+
+    Example:
+        >>> refuse_different(Ranks(None), {}, [digest_of({})])
+    """
+    if len(set(every)) == 1:
+        return
+    by_kind = ranks.gather("what differs", {what: digest_of({what: fact}) for what, fact in facts.items()})
+    for what, fact in facts.items():
+        if any(one.get(what) != by_kind[0].get(what) for one in by_kind):
+            raise _difference(ranks, what, fact)
+
+
+def _details(values: Mapping[str, Any], sums: Iterable[int] = ()) -> dict[str, Any]:
+    """Return values by name; in place of tensors, shapes and dtypes, with their checksums if these are given."""
+    numbers = iter(sums)
+    return {
+        name: (list(value.shape), value.dtype, *islice(numbers, 1)) if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
+
+
+def _difference(ranks: Ranks, what: str, fact: Same) -> DistributedError:
+    """Return the error for something that differs. All ranks tell each other all details of it."""
+    each = [[value] for value in fact.values.values() if isinstance(value, Tensor)]
+    every = ranks.gather(f"differences of {what}", _details(fact.values, checksums(each)))
+    missing = object()
+    for rank, other in enumerate(every):
+        both = [(name, every[0].get(name, missing), other.get(name, missing)) for name in {**every[0], **other}]
+        found = {name: (mine, theirs) for name, mine, theirs in both if mine != theirs}
+        if not found:
+            continue
+        tensors = [name for name in found if isinstance(fact.values.get(name), Tensor)]
+        if tensors:
+            text = f"{few(tensors)} of rank {rank} {'is' if len(tensors) == 1 else 'are'} not as on rank 0"
+        else:
+            mine, theirs = (
+                ", ".join(f"{name}={shown(pair[side])}" for name, pair in found.items() if pair[side] is not missing)
+                for side in (0, 1)
+            )
+            text = f"rank 0 has {mine or 'nothing'}, and rank {rank} has {theirs or 'nothing'}"
+        return DistributedError(f"{what} differ between processes: {text}.", fact.way_out)
+    return DistributedError(f"{what} differ between processes: they have another order.", fact.way_out)
 
 
 def checksum(t: Tensor) -> int:
@@ -103,14 +206,58 @@ def checksum(t: Tensor) -> int:
         >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([2.0, 1.0]))
         False
     """
-    z = t.detach().contiguous().reshape(-1).view(_INTEGERS[t.element_size()]).to(torch.int64)
-    # Each number is scrambled together with its place (splitmix64; integers are modulo 2^64), and all are added up: a
-    # sum of integers does not depend on the order in which a device takes it.
-    z = z + torch.arange(len(z), device=z.device) * _SCRAMBLE[0]
+    return checksums([[t]])[0]
+
+
+def checksums(lists: Iterable[Sequence[Tensor]]) -> list[int]:
+    """Return a checksum for each list of tensors. An accelerator is asked once for all of them.
+
+    Numbers are read as integers of 32 bits or fewer, each is multiplied by a 64-bit constant that depends on its place,
+    and all products are added up, modulo 2^64: a sum of integers does not depend on the order in which a device takes
+    it. A number in float32 takes 28 bytes of traffic: it is copied into a bucket, and its product is written and read.
+
+    Example:
+        >>> one, other = checksums([[torch.ones(2), torch.zeros(2)], [torch.zeros(2), torch.ones(2)]])
+        >>> one == other
+        False
+    """
+    plain = [[t for t in tensors if _has_plain_bits(t)] for tensors in lists]
+    sums = [[_checksum(place, some) for place, some in enumerate(buckets(tensors))] for tensors in plain]
+    found = [one for some in sums for one in some]
+    with waiting.waiting_allowed():
+        numbers = iter(torch.stack([one.to(found[0].device) for one in found]).tolist() if found else ())
+    return [sum(islice(numbers, len(some))) for some in sums]
+
+
+def _has_plain_bits(t: Tensor) -> bool:
+    """Whether a tensor is an array in memory. Of others, such as sparse or quantized ones, shapes are compared."""
+    return type(t) in {Tensor, Parameter} and t.layout is torch.strided and not (t.is_meta or t.is_quantized)
+
+
+def _checksum(place: int, parts: Sequence[Tensor]) -> Tensor:
+    """Return the checksum of a bucket, which depends on its place among others."""
+    flat = torch.cat([part.detach().resolve_conj().resolve_neg().reshape(-1) for part in parts])
+    if not flat.numel():
+        return torch.zeros((), dtype=torch.int64, device=flat.device)
+    # A product with a 64-bit number of 32 bits keeps all of them. Of 64 bits, it would keep the sign of a number in its
+    # highest bit alone, where the signs of two numbers cancel each other.
+    integers = flat.view(_INTEGERS[min(flat.element_size(), 4)])
+    if flat.device not in _multipliers:
+        _multipliers[flat.device] = _scrambled(torch.arange(_ROW, device=flat.device))
+    columns = _multipliers[flat.device]
+    whole = len(integers) // _ROW * _ROW
+    pieces = [*integers[:whole].reshape(-1, _ROW).split(_ROWS_AT_ONCE), integers[whole:].unsqueeze(0)]
+    rows = torch.cat([(piece * columns[: piece.shape[1]]).sum(1) for piece in pieces])
+    # Rows have constants of their own. Those of columns start at zero, and those of buckets are far from each other.
+    return (rows * _scrambled(torch.arange(len(rows), device=rows.device) + (place + 1) * 2**40)).sum()
+
+
+def _scrambled(z: Tensor) -> Tensor:
+    """Return a random odd number for each integer: the outputs of splitmix64, where integers are modulo 2^64."""
+    z = z * _SCRAMBLE[0]
     for shift, factor in zip((30, 27), _SCRAMBLE[1:], strict=True):
         z = (z ^ _shifted(z, shift)) * factor
-    with waiting_allowed():
-        return int((z ^ _shifted(z, 31)).sum())
+    return (z ^ _shifted(z, 31)) | 1
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:

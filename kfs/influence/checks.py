@@ -7,7 +7,6 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
-from kfs.data import fingerprint
 from kfs.errors import DistributedError, KfsWarning, ModelError, SolverError
 from kfs.kfac.structures import BlockDiagonal, Damping, Method, Relative
 from kfs.names import few, near
@@ -116,19 +115,6 @@ def check_alone(risk: EmpiricalRisk, what: str) -> None:
             f"{what} of data that are split over {risk.ranks.size} processes cannot be computed.",
             "Pass an EmpiricalRisk of all these data, without kfs.shard and group=.",
         )
-
-
-def check_same_queries(queries: EmpiricalRisk, train: EmpiricalRisk) -> None:
-    """Refuse queries that differ between the processes that share training data.
-
-    Raises:
-        DistributedError: If they differ, or are split over processes.
-    """
-    check_alone(queries, "Scores of queries")
-    if train.ranks.are_several:
-        with train.ranks.agreed("queries"):
-            found = [fingerprint(batch.x, batch.y) for batch in queries.batches()]
-        train.ranks.same("Queries", found, "Pass the same queries in all processes; only training data are split.")
 
 
 def check_same_parameters(K: BlockDiagonal, queries: EmpiricalRisk, train: EmpiricalRisk) -> None:

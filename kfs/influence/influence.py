@@ -5,6 +5,7 @@ factor of the training loss, $g_n$ the gradient of the datum's own term, and $H$
 with gradient $g_q$ changes by $-\epsilon R\, g_q^\top H^{-1} g_n$. The score is $g_q^\top H^{-1} g_n$.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal, overload
 
@@ -163,8 +164,9 @@ class Influence(Described):
             ModelError: If models or parameters differ from each other or from those of the operator.
             DataError: If there are no data, a gradient is not finite, or positions are not those of tokens.
         """
-        check_choice("by", by, BY)
-        return all_scores(self._stream(Request(queries, train, of, of_train, normalize, memory, query_rank)), by)
+        with _agreed(train, "scores"):
+            check_choice("by", by, BY)
+            return all_scores(self._stream(Request(queries, train, of, of_train, normalize, memory, query_rank)), by)
 
     def self_scores(self, train: EmpiricalRisk, *, of: Quantity = "loss") -> Tensor:
         """Compute the score of every datum with itself, `[train]`.
@@ -175,7 +177,8 @@ class Influence(Described):
             train: The data.
             of: Which quantity is differentiated, as in `scores`.
         """
-        return self_scores(self._stream(Request(train, train, of, of, None, 0)))
+        with _agreed(train, "self-scores"):
+            return self_scores(self._stream(Request(train, train, of, of, None, 0)))
 
     def top(
         self,
@@ -206,7 +209,8 @@ class Influence(Described):
         Raises:
             DataError: If there are fewer than `k` training data.
         """
-        return best(self._stream(Request(queries, train, of, of_train, normalize, memory, query_rank)), k)
+        with _agreed(train, "top"):
+            return best(self._stream(Request(queries, train, of, of_train, normalize, memory, query_rank)), k)
 
     def query_error(
         self,
@@ -351,3 +355,8 @@ class Influence(Described):
         """Check what was asked for."""
         check_request(self.K, request)
         return Stream(self.K, self.inverse, request)
+
+
+def _agreed(train: object, where: str) -> AbstractContextManager[None]:
+    """Return a context that all processes that share training data leave in the same way."""
+    return train.ranks.agreed(where) if isinstance(train, EmpiricalRisk) else nullcontext()  # It is refused later.

@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kfs.data import fingerprint, tensors_in
+from kfs.distributed import Same, check_same
 from kfs.errors import DataError
 from kfs.influence.checks import (
+    check_alone,
     check_choice,
     check_count,
     check_memory,
     check_risk,
     check_same_parameters,
-    check_same_queries,
 )
 from kfs.influence.ranking import Best, Ranked, Top
 from kfs.influence.stream import Queries, Request, Stream, check_finite
@@ -50,15 +52,45 @@ def check_request(K: BlockDiagonal, request: Request) -> None:
     warn_of_other_values(K, request.train.params, what="The curvature", owner="the model", stacklevel=5)
 
 
+def check_same_request(stream: Stream, **settings: object) -> None:
+    """Refuse queries, options and curvature that differ between the processes that share training data.
+
+    Args:
+        stream: What was asked for.
+        **settings: Further options.
+
+    Raises:
+        DistributedError: If something differs.
+    """
+    request = stream.request
+    train, queries = request.train, request.queries
+    if not train.ranks.are_several:
+        return
+    for name in ("of", "of_train", "normalize", "memory", "query_rank"):
+        value = getattr(request, name)
+        settings[name] = getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
+    batches = [] if queries is train else [fingerprint(batch.x, batch.y) for batch in queries.batches()]
+    inverse = {
+        f"{name} {place}": t
+        for name, structure in stream.structures.items()
+        for place, t in enumerate(tensors_in(structure.state()))
+    }
+    facts = {
+        "Options": Same(settings, "Pass the same arguments in all processes."),
+        "Queries": Same({"queries": batches}, "Pass the same queries in all processes; only training data are split."),
+        "Inverses of the curvature": Same(inverse, "Use the same curvature and damping in all processes."),
+    }
+    check_same(train.ranks, "influence", facts)
+
+
 def all_scores(stream: Stream, by: By | None) -> Tensor | dict[str, Tensor]:
     """Compute the scores of all pairs, or parts of them by block, layer or token."""
     rows: dict[str, list[Tensor]] = {}
-    request = stream.request
-    check_same_queries(request.queries, request.train)
-    with request.train.ranks.agreed("scores"):
-        for chunk in stream.chunks():
-            for key, parts in _of_all_ranks(stream, _columns(stream, chunk, by)).items():
-                rows.setdefault(key, []).append(_joined(parts, 1))
+    check_alone(stream.request.queries, "Scores of queries")
+    check_same_request(stream, by=by)
+    for chunk in stream.chunks():
+        for key, parts in _of_all_ranks(stream, _columns(stream, chunk, by)).items():
+            rows.setdefault(key, []).append(_joined(parts, 1))
     result = {key: _joined(parts, 0) for key, parts in rows.items()}
     return result if by in {"block", "layer"} else result[""]
 
@@ -80,8 +112,8 @@ def _columns(stream: Stream, chunk: Queries, by: By | None) -> dict[str, list[Te
 def self_scores(stream: Stream) -> Tensor:
     """Compute the score of every datum with itself."""
     train = stream.request.train
-    with train.ranks.agreed("self-scores"):
-        own = [stream.own(batch) for batch in stream.train()]
+    check_same_request(stream)
+    own = [stream.own(batch) for batch in stream.train()]
     # A rank without data has no scores.
     found = train.ranks.gather_tensors("self-scores", {"own": torch.cat(own)} if own else {})
     return torch.cat([one["own"].to(train.device) for one in found if one])
@@ -112,18 +144,18 @@ def best(stream: Stream, k: int) -> Top:
         raise DataError(f"k is {k!r}, and there are {num_data:,} training data.", f"Use 1 to {num_data}.")
     sign = sign_of(request.of) * sign_of(request.of_train)
     found: list[tuple[Ranked, Ranked]] = []
-    check_same_queries(request.queries, request.train)
-    with request.train.ranks.agreed("ranking"):
-        for chunk in stream.chunks():
-            helpful, harmful = Best(k), Best(k)
-            for batch in stream.train():
-                scores = torch.stack([part for _, part in stream.pairs(chunk, batch)]).sum(0)
-                check_finite(scores, chunk, batch)
-                helpful.add(sign * scores, batch.start)
-                harmful.add(-sign * scores, batch.start)
-            for kept in (helpful, harmful):
-                kept.merge(request.train.ranks, request.train.device)
-            found.append((helpful.ranked(sign), harmful.ranked(-sign)))
+    check_alone(request.queries, "Scores of queries")
+    check_same_request(stream, k=k)
+    for chunk in stream.chunks():
+        helpful, harmful = Best(k), Best(k)
+        for batch in stream.train():
+            scores = torch.stack([part for _, part in stream.pairs(chunk, batch)]).sum(0)
+            check_finite(scores, chunk, batch)
+            helpful.add(sign * scores, batch.start)
+            harmful.add(-sign * scores, batch.start)
+        for kept in (helpful, harmful):
+            kept.merge(request.train.ranks, request.train.device)
+        found.append((helpful.ranked(sign), harmful.ranked(-sign)))
     both = [Ranked(*map(torch.cat, zip(*parts, strict=True))) for parts in zip(*found, strict=True)]
     return Top(*both)
 

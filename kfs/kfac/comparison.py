@@ -17,6 +17,7 @@ from kfs.kfac.ekfac import EKFAC
 from kfs.kfac.kfac import KFAC
 from kfs.kfac.structures import BlockDiagonal, Structure
 from kfs.names import near
+from kfs.operators.checked_risk import check_risk
 from kfs.progress import show_progress
 from kfs.risk import EmpiricalRisk
 
@@ -138,7 +139,9 @@ def compare(
         >>> errors["0", "EKFAC"] < errors["0", "KFAC"]
         True
     """
-    makers = _makers(structures)
+    check_risk(risk)
+    with risk.ranks.agreed("kfs.compare", is_short=True):
+        makers = _makers(structures)
     K = KFAC(risk, **settings)
     sizes = {name: sum(K.domain.sizes[n] for n in block.layout.params) for name, block in K.blocks.items()}
     small = {name for name, size in sizes.items() if size <= max_size}

@@ -100,16 +100,17 @@ def exact_diagonals(risk: EmpiricalRisk, names: Iterable[str], settings: Setting
     """
     names = list(names)
     dtype = at_least_float32(risk.dtype)
-    with risk.ranks.agreed("diagonal"), risk.untouched(), torch.enable_grad():
-        total = {name: torch.zeros_like(risk.params[name], dtype=dtype) for name in names}
-        for batch in risk.batches("diagonal"):
-            leaves, rest = leaves_and_rest(risk, names)
-            f = risk.predict(leaves | rest, batch)
-            first = settings.first_datum + batch.first
-            for vectors in backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, 1):
-                for n in range(len(f)):
-                    one = torch.zeros_like(vectors)
-                    one[:, n] = vectors[:, n]
-                    for name, g in pull_back(f, leaves, one, keep_graph=True).items():
-                        total[name] += g.to(dtype).square().sum(0)
-    return added_up(risk.ranks, "diagonal", total)
+    with risk.together("diagonal"):
+        with risk.untouched(), torch.enable_grad():
+            total = {name: torch.zeros_like(risk.params[name], dtype=dtype) for name in names}
+            for batch in risk.batches("diagonal"):
+                leaves, rest = leaves_and_rest(risk, names)
+                f = risk.predict(leaves | rest, batch)
+                first = settings.first_datum + batch.first
+                for vectors in backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, 1):
+                    for n in range(len(f)):
+                        one = torch.zeros_like(vectors)
+                        one[:, n] = vectors[:, n]
+                        for name, g in pull_back(f, leaves, one, keep_graph=True).items():
+                            total[name] += g.to(dtype).square().sum(0)
+        return added_up(risk.ranks, "diagonal", total)

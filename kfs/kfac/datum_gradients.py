@@ -159,13 +159,15 @@ def per_datum(
         4.08
     """
     check_risk(risk)
-    if uncovered not in _UNCOVERED:
-        raise ModelError(f"uncovered is {uncovered!r}.", near([uncovered], _UNCOVERED))
-    settings = Settings(fisher="empirical", joint_bias=joint_bias, batch_axis=batch_axis, audit=audit, replay=False)
-    settings = _settings(settings, blocks)
-    # Names and settings are checked now, and not when the first batch is asked for.
-    gradient = gradient_of(of, risk.loss)
-    stream = _Stream(risk, lambda f, y: [gradient(f, y).unsqueeze(0)], blocks, uncovered)
+    # Names and settings are checked now, and not when the first batch is asked for: processes may have none.
+    named = {"of": getattr(of, "__qualname__", of), "uncovered": uncovered, "joint_bias": joint_bias}
+    with risk.together("kfs.per_datum", named | {"batch_axis": batch_axis}):
+        if uncovered not in _UNCOVERED:
+            raise ModelError(f"uncovered is {uncovered!r}.", near([uncovered], _UNCOVERED))
+        settings = Settings(fisher="empirical", joint_bias=joint_bias, batch_axis=batch_axis, audit=audit, replay=False)
+        settings = _settings(settings, blocks)
+        gradient = gradient_of(of, risk.loss)
+        stream = _Stream(risk, lambda f, y: [gradient(f, y).unsqueeze(0)], blocks, uncovered)
     return (columns[0] for columns in stream.batches(settings, skip))
 
 

@@ -120,9 +120,9 @@ class EKFAC(ShowsFactors, BlockDiagonal):
     ) -> None:
         """Compute factors, decompose them, and compute eigenvalues."""
         check_risk(risk)
-        _check_fisher(fisher)
-        checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
-        with show_progress("EKFAC", 2, risk.progress, "pass") as line:
+        with risk.ranks.agreed("EKFAC"), show_progress("EKFAC", 2, risk.progress, "pass") as line:
+            _check_fisher(fisher)
+            checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
             factors = KFAC(risk, fisher, sharing, checkpoint=checkpoint, **settings)
             line.advance()
             self._start(factors, risk, checkpoint)
@@ -135,9 +135,11 @@ class EKFAC(ShowsFactors, BlockDiagonal):
             K: Its factors are used as they are, and not copied.
             risk: The same model, loss and parameters, with any data.
         """
-        _check_fisher(K.settings.fisher)
-        E = cls.__new__(cls)
-        E._start(K.shared(), risk)
+        check_risk(risk)
+        with (K.ranks if K.ranks.are_several else risk.ranks).agreed("EKFAC.from_kfac"):
+            _check_fisher(K.settings.fisher)
+            E = cls.__new__(cls)
+            E._start(K.shared(), risk)
         return E
 
     def _start(self, factors: KFAC, risk: EmpiricalRisk, checkpoint: Checkpoint | None = None) -> None:
@@ -215,10 +217,11 @@ class EKFAC(ShowsFactors, BlockDiagonal):
             risk: The same model, loss and parameters with other data. Draws continue where they ended.
         """
         settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
-        with self.ranks.agreed("update"):
+        check_risk(risk)
+        with (self.ranks if self.ranks.are_several else risk.ranks).agreed("update"):
             self.factors.check_ranks(risk)
-        sums, progress = self._squares(risk, settings)
-        self._add(sums, progress.num_data, progress.count)
+            sums, progress = self._squares(risk, settings)
+            self._add(sums, progress.num_data, progress.count)
         return self
 
     def merge(self, other: "EKFAC") -> Self:

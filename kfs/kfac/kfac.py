@@ -9,7 +9,7 @@ import torch
 
 from kfs.data import values_digest
 from kfs.describing import Description
-from kfs.distributed import Ranks
+from kfs.distributed import Ranks, Same, check_same
 from kfs.distributed.states import fetched, joined
 from kfs.errors import DistributedError, ModelError
 from kfs.kfac.block import Block
@@ -34,6 +34,8 @@ from kfs.risk import EmpiricalRisk
 
 if TYPE_CHECKING:
     pass
+
+_SAME_SETTINGS = "Pass the same arguments in all processes."
 
 
 @loadable
@@ -135,34 +137,37 @@ class KFAC(ShowsFactors, BlockDiagonal):
     ) -> None:
         """Compute all factors."""
         check_risk(risk)
-        check_names(advanced, ("fisher", "sharing", "mc_samples", "seed", "max_dim", "uncovered", "checkpoint"))
-        self.settings = Settings(
-            fisher,
-            sharing,
-            mc_samples,
-            seed,
-            max_dim=max_dim,
-            uncovered=uncovered,
-            **advanced,
-        )
-        self._check_names(risk)
-        checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
-        blocks, owners, progress = compute_sums(risk, self.settings, checkpoint)
-        covered = {name for block in blocks for name in block.layout.params}
-        space = Space({n: p.shape for n, p in risk.params.items() if n in covered}, risk.dtype, risk.device)
-        super().__init__(space, None, risk.ranks if owners else None)
-        self.owners = owners
-        self._of = risk.about
-        self.computed_at = values_digest(risk.params[name] for name in space.shapes)
-        self.loss = LossScale.of(risk)
-        self.count = progress.count
-        self.num_data = progress.num_data
-        self.audit = progress.audit
-        place_of = self._order()
-        blocks.sort(key=lambda block: place_of(block.layout))
-        self.blocks = ByName({block.layout.name: Block(block) for block in blocks}, "block")
-        self._update_scale()
-        warn_of_wide(self.blocks.values(), self.settings, stacklevel=3)
+        with risk.ranks.agreed("KFAC"):
+            check_names(advanced, ("fisher", "sharing", "mc_samples", "seed", "max_dim", "uncovered", "checkpoint"))
+            self.settings = Settings(
+                fisher,
+                sharing,
+                mc_samples,
+                seed,
+                max_dim=max_dim,
+                uncovered=uncovered,
+                **advanced,
+            )
+            # They decide how many passes there are, each of which compares the model.
+            check_same(risk.ranks, "settings", {"Settings": Same(self.settings.all(), _SAME_SETTINGS)})
+            self._check_names(risk)
+            checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
+            blocks, owners, progress = compute_sums(risk, self.settings, checkpoint)
+            covered = {name for block in blocks for name in block.layout.params}
+            space = Space({n: p.shape for n, p in risk.params.items() if n in covered}, risk.dtype, risk.device)
+            super().__init__(space, None, risk.ranks if owners else None)
+            self.owners = owners
+            self._of = risk.about
+            self.computed_at = values_digest(risk.params[name] for name in space.shapes)
+            self.loss = LossScale.of(risk)
+            self.count = progress.count
+            self.num_data = progress.num_data
+            self.audit = progress.audit
+            place_of = self._order()
+            blocks.sort(key=lambda block: place_of(block.layout))
+            self.blocks = ByName({block.layout.name: Block(block) for block in blocks}, "block")
+            self._update_scale()
+            warn_of_wide(self.blocks.values(), self.settings, stacklevel=3)
 
     @property
     def own_stacks(self) -> list[Stack]:
@@ -190,12 +195,13 @@ class KFAC(ShowsFactors, BlockDiagonal):
         Returns:
             This object. It equals one that was computed from all data at once.
         """
-        with self.ranks.agreed("update"):
+        check_risk(risk)
+        with (self.ranks if self.ranks.are_several else risk.ranks).agreed("update"):
             self.loss.check_same(LossScale.of(risk))
             self.check_ranks(risk)
-        settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
-        blocks, owners, progress = compute_sums(risk, settings, owners=self.owners)
-        self._add(blocks, progress.num_data, progress.count, owners)
+            settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
+            blocks, owners, progress = compute_sums(risk, settings, owners=self.owners)
+            self._add(blocks, progress.num_data, progress.count, owners)
         self.audit = both_audits(self.audit, progress.audit)
         return self
 

@@ -156,6 +156,10 @@ class Settings:
             del state["products"]
         return state
 
+    def all(self) -> dict[str, Any]:
+        """Return all settings that processes have to have in common: also how results are divided."""
+        return self.state() | {"placement": self.placement, "factor_memory": self.factor_memory}
+
     def with_fresh_draws(self) -> "Settings":
         """Return the same settings with other draws, of which there are as many for each datum."""
         return replace(self, first_sample=self.first_sample + self.mc_samples) if self.fisher == "mc" else self

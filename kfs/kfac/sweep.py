@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kfs.data import Batch, values_digest
+from kfs.data import Batch
 from kfs.distributed.placement import passes as subsets_of
 from kfs.exact_derivatives import RightGradients, explained, has_instance_norms
 from kfs.kfac.capture import Audits, Counts, forward, recorder_for, send_back
@@ -23,7 +23,7 @@ from kfs.kfac.layout import Key
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.kfac.storage.checkpoint import Progress
-from kfs.kfac.storage.journal import Journal, details
+from kfs.kfac.storage.journal import Journal
 from kfs.kfac.sums.across_ranks import agreed_blocks
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.interface import Sums
@@ -143,31 +143,19 @@ def sweep(
         What was counted on the way.
     """
     ranks = risk.ranks
-    if ranks.are_several:
-        _check_same_computation(risk, settings)
-    with ranks.agreed(task):
+    with risk.together(task, settings.all()):
         progress = Progress() if journal is None else journal.resume(sums)
         for _ in passes(risk, sums, settings, task, progress, journal):
             pass
         if journal is not None:
             journal.close(progress, sums)
-    if ranks.are_several:
-        risk.count()  # refuses data that are empty on all ranks
-        progress.add_up(ranks)
-        sums.add_up(ranks, risk.device)
-    if journal is not None:
-        journal.unite(progress, sums)
+        if ranks.are_several:
+            risk.count()  # refuses data that are empty on all ranks
+            progress.add_up(ranks)
+            sums.add_up(ranks, risk.device)
+        if journal is not None:
+            journal.unite(progress, sums)
     return progress
-
-
-def _check_same_computation(risk: EmpiricalRisk, settings: Settings) -> None:
-    """Refuse settings and parameters that differ between ranks."""
-    way_out = "Use the same model, loss and settings in all processes. torch.distributed.broadcast copies parameters."
-    # What decides which rank computes which block does not change results, and so is not part of the state.
-    placed = {"placement": settings.placement, "factor_memory": settings.factor_memory}
-    risk.ranks.same("Settings", settings.state() | placed, way_out)
-    values = {name: values_digest([p]) for name, p in risk.params.items()}
-    risk.ranks.same("Losses and parameters", {"loss": details(risk.loss), **values}, way_out)
 
 
 def passes(

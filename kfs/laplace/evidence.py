@@ -14,6 +14,7 @@ bisection finds it. Blocks with priors of their own have maxima of their own.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from math import exp, log, pi
 from warnings import warn
 
@@ -78,11 +79,17 @@ def log_marginal_likelihood(
         >>> bool(log_marginal_likelihood(K, risk, best) > log_marginal_likelihood(K, risk, 2 * best))
         True
     """
-    check_curvature(K)
-    check_risk(K, risk)
-    likelihood = likelihood_of(K, risk, noise, temperature)
-    priors = priors_by_name(prior_precision, K)
-    return evidence(decomposed(K, likelihood.scale), risk, priors, likelihood)
+    with _told_to_others(risk):
+        check_curvature(K)
+        check_risk(K, risk)
+        likelihood = likelihood_of(K, risk, noise, temperature)
+        priors = priors_by_name(prior_precision, K)
+        return evidence(decomposed(K, likelihood.scale), risk, priors, likelihood)
+
+
+def _told_to_others(risk: object) -> AbstractContextManager[None]:
+    """Return a context whose errors reach the processes that share a risk; what is no risk is refused later."""
+    return risk.ranks.agreed("kfs.laplace", is_short=True) if isinstance(risk, EmpiricalRisk) else nullcontext()
 
 
 def evidence(
@@ -119,7 +126,7 @@ def _num_targets(risk: EmpiricalRisk) -> int:
     """Return how many numbers are predicted, of all data together."""
     with risk.ranks.agreed("counting targets"):
         own = sum(batch.y.numel() for batch in risk.batches())
-    return sum(risk.ranks.gather("counting targets", own))
+        return sum(risk.ranks.gather("counting targets", own))
 
 
 def tune_prior(
@@ -146,10 +153,11 @@ def tune_prior(
         SolverError: If there is no largest one: parameters are all zero, or there is no curvature.
         ModelError: As `log_marginal_likelihood` raises it.
     """
-    check_curvature(K)
-    check_risk(K, risk)
-    likelihood = likelihood_of(K, risk, noise, temperature)
-    return best_priors(spectra(decomposed(K, likelihood.scale), risk.params), per_block)
+    with _told_to_others(risk):
+        check_curvature(K)
+        check_risk(K, risk)
+        likelihood = likelihood_of(K, risk, noise, temperature)
+        return best_priors(spectra(decomposed(K, likelihood.scale), risk.params), per_block)
 
 
 def best_priors(found: Mapping[str, BlockSpectrum], per_block: bool) -> float | dict[str, float]:
@@ -220,10 +228,11 @@ def tune_prior_and_noise(
         ModelError: If the loss is not that of a regression.
         SolverError: If there is no best noise: every datum is met exactly, or the search does not converge.
     """
-    check_curvature(K)
-    check_risk(K, risk)
-    if not is_regression(risk):
-        raise ModelError(f"{risk.loss.name} has no noise that one could choose.", "Use kfs.laplace.tune_prior.")
+    with _told_to_others(risk):
+        check_curvature(K)
+        check_risk(K, risk)
+        if not is_regression(risk):
+            raise ModelError(f"{risk.loss.name} has no noise that one could choose.", "Use kfs.laplace.tune_prior.")
     criteria = risk.value() / risk.reduction_factor
     num_targets = _num_targets(risk)
     if not criteria:

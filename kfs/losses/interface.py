@@ -27,7 +27,7 @@ except for `criterion`, which is PyTorch's.
 """
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -72,6 +72,14 @@ class Loss(ABC):
         if isinstance(count, Tensor) and self.reduction == "mean":
             return (self.scale / count.double() * total).to(total.dtype)
         return self.reduction_factor(count) * total
+
+    def attributes(self) -> dict[str, Any]:
+        """Return what it consists of, by name: tensors, numbers and texts, and of anything else what it is called."""
+        plain = (Tensor, int, float, str, tuple, list, torch.dtype, type(None))
+        return {"loss": type(self).__name__} | {
+            name: v if isinstance(v, plain) else getattr(v, "__qualname__", type(v).__name__)
+            for name, v in vars(self).items()
+        }
 
     @abstractmethod
     def check(self, f: Tensor, y: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from kfs.data import Batch, tensors_in
-from kfs.distributed import Ranks, added_up, checksum
+from kfs.distributed import added_up
 from kfs.errors import LossError
 from kfs.exact_derivatives import explained
 from kfs.losses.counter import Draws
@@ -77,11 +77,12 @@ class Curvature(LinearOperator):
         """Set up the space of the risk's parameters."""
         space = parameter_space(risk)
         super().__init__(space, space)
-        self.risk, self.chunk_size = risk, choose_chunk_size(risk, chunk_size, memory)
-        self.blocks = diagonal_blocks(list(risk.params), block_diagonal)
-        self.block_diagonal = block_diagonal
-        self._recorded = RecordedProducts(replay)
-        self._one_derivative = OneDerivative()
+        with risk.ranks.agreed(type(self).__name__):
+            self.risk, self.chunk_size = risk, choose_chunk_size(risk, chunk_size, memory)
+            self.blocks = diagonal_blocks(list(risk.params), block_diagonal)
+            self.block_diagonal = block_diagonal
+            self._recorded = RecordedProducts(replay)
+            self._one_derivative = OneDerivative()
 
     @abstractmethod
     def product(self, batch: Batch, columns: Columns, rows: list[str]) -> Columns:
@@ -102,11 +103,9 @@ class Curvature(LinearOperator):
     def block(self, columns: Columns, rows: list[str]) -> Columns:
         """Multiply the block that has some parameters' columns (those given) and some parameters' rows."""
         wide, dtype = self.risk.sum_dtype, self.codomain.dtype
-        ranks = self.risk.ranks
         task = type(self).__name__
-        self.risk.count()
-        check_same_columns(ranks, columns)
-        with ranks.agreed(task):
+        with self.risk.together(task, {**self._settings(), "rows": rows}, columns):
+            self.risk.count()
             total = self._recorded.multiply(self, columns, rows, task)
             if total is None:
                 total = {}
@@ -116,12 +115,16 @@ class Curvature(LinearOperator):
                         for name, t in self.products(batch, columns, rows):
                             total[name] = total[name] + t if name in total else t.to(wide)  # may be shared: not +=
                 self._recorded.note(columns, rows)
-        some = next(iter(columns.values()))
-        for name in rows:
-            if name not in total:
-                total[name] = some.new_zeros(len(some), *self.codomain.shapes[name], dtype=wide)
-        total = added_up(ranks, task, {name: total[name] for name in rows})
+            some = next(iter(columns.values()))
+            for name in rows:
+                if name not in total:
+                    total[name] = some.new_zeros(len(some), *self.codomain.shapes[name], dtype=wide)
+            total = added_up(self.risk.ranks, task, {name: total[name] for name in rows})
         return {name: t.to(dtype) for name, t in total.items()}
+
+    def _settings(self) -> dict[str, object]:
+        """Return what must be the same in all processes. They may take the memory that they have."""
+        return {name: getattr(self, name) for name in self.shown if name not in {"chunk_size", "reuse"}}
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -195,7 +198,8 @@ class Sandwich(Curvature):
     ) -> None:
         """Start without any graph."""
         check_risk(risk)
-        chunk_size = choose_chunk_size(risk, chunk_size, memory, reuse)
+        with risk.ranks.agreed(type(self).__name__):
+            chunk_size = choose_chunk_size(risk, chunk_size, memory, reuse)
         # Whoever reuses graphs of autograd keeps tensors of one product for the next one.
         super().__init__(risk, block_diagonal=block_diagonal, chunk_size=chunk_size, replay=replay and not reuse)
         self.reuse = reuse
@@ -268,20 +272,21 @@ class Sandwich(Curvature):
         """Compute the diagonal exactly, as a flat vector: sums of squared per-datum gradients, one datum at a time."""
         wide = self.risk.sum_dtype
         task = f"{type(self).__name__} diagonal"
-        with self.risk.ranks.agreed(task), self.running():
-            leaves = self.risk.leaves()
-            total = {name: torch.zeros_like(p, dtype=wide) for name, p in leaves.items()}
-            for batch in self.risk.batches(task):
-                f = self.risk.predict(leaves, batch)
-                self.risk.finite(f.detach(), batch)
-                S = self.factor(f.detach(), batch)
-                for n in range(len(f)):
-                    for start in range(0, len(S), self.chunk_size):
-                        u = torch.zeros_like(S[start : start + self.chunk_size])
-                        u[:, n] = S[start : start + self.chunk_size, n]
-                        for name, g in pull_back(f, leaves, u, keep_graph=True).items():
-                            total[name] += (g.to(wide) ** 2).sum(0)
-        total = added_up(self.risk.ranks, task, total)
+        with self.risk.together(task, self._settings()):
+            with self.running():
+                leaves = self.risk.leaves()
+                total = {name: torch.zeros_like(p, dtype=wide) for name, p in leaves.items()}
+                for batch in self.risk.batches(task):
+                    f = self.risk.predict(leaves, batch)
+                    self.risk.finite(f.detach(), batch)
+                    S = self.factor(f.detach(), batch)
+                    for n in range(len(f)):
+                        for start in range(0, len(S), self.chunk_size):
+                            u = torch.zeros_like(S[start : start + self.chunk_size])
+                            u[:, n] = S[start : start + self.chunk_size, n]
+                            for name, g in pull_back(f, leaves, u, keep_graph=True).items():
+                                total[name] += (g.to(wide) ** 2).sum(0)
+            total = added_up(self.risk.ranks, task, total)
         flat = self.domain.flatten({name: t.unsqueeze(0) for name, t in total.items()})
         return (self.risk.reduction_factor * flat.squeeze(0)).to(self.domain.dtype)
 
@@ -353,21 +358,23 @@ class Fisher(Sandwich):
         replay: bool = True,
     ) -> None:
         """Check the settings."""
-        super().__init__(
-            risk, reuse=reuse, block_diagonal=block_diagonal, chunk_size=chunk_size, memory=memory, replay=replay
-        )
-        if kind not in {"type-2", "mc", "type-1", "empirical"}:
-            raise LossError(
-                f"kind is {kind!r}.",
-                "Choose 'type-2' (exact), 'mc' (Monte Carlo; also called 'type-1') or 'empirical'; for 'ggn', use GGN, "
-                "and for 'forward-only', KFAC.",
+        check_risk(risk)
+        with risk.ranks.agreed("Fisher"):
+            super().__init__(
+                risk, reuse=reuse, block_diagonal=block_diagonal, chunk_size=chunk_size, memory=memory, replay=replay
             )
-        if not isinstance(mc_samples, int) or mc_samples < 1 or not isinstance(seed, int) or not 0 <= seed < 2**64:
-            raise LossError(
-                f"mc_samples is {mc_samples!r} and seed is {seed!r}.",
-                "Use integers: at least one sample, and a seed from 0 to 2**64 - 1.",
-            )
-        self.kind, self.mc_samples, self.seed = kind, mc_samples, seed
+            if kind not in {"type-2", "mc", "type-1", "empirical"}:
+                raise LossError(
+                    f"kind is {kind!r}.",
+                    "Choose 'type-2' (exact), 'mc' (Monte Carlo; also called 'type-1') or 'empirical'; for 'ggn', use "
+                    "GGN, and for 'forward-only', KFAC.",
+                )
+            if not isinstance(mc_samples, int) or mc_samples < 1 or not isinstance(seed, int) or not 0 <= seed < 2**64:
+                raise LossError(
+                    f"mc_samples is {mc_samples!r} and seed is {seed!r}.",
+                    "Use integers: at least one sample, and a seed from 0 to 2**64 - 1.",
+                )
+            self.kind, self.mc_samples, self.seed = kind, mc_samples, seed
 
     def middle(self, f: Tensor, batch: Batch, u: Tensor) -> Tensor:
         """Multiply with the prediction-space Fisher, or with an outer product of gradients."""
@@ -401,16 +408,6 @@ def parameter_space(risk: EmpiricalRisk) -> Space:
     """Return the space of a risk's parameters."""
     check_risk(risk)
     return Space({name: p.shape for name, p in risk.params.items()}, risk.dtype, risk.device)
-
-
-def check_same_columns(ranks: Ranks, columns: Columns) -> None:
-    """Refuse vectors that differ between processes: each would multiply its part of the matrix with another one."""
-    if ranks.are_several:
-        ranks.same(
-            "The vectors to multiply with",
-            [(name, list(t.shape), checksum(t)) for name, t in columns.items()],
-            "Multiply with the same vectors in all processes: broadcast them, or draw them from the same seed.",
-        )
 
 
 def _inputs_of(risk: EmpiricalRisk, batch: Batch) -> list[Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kfs.charts import draw_matrix
 from kfs.describing import times
+from kfs.distributed import Ranks
 from kfs.errors import DtypeError, ShapeError
 from kfs.operators.formulas import DescribedOperator
 from kfs.operators.space import Columns, Index, Space, Vector, check_same, is_index
@@ -86,7 +87,8 @@ class LinearOperator(DescribedOperator, ABC):
         """Multiply a flat vector, a matrix of columns, a dictionary or a list; or compose with another operator."""
         if isinstance(v, LinearOperator):
             return self._composed_with(v)
-        columns, form = self.domain.read(v)
+        with self._ranks.agreed("a vector", is_short=True):
+            columns, form = self.domain.read(v)
         num_columns = len(next(iter(columns.values())))
         if num_columns == 0:
             empty = torch.zeros(0, self.codomain.size, dtype=self.dtype, device=self.device)
@@ -116,6 +118,13 @@ class LinearOperator(DescribedOperator, ABC):
             return rows.T
         product: Vector = self.T @ v  # type: ignore[operator]
         return product
+
+    @property
+    def _ranks(self) -> Ranks:
+        """The processes that multiply together."""
+        risk = getattr(self, "risk", None)
+        found: Ranks = getattr(self if risk is None else risk, "ranks", None) or Ranks()
+        return found
 
     def _composed_with(self, other: "LinearOperator") -> "LinearOperator":
         """Return the operator that applies another one first, then this one."""

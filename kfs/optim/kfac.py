@@ -26,7 +26,7 @@ from kfs.optim.call import check_call
 from kfs.optim.coverage import lost_parameters
 from kfs.optim.curvature import Curvature, Interval, interval_at
 from kfs.optim.divergence import Fine, LastFine, UsualSizes
-from kfs.optim.exchange import Exchange
+from kfs.optim.exchange import Exchange, made_by_all
 from kfs.optim.fully_sharded import is_fully_sharded, part_of
 from kfs.optim.inverses import Inverses
 from kfs.optim.options import check_numbers, check_options, more_often_at_first, number_and_unit
@@ -118,6 +118,7 @@ class KFAC(Reported, Saved):
         True
     """
 
+    @made_by_all
     def __init__(
         self,
         model: nn.Module,
@@ -359,9 +360,32 @@ class KFAC(Reported, Saved):
 
     def _merged(self, sums: StepSums | None, grads: Mapping[str, Tensor]) -> StepSums | None:
         """Return what the passes of all processes gave."""
-        numbers = (self.steps, self._watch.first_datum, self._unit, self.damping_scale)
         averages, products = self._curvature.averages, self._settings.products
-        return self._exchange.merged(sums, numbers, self._params.tensors, grads, averages, products)
+        return self._exchange.merged(sums, self._facts, self._params.tensors, grads, averages, products)
+
+    def _facts(self) -> dict[str, dict[str, Any]]:
+        """Return what must be the same in all processes at this step, by kind and name."""
+        numbers = {"steps": self.steps, "data": self._watch.first_datum, "unit": self._unit}
+        later = range(self.steps + 1, self.steps + 1000)
+        next_due = next((step for step in later if step % interval_at(self._factors_every, step) == 0), -1)
+        # Steps without factors exchange nothing on a GPU, and are looked at now.
+        inverses = [interval_at(self._curvature.every, step) for step in range(self.steps, next_due)]
+        due = {
+            "next step with factors": next_due,
+            "inverses_every": inverses,
+            "parameters": sorted(self._tracked_now()),
+        }
+        with waiting.waiting_allowed():  # A learning rate may be a tensor.
+            options = {
+                f"{name} of group {place}": float(value) if isinstance(value := group.get(name), Tensor) else value
+                for place, group in enumerate(self.param_groups)
+                for name in self.defaults
+            }
+        return {
+            "Numbers of steps and data": numbers | {"damping_scale": self.damping_scale},
+            "Options of parameter groups": options,
+            "Schedules": due,
+        }
 
     def _tracked_now(self) -> dict[str, Tensor]:
         return {n: p for n, p in self._params.trainable().items() if n not in self.uncovered}

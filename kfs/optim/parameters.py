@@ -159,7 +159,7 @@ class Parameters:
         if others:
             text = "A KFAC optimizer for this model exists already. The new one takes the model over, and the first "
             text += "one's step() raises from now on. Call close() of the first one before, to make this silent."
-            warnings.warn(text, KfsWarning, stacklevel=5)
+            warnings.warn(text, KfsWarning, stacklevel=6)
         for other, close in others.items():
             close()
             other._taken_over = True

@@ -75,9 +75,9 @@ class Pass:
         num_data = number_of_data(arguments, axis, self.place)
         self.num_data = 1 if num_data is None else num_data
         self.all_data = self.num_data  # also those of other processes
-        self._problem: KfsError | None = None  # It is raised if somebody trains with this pass, and only then.
+        self.problem: Exception | None = None  # It is raised if somebody trains with this pass, and only then.
         if num_data is None:
-            self._problem = DataError(
+            self.problem = DataError(
                 "The model was called without any tensor that has a batch axis.",
                 "Call it with a batch of inputs: model(x) with x of shape [N, ...].",
             )
@@ -129,11 +129,11 @@ class Pass:
             f = prediction_in(output)
         except KfsError as problem:
             f = next((t for t in parts_of(output) if t.requires_grad), None)
-            self._problem = problem
+            self.problem = problem
         if f is None or f.grad_fn is None:
             return output
-        if f.shape[:1] != (self.num_data,) and self._problem is None:
-            self._problem = DataError(
+        if f.shape[:1] != (self.num_data,) and self.problem is None:
+            self.problem = DataError(
                 f"The model was called with {self.num_data} data, but its prediction has shape {list(f.shape)}.",
                 "Put the batch axis first in predictions; say where it is in inputs with batch_axis=.",
             )
@@ -164,8 +164,8 @@ class Pass:
 
     def receive_gradient(self, g: Tensor, first_datum: int) -> None:
         """Take the gradient of a loss with respect to predictions, and send vectors back if curvature needs them."""
-        if self._problem is not None:
-            raise self._problem
+        if self.problem is not None:
+            raise self.problem
         self.has_gradient = True
         if not self.num_data:  # There is nothing to look at, and no target that counts.
             del self._f, self._edge, self._arguments

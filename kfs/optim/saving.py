@@ -20,7 +20,7 @@ from kfs.errors import DistributedError, ModelError
 from kfs.optim.averages import Average, copied_to
 from kfs.optim.curvature import Curvature
 from kfs.optim.divergence import UsualSizes
-from kfs.optim.exchange import Exchange
+from kfs.optim.exchange import Exchange, agreed
 from kfs.optim.fully_sharded import part_of
 from kfs.optim.outstanding import Outstanding
 from kfs.optim.owners import whole as over_all_data
@@ -184,6 +184,7 @@ class Saved(Optimizer):
         return {**state, "state": result, "kfac": carried["kfac"]}
 
     @torch.no_grad()
+    @agreed("consolidate_state_dict()")
     def consolidate_state_dict(self) -> None:
         """Add up the state of all processes, so that each of them can call `state_dict()` before the next step.
 
@@ -213,6 +214,7 @@ class Saved(Optimizer):
         )
 
     @torch.no_grad()
+    @agreed("load_state_dict()")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Undo `state_dict`. In several processes, load the same state in all of them.
 

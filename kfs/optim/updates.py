@@ -110,7 +110,7 @@ def natural_updates(
     def clipped(u: Tensors) -> Tensors:
         own = dict(zip(names, u, strict=True))
         ahead = way.gathered(own)
-        D = precondition(ahead)
+        D, problem = _multiplied(precondition, ahead, way, taken)
         if behind:
             # The flag is about what this process has multiplied.
             everywhere = way.all_true(taken)
@@ -125,9 +125,31 @@ def natural_updates(
             if behind:
                 shorter = torch.where(taken, shorter, 1.0)  # Gradients that are not finite have no length.
             D = {n: shorter * d for n, d in D.items()}
-        return list(way.scattered(D, own).values())
+        steps = list(way.scattered(D, own).values())
+        if problem is not None:
+            raise problem
+        return steps
 
     natural_step(shares, clipped)
+
+
+def _multiplied(
+    precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    ahead: dict[str, Tensor],
+    way: Everywhere,
+    taken: Tensor,
+) -> tuple[dict[str, Tensor], Exception | None]:
+    """Multiply with inverses, and return an error instead of raising it where other processes wait for the products.
+
+    They get zeros then, take no step, and hear of the error at the end of it. On a CPU, they hear of it before.
+    """
+    if not (isinstance(way, AtOwners) and waiting.runs_behind(taken.device)):
+        return precondition(ahead), None
+    try:
+        return precondition(ahead), None
+    except Exception as problem:  # noqa: BLE001 (whatever it is, it is raised later)
+        taken.fill_(False)
+        return {name: torch.zeros_like(t) for name, t in ahead.items()}, problem
 
 
 def adamw_updates(

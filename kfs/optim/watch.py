@@ -155,11 +155,7 @@ class Watch:
         if call is not None and call.is_mine:
             call.depth += 1  # with or without gradients: the end of every inner call is counted
             return None
-        elsewhere = torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
-        elsewhere = elsewhere or is_evaluating()  # nobody trains with what is computed for a risk
-        # Within a backward pass, a checkpoint runs the model again. Its first run was watched, or was not to be.
-        elsewhere = elsewhere or torch._C._current_graph_task_id() != -1
-        if not torch.is_grad_enabled() or elsewhere:
+        if not torch.is_grad_enabled() or _is_elsewhere():
             return None
         if call is not None:
             raise ModelError(
@@ -173,10 +169,10 @@ class Watch:
         wanted = None if method is None else method()
         session = None
         bases: Bases = {}
+        problem = None
         if wanted is not None:
             params, bases = wanted
-            _refuse_compiled(self._call.frame)
-            session = self._session_for(params)
+            session, problem = self._session_for(params, self._call.frame)
         elif self.loss.reduction != "sum":
             # Examples have to be counted in every step if the loss is a sum over them, and only then.
             return None
@@ -188,12 +184,14 @@ class Watch:
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         key = None if session is None or bases else self._graphs.key(module, session, arguments, autocast)
         graph = None if key is None else self._graphs.find(key, module)
-        try:
-            with _outside_of_captures():
-                known = None if graph is not None else self._known(module, session, arguments, wanted)
-        except BaseException:
-            self._call = None  # PyTorch calls no other hook then
-            raise
+        known = None
+        if graph is None and problem is None:
+            try:
+                with _outside_of_captures():
+                    known = self._known(module, session, arguments, wanted)
+            except BaseException as error:  # noqa: BLE001 (whatever it is, it is raised, now or later)
+                session, problem = None, self._told(error)
+                bases = {}
         one = Pass(
             weakref.ref(self),
             self.loss,
@@ -211,11 +209,24 @@ class Watch:
             masks=self.masks,
             place_of_data=self.exchange.numbering() if wanted is not None and self.settings.fisher == "mc" else None,
         )
+        one.problem = problem or one.problem
         if session is not None and graph is None and key is not None and self._graphs.wants(key):
             factors = FactorPass(module, self.loss, self.settings, session, known, autocast, self.masks)
             one.to_record = key, factors, None
         self._call.watched = one
         return one.start()
+
+    def _told(self, error: BaseException) -> Exception:
+        """Return an error such that the step raises it, or raise it, after other processes have heard of it.
+
+        Beside other processes, the forward pass goes on without being watched: these are about to wait for gradients of
+        this one. Those of a sharded model meet before the forward pass.
+        """
+        if self.exchange.ranks.are_several and not self._sharded and isinstance(error, Exception):
+            return error
+        self._call = None  # PyTorch calls no other hook then
+        with self.exchange.ranks.agreed("audits") if isinstance(error, Exception) else nullcontext():
+            raise error
 
     def _known(self, model: nn.Module, session: Session | None, arguments: Any, wanted: Any) -> Known | None:
         """Return what an audit finds out, or an earlier one has found out; `None` without audit.
@@ -266,14 +277,23 @@ class Watch:
         self.audit = audits.report
         return known
 
-    def _session_for(self, params: dict[str, Tensor]) -> Session:
-        """Return the session that has plans from earlier passes, or a new one if other parameters are tracked."""
+    def _session_for(
+        self, params: dict[str, Tensor], frame: FrameType | None
+    ) -> tuple[Session | None, Exception | None]:
+        """Return the session that has plans from earlier passes, or a new one if other parameters are tracked.
+
+        Or an error, if the model was called from compiled code, and other processes have to hear of it.
+        """
+        try:
+            _refuse_compiled(frame)
+        except ModelError as error:
+            return None, self._told(error)
         session = self._session
         known = {} if session is None else session.tracker.params
         if session is None or known.keys() != params.keys() or any(known[n] is not p for n, p in params.items()):
             model = self._model() if self._sharded else None
             session = self._session = new_session(params, self.settings.joint_bias, mixing=True, model=model)
-        return session
+        return session, None
 
     def _after_forward(self, module: nn.Module, _: Any, __: Any, output: Any) -> Any:
         """Stop to capture, and wait for a gradient. The output is `None` if the forward pass has failed."""
@@ -399,6 +419,15 @@ def _trains(model: nn.Module) -> bool:
         return any(map(torch._C._will_engine_execute_node, edges))
     except RuntimeError:  # PyTorch does not answer for leaves that autograd.grad asks for.
         return False
+
+
+def _is_elsewhere() -> bool:
+    """Whether a pass is none of those that a model is trained with."""
+    if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+        return True
+    # Nobody trains with what is computed for a risk. Within a backward pass, a checkpoint runs the model again: its
+    # first run was watched, or was not to be.
+    return is_evaluating() or torch._C._current_graph_task_id() != -1
 
 
 def _callers(frame: FrameType | None = None) -> Iterator[FrameType]:

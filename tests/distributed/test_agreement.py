@@ -1,14 +1,20 @@
 """Ranks agree: on errors, on values, and on where they are in the program."""
 
+import os
+import signal
+import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from kfs.distributed import Ranks
-from kfs.errors import DataError, DistributedError
+import kfs
+from kfs.distributed import Ranks, Same, check_same
+from kfs.distributed.ranks import connected
+from kfs.errors import DataError, DistributedError, LostRankError
 from tests.distributed.pool import Pool
 
 WORLDS = (1, 2, 4)
@@ -125,6 +131,38 @@ def test_values_that_must_be_the_same(ranks: Pool, value: int) -> None:
         assert len(text) < 500
 
 
+def facts(second: dict[str, object]) -> str:
+    everybody = Ranks(dist.group.WORLD)
+    first: dict[str, object] = {"seed": 0, "weight": torch.ones(2)}
+    mine = second if everybody.rank == 1 else first
+    found: list[str] = []
+
+    def compare() -> None:  # Other threads than the first one get no interrupts.
+        check_same(everybody, "numbers", {"Numbers": Same(first, "Use one.")})
+        with pytest.raises(DistributedError) as caught:
+            check_same(everybody, "numbers", {"Numbers": Same(mine, "Use one.")})
+        found.append(str(caught.value))
+
+    thread = threading.Thread(target=compare)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        ({"seed": 1, "weight": torch.ones(2)}, "rank 0 has seed=0, and rank 1 has seed=1"),
+        ({"weight": torch.ones(2)}, "rank 0 has seed=0, and rank 1 has nothing"),
+        ({"seed": 0, "weight": torch.tensor([1.0, 2.0])}, "'weight' of rank 1 is not as on rank 0"),
+        ({"seed": 0, "weight": torch.ones(2).double()}, "'weight' of rank 1 is not as on rank 0"),
+        ({"weight": torch.ones(2), "seed": 0}, "they have another order"),
+    ],
+)
+def test_facts_that_must_be_the_same(ranks: Pool, second: dict[str, object], text: str) -> None:
+    assert ranks(2, facts, second) == [f"Numbers differ between processes: {text}. Use one."] * 2
+
+
 def members() -> str:
     some = dist.new_group([1])
     mesh = init_device_mesh("cpu", (2,))
@@ -166,3 +204,87 @@ def test_the_pool_reports_who_has_failed_first(ranks: Pool) -> None:
         with pytest.raises(KeyError, match="this one"):
             ranks(2, lost)
     assert ranks(2, values) == [[0, 1]] * 2
+
+
+def interrupted() -> tuple[float, list[str]]:
+    """Interrupt the last rank, where it computes, and in an exchange of tensors."""
+    everybody = Ranks(dist.group.WORLD)
+    start = time.monotonic()
+    notes: list[str] = []
+    for inside in (False, True):
+        with pytest.raises(KeyboardInterrupt) as caught, everybody.agreed("outer"), everybody.agreed("inner"):
+            compute(everybody, inside)
+        notes += getattr(caught.value, "__notes__", [])
+    assert everybody.gather("numbers", everybody.rank) == list(range(everybody.size))  # Nothing is left over.
+    return time.monotonic() - start, notes
+
+
+def compute(everybody: Ranks, inside: bool) -> None:
+    is_last = everybody.rank == everybody.size - 1
+    if is_last and not inside:
+        raise KeyboardInterrupt
+    if inside:
+        with connected("sums"):  # The interrupt waits: others would be left with half of an exchange.
+            if is_last:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+            dist.all_reduce(torch.ones(1))
+    everybody.gather("numbers", 1)
+
+
+def test_interrupts_end_all_ranks(ranks: Pool) -> None:
+    """One rank is interrupted from the keyboard; others end as if they were, too."""
+    (first, notes), (second, own) = ranks(2, interrupted)
+    assert notes == ["Rank 1 of 2 has raised this."] * 2
+    assert not own
+    assert max(first, second) < 5
+
+
+def busy(seconds: float) -> tuple[float, str]:
+    """Fail on the first rank, while others are busy with many batches."""
+    first = dist.get_rank() == 0
+    start = time.monotonic()
+    X, y = torch.rand(4, 3), torch.rand(4, 2)
+
+    class Slow:
+        def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            for _ in range(100):
+                time.sleep(0 if first else seconds / 100)
+                yield X * (torch.nan if first else 1), y
+
+    risk = kfs.EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), Slow(), num_data=400, group=dist.group.WORLD)
+    with pytest.raises(DataError, match="not finite") as caught:
+        risk.value()
+    with pytest.raises(DataError, match="not finite"):
+        risk.gradient()
+    return time.monotonic() - start, str(caught.value)
+
+
+def test_busy_ranks_hear_of_errors(ranks: Pool) -> None:
+    """They need not come to the end of their data first."""
+    (_, text), (seconds, other) = ranks(2, busy, 20.0)
+    assert text == other
+    assert seconds < 10
+
+
+def silent() -> None:
+    """Interrupt a rank while the other one waits for tensors: nobody hears it, and nobody waits long."""
+    everybody = Ranks(dist.group.WORLD)
+    if everybody.rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kfs.distributed.ranks._SECONDS_TO_TELL", 0.5)
+            with pytest.raises(KeyboardInterrupt), everybody.agreed("reading"):
+                raise KeyboardInterrupt
+        os._exit(1)  # as a program does that was interrupted
+    with pytest.raises(LostRankError), connected("sums"):
+        dist.all_reduce(torch.ones(10))
+
+
+def test_an_interrupt_that_nobody_hears() -> None:
+    """The rank ends, and then the others do."""
+    pool = Pool()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="The process of rank 1 has ended"):
+        pool(2, silent)
+    assert time.monotonic() - start < 10
+    pool.close()

@@ -153,7 +153,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "placement": ({}, {"placement": "owner"}),
     "memory": ({"factor_memory": 800}, {"factor_memory": 1000}),
     "one memory": ({}, {"factor_memory": 1000}),
-    "little memory": ({"factor_memory": 1000}, {"factor_memory": 10}),
+    "little memory": ({"factor_memory": 10}, {"factor_memory": 10}),
 }
 
 
@@ -194,12 +194,9 @@ class Odd(torch.nn.Module):
         ("settings", "DistributedError: Settings differ between processes: rank 0 has "),
         ("placement", "DistributedError: Settings differ between processes: rank 0 has "),
         ("memory", "DistributedError: Settings differ between processes: rank 0 has "),
-        (
-            "one memory",
-            "DistributedError: The processes are at different places of the program: rank 0 at 'Settings', ",
-        ),
+        ("one memory", "DistributedError: Settings differ between processes: rank 0 has factor_memory=None, and "),
         ("little memory", "ModelError: Block '0' needs 400 B, and a pass may use 10 B."),
-        ("parameters", "DistributedError: Losses and parameters differ between processes: rank 0 has "),
+        ("parameters", "DistributedError: Parameters differ between processes: '0.weight' of rank 1 is not "),
         ("a datum", "DataError: The prediction for datum 20 is not finite."),
         ("no data", "DataError: The data set is empty."),
         ("no target", "DataError: No target counts: "),

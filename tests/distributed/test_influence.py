@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import kfs
-from kfs.errors import DataError, DistributedError
+from kfs.errors import DataError, DistributedError, ModelError
 from tests.distributed.pool import Pool
 from tests.distributed.problems import bits, is_first, problem, risk_of_all, risk_of_own
 
@@ -88,11 +88,14 @@ def refused(what: str) -> str:
         "split queries": lambda: influence.scores(train, train),
         "only queries split": lambda: influence.scores(train, queries),
         "other queries": lambda: influence.top(other, train),
+        "other damping": lambda: kfs.Influence(influence.K, 0.1 + second).self_scores(train),
+        "other options": lambda: influence.top(queries, train, 2, of="margin" if second else "loss"),
+        "a typo": lambda: influence.scores(queries, train, normalize="cosin" if second else None),  # type: ignore[arg-type]
         "index": lambda: influence.index(train),
         "cost": lambda: influence.cost(queries, train),
         "query_error": lambda: influence.query_error(queries, train, 1),
     }
-    with pytest.raises((DataError, DistributedError)) as caught:
+    with pytest.raises((DataError, DistributedError, ModelError)) as caught:
         calls[what]()
     return str(caught.value)
 
@@ -104,6 +107,9 @@ def refused(what: str) -> str:
         ("split queries", "Scores of queries of data that are split over 2 processes"),
         ("only queries split", "Scores of queries of data that are split over 2 processes"),
         ("other queries", "Queries differ between processes"),
+        ("other damping", "Inverses of the curvature differ between processes: "),
+        ("other options", "Options differ between processes: rank 0 has of='loss', and rank 1 has of='margin'"),
+        ("a typo", "normalize is 'cosin'"),
         ("index", "An index of data that are split over 2 processes"),
         ("cost", "The cost of data that are split over 2 processes"),
         ("query_error", "The error of data that are split over 2 processes"),

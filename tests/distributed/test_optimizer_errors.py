@@ -1,12 +1,16 @@
 """What goes wrong in one process of a training: all of them notice, and say the same."""
 
 import re
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,7 +18,9 @@ from kfs.errors import DistributedError, KfsError, LossError, ModelError
 from kfs.kfac.structures import BlockError
 from kfs.optim import KFAC, averages, exchange, inverses
 from kfs.optim.averages import Average
+from kfs.optim.curvature import Curvature
 from kfs.optim.owners import owners_of
+from kfs.optim.watch import Watch
 from tests.distributed.pool import Pool
 from tests.distributed.training import accelerators, average_gradients, batches, model_of, take_step
 
@@ -70,9 +76,9 @@ def step_on_ranks(fault: str) -> tuple[str, str]:
     [
         ("another loss", LossError, "is not that of CrossEntropyLoss"),
         ("no gradients", DistributedError, "Parameters with gradients differ"),
-        ("own gradients", DistributedError, "Gradients differ between the processes of ranks 0 and 1"),
+        ("own gradients", DistributedError, "Gradients differ between processes: 7, such as 'turn'.* of rank 1 "),
         ("other weights", DistributedError, "Values of parameters differ"),
-        ("another state", DistributedError, "Numbers of steps and data differ"),
+        ("another state", DistributedError, r"different places .* rank 1 at 'load_state_dict\(\)'"),
         ("changed model", ModelError, "parameters .* are new"),
     ],
 )
@@ -284,3 +290,167 @@ def test_rank_without_data(ranks: Pool) -> None:
     first, second = ranks(2, with_idle_rank, "type-2")
     assert torch.equal(first, second)
     assert (first - expected).norm() / expected.norm() < 1e-12
+
+
+class WithBuffers(nn.Module):
+    """Normalizes over batches, keeps a statistic of its data, and adds a constant."""
+
+    constant: Tensor
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first = nn.Linear(6, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.last = nn.Linear(5, 3)
+        self.register_buffer("constant", torch.zeros(3))
+        self.register_buffer("largest", torch.zeros(()))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest.copy_(x.detach().max())  # a statistic of this rank's data
+        y: Tensor = self.last(torch.tanh(self.norm(self.first(x)))) + self.constant
+        return y
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """Return the type and text of an error, or nothing."""
+    try:
+        call()
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, all ranks have to have it)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def train_with(
+    settings: dict[str, Any],
+    change: Callable[[nn.Module, KFAC, int], Any] = lambda *_: None,
+    loss: nn.Module = LOSS,
+    way: str = "DDP",
+) -> None:
+    """Train for some steps; something is changed before each of them, which may return what is called then."""
+    model: Any = WithBuffers()
+    if way == "sharded":
+        fully_shard(model)
+    wrapped = DistributedDataParallel(model) if way == "DDP" else model
+    optimizer = KFAC(wrapped, loss, group=dist.group.WORLD if way == "group" else None, **settings)
+    for number, (x, y) in enumerate(batches(8)):
+        optimizer.zero_grad()
+        called = change(model, optimizer, number) or wrapped
+        LOSS(called(rows(x)), rows(y)).backward()
+        if way == "group":
+            average_gradients(model)
+        take_step(optimizer)
+
+
+def at(step: int, act: Callable[[Any, KFAC], Any]) -> Callable[[nn.Module, KFAC, int], Any]:
+    """Return a change on the last rank, before one step."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    return lambda model, optimizer, number: act(model, optimizer) if last and number == step else None
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise ArithmeticError("bad luck")
+
+
+def interrupt(*_: Any, **__: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def with_other_settings() -> dict[str, str]:
+    """Return the errors of trainings in which something differs on the last rank."""
+    second = dist.get_rank() == 1
+    choose = {
+        "damping": (0.003, 0.3),
+        "decay": (0.7, 0.1),
+        "seed": (0, 1),
+        "lr": (1.0, 0.1),
+        "inverses_every": (20, 5),
+        "eigen": (True, False),
+        "fisher": ("mc", "type-2"),
+        "factors_every": (1, 5),
+        "trust": (0.03, -1.0),
+        "quadratic_model": (False, "typo"),
+        "patience": (3, 4),
+    }
+    found = {name: error_of(partial(train_with, {name: values[second]})) for name, values in choose.items()}
+    found["unknown"] = error_of(lambda: train_with({"dampin": 1.0} if second else {}))
+    found["loss"] = error_of(lambda: train_with({}, loss=nn.CrossEntropyLoss(label_smoothing=0.1 * second)))
+    schedules = (lambda step: 1 + step // 2), (lambda step: 1 + step // 3)
+    found["schedule"] = error_of(lambda: train_with({"factors_every": schedules[second]}))
+    found["schedule of inverses"] = error_of(lambda: train_with({"inverses_every": schedules[second]}))
+    changes: dict[str, Callable[[Any, KFAC], Any]] = {
+        "lr later": lambda _, optimizer: optimizer.param_groups[0].update(lr=0.5),
+        "mode": lambda model, _: setattr(model.last, "training", False),
+        "constant": lambda model, _: setattr(model, "constant", torch.ones(3, dtype=torch.float64)),
+    }
+    for name, act in changes.items():
+        found[name] = error_of(partial(train_with, {"fisher": "type-2"}, at(5, act), way="group"))
+    # The module itself is called, and gradients are not averaged.
+    skip: Callable[[Any, KFAC, int], Any] = lambda model, _, number: model if number == 4 else None  # noqa: E731
+    found["gradients later"] = error_of(lambda: train_with({"fisher": "type-2"}, skip))
+    # Steps without factors do not compare gradients. Parameters are then compared in the next one with factors.
+    every = {"fisher": "empirical", "factors_every": 6, "inverses_every": 6}
+    found["parameters"] = error_of(lambda: train_with(every, skip))
+    found["nothing"] = "".join(error_of(partial(train_with, {}, way=way)) for way in ("DDP", "group", "sharded"))
+    with pytest.MonkeyPatch.context() as patch:
+        if second:
+            patch.setattr(Watch, "_audited", fail)
+        found["an audit"] = error_of(lambda: train_with({"fisher": "mc"}))
+    for name, act in {"an error": fail, "an interrupt": interrupt}.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if second:
+                patch.setattr(Curvature, "precondition", act)
+            found[f"{name} in an update"] = error_of(lambda: train_with({}))
+            found[f"{name} in a sharded update"] = error_of(lambda: train_with({}, way="sharded"))
+            if name == "an error":
+                with accelerators():
+                    settings = {"replay": False, "factors_every": 1}
+                    found["behind"] = error_of(partial(train_with, settings, way="sharded"))
+    for name in ("fisher", "factors_every", "damping"):
+        values = choose[name]
+        found[f"{name}, sharded"] = error_of(partial(train_with, {name: values[second]}, way="sharded"))
+    return found
+
+
+def test_what_differs_is_named(ranks: Pool) -> None:
+    """Settings, options, modes, buffers and gradients: all ranks say what differs, and nobody waits for others."""
+    start = time.monotonic()
+    first, second = ranks(2, with_other_settings)
+    assert time.monotonic() - start < 30
+    assert first == second
+    settings = "DistributedError: Settings differ between processes: rank 0 has {0}={1!r}, and rank 1 has {0}={2!r}"
+    expected = {
+        "damping": settings.format("damping", 0.003, 0.3),
+        "decay": settings.format("decay", 0.7, 0.1),
+        "seed": settings.format("seed", 0, 1),
+        "lr": settings.format("lr", 1.0, 0.1),
+        "inverses_every": settings.format("inverses_every", 20, 5),
+        "eigen": settings.format("eigen", True, False),
+        "fisher": settings.format("fisher", "mc", "type-2"),
+        "factors_every": settings.format("factors_every", 1, 5),
+        "trust": "ModelError: trust is -1.0",
+        "patience": settings.format("patience", 3, 4),
+        "unknown": "TypeError: ",
+        "loss": "DistributedError: Losses differ between processes: rank 0 has ",
+        "schedule": "DistributedError: Schedules differ between processes: rank 0 has next step with factors=",
+        "schedule of inverses": "DistributedError: Schedules differ between processes: rank 0 has inverses_every=[",
+        "lr later": "DistributedError: Options of parameter groups differ between processes: rank 0 has lr of group 0=",
+        "mode": "DistributedError: Modes of modules differ between processes: rank 0 has last='train', and rank 1 has ",
+        "constant": "DistributedError: Buffers differ between processes: 'constant'.",
+        "gradients later": "DistributedError: Gradients differ between processes: ",
+        "parameters": "DistributedError: Values of parameters differ between processes: ",
+        "an audit": "ArithmeticError: bad luck",
+        "an error in an update": "ArithmeticError: bad luck",
+        "an error in a sharded update": "ArithmeticError: bad luck",
+        "behind": "ArithmeticError: bad luck",
+        "an interrupt in an update": "KeyboardInterrupt: ",
+        "an interrupt in a sharded update": "KeyboardInterrupt: ",
+        "fisher, sharded": settings.format("fisher", "mc", "type-2"),
+        "factors_every, sharded": settings.format("factors_every", 1, 5),
+        "damping, sharded": settings.format("damping", 0.003, 0.3),
+    }
+    assert not first["nothing"]  # Statistics that training mode does not read may differ.
+    for name, text in expected.items():
+        assert first[name].startswith(text), (name, first[name])

@@ -1,6 +1,8 @@
 """Value, gradient and products of several ranks are those of one process that has all data."""
 
+import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch.distributed as dist
 
 import kfs
 from kfs.distributed import Ranks
-from kfs.errors import DataError, DistributedError
+from kfs.errors import DataError, KfsError
 from kfs.laplace import posterior
 from kfs.operators import trace
 from tests.distributed.pool import Pool
@@ -107,7 +109,7 @@ def test_marginal_likelihood(ranks: Pool) -> None:
 
 
 def error_of(call: Callable[[], object]) -> str:
-    with pytest.raises((DataError, DistributedError)) as caught:
+    with pytest.raises((KfsError, TypeError)) as caught:
         call()
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -187,3 +189,127 @@ def test_announced_numbers_of_data(ranks: Pool) -> None:
         assert (factor, num_data, given) == (1 / NUM_DATA, NUM_DATA, 1)
     one, other = ranks(2, announced, 1)
     assert one == other == "num_data is 16, but the data have 15 targets. " + one.partition("targets. ")[2]
+
+
+class Normalized(torch.nn.Module):
+    """Has units in an order, a buffer, and a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = torch.nn.Linear(4, 5)
+        self.norm = torch.nn.BatchNorm1d(5)
+        self.last = torch.nn.Linear(5, 3)
+        self.register_buffer("offset", torch.zeros(3))
+        self.double().eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(torch.tanh(self.norm(self.first(x)))) + self.offset
+        return y
+
+
+def permute_units(model: Any) -> None:
+    """Put units in another order: the model computes the same, and sums over bits are the same."""
+    for t in (model.first.weight, model.first.bias, *model.norm.parameters(), *model.norm.buffers()):
+        t.data.copy_(t.data.flip(0) if t.ndim else t.data)
+    model.last.weight.data.copy_(model.last.weight.data.flip(1))
+
+
+def negate_units(model: Any) -> None:
+    """Change signs of an even number of weights."""
+    model.last.weight.data[:, :2] *= -1
+
+
+def _typo(is_there: bool) -> dict[str, Any]:
+    return {"sede": 1} if is_there else {}
+
+
+FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "other parameters": (lambda model: model.last.bias.data.add_(1e-15), "Parameters differ .*'last.bias' of rank 1 "),
+    "permuted units": (permute_units, "Parameters differ .*'first.weight', 'first.bias', 'last.weight' of rank 1 "),
+    "negated units": (negate_units, "Parameters differ .*'last.weight' of rank 1 is not as on rank 0"),
+    "running statistics": (
+        lambda model: model.norm.running_mean.add_(1),
+        r"Buffers differ .*'norm.running_mean' of rank 1 .* for b in model.buffers\(\): torch.distributed.broadcast",
+    ),
+    "a mode": (lambda model: model.first.train(), "Modes of modules differ .* first='eval', .* first='train'"),
+    "another loss": (lambda _: torch.nn.CrossEntropyLoss(ignore_index=2), "Losses differ .* ignore_index=2"),
+}
+SETTINGS: dict[str, Callable[[kfs.EmpiricalRisk, bool], Any]] = {
+    "a typo in fisher": lambda risk, other: kfs.KFAC(risk, fisher="typo" if other else "mc"),  # type: ignore[arg-type]
+    "an unknown argument": lambda risk, other: kfs.EKFAC(risk, **_typo(other)),
+    "seed": lambda risk, other: kfs.KFAC(risk, "mc", seed=int(other)),
+    "a typo in kind": lambda risk, other: kfs.Fisher(risk, "typo" if other else "mc"),  # type: ignore[arg-type]
+    "seed of draws": lambda risk, other: kfs.Fisher(risk, "mc", seed=int(other)).diagonal(),
+    "blocks": lambda risk, other: kfs.GGN(risk, block_diagonal=other) @ risk.gradient(),
+    "a short vector": lambda risk, other: kfs.GGN(risk) @ torch.ones(53 - other, dtype=torch.float64),
+    "memory": lambda risk, other: kfs.Hessian(risk, memory=-1 if other else None),
+    "a structure": lambda risk, other: kfs.compare(risk, ["KFACK" if other else "KFAC"]),
+    "a prior": lambda risk, other: kfs.laplace.log_marginal_likelihood(kfs.KFAC(risk), risk, -1.0 if other else 1.0),
+    "quantity": lambda risk, other: list(kfs.per_datum(risk, "margin" if other else "loss")),
+}
+COMPUTATIONS: dict[str, Callable[[kfs.EmpiricalRisk], Any]] = {
+    "value": lambda risk: risk.value(),
+    "gradient": lambda risk: risk.gradient(),
+    "GGN": lambda risk: kfs.GGN(risk) @ torch.ones(53, dtype=torch.float64),
+    "Hessian": lambda risk: kfs.Hessian(risk) @ torch.ones(53, dtype=torch.float64),
+    "Fisher": lambda risk: kfs.Fisher(risk).diagonal(),
+    "Jacobian": kfs.Jacobian,
+    "KFAC": kfs.KFAC,
+    "EKFAC": kfs.EKFAC,
+    "per_datum": kfs.per_datum,
+}
+
+
+def with_faults() -> dict[str, str]:
+    """Return the errors of all computations, with each fault on the last rank."""
+    second = dist.get_rank() == 1
+    torch.manual_seed(0)
+    X, y = torch.randn(12, 4, dtype=torch.float64), torch.randint(2, (12,))
+
+    def risk_with(fault: Callable[[Any], Any]) -> kfs.EmpiricalRisk:
+        model = Normalized()
+        loss = fault(model) if second else None
+        loss = loss if isinstance(loss, torch.nn.Module) and loss is not model.first else torch.nn.CrossEntropyLoss()
+        return kfs.EmpiricalRisk(model, loss, kfs.shard((X, y), dist.group.WORLD))
+
+    def compute_with(compute: Callable[[kfs.EmpiricalRisk], Any], change: Callable[[Any], Any]) -> Any:
+        return compute(risk_with(change))
+
+    found = {}
+    for fault, (change, _) in FAULTS.items():
+        for name, compute in COMPUTATIONS.items():
+            found[f"{fault}: {name}"] = error_of(partial(compute_with, compute, change))
+    for name, call in SETTINGS.items():
+        risk = risk_with(lambda _: None)
+        found[name] = error_of(partial(call, risk, second))
+    # Dropout in training mode is refused by the risk itself, on one rank alone.
+    dropout = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout()).double().train(second)
+    found["dropout"] = error_of(
+        lambda: kfs.EmpiricalRisk(dropout, torch.nn.CrossEntropyLoss(), kfs.shard((X, y), dist.group.WORLD))
+    )
+    return found
+
+
+def test_what_differs_is_named_by_all_ranks(ranks: Pool) -> None:
+    """Every computation compares parameters, buffers, modes, losses and settings, and hears of others' errors."""
+    one, other = ranks(2, with_faults)
+    assert one == other
+    for fault, (_, text) in FAULTS.items():
+        for name in COMPUTATIONS:
+            assert re.search(text, one[f"{fault}: {name}"]), (fault, name, one[f"{fault}: {name}"])
+    for name, text in {
+        "a typo in fisher": "ModelError: .*typo",
+        "an unknown argument": "sede",
+        "seed": "Settings differ .* rank 0 has seed=0, and rank 1 has seed=1",
+        "a typo in kind": "LossError: kind is 'typo'",
+        "seed of draws": "Settings differ .* seed=0, and rank 1 has seed=1",
+        "blocks": "Settings differ .* block_diagonal=False, and rank 1 has block_diagonal=True",
+        "a short vector": r"ShapeError: The vector has shape \[52\]",
+        "memory": "ModelError: memory is -1",
+        "a structure": "KFACK",
+        "a prior": "ModelError: .*-1.0",
+        "quantity": "Settings differ .* of='loss', and rank 1 has of='margin'",
+        "dropout": r"ModelError: Module '1' \(Dropout\) is in training mode",
+    }.items():
+        assert re.search(text, one[name]), (name, one[name])

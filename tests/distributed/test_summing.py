@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kfs.distributed import Ranks, add_up, added_up, checksum, summing
+from kfs.distributed import Ranks, add_up, added_up, checksum, checksums, summing
 from kfs.distributed.summing import fill_lower_triangle, upper_triangle
 from kfs.errors import DistributedError
 from tests.distributed.pool import Pool
@@ -85,7 +85,27 @@ def test_checksums(dtype: torch.dtype) -> None:
     t = torch.arange(-20, 21, 2).to(dtype)
     one_bit = t.clone()
     one_bit.view(torch.uint8)[3] ^= 1
-    variants = [t, t.flip(0), t.roll(1), one_bit, t.clone().fill_(0)]
+    two_signs = t.clone()
+    two_signs[:2] = -two_signs[:2]  # the highest bits of two numbers, which cancel each other in a sum
+    variants = [t, t.flip(0), t.roll(1), one_bit, two_signs, t.clone().fill_(0)]
     assert len({checksum(variant) for variant in variants}) == len(variants)
     assert checksum(t) == checksum(t.reshape(3, 7).T.contiguous().T) == checksum(t.clone())
     assert checksum(t[:0]) == 0
+
+
+def test_checksums_of_special_tensors() -> None:
+    """Of tensors that are no arrays, only shapes are compared."""
+    special = [torch.eye(3).to_sparse(), torch.empty(3, 3, device="meta")]
+    assert checksums([special, [*special, torch.ones(2)]]) == [0, checksum(torch.ones(2))]
+    assert (
+        checksum(torch.tensor([1 + 2j])) != checksum(torch.tensor([1 - 2j])) == checksum(torch.tensor([1 + 2j]).conj())
+    )
+
+
+def test_checksums_of_many_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and buckets have an order, too."""
+    t = torch.randn(3 * summing._ROW + 5)
+    assert len({checksum(t), checksum(t.roll(summing._ROW)), checksum(-t), checksum(t.flip(0))}) == 4
+    monkeypatch.setattr(summing, "BUCKET_BYTES", 64)
+    some = list(t[:64].split(8))
+    assert len(set(checksums([some, some[::-1], some[1:], [*some[1:], some[0]], []]))) == 5

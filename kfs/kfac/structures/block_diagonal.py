@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kfs.describing import number
+from kfs.distributed import Same, check_same
 from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.structures import decompositions
 from kfs.kfac.structures.damping import (
@@ -37,12 +38,12 @@ from kfs.kfac.structures.restriction import restricted
 from kfs.kfac.structures.sampling import colored, noise_for
 from kfs.kfac.structures.stack import Stack, stacked
 from kfs.kfac.structures.structure import Structure
-from kfs.operators.curvature import check_same_columns
 from kfs.operators.formulas import bracketed
 from kfs.operators.interface import LinearOperator
 from kfs.operators.solve import Vec
 from kfs.operators.space import Columns, Space
 
+_SAME_VECTORS = "Broadcast vectors, or draw them from the same seed in all processes."
 _LARGE = 256  # rows and columns; with fewer, a product with one column takes longer to read factors than to multiply
 
 
@@ -59,7 +60,7 @@ class BlockDiagonal(OwnedBlocks):
     def multiply(self, columns: Columns) -> Columns:
         """Multiply block by block."""
         columns = {name: t.contiguous() for name, t in columns.items()}
-        check_same_columns(self.ranks, columns)
+        check_same(self.ranks, "product", {"The vectors to multiply with": Same(columns, _SAME_VECTORS)})
         # Rows of blocks that others own stay zero.
         fresh = torch.zeros_like if self.ranks.are_several else torch.empty_like
         result = {name: fresh(t) for name, t in columns.items()}
