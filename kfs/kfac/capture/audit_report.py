@@ -33,6 +33,7 @@ class Audit:
         tolerance: Up to which relative difference predictions and gradients count as the same.
         shapes: For how many different shapes of inputs this was done. Numbers are the largest ones.
         missed: Parameters of which a use was missed or misread. They are not covered.
+        unused: Parameters that predictions do not depend on. They have no block, and a curvature of zero.
     """
 
     num_data: int
@@ -42,6 +43,7 @@ class Audit:
     tolerance: float
     shapes: int = 1
     missed: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def merged(self, other: "Audit") -> "Audit":
         """Return one audit for the shapes of both; the same one if they are equal."""
@@ -55,6 +57,7 @@ class Audit:
             gradients=worst,
             shapes=self.shapes + other.shapes,
             missed=tuple(name for name in names if name in self.missed or name in other.missed),
+            unused=tuple(name for name in self.unused if name in other.unused),
         )
 
     def __repr__(self) -> str:
@@ -75,6 +78,7 @@ class Audit:
             f"sums over uses and gradients by autograd differ by {max(right, default=0.0):.1e}",
         ]
         lines += [f"  {name}: not covered, differs by {percent(self.gradients[name])}" for name in self.missed]
+        lines += [f"  {name}: not used, as predictions do not depend on it" for name in self.unused]
         for (parameter, operation, rows), times in uses.items():
             repeated = "" if times == 1 else f", {times} times"
             lines.append(f"  {parameter}: {operation}{repeated}; {rows}")

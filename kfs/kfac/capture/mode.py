@@ -84,6 +84,7 @@ class Capture(TorchFunctionMode):
         if session.tracker.has_moved() or len(session.plans) > _MOST_PLANS:
             session.forget_plans()
             sums.adders.clear()
+        session.learn(() if known is None else known.both_ways)
         self.session = session
         self.tracker = session.tracker
         self.sums = sums
@@ -109,6 +110,7 @@ class Capture(TorchFunctionMode):
         self.derived: list[Derived] = []  # in the order in which they were met
         # `(parameter, why)` of uses that no rule explains; complete after a backward pass.
         self.unexplained: set[tuple[str, str]] = set() if known is None else set(known.unexplained)
+        self.reached: set[str] = set()  # parameters that predictions depend on
         self._known = known
         self._waits = False  # whether the next tap belongs to a place that waits to be measured
 
@@ -321,9 +323,10 @@ class Capture(TorchFunctionMode):
         """Look for uses that were not seen, unless an earlier pass consisted of the same operations."""
         known = self.session.hidden_uses
         if self.operations not in known:
-            hidden = hidden_uses(f, self.tracker.leaves())
-            known[self.operations] = {(name, no_rule(function)) for name, function in hidden}
-        self.unexplained |= known[self.operations]
+            hidden, reached = hidden_uses(f, self.tracker.leaves())
+            known[self.operations] = {(name, no_rule(function)) for name, function in hidden}, reached
+        hidden, self.reached = known[self.operations]
+        self.unexplained |= hidden
 
     def leave_nothing_behind(self) -> None:
         """After the forward pass: take marks off tensors that a model has kept, and forget tensors of this batch."""

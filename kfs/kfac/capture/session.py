@@ -4,7 +4,7 @@ It serves a sweep over data and a training loop alike. A plan belongs to a call 
 shapes and strides, under some `autocast`, with some number of data. It dies with the storage of a parameter.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -56,15 +56,25 @@ class Session:
         self.plans: dict[Any, Any] = {}
         # Settled plans of parameters that meet the data later, by what a rule returned.
         self.settled: dict[Plan, tuple[Plan, ...]] = {}
-        # `(parameter, why)` of hidden uses that were found in passes, by the operations of a pass.
-        self.hidden_uses: dict[Any, set[tuple[str, str]]] = {}
+        # `(parameter, why)` of hidden uses that were found in passes, and parameters that predictions depend on, by the
+        # operations of a pass.
+        self.hidden_uses: dict[Any, tuple[set[tuple[str, str]], set[str]]] = {}
         self.joint_bias = joint_bias
+        self.both_ways: set[str] = set()  # weights that their biases do not join: see `Placement`
         self.mixing = mixing
 
     def renewed(self) -> "Session":
         """Return a session for the same parameters that has no plans."""
         tracker = self.tracker
-        return Session(tracker.params, self.rules, self.fallback, self.joint_bias, self.mixing, tracker.model)
+        one = Session(tracker.params, self.rules, self.fallback, self.joint_bias, self.mixing, tracker.model)
+        one.learn(self.both_ways)
+        return one
+
+    def learn(self, both_ways: Collection[str]) -> None:
+        """Take note of weights that are used both ways round. Plans in which their biases join them are forgotten."""
+        if not self.both_ways.issuperset(both_ways):
+            self.both_ways |= set(both_ways)
+            self.forget_plans()
 
     def forget_plans(self) -> None:
         """Forget everything that depends on where parameters are stored."""
@@ -95,7 +105,8 @@ class Session:
             )
         bias = plan.bias
         name = bias.layout.weight if bias is not None and plan.joins else None
-        layout, side = placement.place(plan.layout, name if self.joint_bias else None)
+        may_join = self.joint_bias and plan.layout.weight not in self.both_ways
+        layout, side = placement.place(plan.layout, name if may_join else None)
         fits = placement.admit(layout) if firmly else placement.fits(layout)
         joint = name is not None and layout.bias == name and side == "A"
         settled = replace(

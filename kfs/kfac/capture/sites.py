@@ -74,6 +74,7 @@ class Known:
     constants: frozenset[int] = frozenset()  # which inputs of the model are the same for all data, by their number
     inputs: tuple[bool, ...] = ()  # which inputs are data; empty if that is not known yet
     unexplained: frozenset[tuple[str, str]] = frozenset()  # `(parameter, why)` of uses that were missed or misread
+    both_ways: frozenset[str] = frozenset()  # weights that are used both ways round, and have biases
 
 
 @dataclass(eq=False)
