@@ -232,15 +232,22 @@ class _Stream:
         self, settings: Settings, skip: Callable[[int, Batch], bool] | None = None
     ) -> Iterator[list[GradientBatch]]:
         """Yield gradients batch by batch, for each column."""
+        used: set[str] = set()
         sent = self._counted
         runs = passes(self.risk, self.sums, settings, "gradients", self.progress, vectors=sent, pausing=True, skip=skip)
         for batch in _explaining_indices(self.risk, runs):
             captured = self.sums.take() or [{} for _ in range(self.num_columns)]
+            used |= {name for key in captured[0] for name in self.sums.layouts[key].params}
             bad = self._uncovered()
             differentiated = self._by_autograd(batch, bad)
             result = [self._collected(batch, *both, bad) for both in zip(captured, differentiated, strict=True)]
             _check_finite(result)
             yield result
+        unused = [name for name in self.order if name not in used and name not in self._uncovered()]
+        alone = not self.risk.ranks.are_several  # otherwise data of other processes may use them
+        missed = not_covered(unused, [], set(), set(), self.progress.reached)
+        if missed and alone and self.operator is None and self.uncovered == "error":
+            raise coverage_error(missed)
 
     def _counted(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
         """Yield what is sent back, and count it."""
