@@ -110,6 +110,7 @@ class ExactDerivatives(TorchFunctionMode):
 
     - The row `padding_idx` of an embedding is a constant: PyTorch drops its gradient in the backward pass, but not its
       tangent in the forward pass, so that `J` and `J^T` would not be transposes of each other.
+    - `F.embedding_bag` has no second derivative, and no derivative in the forward pass; written out, it has both.
     - The second derivative of weight normalization is wrong in PyTorch on the CPU; spelled out, it is right.
     - Batch and instance normalization have a wrong gradient for some strides: see `RightGradients`.
     - Forward mode of `scatter_reduce` with products is wrong: it raises, so that two backward passes take its place.
@@ -187,6 +188,62 @@ def refuse_changing_embedding(max_norm: float | None, scale_grad_by_freq: bool) 
         )
 
 
+def embedding_bag_written_out(
+    input: Tensor,  # noqa: A002 (as PyTorch calls it)
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,  # noqa: ARG001
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,  # noqa: ARG001
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Compute `F.embedding_bag` by `F.embedding` and others, which have derivatives in every mode."""
+    refuse_changing_embedding(max_norm, scale_grad_by_freq)
+    if (input.ndim == 1) == (offsets is None) or mode not in {"sum", "mean", "max"}:  # PyTorch says what is wrong
+        return F.embedding_bag(input, weight, offsets, mode=mode)
+    rows = F.embedding(input, weight, padding_idx)
+    counts = torch.ones_like(input, dtype=torch.bool)
+    if padding_idx is not None:
+        counts = input != padding_idx % len(weight)
+    if offsets is None:
+        bags, positions = len(input), input.shape[1]
+        bag = torch.arange(bags, device=input.device).unsqueeze(1).expand(-1, positions)
+    else:
+        starts = offsets[:-1] if include_last_offset else offsets
+        bags = len(starts)
+        places = torch.arange(len(input), dtype=starts.dtype, device=input.device)
+        # Of bags that start at the same place, all but the last one are empty.
+        bag = torch.searchsorted(starts, places, right=True) - 1
+    if mode == "max":
+        return _maximum(rows.flatten(0, -2), counts.flatten(), bag.flatten(), bags)
+    weights = counts.to(rows.dtype)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    rows = rows * weights.unsqueeze(-1)
+
+    def summed(t: Tensor) -> Tensor:
+        return t.sum(1) if offsets is None else t.new_zeros(bags, *t.shape[1:]).index_add(0, bag, t)
+
+    total = summed(rows)
+    return total if mode == "sum" else total / summed(weights).clamp(min=1).unsqueeze(-1)
+
+
+def _maximum(rows: Tensor, counts: Tensor, bag: Tensor, bags: int) -> Tensor:
+    """Return the largest number of each bag, feature by feature: that of one position; zeros for an empty bag."""
+    values = rows.detach().masked_fill(~counts.unsqueeze(-1), -torch.inf)
+    index = bag.unsqueeze(-1).expand_as(rows)
+    largest = values.new_full((bags, rows.shape[1]), -torch.inf).scatter_reduce(0, index, values, "amax")
+    none = len(rows)
+    positions = torch.arange(none, device=rows.device).unsqueeze(-1)
+    chosen = (values == largest[bag]) & counts.unsqueeze(-1)
+    first = index.new_full(largest.shape, none).scatter_reduce(0, index, torch.where(chosen, positions, none), "amin")
+    return torch.cat([rows, rows.new_zeros(1, rows.shape[1])]).gather(0, first)
+
+
 def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
@@ -231,7 +288,7 @@ _RIGHT_GRADIENTS: dict[Any, Callable[..., Any]] = {F.batch_norm: _batch_norm, F.
 _SCATTERS: list[Any] = [torch.scatter_reduce, Tensor.scatter_reduce, Tensor.scatter_reduce_]
 _EXACT_DERIVATIVES = (
     _RIGHT_GRADIENTS
-    | {F.embedding: _embedding, torch._weight_norm: _weight_norm}
+    | {F.embedding: _embedding, F.embedding_bag: embedding_bag_written_out, torch._weight_norm: _weight_norm}
     | {scatter: _without_forward_mode_of_products(scatter) for scatter in _SCATTERS}
 )
 

@@ -44,7 +44,7 @@ def compute_sums(
     with naming(checkpoint):
         sums, progress = one_by_one_if_needed(settings, lambda s: kfac(risk, s, journal, owners))
     found = list(sums.blocks.values())
-    bad = not_covered(risk.params, found, progress.unexplained, sums.conflicts)
+    bad = not_covered(risk.params, found, progress.unexplained, sums.conflicts, progress.reached)
     blocks = [block for block in found if not bad.keys() & set(block.layout.params)]
     uncovered = bad | shared_with(bad, found)
     if uncovered and settings.uncovered == "error":
@@ -62,7 +62,7 @@ def compute_sums(
             keep_own(exact, sums.owners, risk.ranks.rank)
         blocks += exact
     if not blocks:
-        raise coverage_error(uncovered)
+        raise coverage_error(uncovered or not_covered(risk.params, [], set(), set()))
     return blocks, sums.owners, progress
 
 

@@ -1,7 +1,7 @@
 """Coverage: which parameters KFAC does not cover, why, how that is said, and what stands in for their blocks."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -23,14 +23,18 @@ def not_covered(
     blocks: Iterable[BlockSums],
     unexplained: set[tuple[str, str]],
     conflicts: set[tuple[str, str]],
+    reached: Collection[str] | None = None,
 ) -> dict[str, str]:
     """Return the parameters that have no block or one that lacks something, and why.
+
+    A parameter that predictions do not depend on needs no block.
 
     Args:
         params: All parameters that should be covered.
         blocks: What was found.
         unexplained: `(parameter, why)` of uses that no rule explains.
         conflicts: `(parameter, operation)` of uses that do not fit together with others.
+        reached: Parameters that predictions depend on; all of them, if it is not given.
     """
     blocks = list(blocks)
     reasons: dict[str, str] = {}
@@ -40,7 +44,7 @@ def not_covered(
         reasons.setdefault(name, f"its use by {operation!r} does not fit together with its other uses")
     covered = {name for block in blocks for name in block.layout.params}
     for name in params:
-        if name not in covered:
+        if name not in covered and (reached is None or name in reached):
             reasons.setdefault(name, "no operation with a rule used it, as far as predictions depend on it")
     return reasons
 
@@ -62,10 +66,16 @@ def listed(uncovered: Mapping[str, str]) -> str:
 def coverage_error(uncovered: Mapping[str, str]) -> ModelError:
     """Return the error for parameters that are not covered."""
     hint = ""
-    if any("parametrizations." in name for name in uncovered):
-        hint = " Weights with parametrizations are computed from others; parametrize.remove_parametrizations ends that."
+    if any("before it meets the batch" in why for why in uncovered.values()):
+        hint = (
+            " A weight that is computed from parameters has no Kronecker factors for them; where it is the one that "
+            "matters, let it be the parameter: for weight normalization and other parametrizations, by "
+            "torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.remove_weight_norm."
+        )
     if any("sparse" in why for why in uncovered.values()):
         hint += " Products with sparse tensors have no rule; make them dense before: x.to_dense()."
+    if any("does not fit together" in why for why in uncovered.values()):
+        hint += " Weights that are used in several ways may fit if biases have blocks of their own: joint_bias=False."
     return ModelError(
         f"KFAC does not cover all parameters ({listed(uncovered)}).",
         "Choose others with params=, or pass uncovered='skip' to leave these out, or uncovered='diagonal' for their "

@@ -247,8 +247,9 @@ class _Stream:
             yield result
         unused = [name for name in self.order if name not in used and name not in self._uncovered()]
         alone = not self.risk.ranks.are_several  # otherwise data of other processes may use them
-        if unused and alone and self.operator is None and self.uncovered == "error":
-            raise coverage_error(not_covered(unused, [], set(), set()))
+        missed = not_covered(unused, [], set(), set(), self.progress.reached)
+        if missed and alone and self.operator is None and self.uncovered == "error":
+            raise coverage_error(missed)
 
     def _counted(self, f: Tensor, y: Tensor) -> Iterator[Tensor]:
         """Yield what is sent back, and count it."""

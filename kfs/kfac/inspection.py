@@ -39,8 +39,8 @@ class Row:
     Attributes:
         parameter: Its name.
         shape: Its shape.
-        operations: The operations that use it.
-        block: The block's name. Empty if the parameter is not covered.
+        operations: The operations that use it; `"none"` if predictions do not depend on it.
+        block: The block's name. Empty if the parameter is not covered, or not used.
         A: Structure and size of the input-based factor.
         B: Structure and size of the gradient-based factor.
         nbytes: Bytes of both factors. Zero for a bias that shares its weight's block.
@@ -190,7 +190,8 @@ def inspect(
             few = _audited_part(batch, known, audits.report, batch_axis)
             used = batch if few is None else few
             sums, why_not = _uses(risk, used, settings, known)
-            if few is not None and why_not:  # other data may use what these do not
+            with_block = {name for block in sums.blocks.values() for name in block.layout.params}
+            if few is not None and (why_not or risk.params.keys() - with_block):  # others may use what these do not
                 used = batch
                 sums, why_not = _uses(risk, used, settings, known)
     rows = []
@@ -198,7 +199,8 @@ def inspect(
         blocks = [block for block in sums.blocks.values() if name in block.layout.params and name not in why_not]
         rows += [_row(name, p, block, audits.report, len(used.y)) for block in blocks]
         if not blocks:
-            rows.append(Row(name, tuple(p.shape), why_not=why_not[name]))
+            why = why_not.get(name, "")
+            rows.append(Row(name, tuple(p.shape), () if why else ("none",), why_not=why))
     covered = tuple(block for block in sums.blocks.values() if not why_not.keys() & set(block.layout.params))
     return Inspection(tuple(rows), audits.report, risk.about.partition(" ")[0], covered, len(used.y))
 
@@ -228,7 +230,7 @@ def _uses(
     f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
     measure_rows(f, capture)
     backward(f, capture, torch.ones_like(f).unsqueeze(0))
-    why_not = not_covered(risk.params, sums.blocks.values(), capture.unexplained, sums.conflicts)
+    why_not = not_covered(risk.params, sums.blocks.values(), capture.unexplained, sums.conflicts, capture.reached)
     return sums, why_not | shared_with(why_not, sums.blocks.values())
 
 

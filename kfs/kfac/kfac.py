@@ -154,7 +154,10 @@ class KFAC(ShowsFactors, BlockDiagonal):
             checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
             blocks, owners, progress = compute_sums(risk, self.settings, checkpoint)
             covered = {name for block in blocks for name in block.layout.params}
-            space = Space({n: p.shape for n, p in risk.params.items() if n in covered}, risk.dtype, risk.device)
+            # The others are not used, unless those that are not covered were left out: they have blocks of zeros.
+            all_count = uncovered != "skip"
+            shapes = {n: p.shape for n, p in risk.params.items() if all_count or n in covered}
+            space = Space(shapes, risk.dtype, risk.device)
             super().__init__(space, None, risk.ranks if owners else None)
             self.owners = owners
             self._of = risk.about

@@ -214,6 +214,7 @@ def passes(
             # Step 3: generate vectors and send them back; gradients are added to the gradient-based factors.
             send_back(f, capture, vectors_of(f.detach(), batch))
         progress.unexplained |= capture.unexplained | missed
+        progress.reached |= capture.reached
 
     around_all, around_each = (_nothing, _surroundings) if pausing else (_surroundings, _nothing)
     with around_all(risk, at_once) as check_values:

@@ -33,7 +33,7 @@ from kfs.kfac.settings import Settings
 from kfs.losses import Loss
 from kfs.optim.costs import Costs
 from kfs.optim.exchange import Exchange
-from kfs.optim.factor_graphs import FactorGraphs, FactorPass
+from kfs.optim.factor_graphs import Autocast, FactorGraphs, FactorPass
 from kfs.optim.fully_sharded import has_gradients, is_fully_sharded, leaves, whole_in_backward
 from kfs.optim.hooks import Hook
 from kfs.optim.outputs import passes_behind
@@ -157,12 +157,7 @@ class Watch:
             return None
         if not torch.is_grad_enabled() or _is_elsewhere():
             return None
-        if call is not None:
-            raise ModelError(
-                "The model is called with gradients in two threads at the same time; the optimizer watches one pass "
-                "after the other.",
-                "Train in one thread. Others may call the model within torch.no_grad(), or train a copy of it.",
-            )
+        _refuse_other_thread(call)
         self.in_half_precision = torch.is_autocast_enabled("cuda")
         self._call = _Call(next((f for f in _callers() if f.f_code.co_filename == nn.modules.module.__file__), None))
         method = self._wanted()
@@ -180,8 +175,7 @@ class Watch:
         if number_of_data(arguments, self.settings.batch_axis or 0, self._place) == 0:
             session = None  # An empty batch has no curvature, and is no step of other optimizers either.
             bases = {}
-        kind = "cuda" if session is None else session.device_type
-        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        autocast = _autocast("cuda" if session is None else session.device_type)
         key = None if session is None or bases else self._graphs.key(module, session, arguments, autocast)
         graph = None if key is None else self._graphs.find(key, module)
         known = None
@@ -419,6 +413,21 @@ def _trains(model: nn.Module) -> bool:
         return any(map(torch._C._will_engine_execute_node, edges))
     except RuntimeError:  # PyTorch does not answer for leaves that autograd.grad asks for.
         return False
+
+
+def _refuse_other_thread(call: _Call | None) -> None:
+    """Refuse a pass while one of another thread is running."""
+    if call is not None:
+        raise ModelError(
+            "The model is called with gradients in two threads at the same time; the optimizer watches one pass "
+            "after the other.",
+            "Train in one thread. Others may call the model within torch.no_grad(), or train a copy of it.",
+        )
+
+
+def _autocast(kind: str) -> Autocast:
+    """Return whether autocast is on for a kind of device, and in which precision it multiplies."""
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def _is_elsewhere() -> bool:

@@ -313,6 +313,24 @@ def products() -> Iterator[Case]:
             "sparse": False,
         },
     )
+    yield Case(
+        "F.embedding_bag",
+        F.embedding_bag,
+        {"W": (4, 2)},
+        lambda m, x: {
+            "input": (3 * x(5)).long(),
+            "weight": m.W,
+            "offsets": None,
+            "max_norm": None,
+            "norm_type": 2,
+            "scale_grad_by_freq": False,
+            "mode": "sum",
+            "sparse": False,
+            "per_sample_weights": x(5),
+            "include_last_offset": False,
+            "padding_idx": 1,
+        },
+    )
 
 
 def attention() -> Iterator[Case]:

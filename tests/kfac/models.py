@@ -135,6 +135,7 @@ ONE_POSITION = [
     Case("conv-transpose2d", lambda: conv(nn.ConvTranspose2d(2, 4, 3, padding=1), 2, 1, 1)),
     Case("conv-transpose3d", lambda: conv(nn.ConvTranspose3d(2, 4, 1), 2, 1, 1, 1)),
     Case("embedding", lambda: nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), Frozen(nn.Linear(4, 2))), tokens=True),
+    Case("embedding-bag", lambda: nn.Sequential(nn.EmbeddingBag(5, 4), Frozen(nn.Linear(4, 2))), tokens=True),
     Case("functional", lambda: between(Function(lambda m, x: F.linear(x, m.W, m.b), W=r(4, 4), b=r(4)))),
     Case("rows", lambda: between(Function(lambda m, x: torch.cat([x @ m.W[:2].T, x @ m.W[2:].T], 1), W=r(4, 4)))),
 ]

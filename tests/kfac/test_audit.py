@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from kfs import optim
+from kfs import optim, per_datum
 from kfs.errors import KfsWarning, ModelError
 from kfs.kfac import EKFAC, KFAC, inspect
 from kfs.kfac.capture import audits
@@ -146,6 +146,12 @@ def test_without_audit_hidden_uses_are_not_noticed() -> None:
     K = KFAC(risk, audit=False)
     assert list(K.blocks) == ["W", "V"]
     assert K.audit is None
+    # A parameter without any use that is seen is not taken for one that is not used: it is in the graph.
+    model = Function(lambda m, x: scripted(x, m.W) + x @ m.V, W=normal(3, 4), V=normal(4, 3), unused=normal(2))
+    risk = EmpiricalRisk(model, LOSS, (normal(5, 4), labels(5)))
+    for compute in (KFAC, lambda *args, **named: list(per_datum(*args, **named))):
+        with pytest.raises(ModelError, match=r"\('W': no operation with a rule used it, as far as .* on it\)"):
+            compute(risk, audit=False)
 
 
 @pytest.mark.parametrize("how", HIDDEN)

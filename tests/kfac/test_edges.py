@@ -1,6 +1,7 @@
 """Rarely used ways to use a parameter: those that are covered agree with a plain model, the others are reported."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from kfs import load, per_datum
 from kfs.errors import ModelError
-from kfs.kfac import KFAC, inspect
+from kfs.kfac import EKFAC, KFAC, inspect
 from kfs.operators import GGN
 from kfs.risk import EmpiricalRisk
 from tests.kfac.models import Function, between
@@ -50,10 +52,6 @@ NOT_COVERED: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {
     "copied columns": (lambda m, x: x @ m.W[:, ::2].contiguous(), {"W": normal(4, 8)}),
     "strided parameter": (lambda m, x: x * m.W, {"W": torch.randn(1, 8)[:, ::2]}),
     "two results": (lambda m, x: x @ torch.linalg.eigh(m.W + m.W.T)[1], {"W": normal(4, 4)}),
-    "odd bias without batch": (
-        lambda m, x: x + F.linear(torch.ones(2, 4, dtype=x.dtype), m.W, m.b[::2])[0],
-        {"W": normal(4, 4), "b": normal(8)},
-    ),
     "columns of a scale": (
         lambda m, x: F.layer_norm(x.reshape(-1, 2, 2), (2, 2), m.s[:, ::2]).flatten(1),
         {"s": normal(2, 4)},
@@ -96,7 +94,7 @@ HIDDEN: dict[str, tuple[Callable[..., Tensor], str]] = {
     "result ignored": (lambda m, x: _write(F.linear(x, m.W) + 0, m.W), "__setitem__"),
     "custom function": (lambda m, x: F.linear(x, m.W) + Double.apply(x, m.W), "Double"),  # type: ignore[no-untyped-call]
     "torch.func": (lambda m, x: F.linear(x, m.W) + torch.vmap(lambda v: m.W @ v)(x), "inside of torch.func"),
-    "norm of a parameter": (lambda m, x: x @ F.layer_norm(m.W, (4,), m.W[0]), "layer_norm"),
+    "norm of a parameter": (lambda m, x: x @ F.layer_norm(m.W, (4,), m.W[0]), "matmul"),
 }
 
 
@@ -135,18 +133,41 @@ def test_models_that_differentiate_themselves_are_refused() -> None:
         KFAC(risk)
 
 
-def test_tied_autoencoders_and_dropout() -> None:
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_tied_autoencoders(sharing: Any) -> None:
+    """Both uses of the weight are in its block, on opposite sides, and biases have blocks of their own."""
+    torch.manual_seed(0)
     X, y = normal(4, 3), normal(4, 3)
     params = {"W": normal(5, 3), "b": normal(5), "c": normal(3)}
     model = Function(lambda m, x: F.linear(F.linear(x, m.W, m.b).tanh(), m.W.T, m.c), **params)
-    with pytest.raises(ModelError, match="does not fit"):
-        KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y)))
-    K = KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y)), joint_bias=False)
-    assert K.to_dense().isfinite().all()
-    forward = KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y)), "forward-only", joint_bias=False)
+    untied = Function(lambda m, x: F.linear(F.linear(x, m.W, m.b).tanh(), m.V, m.c), **params, V=params["W"].T.clone())
+    risk = EmpiricalRisk(model, nn.MSELoss(), (X, y))
+    K = KFAC(risk, sharing=sharing)
+    alone = KFAC(EmpiricalRisk(untied, nn.MSELoss(), (X, y)), sharing=sharing, joint_bias=False)
+    assert list(K.blocks) == ["W", "b", "c"]
+    for side, name in (("A", "W"), ("B", "V")):
+        role, other = K.blocks["W"].sums.roles[side], alone.blocks[name].sums.roles["A"]  # type: ignore[index]
+        close(role.input.total, other.input.total)
+        close(role.gradient.total, other.gradient.total)
+    for name in ("b", "c"):
+        close(K.submatrix([name]).to_dense(), alone.submatrix([name]).to_dense())
+    assert (K.eigenvalues() > -1e-12 * K.trace()).all()
+    one = EmpiricalRisk(model, nn.MSELoss(), (X[:1], y[:1]))
+    close(KFAC(one, sharing=sharing).submatrix(["b", "c"]).to_dense(), _blocks(GGN(one), ["b", "c"]))
+    close(EKFAC(risk, sharing=sharing).trace(), GGN(risk).to_dense().trace())
+    same(K, KFAC(risk, sharing=sharing, joint_bias=False))
+    with pytest.raises(ModelError, match=r"does not fit.*joint_bias=False"):
+        KFAC(risk, sharing=sharing, audit=False)
+    forward = KFAC(risk, "forward-only", sharing=sharing)
     B = forward.blocks["W"].B
     close(B if B.ndim == 2 else B.diag(), torch.eye(5, dtype=torch.float64))
 
+
+def _blocks(G: GGN, names: list[str]) -> Tensor:
+    return torch.block_diag(*(G.submatrix([name]).to_dense() for name in names))
+
+
+def test_dropout_of_recurrent_networks() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -218,7 +239,36 @@ def test_parts_that_do_not_matter_are_no_obstacle() -> None:
     same(factors(f, X, y, W=W), plain)
     unused = Function(lambda m, x: F.linear(x, m.W), W=W)
     unused.empty = nn.Parameter(torch.zeros(0))
-    assert list(inspect(unused.double(), X).uncovered) == ["empty"]
+    assert not inspect(unused.double(), X).uncovered
+
+
+@pytest.mark.parametrize("audit", [True, False])
+def test_parameters_that_are_not_used(audit: bool, tmp_path: Path) -> None:
+    """That is said, and no error: predictions do not depend on them, so that their curvature is zero."""
+    torch.manual_seed(0)
+    X, y = normal(1, 4), normal(1, 3)
+    function: Any = lambda m, x: (m.mask.norm(), m.second @ x.mT, F.linear(x, m.W))[2]  # noqa: E731
+    model = Function(function, mask=normal(1, 4), W=normal(3, 4), second=normal(2, 4), scale=torch.randn([]))
+    risk = EmpiricalRisk(model.double(), nn.MSELoss(), (X, y))
+    K = KFAC(risk, audit=audit)
+    assert list(K.blocks) == ["W", "second"]
+    close(K.to_dense(), GGN(risk).to_dense())
+    close(EKFAC(risk, audit=audit).to_dense(), GGN(risk).to_dense())
+    v = torch.randn(K.shape[0], dtype=torch.float64)
+    close(K.inverse(0.5) @ v, torch.linalg.solve(GGN(risk).to_dense() + 0.5 * torch.eye(len(v)).double(), v))
+    K.save(tmp_path / "k")
+    close(load(tmp_path / "k").to_dense(), K.to_dense())
+    assert list(KFAC(risk, audit=audit, uncovered="skip").domain.shapes) == ["W", "second"]
+    assert not any(batch.tensors()["mask"].any() for batch in per_datum(risk))
+    table = inspect(model, X, audit=audit)
+    assert not table.uncovered
+    assert {row.parameter for row in table.rows if row.operations == ("none",)} == {"mask", "scale"}
+    if audit:
+        assert K.audit is not None
+        assert K.audit.unused == ("mask", "scale")
+        assert "mask: not used" in str(K.audit)
+    with pytest.raises(ModelError, match="'scale'"):
+        KFAC(EmpiricalRisk(model, nn.MSELoss(), (X, y), params=["mask", "scale"]), audit=audit)
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])

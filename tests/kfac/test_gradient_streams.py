@@ -174,10 +174,7 @@ def test_uncovered_with_its_bias() -> None:
 
 def test_a_parameter_that_is_never_used() -> None:
     model = Function(lambda m, x: x @ m.W.T, W=torch.randn(3, 3), V=torch.randn(3)).double()
-    stream = kfs.per_datum(risk_of(model))
-    assert not next(stream).tensors()["V"].any()
-    with pytest.raises(ModelError, match="'V': no operation with a rule used it"):
-        list(stream)
+    assert not any(batch.tensors()["V"].any() for batch in kfs.per_datum(risk_of(model)))
     assert len(list(kfs.per_datum(risk_of(model), uncovered="skip"))) == 2
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk
 from kfs.basics.hessian_factorizations import hessian_factor
 from kfs.basics.reduction_factors import reduction_factor
+from kfs.errors import ModelError
 from tests.kfac.models import Function
 from tests.operators.contract import close
 
@@ -64,6 +65,80 @@ def test_padding_among_many_data(padding: int) -> None:
     block = KFAC(EmpiricalRisk(model, loss, (X, y))).blocks["W"]
     close(block.A, A)
     close(block.B, B)
+
+
+class Words(nn.Module):
+    """Sums, averages or maxima of embeddings, written with `nn.Embedding` or with `nn.EmbeddingBag`."""
+
+    def __init__(self, mode: str, padding: int | None, form: str) -> None:
+        super().__init__()
+        self.mode, self.padding, self.form = mode, padding, form
+        self.W, self.scale = nn.Parameter(normal(SIZE, 3)), nn.Parameter(normal(4))
+        self.head = nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor, offsets: Tensor | None = None) -> Tensor:
+        scale = self.scale.expand(x.shape) if self.mode == "weighted sum" else None
+        if self.form == "rows":
+            return self.head(self.combined(x, scale).tanh())  # type: ignore[no-any-return]
+        if self.form == "offsets" and offsets is None:
+            offsets = torch.arange(len(x)) * x.shape[1]
+            x, scale = x.flatten(), None if scale is None else scale.reshape(-1)
+        settings: Any = {"padding_idx": self.padding, "per_sample_weights": scale, "mode": self.mode.split()[-1]}
+        return self.head(F.embedding_bag(x, self.W, offsets, **settings).tanh())  # type: ignore[no-any-return]
+
+    def combined(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        rows = F.embedding(x, self.W, self.padding)
+        counts = torch.ones_like(x, dtype=torch.bool) if self.padding is None else x != self.padding % SIZE
+        if self.mode == "max":
+            largest = rows.masked_fill(~counts.unsqueeze(2), -torch.inf).max(1).values
+            return torch.where(counts.any(1, keepdim=True), largest, 0.0)
+        rows = rows if scale is None else rows * scale.unsqueeze(2)
+        total = (rows * counts.unsqueeze(2)).sum(1)
+        return total / counts.sum(1, keepdim=True).clamp(min=1) if self.mode == "mean" else total
+
+
+@pytest.mark.parametrize("form", ["bags", "offsets"])
+@pytest.mark.parametrize("padding", [None, -2])
+@pytest.mark.parametrize("mode", ["sum", "weighted sum", "mean", "max"])
+def test_bags_of_embeddings(mode: str, padding: int | None, form: str) -> None:
+    """They are what they are written out: predictions, KFAC, EKFAC, GGN."""
+    torch.manual_seed(0)
+    X, y = torch.randint(SIZE, (5, 4)), normal(5, 2)
+    X[0, :2] = 1  # one word twice
+    X[1] = 3  # a bag of padding alone
+    models = [Words(mode, padding, one) for one in ("rows", form)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, bags = (EmpiricalRisk(model, nn.MSELoss(), (X, y)) for model in models)
+    close(models[1](X), models[0](X))
+    close(GGN(bags).to_dense(), GGN(plain).to_dense())
+    for make in (KFAC, EKFAC):
+        for sharing in SHARING:
+            found, expected = (make(one, sharing=sharing) for one in (bags, plain))
+            # Copies of a parameter are other positions than the parameter.
+            names = [name for name in found.domain.shapes if name != "scale" or form == "bags"]
+            close(found.submatrix(names).to_dense(), expected.submatrix(names).to_dense())
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_several_lengths(mode: str) -> None:
+    """Offsets say where they start; rows are those of bags that are padded to one length."""
+    torch.manual_seed(0)
+    tokens, y = torch.tensor([1, 1, 0, 2, 4, 0]), normal(4, 2)
+    padded = torch.tensor([[1, 1, 0], [3, 3, 3], [2, 4, 3], [0, 3, 3]])
+    ragged, rows = Words(mode, None, "offsets"), Words(mode, 3, "rows")
+    ragged.load_state_dict(rows.state_dict())
+    data = [((tokens, torch.tensor([0, 3, 3, 5])), y)]
+    one = EmpiricalRisk(ragged, nn.MSELoss(), data, params=["W", "head.weight"])
+    other = EmpiricalRisk(rows, nn.MSELoss(), (padded, y), params=["W", "head.weight"])
+    close(KFAC(one).to_dense(), KFAC(other).to_dense())
+    close(EKFAC(one).to_dense(), EKFAC(other).to_dense())
+    for wrong in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}):
+        model = Function(lambda m, x, more=wrong: F.embedding_bag(x, m.W, mode="sum", **more), W=normal(SIZE, 2))
+        with pytest.raises(ModelError, match="changes its gradient or its weight"):
+            KFAC(EmpiricalRisk(model, nn.MSELoss(), (padded, y)))
+    no_offsets = Function(lambda m, x: F.embedding_bag(x.flatten(), m.W).expand(4, 2), W=normal(SIZE, 2))
+    with pytest.raises(ValueError, match="offsets"):
+        GGN(EmpiricalRisk(no_offsets, nn.MSELoss(), (padded, y))) @ torch.ones(2 * SIZE).double()
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Conv1d(1, 2, 3), lambda: nn.Conv1d(2, 2, 2, groups=2, stride=2)])

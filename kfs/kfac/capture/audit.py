@@ -167,6 +167,7 @@ class _Audit:
             meetings=tuple(self._placed(site, capture.routes) for site in sites if site.meeting),
             unexplained=frozenset(unexplained),
             inputs=tuple(is_data for _, is_data in capture.marks.inputs),
+            both_ways=frozenset(self.session.both_ways),
         )
         mixes = any(site.measured is not None and site.measured.mixes for site in sites)
         capture.places().forget()
@@ -178,6 +179,7 @@ class _Audit:
             tuple(self._audited_uses(uses, known, capture.routes)),
             tolerance,
             missed=tuple(name for name in gradients if name in dict(unexplained)),
+            unused=tuple(name for name, g in zip(names, exact, strict=True) if g is None and name not in gradients),
             mask="" if self.counts is None else self.counts.source.name_in(self.x, self.num_data),
         )
         return Audited(report, known, self.whole, self.counts), f.detach()
@@ -225,6 +227,9 @@ class _Audit:
             capture = Capture(self.session, sums, self.num_data, self.batch_axis, self.known, measuring=True)
             f = self._forward(capture)
             exact = self._send_back(f, capture, params)
+            if not self.session.both_ways >= sums.placement.both_ways:
+                self.session.learn(sums.placement.both_ways)
+                continue
             changed = self._changed_answers(capture)
             if changed and rounds < _ROUNDS:
                 self.known = replace(self.known, answers={**self.known.answers, **changed})
@@ -365,7 +370,7 @@ class _Audit:
     def _missed(self, name: str, f: Tensor, sums: GradientSums, difference: float) -> str:
         """Say which use may have been missed."""
         seen = ", ".join(sorted(sums.operations[name]))
-        hidden = sorted({function for parameter, function in hidden_uses(f, self.params) if parameter == name})
+        hidden = sorted({function for parameter, function in hidden_uses(f, self.params)[0] if parameter == name})
         other = ", ".join(hidden) or "something that PyTorch hides"
         what_differs = f"the gradient differs by {percent(difference)} from the sum over all uses that were seen"
         return f"it is used by {seen} and by {other}, or {seen} was misread ({what_differs})"

@@ -33,6 +33,7 @@ class Audit:
         tolerance: Up to which relative difference predictions and gradients count as the same.
         shapes: For how many different shapes of inputs this was done. Numbers are the largest ones.
         missed: Parameters of which a use was missed or misread. They are not covered.
+        unused: Parameters that predictions do not depend on. They have no block, and a curvature of zero.
         mask: The name of the mask that says where inputs have padding; empty if there is none.
     """
 
@@ -43,6 +44,7 @@ class Audit:
     tolerance: float
     shapes: int = 1
     missed: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     mask: str = ""
 
     def merged(self, other: "Audit") -> "Audit":
@@ -57,6 +59,7 @@ class Audit:
             gradients=worst,
             shapes=self.shapes + other.shapes,
             missed=tuple(name for name in names if name in self.missed or name in other.missed),
+            unused=tuple(name for name in self.unused if name in other.unused),
         )
 
     def __repr__(self) -> str:
@@ -79,6 +82,7 @@ class Audit:
         if self.mask:
             lines.append(f"{self.mask} says which positions of inputs are there")
         lines += [f"  {name}: not covered, differs by {percent(self.gradients[name])}" for name in self.missed]
+        lines += [f"  {name}: not used, as predictions do not depend on it" for name in self.unused]
         for (parameter, operation, rows), times in uses.items():
             repeated = "" if times == 1 else f", {times} times"
             lines.append(f"  {parameter}: {operation}{repeated}; {rows}")

@@ -1,6 +1,6 @@
 """Parameters that meet the batch later: broadcast parameters, derived parameters, copies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -171,24 +171,14 @@ def tap_spread(
     return capture.tap(z, lambda g: receive(g.unsqueeze(-1)))
 
 
-def follow(capture: "Capture", plan: Plan, call: Call, x: Tensor, out: Tensor, key: Any) -> Tensor | None:
-    """Follow the output of a use whose inputs `x` do not depend on the data; `key` identifies the call.
-
-    Returns:
-        The output; `None` if it cannot be followed, because a bias would need gradients of its own.
-    """
-    if len(capture.session.settle(plan, call, out, capture.sums.placement, firmly=False)) > 1:
-        return None
-
-    def add_use() -> Receiver:
-        (mine,) = settled(capture, plan, call, out)
-        return capture.use(mine, x.expand(capture.num_data, *x.shape), by_construction=True)
-
-    return add_derived(capture, out, plan.layout.weight, key, call.name, add_use)
-
-
 def add_derived(
-    capture: "Capture", out: Tensor, name: str, token: Any, operation: str, add_use: Callable[[], Receiver]
+    capture: "Capture",
+    out: Tensor,
+    name: str,
+    token: Any,
+    operation: str,
+    add_use: Callable[[], Receiver],
+    also: Collection[str] = (),
 ) -> Tensor:
     """Follow the output of an operation that has met no data yet; `add_use` is that of `Derived`."""
     out = out.contiguous()
@@ -196,7 +186,7 @@ def add_derived(
         out = capture.observed(out, (operation, name))
     derived = Derived(add_use)
     capture.derived.append(derived)
-    capture.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived))
+    capture.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived, frozenset(also)))
     return out
 
 

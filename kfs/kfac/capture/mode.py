@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from kfs.data import Batch, mapped, without_tensors
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
 from kfs.kfac.capture.counted_rows import ALL, BatchMasks, RowRule
-from kfs.kfac.capture.derived import follow, tap_broadcast, track_copy
+from kfs.kfac.capture.derived import tap_broadcast, track_copy
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.plan import Broadcast, Call, Copy, Plan, Read, Rewrite, argument_at, describe, with_argument
 from kfs.kfac.capture.session import Session, no_rule
@@ -102,6 +102,8 @@ class Capture(TorchFunctionMode):
         if session.tracker.has_moved() or len(session.plans) > _MOST_PLANS:
             session.forget_plans()
             sums.adders.clear()
+        if known is not None and not session.both_ways >= known.both_ways:
+            session.learn(known.both_ways)
         self.session = session
         self.tracker = session.tracker
         self.sums = sums
@@ -135,6 +137,7 @@ class Capture(TorchFunctionMode):
         self.derived: list[Derived] = []  # in the order in which they were met
         # `(parameter, why)` of uses that no rule explains; complete after a backward pass.
         self.unexplained: set[tuple[str, str]] = set() if known is None else set(known.unexplained)
+        self.reached: set[str] = set()  # parameters that predictions depend on
         self._known = known
         self._waits = False  # whether the next tap belongs to a place that waits to be measured
 
@@ -153,7 +156,7 @@ class Capture(TorchFunctionMode):
             plain = [t for t in inputs if not is_functorch_wrapped_tensor(t)]
             found = [tracked for t in plain if (tracked := self.tracker.find(t)) is not None]
             why = no_rule(f"{func.__name__} inside of torch.func")
-            self.unexplained.update((tracked.name, why) for tracked in found)
+            self.unexplained.update((name, why) for tracked in found for name in tracked.names)
         else:
             if func in FIRST_ONLY:  # the second argument gives type or shape only
                 inputs = inputs[:1]
@@ -175,7 +178,7 @@ class Capture(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
         """Run an operation that uses a tracked parameter: by its plan if that is known."""
-        key = self._key(func, args, kwargs, inputs, sources)
+        key = self.key_of(func, args, kwargs, inputs, sources)
         settled = self.session.plans.get(key)
         if type(settled) is not list or not self.fit(settled):
             result = self._run_unsettled(key, func, args, kwargs)
@@ -226,8 +229,7 @@ class Capture(TorchFunctionMode):
             if has_data:  # what is multiplied does not depend on data, but it has a row for every datum
                 tapped = self._settle_and_tap(planned, call, (key, "rows of data"), args, kwargs, out)
                 return self.marks.mark(tapped)
-            followed = follow(self, planned[0], call, x, out, key)
-        return self.session.fallback(self, func, args, kwargs) if followed is None else followed
+            return self.session.fallback(self, func, args, kwargs)
 
     def _settle_and_tap(
         self,
@@ -290,7 +292,7 @@ class Capture(TorchFunctionMode):
             plans[key] = rule(call, *described, **named) if as_entries else None
         return plans[key]
 
-    def _key(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
+    def key_of(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
         """Return all that a plan depends on: operation, arguments, number of data and `autocast`."""
         kind = self.session.device_type
         key = [func, self.num_data]
@@ -373,9 +375,10 @@ class Capture(TorchFunctionMode):
         """Look for uses that were not seen, unless an earlier pass consisted of the same operations."""
         known = self.session.hidden_uses
         if self.operations not in known:
-            hidden = hidden_uses(f, self.tracker.leaves())
-            known[self.operations] = {(name, no_rule(function)) for name, function in hidden}
-        self.unexplained |= known[self.operations]
+            hidden, reached = hidden_uses(f, self.tracker.leaves())
+            known[self.operations] = {(name, no_rule(function)) for name, function in hidden}, reached
+        hidden, self.reached = known[self.operations]
+        self.unexplained |= hidden
 
     def leave_nothing_behind(self) -> None:
         """After the forward pass: take marks off tensors that a model has kept, and forget tensors of this batch."""

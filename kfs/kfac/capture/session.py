@@ -4,7 +4,7 @@ It serves a sweep over data and a training loop alike. A plan belongs to a call 
 shapes and strides, under some `autocast`, with some number of data. It dies with the storage of a parameter.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -58,15 +58,24 @@ class Session:
         self.plans: dict[Any, Any] = {}
         # Settled plans of parameters that meet the data later, by what a rule returned.
         self.settled: dict[Plan, tuple[Plan, ...]] = {}
-        # `(parameter, why)` of hidden uses that were found in passes, by the operations of a pass.
-        self.hidden_uses: dict[Any, set[tuple[str, str]]] = {}
+        # `(parameter, why)` of hidden uses that were found in passes, and parameters that predictions depend on, by the
+        # operations of a pass.
+        self.hidden_uses: dict[Any, tuple[set[tuple[str, str]], set[str]]] = {}
         self.joint_bias = joint_bias
+        self.both_ways: set[str] = set()  # weights that their biases do not join: see `Placement`
         self.mixing = mixing
 
     def renewed(self) -> "Session":
         """Return a session for the same parameters that has no plans."""
         tracker = self.tracker
-        return Session(tracker.params, self.rules, self.fallback, self.joint_bias, self.mixing, tracker.model)
+        one = Session(tracker.params, self.rules, self.fallback, self.joint_bias, self.mixing, tracker.model)
+        one.both_ways |= self.both_ways
+        return one
+
+    def learn(self, both_ways: Collection[str]) -> None:
+        """Take note of weights that are used both ways round. Plans in which their biases join them are forgotten."""
+        self.both_ways |= set(both_ways)
+        self.forget_plans()
 
     def forget_plans(self) -> None:
         """Forget everything that depends on where parameters are stored."""
@@ -74,9 +83,7 @@ class Session:
         self.settled.clear()
         self.hidden_uses.clear()
 
-    def settle(
-        self, plan: Plan, call: Call, like: Tensor, placement: Placement, *, firmly: bool = True
-    ) -> tuple[Plan, ...]:
+    def settle(self, plan: Plan, call: Call, like: Tensor, placement: Placement) -> tuple[Plan, ...]:
         """Decide to which block a use belongs: that of the weight joint with its bias, or one for each of them.
 
         Args:
@@ -84,7 +91,6 @@ class Session:
             call: The call that it is for.
             like: The operation's output; has dtype and device.
             placement: The blocks that are there already.
-            firmly: Whether the decision counts for further uses.
 
         Returns:
             One plan, or two if there is a bias that does not join.
@@ -97,8 +103,9 @@ class Session:
             )
         bias = plan.bias
         name = bias.layout.weight if bias is not None and plan.joins else None
-        layout, side = placement.place(plan.layout, name if self.joint_bias else None)
-        fits = placement.admit(layout) if firmly else placement.fits(layout)
+        may_join = self.joint_bias and plan.layout.weight not in self.both_ways
+        layout, side = placement.place(plan.layout, name if may_join else None)
+        fits = placement.admit(layout)
         joint = name is not None and layout.bias == name and side == "A"
         settled = replace(
             plan,
@@ -112,4 +119,4 @@ class Session:
         )
         if bias is None or joint:
             return (settled,)
-        return (settled, *self.settle(bias, call, like, placement, firmly=firmly))
+        return (settled, *self.settle(bias, call, like, placement))

@@ -86,6 +86,7 @@ class Known:
         return frozenset(rule.kind for rule in (self.otherwise, *(rule for _, rule in self.rows)))
 
     unexplained: frozenset[tuple[str, str]] = frozenset()  # `(parameter, why)` of uses that were missed or misread
+    both_ways: frozenset[str] = frozenset()  # weights that are used both ways round, and have biases
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,16 @@
-"""Embeddings: linear maps of unit vectors, whose outer products are diagonal. The input-based factor counts tokens."""
+"""Embeddings: linear maps of unit vectors, whose outer products are diagonal. The input-based factor counts tokens.
 
+A bag of embeddings is a sum, mean or maximum of them, and is run as such: it has the factors of the embedding.
+"""
+
+from typing import Any
+
+from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.exact_derivatives import refuse_changing_embedding
-from kfs.kfac.capture.plan import Argument, Call, Plan, Planned
+from kfs.exact_derivatives import embedding_bag_written_out, refuse_changing_embedding
+from kfs.kfac.capture.mode import Capture
+from kfs.kfac.capture.plan import Argument, Call, Plan, Planned, Rewrite
 from kfs.kfac.sums.inputs import OneHot
 
 
@@ -29,4 +36,14 @@ def embedding(
     return (Plan("embedding", view.matrix_layout(flip=True), tokens, (input,), read=read, follows=not input.data),)
 
 
-RULES = {F.embedding: embedding}
+def embedding_bag(call: Call, *args: Any, **named: Any) -> Planned:
+    """Look rows up, and combine those of each bag."""
+    return Rewrite(_written_out)
+
+
+def _written_out(capture: Capture, *args: Any, **named: Any) -> Tensor:
+    with capture:
+        return embedding_bag_written_out(*args, **named)
+
+
+RULES = {F.embedding: embedding, F.embedding_bag: embedding_bag}

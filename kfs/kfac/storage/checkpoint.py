@@ -67,6 +67,7 @@ class Progress:
         count: What a mean over the targets divides by, up to the last time that somebody asked for it.
         counted: What it has to be increased by since then; a tensor if only a device knows it.
         unexplained: `(parameter, why)` of uses that no rule explains.
+        reached: Parameters that predictions depend on.
         audit: What was checked on a few data.
     """
 
@@ -76,6 +77,7 @@ class Progress:
     unexplained: set[tuple[str, str]] = field(default_factory=set)
     audit: Audit | None = None
     counted: float | Tensor = 0
+    reached: set[str] = field(default_factory=set)
 
     def settle(self) -> None:
         """Ask the device for what only it knows."""
@@ -88,14 +90,17 @@ class Progress:
         self.num_data += other.num_data
         self.count += other.count
         self.unexplained |= other.unexplained
+        self.reached |= other.reached
 
     def add_up(self, ranks: Ranks) -> None:
         """Replace all of it by that of all ranks together, after the last batch."""
-        found = ranks.gather("progress", (self.batches, self.num_data, self.count, self.unexplained, self.audit))
+        mine = (self.batches, self.num_data, self.count, self.unexplained, self.audit, self.reached)
+        found = ranks.gather("progress", mine)
         self.batches = sum(one[0] for one in found)
         self.num_data = sum(one[1] for one in found)
         self.count = float(sum(one[2] for one in found))
         self.unexplained = set().union(*(one[3] for one in found))
+        self.reached = set().union(*(one[5] for one in found))
         audits = [one[4] for one in found if one[4] is not None]  # ranks without data have none
         self.audit = reduce(Audit.merged, audits) if audits else None
 
@@ -107,10 +112,13 @@ class Progress:
             "num_data": self.num_data,
             "count": self.count,
             "unexplained": sorted(self.unexplained),
+            "reached": sorted(self.reached),
         }
 
     @classmethod
     def from_state(cls, state: Any) -> "Progress":
         """Undo `state`."""
         unexplained = {(str(name), str(why)) for name, why in state["unexplained"]}
-        return cls(int(state["batches"]), int(state["num_data"]), float(state["count"]), unexplained)
+        reached = set(map(str, state.get("reached", ())))  # earlier versions did without
+        counts = int(state["batches"]), int(state["num_data"]), float(state["count"])
+        return cls(*counts, unexplained, reached=reached)

@@ -131,7 +131,7 @@ def zero_blocks(layouts: Iterable[Layout], space: Space) -> list[tuple[Layout, S
 
 def layouts_of_unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
     """Return layouts for rows of parameters that no block has. Their curvature is zero."""
-    shapes = {name: tuple(shape) for name, shape in space.shapes.items()}
+    shapes = {name: tuple(shape) or (1,) for name, shape in space.shapes.items()}
     used: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
     for layout in layouts:
         shapes[layout.weight] = layout.shape

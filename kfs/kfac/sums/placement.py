@@ -11,10 +11,15 @@ class Placement:
 
     Args:
         layouts: Blocks that are known from before.
+
+    Attributes:
+        both_ways: Weights that are used both ways round, after their bias has joined them. That does not fit together:
+            a bias is used in one of these ways only.
     """
 
     def __init__(self, layouts: Iterable[Layout] = ()) -> None:
         """Start with known blocks."""
+        self.both_ways: set[str] = set()
         self._layouts: dict[Key, Layout] = {}
         self._blocks_of: dict[str, list[Layout]] = {}
         for layout in layouts:
@@ -28,8 +33,10 @@ class Placement:
         """
         there = self._layouts.get(layout.key)
         if there is not None:
-            if there.order != layout.order and there.order == layout.turned_order and there.bias is None:
-                return there, "B"
+            if there.order != layout.order and there.order == layout.turned_order:
+                if there.bias is None:
+                    return there, "B"
+                self.both_ways.add(layout.weight)
             return replace(layout, bias=there.bias), "A"
         if bias is None:
             return layout, "A"
