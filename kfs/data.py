@@ -428,8 +428,9 @@ class MaskSource:
         """
         given = self.mask(x) if callable(self.mask) else _named(x, self.name)
         if self.mask is None:
-            fits = given is not None and given.ndim == 2 and len(given) == num_data and given.layout is torch.strided
-            return given != 0 if fits and not given.is_floating_point() else None  # type: ignore[union-attr]
+            if given is None or given.ndim != 2 or len(given) != num_data or given.is_floating_point():
+                return None
+            return given != 0 if given.layout is torch.strided else None
         if not isinstance(given, Tensor) or given.ndim != 2 or len(given) != num_data:
             found = f"has shape {list(given.shape)}" if isinstance(given, Tensor) else f"is {given!r}"
             raise DataError(

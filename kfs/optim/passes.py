@@ -96,8 +96,8 @@ class Pass:
                 pending=self.loss.class_axis is not None,
                 device=session.device,
             )
-            axis = self.settings.batch_axis
-            self._capture = Capture(session, self._sums, self.num_data, axis, known, masks=masks)
+            batch_axis = self.settings.batch_axis
+            self._capture = Capture(session, self._sums, self.num_data, batch_axis, known, masks=masks)
 
     def start(self) -> Any:
         """Enter the capture, and return marked arguments for the model, or `None` to leave them as they are."""

@@ -175,7 +175,7 @@ def test_rows_of_padding_would_change_factors() -> None:
     # The wrong variant that the tests above reject: all rows count.
     model, loss, data = Transformer(causal=True), TokenCrossEntropy(shift=True), sequences(prompt=2)
     K = kfs.KFAC(kfs.EmpiricalRisk(model, loss, padded(data, 0, 6)), "empirical", audit=False)
-    A, B = oracle(model, model.up[0][0], data, loss, "expand")  # type: ignore[index]
+    A, B = oracle(model, model.get_submodule("up.0.0"), data, loss, "expand")
     assert difference(K.blocks["up.0.0"].A, A) > 0.1
     assert difference(K.blocks["up.0.0"].B, B) > 0.1
 
@@ -255,10 +255,8 @@ def test_a_mask_of_another_name(mask: Any) -> None:
     # Without its name, it is measured which rows count.
     K = kfs.KFAC(kfs.EmpiricalRisk(model, loss, batch), "empirical")
     assert "measured in every batch" in str(K.audit)
-    assert (
-        difference(K.blocks["model.up.0.0"].A, oracle(model.model, model.model.up[0][0], data, loss, "expand")[0])
-        < 1e-12
-    )  # type: ignore[index]
+    A, _ = oracle(model.model, model.get_submodule("model.up.0.0"), data, loss, "expand")
+    assert difference(K.blocks["model.up.0.0"].A, A) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -298,8 +296,9 @@ def test_rows_without_gradient_because_of_their_values_count(body: Callable[[], 
     X, y = torch.randn(6, 1, 6, 6, dtype=F64), torch.arange(6) % CLASSES
     K = kfs.KFAC(kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, y)), "empirical")
     name, block = next(iter(K.blocks.items()))
-    kernel = model.get_submodule(name).weight.shape[2]  # type: ignore[union-attr]
-    assert block.sums.terms == 6 * (6 - kernel + 1) ** 2  # type: ignore[operator]
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Conv2d)
+    assert block.sums.terms == 6 * (6 - layer.weight.shape[2] + 1) ** 2
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def has_gradient(g: Tensor, of_multiple: Tensor) -> Tensor:
     size = torch.linalg.vector_norm(g, dim=-1, dtype=wide)
     distance = torch.linalg.vector_norm(of_multiple - MULTIPLE * g, dim=-1, dtype=wide)
     tolerance = 0.05 if torch.finfo(g.dtype).bits > 16 else 0.3  # some roundings in half precision
-    return (size > 0) & (distance <= tolerance * MULTIPLE * size)
+    found: Tensor = (size > 0) & (distance <= tolerance * MULTIPLE * size)
+    return found
 
 
 def number_of_digits(num_data: int) -> int:
