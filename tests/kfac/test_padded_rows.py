@@ -138,15 +138,9 @@ def oracle(
 
 
 LAYERS = (
-    "attention.0.q",
-    "attention.0.k",
-    "attention.0.v",
-    "attention.0.o",
-    "up.0.0",
-    "attention.1.q",
-    "attention.1.k",
+    *("attention.0.q", "attention.0.k", "attention.0.v", "attention.0.o", "up.0.0"),
+    *("attention.1.q", "attention.1.k", "attention.1.o", "up.1.2", "head"),
 )
-LAYERS = (*LAYERS, "attention.1.o", "up.1.2", "head")
 PADDINGS = {"right": (0, 6), "left": (5, 0), "both": (3, 2), "inside": (2, 1, 2)}
 
 
