@@ -1,6 +1,6 @@
 """Parameters that meet the batch later: broadcast parameters, derived parameters, copies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -184,11 +184,18 @@ def follow(capture: "Capture", plan: Plan, call: Call, x: Tensor, out: Tensor, k
         (mine,) = settled(capture, plan, call, out)
         return capture.use(mine, x.expand(capture.num_data, *x.shape), by_construction=True)
 
-    return add_derived(capture, out, plan.layout.weight, key, call.name, add_use)
+    also = () if plan.bias is None else (plan.bias.layout.weight,)
+    return add_derived(capture, out, plan.layout.weight, key, call.name, add_use, also)
 
 
 def add_derived(
-    capture: "Capture", out: Tensor, name: str, token: Any, operation: str, add_use: Callable[[], Receiver]
+    capture: "Capture",
+    out: Tensor,
+    name: str,
+    token: Any,
+    operation: str,
+    add_use: Callable[[], Receiver],
+    also: Collection[str] = (),
 ) -> Tensor:
     """Follow the output of an operation that has met no data yet; `add_use` is that of `Derived`."""
     out = out.contiguous()
@@ -196,7 +203,7 @@ def add_derived(
         out = capture.observed(out, (operation, name))
     derived = Derived(add_use)
     capture.derived.append(derived)
-    capture.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived))
+    capture.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived, frozenset(also)))
     return out
 
 

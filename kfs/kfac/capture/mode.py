@@ -129,7 +129,7 @@ class Capture(TorchFunctionMode):
             plain = [t for t in inputs if not is_functorch_wrapped_tensor(t)]
             found = [tracked for t in plain if (tracked := self.tracker.find(t)) is not None]
             why = no_rule(f"{func.__name__} inside of torch.func")
-            self.unexplained.update((tracked.name, why) for tracked in found)
+            self.unexplained.update((name, why) for tracked in found for name in tracked.names)
         else:
             if func in FIRST_ONLY:  # the second argument gives type or shape only
                 inputs = inputs[:1]
@@ -151,7 +151,7 @@ class Capture(TorchFunctionMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
         """Run an operation that uses a tracked parameter: by its plan if that is known."""
-        key = self._key(func, args, kwargs, inputs, sources)
+        key = self.key_of(func, args, kwargs, inputs, sources)
         settled = self.session.plans.get(key)
         if type(settled) is not list or not self.fit(settled):
             result = self._run_unsettled(key, func, args, kwargs)
@@ -258,7 +258,7 @@ class Capture(TorchFunctionMode):
             plans[key] = rule(call, *described, **named)
         return plans[key]
 
-    def _key(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
+    def key_of(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
         """Return all that a plan depends on: operation, arguments, number of data and `autocast`."""
         kind = self.session.device_type
         key = [func, self.num_data]

@@ -33,8 +33,14 @@ class Tracked:
     tensor: Tensor  # kept, so that its storage stays its own
     token: Any  # what identifies it in plans; the same for every batch
     derived: "Derived | None" = None  # how gradients of a derived parameter are taken
+    also: frozenset[str] = frozenset()  # further parameters that a derived one was computed from
     start: int = field(init=False)  # half-open range of bytes in the storage
     stop: int = field(init=False)
+
+    @property
+    def names(self) -> set[str]:
+        """All parameters that it was computed from."""
+        return {self.name, *self.also}
 
     def __post_init__(self) -> None:
         """Note which bytes of the storage it has."""
@@ -45,7 +51,7 @@ class Tracked:
 
 
 class Derived:
-    """How gradients of a *derived parameter* are taken: of what is computed from one parameter and constants alone.
+    """How gradients of a *derived parameter* are taken: of what is computed from parameters and constants alone.
 
     Args:
         add_use: Takes note of the use, and returns what takes gradients `[columns, N, *shape]`.

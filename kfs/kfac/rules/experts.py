@@ -8,16 +8,22 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kfs.kfac.capture.mode import Capture
 from kfs.kfac.capture.plan import Argument, Call, Planned, Rewrite, argument_at
+from kfs.kfac.rules.elementwise import broadcast
 
 
 def product(a: Argument, b: Argument) -> Planned:
     """Plan `a @ b`, where one of them has matrices of a parameter."""
     weight, x = (a, b) if a.tracked else (b, a)
+    if x.data and weight.derived:
+        # Matrices that are computed, and the same for all data, such as keys of positions: each datum has a copy.
+        leading = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        return (broadcast(weight, (*leading, *weight.shape[-2:]), "matmul"),)
     if not x.data or not _is_stack(weight):
         return None
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from kfs.kfac.capture.derived import Spread, add_derived, on_device, scattered, settled, tap_spread
-from kfs.kfac.capture.mode import Capture
+from kfs.kfac.capture.mode import Capture, prepared
 from kfs.kfac.capture.plan import Argument, Call, Plan
 from kfs.kfac.capture.session import no_rule
-from kfs.kfac.capture.tracking import Tracked, is_in_place, tensors_of
-from kfs.kfac.rules import elementwise
+from kfs.kfac.capture.tracking import Derived, Tracked, is_in_place, tensors_of
+from kfs.kfac.rules import elementwise, linear
 from kfs.kfac.rules.elementwise import all_rows, entries_layout
 from kfs.kfac.sums.inputs import Rows
 from kfs.kfac.sums.interface import Receiver
@@ -28,21 +29,30 @@ _MOVE_NAMES = (
 )
 _MOVES = {getattr(owner, name) for name in _MOVE_NAMES for owner in (torch, Tensor) if hasattr(owner, name)}
 _CASTS = {getattr(Tensor, name) for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16")}
+# Operations that treat all vectors of their input alike: they take inputs with one more axis in front.
+_BY_ROWS = {
+    func for func, rule in linear.RULES.items() if rule in {linear.linear, linear.addmm, linear.matmul, linear.mm}
+}
+_BY_ROWS |= {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm}
 _ELEMENTWISE = {func for func, rule in elementwise.RULES.items() if rule is elementwise.elementwise}
 
 
 def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation without rule.
 
-    What is computed from one parameter and constants is a derived parameter, unless it has a row for every datum. All
+    What is computed from parameters and constants is a derived parameter, unless it has a row for every datum. All
     other uses are probed: one learns whether predictions depend on them.
     """
     inputs = tensors_of((*args, *kwargs.values()))
     tracked = [t for t in inputs if capture.tracker.find(t) is not None]
     parameters = [capture.tracker.get(t) for t in tracked]
-    names = {parameter.name for parameter in parameters}
+    names = set().union(*(parameter.names for parameter in parameters))
     has_data = any(map(capture.is_data, inputs))
+    change = None if has_data else _Change.expected(func, args, kwargs, tracked, parameters)
     result = func(*args, **kwargs)
+    if change is not None and change.happened:
+        change.follow(capture)
+        return result
     if is_in_place(func):  # nobody may look at the result, so that there is nothing to probe
         why = _why_not(capture, func, parameters, has_data)
         capture.unexplained.update((name, why) for name in names)
@@ -51,19 +61,36 @@ def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dic
     storages = {t.untyped_storage()._cdata for t in tracked}
     if not outputs or all(t.untyped_storage()._cdata in storages for t in outputs):
         return result  # a view of a parameter, or nothing to differentiate
-    same = all(t is tracked[0] for t in tracked)
-    if same and isinstance(result, Tensor) and not has_data:
-        argument = Argument.of((), tracked[0], parameters[0], data=False)
-        if argument.by_rows:
-            return _Following(capture, func, args, kwargs, tracked[0], argument, parameters[0], result).result()
+    followed = _followed(capture, func, args, kwargs, tracked, parameters, has_data, result)
+    if followed is None:
+        followed = _probed(capture, result, names, _why_not(capture, func, parameters, has_data))
+    return followed
+
+
+def _followed(
+    capture: Capture,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tracked: list[Tensor],
+    parameters: list[Tracked],
+    has_data: bool,
+    result: Any,
+) -> Any:
+    """Return the result such that its gradients are brought to all parameters; `None` if that is not possible."""
+    different = list({id(t): t for t in tracked}.values())
+    arguments = [Argument.of((), t, capture.tracker.get(t), data=False) for t in different]
+    follows = isinstance(result, Tensor) and not has_data and all(argument.by_rows for argument in arguments)
+    if follows and len(different) == 1:
+        return _Following(capture, func, args, kwargs, tracked[0], arguments[0], parameters[0], result).result()
     expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _may_have_rows(capture, t, parameter)]
-    if expanded and (len(names) > 1 or has_data):
+    if expanded and (len({parameter.name for parameter in parameters}) > 1 or has_data):
         # With one datum, everything may be a row of it. What larger batches are like is known from an audit.
         guess = capture.num_data > 1 or not has_data
         with capture.places().question(func, capture.tracker.get(expanded[0]).name, guess) as has_rows:
             if has_rows:
                 return _with_expanded(capture, func, args, kwargs, expanded[0])
-    return _probed(capture, result, names, _why_not(capture, func, parameters, has_data))
+    return _Computed(capture, func, args, kwargs, different, arguments, result).followed() if follows else None
 
 
 def _why_not(capture: Capture, func: Any, parameters: list[Tracked], has_data: bool) -> str:
@@ -160,7 +187,8 @@ class _Following:
             return lambda g: receive(pull_back(g))
 
         token = (self.func, self.parameter.token, self.argument.offset, self.argument.shape, self.argument.stride)
-        return add_derived(self.capture, self.plain, self.parameter.name, token, self.call.name, add_use)
+        name, also = self.parameter.name, self.parameter.also
+        return add_derived(self.capture, self.plain, name, token, self.call.name, add_use, also)
 
     def _receiver(self) -> Receiver:
         """Return what takes gradients `[columns, N, *shape of the parameter]`."""
@@ -168,25 +196,12 @@ class _Following:
 
     def _pull_back(self) -> Callable[[Tensor], Tensor]:
         """Return what takes gradients `[..., *shape of the result]` back to the parameter."""
-        made: list[Any] = []  # made when gradients arrive: inside of a checkpoint, PyTorch refuses to make it
-        index = self.argument.entries(tuple(range(self.t.ndim)))
-        t, result = self.t.detach(), self.plain
-
-        def pull_back(g: Tensor) -> Tensor:
-            if not made:
-                made.append(torch.func.vjp(self._again, t)[1])
-            leading = g.shape[: g.ndim - result.ndim]
-            (back,) = torch.func.vmap(made[0])(g.reshape(-1, *result.shape))
-            return scattered(back.reshape(*leading, -1), index, self.shape)
-
-        return pull_back
+        pull_back = _pull_back(self._again, [self.t], self.plain)
+        return lambda g: _at_entries(pull_back(g)[0], self.argument)
 
     def _again(self, value: Tensor) -> Tensor:
         """Run the operation with another tensor in place of the parameter."""
-        swap = {id(self.t): value}
-        named = {key: _replaced(part, swap) for key, part in self.kwargs.items()}
-        out: Tensor = self.func(*_replaced(self.args, swap), **named)
-        return out
+        return _run_again(self.func, self.args, self.kwargs, {id(self.t): value})
 
     def _entries_of_result(self) -> Tensor:
         """Return which entry of the parameter each number of the result is."""
@@ -200,6 +215,151 @@ class _Following:
         places = places.cpu()
         index = self.argument.entries(tuple(range(self.t.ndim)))
         return places if index is None else index[places]
+
+
+class _Change:
+    """An operation that changes (a view of) a derived parameter in place, such as `nn.ReLU(inplace=True)`.
+
+    From then on, what lies in its memory is another derived parameter.
+    """
+
+    @classmethod
+    def expected(
+        cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracked: list[Tensor], parameters: list[Tracked]
+    ) -> "_Change | None":
+        """Prepare for a change, before the operation runs; `None` if it will not change a derived parameter."""
+        may_change = is_in_place(func) or kwargs.get("inplace") is True or any(part is True for part in args)
+        if not may_change or len(tracked) > 1 or parameters[0].derived is None:
+            return None
+        return cls(func, args, kwargs, tracked[0], parameters[0])
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor, parameter: Tracked) -> None:
+        """Remember what was there before."""
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.t = t
+        self.parameter = parameter
+        self.before = parameter.tensor.detach().clone()
+        self.version = t._version
+        self.view = tuple(t.shape), t.stride(), t.storage_offset() - parameter.tensor.storage_offset()
+
+    @property
+    def happened(self) -> bool:
+        """Whether the operation has changed anything."""
+        return self.t._version != self.version
+
+    def follow(self, capture: Capture) -> None:
+        """Follow the changed tensor in place of the one that was there before."""
+        old = self.parameter
+
+        def add_use() -> Receiver:
+            assert old.derived is not None  # noqa: S101 (others are not followed)
+            collect, pull_back = old.derived.collector(), _pull_back(self._again, [self.before], self.before)
+            return lambda g: collect(pull_back(g)[0])
+
+        derived = Derived(add_use)
+        capture.derived.append(derived)
+        token = ("in place", self.func, old.token, self.view)
+        capture.tracker.add(Tracked(old.name, old.tensor, token, derived, old.also))
+
+    def _again(self, value: Tensor) -> Tensor:
+        value = value.clone()
+        _run_again(self.func, self.args, self.kwargs, {id(self.t): value.as_strided(*self.view)})
+        return value
+
+
+class _Computed:
+    """An operation on several parameters and constants, and what gradients of its result mean for all of them.
+
+    Gradients arrive for every datum, as if each had a copy of the result. Where it is computed by a product with a
+    weight, or by a normalization, the weight has the factors that it would have if the input was data, the same ones
+    for all: a small network of positions that computes a bias of attention.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        arguments: list[Argument],
+        result: Tensor,
+    ) -> None:
+        self.capture = capture
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.tensors = tensors  # those that are tracked
+        self.arguments = arguments
+        self.plain = result
+        self.call = Call(func, capture.num_data)
+        inputs = tensors_of((*args, *kwargs.values()))
+        self.key = ("computed", capture.key_of(func, args, kwargs, inputs, list(map(capture.tracker.find, inputs))))
+        constants = [t for t in inputs if t.is_floating_point() and capture.tracker.find(t) is None]
+        derived = [t for t, argument in zip(tensors, arguments, strict=True) if argument.derived]
+        self.copied = (derived or constants or tensors)[: None if derived else 1]  # what stands for data
+
+    def followed(self) -> Tensor:
+        """Return the result such that its gradients are brought to all parameters, datum by datum."""
+        parameters = [self.capture.tracker.get(t) for t in self.tensors]
+        names = [name for parameter in parameters for name in sorted(parameter.names)]
+        return add_derived(self.capture, self.plain, names[0], self.key, self.call.name, self._add_use, names)
+
+    def _add_use(self) -> Receiver:
+        receivers, planned = self._by_rule()
+        rest = [
+            (t, argument)
+            for t, argument in zip(self.tensors, self.arguments, strict=True)
+            if argument.name not in planned or any(t is one for one in self.copied)
+        ]
+        pull_back = _pull_back(
+            lambda *values: _run_again(
+                self.func, self.args, self.kwargs, {id(t): v for (t, _), v in zip(rest, values, strict=True)}
+            ),
+            [t for t, _ in rest],
+            self.plain,
+        )
+        collectors = [
+            _per_datum_receiver(self.capture, self.call, argument, self.capture.tracker.get(t)) for t, argument in rest
+        ]
+
+        def receive(g: Tensor) -> None:
+            for by_rule in receivers:
+                by_rule(g)
+            for (_, argument), collect, back in zip(rest, collectors, pull_back(g) if rest else (), strict=True):
+                collect(_at_entries(back, argument))
+
+        return receive
+
+    def _by_rule(self) -> tuple[list[Receiver], set[str]]:
+        """Return what takes gradients for parameters that a rule understands, and the names of these parameters."""
+        capture, plans, num_data = self.capture, self.capture.session.plans, self.capture.num_data
+        rule = capture.session.rules.get(self.func) if self.func in _BY_ROWS else None
+        if rule is None or any(t.ndim != self.plain.ndim for t in self.copied):
+            return [], set()
+
+        swap = {id(t): t.detach().expand(num_data, *t.shape) for t in self.copied}
+        args = _replaced(self.args, swap)
+        kwargs = {name: _replaced(part, swap) for name, part in self.kwargs.items()}
+        if self.key not in plans:
+            copies = {id(t) for t in swap.values()}
+
+            def described(place: int | str, part: Any) -> Any:
+                if not isinstance(part, Tensor):
+                    return part
+                is_copy = id(part) in copies
+                return Argument.of((place,), part, None if is_copy else capture.tracker.find(part), data=is_copy)
+
+            named = {name: described(name, part) for name, part in kwargs.items()}
+            plans[self.key] = rule(self.call, *(described(*part) for part in enumerate(args)), **named)
+        if plans[self.key] is None:
+            return [], set()
+        uses = [one for plan in plans[self.key] for one in settled(capture, plan, self.call, self.plain)]
+        with full_precision(self.plain.device.type):
+            receivers = [capture.use(one, prepared(one, args, kwargs), by_construction=True) for one in uses]
+        return receivers, {name for one in uses for name in one.layout.params}
 
 
 def _per_datum_receiver(capture: Capture, call: Call, argument: Argument, parameter: Tracked) -> Receiver:
@@ -237,6 +397,35 @@ def _probed(capture: Capture, result: Any, names: set[str], why: str) -> Any:
         return capture.tap(result, fire, probed=True)
     fire(tensors_of(result)[0])  # several results are not followed one by one
     return result
+
+
+def _pull_back(run: Callable[..., Tensor], tensors: list[Tensor], result: Tensor) -> Callable[[Tensor], Any]:
+    """Return what takes gradients `[..., *shape of the result]` back to the tensors that it is computed from."""
+    made: list[Any] = []  # made when gradients arrive: inside of a checkpoint, PyTorch refuses to make it
+    values, shape = [t.detach() for t in tensors], result.shape
+
+    def pull_back(g: Tensor) -> list[Tensor]:
+        if not made:
+            made.append(torch.func.vjp(run, *values)[1])
+        leading = g.shape[: g.ndim - len(shape)]
+        back = torch.func.vmap(made[0])(g.reshape(-1, *shape))
+        return [one.reshape(*leading, *one.shape[1:]) for one in back]
+
+    return pull_back
+
+
+def _at_entries(g: Tensor, argument: Argument) -> Tensor:
+    """Put gradients `[columns, N, *shape]` of (a view of) a parameter at their places in the parameter."""
+    assert argument.source is not None  # noqa: S101 (only tracked arguments get here)
+    index = argument.entries(tuple(range(argument.ndim)))
+    return scattered(g.flatten(g.ndim - argument.ndim) if argument.ndim else g.unsqueeze(-1), index, argument.source[0])
+
+
+def _run_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], swap: dict[int, Tensor]) -> Tensor:
+    """Run an operation with other tensors in place of some."""
+    named = {key: _replaced(part, swap) for key, part in kwargs.items()}
+    out: Tensor = func(*_replaced(args, swap), **named)
+    return out
 
 
 def _replaced(part: Any, swap: dict[int, Tensor]) -> Any:
