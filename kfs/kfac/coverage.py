@@ -66,8 +66,12 @@ def listed(uncovered: Mapping[str, str]) -> str:
 def coverage_error(uncovered: Mapping[str, str]) -> ModelError:
     """Return the error for parameters that are not covered."""
     hint = ""
-    if any("parametrizations." in name for name in uncovered):
-        hint = " Weights with parametrizations are computed from others; parametrize.remove_parametrizations ends that."
+    if any("before it meets the batch" in why for why in uncovered.values()):
+        hint = (
+            " A weight that is computed from parameters has no Kronecker factors for them; where it is the one that "
+            "matters, let it be the parameter: for weight normalization and other parametrizations, by "
+            "torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.remove_weight_norm."
+        )
     if any("sparse" in why for why in uncovered.values()):
         hint += " Products with sparse tensors have no rule; make them dense before: x.to_dense()."
     if any("does not fit together" in why for why in uncovered.values()):

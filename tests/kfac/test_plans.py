@@ -160,13 +160,15 @@ def test_two_results_of_one_function_of_a_parameter() -> None:
 
 
 def test_products_of_constants_with_a_bias_of_its_own() -> None:
-    """Without data in front of it, a bias that does not join its weight cannot be followed."""
-    constant = normal(4, 3)
-    model = Function(lambda m, x: x + F.linear(constant, m.W, m.b).mean(0), W=normal(2, 3), b=normal(2))
-    risk = EmpiricalRisk(model, nn.MSELoss(), (normal(5, 2), normal(5, 2)))
-    assert list(KFAC(risk).blocks) == ["W"]
-    with pytest.raises(ModelError, match="for which there is no rule"):
-        KFAC(risk, joint_bias=False)
+    """Without data in front of it, a bias that does not join its weight is followed, too."""
+    constant, params, data = normal(4, 3), {"W": normal(2, 3), "b": normal(2)}, (normal(5, 2), normal(5, 2))
+    model = Function(lambda m, x: x + F.linear(constant, m.W, m.b).mean(0), **params)
+    copies = Function(lambda m, x: x + F.linear(constant + 0 * x[:, :1, None], m.W, m.b).mean(1), **params)
+    risk, other = (EmpiricalRisk(one, nn.MSELoss(), data) for one in (model, copies))
+    for joint in (True, False):
+        found, expected = (KFAC(one, joint_bias=joint) for one in (risk, other))
+        assert list(found.blocks) == (["W"] if joint else ["W", "b"])
+        close(found.to_dense(), expected.to_dense())
 
 
 def test_functions_of_a_parameter_that_is_not_laid_out_by_rows() -> None:

@@ -326,10 +326,7 @@ def test_other_models(name: str, num_data: int) -> None:
         check_traces_and_batches(one, [2], [1, 0], [3])
 
 
-ALONE = pytest.mark.xfail(reason="with one datum, queries that were expanded are not recognized", strict=True)
-
-
-@pytest.mark.parametrize("split", [[[2, 0], [1, 3]], pytest.param([[2], [1, 0, 3]], marks=ALONE)], ids=str)
+@pytest.mark.parametrize("split", [[[2, 0], [1, 3]], [[2], [1, 0, 3]]], ids=str)
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_queries_that_are_expanded(batch_first: bool, split: list[list[int]]) -> None:
     one = Problem("queries", lambda: Queries("expand", batch_first), lambda _: normal(1, 4, 4)).instance(4)

@@ -372,7 +372,7 @@ def test_parameters_that_meet_attention_or_are_joined_to_data() -> None:
 def test_every_rule_is_tested_here() -> None:
     tested = [case.func for case in CASES]
     tested += [*CELLS, *NETWORKS, F.multi_head_attention_forward, F.scaled_dot_product_attention]
-    tested += [torch.cat, Tensor.clone, Tensor.__rmatmul__, torch.baddbmm, torch._grouped_mm]
+    tested += [torch.cat, Tensor.clone, Tensor.__rmatmul__, torch.baddbmm, torch._grouped_mm, F.embedding_bag]
     assert {RULES[func] for func in tested} == set(RULES.values())
 
 

@@ -237,7 +237,7 @@ def argument_at(place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def with_argument(
-    place: Place, value: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    place: Place, value: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return all arguments with another one at a place."""
     first = place[0]

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.kfac.capture.plan import Argument, Call, Planned
 from kfs.kfac.layout import Layout
-from kfs.kfac.rules.linear import bias_plan, weight_and_bias
+from kfs.kfac.rules.linear import bias_apart, bias_plan, weight_and_bias
 from kfs.kfac.sums.patches import Patches
 
 
@@ -92,6 +92,9 @@ def _plan(
     """Plan a linear map of patches to `out` channels; `shape`, `order` and `split` are those of the layout."""
     if not x.data:
         return None
+    apart = bias_apart(call, x, weight, bias, trailing=len(patches.out))
+    if apart is not None:
+        return apart
     leading = (x.shape[0], prod(patches.out))
     if not weight.tracked:
         alone = bias_plan(bias, out, leading, _channels_last)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (as everybody calls it)
 
-from kfs.kfac.capture.plan import Argument, Call, Plan, Planned, Read
+from kfs.kfac.capture.mode import Capture
+from kfs.kfac.capture.plan import Argument, Call, Plan, Planned, Read, Rewrite, argument_at, with_argument
 from kfs.kfac.layout import Layout
 from kfs.kfac.rules import experts
 from kfs.kfac.sums.inputs import Inputs, Rows, Vectors
@@ -20,7 +21,8 @@ from kfs.kfac.sums.inputs import Inputs, Rows, Vectors
 
 def linear(call: Call, input: Argument, weight: Argument, bias: Argument | None = None) -> Planned:
     """Multiply with `weight` `[out, in]`."""
-    return multiply(call, "linear", input, weight, bias)
+    apart = bias_apart(call, input, weight, bias)
+    return multiply(call, "linear", input, weight, bias) if apart is None else apart
 
 
 def addmm(
@@ -189,6 +191,25 @@ def weight_and_bias(
         same_rows = (view.rows, view.shape[0]) == (layout.rows, layout.shape[0])
         joins = view.is_whole if whole else same_rows
     return (Plan(operation, layout, inputs, arguments, prepare, read, alone, joins, follows),)
+
+
+def bias_apart(call: Call, x: Argument, weight: Argument, bias: Argument | None, trailing: int = 0) -> Rewrite | None:
+    """Plan to add a bias after the operation, if its weight is computed: it is covered though the weight is not.
+
+    The features have some axes behind them.
+    """
+    if not weight.derived or not x.data or bias is None or not bias.tracked:
+        return None
+    place = bias.place
+
+    def body(capture: Capture, *args: Any, **kwargs: Any) -> Tensor:
+        b = argument_at(place, args, kwargs)
+        args, kwargs = with_argument(place, None, args, kwargs)
+        with capture:
+            out: Tensor = call.func(*args, **kwargs) + b.reshape(-1, *(1,) * trailing)
+            return out
+
+    return Rewrite(body)
 
 
 def bias_plan(bias: Argument | None, features: int, leading: tuple[int, ...], read: Read | None) -> Plan | None:
