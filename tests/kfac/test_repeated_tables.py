@@ -312,7 +312,88 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         ),
         (3,),
     ),
+    "sum of two tables": (
+        lambda: Function(lambda m, x: (x + (m.p.tanh() + m.q).exp()).tanh().sum(1), p=normal(4, 3), q=normal(3)),
+        (4, 3),
+    ),
+    "a table that is joined to a function of itself": (
+        lambda: Function(lambda m, x: (x + torch.cat([m.p[:2].exp(), m.p[1:]])).tanh().sum(1), p=normal(3, 3)),
+        (4, 3),
+    ),
+    "a projection of a normalized table": (
+        lambda: Function(
+            lambda m, x: (x + F.linear(F.layer_norm(m.p, (2,), m.s, m.b), m.W, m.c)).tanh().sum(1),
+            p=normal(4, 2),
+            s=normal(2),
+            b=normal(2),
+            W=normal(3, 2),
+            c=normal(3),
+        ),
+        (4, 3),
+    ),
+    "keys that are computed": (
+        lambda: Function(_attends_to_positions, p=normal(5, 4), W=normal(4, 4), b=normal(4)),
+        (3, 4),
+    ),
+    "changed in place": (
+        lambda: Function(_changes_in_place, p=normal(4, 2), W=normal(3, 2)),
+        (4, 3),
+    ),
 }
+
+
+def _attends_to_positions(m: Any, x: Tensor) -> Tensor:
+    """Multiply two heads `[N, 2, 3, 2]` with keys `[1, 2, 2, 5]`, which do not depend on data, as DeBERTa does."""
+    keys = F.linear(m.p.unsqueeze(0), m.W, m.b).view(1, 5, 2, 2).permute(0, 2, 1, 3)
+    keys /= 2.0  # in place, of a view
+    queries = x.view(len(x), 3, 2, 2).transpose(1, 2)
+    return (queries @ keys.transpose(-1, -2)).tanh().sum(1).flatten(1)
+
+
+def _changes_in_place(m: Any, x: Tensor) -> Tensor:
+    h = F.linear(m.p, m.W)
+    h.sin_()  # nobody looks at the result
+    h.T.mul_(2.0)  # nor here
+    return (x * (F.dropout(F.relu(h, inplace=True), 0.5, False, True) + h)).tanh().sum(1)
+
+
+# Small networks of positions `[..., 4, 2]`, and their parameters.
+NETWORKS: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, tuple[int, ...]]]] = {
+    "two layers": (lambda m, c: F.linear(F.linear(c, m.W, m.b).relu(), m.V), {"W": (5, 2), "b": (5,), "V": (3, 5)}),
+    "in place": (
+        lambda m, c: F.linear(F.relu(F.linear(c, m.W, m.b), inplace=True), m.V, m.d),
+        {"W": (5, 2), "b": (5,), "V": (3, 5), "d": (3,)},
+    ),
+    "products": (lambda m, c: ((c @ m.W).tanh() @ m.V).tanh() @ m.Q.T, {"W": (2, 4), "V": (4, 4), "Q": (3, 4)}),
+    "one weight for two layers": (
+        lambda m, c: F.linear(F.linear(c, m.V, m.b).tanh(), m.V.T, m.d)[..., [0, 1, 0]],
+        {"V": (3, 2), "b": (3,), "d": (2,)},
+    ),
+    "normalized": (
+        lambda m, c: F.rms_norm(F.layer_norm(F.linear(c, m.W), (3,), m.s, m.b).tanh(), (3,), m.t),
+        {"W": (3, 2), "s": (3,), "b": (3,), "t": (3,)},
+    ),
+}
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_of_positions(name: str, joint: bool) -> None:
+    """They have the factors that they have if positions are data, the same ones for all."""
+    torch.manual_seed(0)
+    network, shapes = NETWORKS[name]
+    positions = normal(4, 2)
+    params = {parameter: normal(*shape) for parameter, shape in shapes.items()}
+    one = Function(lambda m, x: (x * (1 + network(m, positions))).tanh().sum(1), **params)
+    other = Function(lambda m, x: (x * (1 + network(m, positions + 0 * x[:, :, :1]))).tanh().sum(1), **params)
+    data = [(normal(n, 4, 3), normal(n, 3)) for n in (3, 1, 4)]
+    for sharing in SHARING:
+        for make in (KFAC, EKFAC):
+            found, expected = (
+                make(EmpiricalRisk(model, nn.MSELoss(), data), sharing=sharing, joint_bias=joint)
+                for model in (one, other)
+            )
+            close(found.to_dense(), expected.to_dense())
 
 
 @pytest.mark.parametrize("num_data", [1, 4])

@@ -171,23 +171,6 @@ def tap_spread(
     return capture.tap(z, lambda g: receive(g.unsqueeze(-1)))
 
 
-def follow(capture: "Capture", plan: Plan, call: Call, x: Tensor, out: Tensor, key: Any) -> Tensor | None:
-    """Follow the output of a use whose inputs `x` do not depend on the data; `key` identifies the call.
-
-    Returns:
-        The output; `None` if it cannot be followed, because a bias would need gradients of its own.
-    """
-    if len(capture.session.settle(plan, call, out, capture.sums.placement, firmly=False)) > 1:
-        return None
-
-    def add_use() -> Receiver:
-        (mine,) = settled(capture, plan, call, out)
-        return capture.use(mine, x.expand(capture.num_data, *x.shape), by_construction=True)
-
-    also = () if plan.bias is None else (plan.bias.layout.weight,)
-    return add_derived(capture, out, plan.layout.weight, key, call.name, add_use, also)
-
-
 def add_derived(
     capture: "Capture",
     out: Tensor,

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from kfs.data import Batch, mapped, without_tensors
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
-from kfs.kfac.capture.derived import follow, tap_broadcast, track_copy
+from kfs.kfac.capture.derived import tap_broadcast, track_copy
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.plan import Broadcast, Call, Copy, Plan, Read, Rewrite, argument_at, describe, with_argument
 from kfs.kfac.capture.session import Session, no_rule
@@ -202,8 +202,7 @@ class Capture(TorchFunctionMode):
             if has_data:  # what is multiplied does not depend on data, but it has a row for every datum
                 tapped = self._settle_and_tap(planned, call, (key, "rows of data"), args, kwargs, out)
                 return self.marks.mark(tapped)
-            followed = follow(self, planned[0], call, x, out, key)
-        return self.session.fallback(self, func, args, kwargs) if followed is None else followed
+            return self.session.fallback(self, func, args, kwargs)
 
     def _settle_and_tap(
         self,

@@ -82,9 +82,7 @@ class Session:
         self.settled.clear()
         self.hidden_uses.clear()
 
-    def settle(
-        self, plan: Plan, call: Call, like: Tensor, placement: Placement, *, firmly: bool = True
-    ) -> tuple[Plan, ...]:
+    def settle(self, plan: Plan, call: Call, like: Tensor, placement: Placement) -> tuple[Plan, ...]:
         """Decide to which block a use belongs: that of the weight joint with its bias, or one for each of them.
 
         Args:
@@ -92,7 +90,6 @@ class Session:
             call: The call that it is for.
             like: The operation's output; has dtype and device.
             placement: The blocks that are there already.
-            firmly: Whether the decision counts for further uses.
 
         Returns:
             One plan, or two if there is a bias that does not join.
@@ -107,7 +104,7 @@ class Session:
         name = bias.layout.weight if bias is not None and plan.joins else None
         may_join = self.joint_bias and plan.layout.weight not in self.both_ways
         layout, side = placement.place(plan.layout, name if may_join else None)
-        fits = placement.admit(layout) if firmly else placement.fits(layout)
+        fits = placement.admit(layout)
         joint = name is not None and layout.bias == name and side == "A"
         settled = replace(
             plan,
@@ -121,4 +118,4 @@ class Session:
         )
         if bias is None or joint:
             return (settled,)
-        return (settled, *self.settle(bias, call, like, placement, firmly=firmly))
+        return (settled, *self.settle(bias, call, like, placement))

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from kfs.kfac.capture.derived import Spread, add_derived, on_device, scattered, settled, tap_spread
 from kfs.kfac.capture.mode import Capture, prepared
-from kfs.kfac.capture.plan import Argument, Call, Plan
+from kfs.kfac.capture.plan import Argument, Broadcast, Call, Plan, argument_at
 from kfs.kfac.capture.session import no_rule
 from kfs.kfac.capture.tracking import Derived, Tracked, is_in_place, tensors_of
 from kfs.kfac.rules import elementwise, linear
@@ -29,12 +29,12 @@ _MOVE_NAMES = (
 )
 _MOVES = {getattr(owner, name) for name in _MOVE_NAMES for owner in (torch, Tensor) if hasattr(owner, name)}
 _CASTS = {getattr(Tensor, name) for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16")}
-# Operations that treat all vectors of their input alike: they take inputs with one more axis in front.
-_BY_ROWS = {
-    func for func, rule in linear.RULES.items() if rule in {linear.linear, linear.addmm, linear.matmul, linear.mm}
-}
-_BY_ROWS |= {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm}
 _ELEMENTWISE = {func for func, rule in elementwise.RULES.items() if rule is elementwise.elementwise}
+# Products, and lookups. Before they follow constants, somebody has asked whether these have a row for every datum.
+_PRODUCTS = {linear.linear, linear.addmm, linear.matmul, linear.mm, linear.rmatmul}
+_FOLLOW = {func for func, rule in linear.RULES.items() if rule in _PRODUCTS} | {F.embedding}
+# Operations that treat all vectors of their inputs alike: inputs may have one more axis in front.
+_BY_ROWS = _FOLLOW | _ELEMENTWISE | {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm}
 
 
 def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,7 +81,7 @@ def _followed(
     different = list({id(t): t for t in tracked}.values())
     arguments = [Argument.of((), t, capture.tracker.get(t), data=False) for t in different]
     follows = isinstance(result, Tensor) and not has_data and all(argument.by_rows for argument in arguments)
-    if follows and len(different) == 1:
+    if follows and len(different) == 1 and func not in _FOLLOW:
         return _Following(capture, func, args, kwargs, tracked[0], arguments[0], parameters[0], result).result()
     expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _may_have_rows(capture, t, parameter)]
     if expanded and (len({parameter.name for parameter in parameters}) > 1 or has_data):
@@ -90,7 +90,7 @@ def _followed(
         with capture.places().question(func, capture.tracker.get(expanded[0]).name, guess) as has_rows:
             if has_rows:
                 return _with_expanded(capture, func, args, kwargs, expanded[0])
-    return _Computed(capture, func, args, kwargs, different, arguments, result).followed() if follows else None
+    return _Computed(capture, func, args, kwargs, different, arguments, result).result() if follows else None
 
 
 def _why_not(capture: Capture, func: Any, parameters: list[Tracked], has_data: bool) -> str:
@@ -121,7 +121,10 @@ def _with_expanded(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: d
     swap = {id(t): tap_spread(capture, t, (call.name, parameter.name), spread, collect).clone()}
     named = {key: _replaced(part, swap) for key, part in kwargs.items()}
     with capture:
-        return func(*_replaced(args, swap), **named)
+        result = func(*_replaced(args, swap), **named)
+    for one in tensors_of([result]):
+        capture.marks.mark(one)  # also where nothing else depends on data
+    return result
 
 
 class _Following:
@@ -272,9 +275,9 @@ class _Change:
 class _Computed:
     """An operation on several parameters and constants, and what gradients of its result mean for all of them.
 
-    Gradients arrive for every datum, as if each had a copy of the result. Where it is computed by a product with a
-    weight, or by a normalization, the weight has the factors that it would have if the input was data, the same ones
-    for all: a small network of positions that computes a bias of attention.
+    Gradients arrive for every datum, as if each had a copy of the result. So parameters have the factors that they
+    have if inputs are data, the same ones for all: of a small network of positions, which computes a bias of attention.
+    If no rule says what these are, gradients are brought to the entries of a parameter.
     """
 
     def __init__(
@@ -296,70 +299,92 @@ class _Computed:
         self.plain = result
         self.call = Call(func, capture.num_data)
         inputs = tensors_of((*args, *kwargs.values()))
-        self.key = ("computed", capture.key_of(func, args, kwargs, inputs, list(map(capture.tracker.find, inputs))))
-        constants = [t for t in inputs if t.is_floating_point() and capture.tracker.find(t) is None]
+        sources = list(map(capture.tracker.find, inputs))
+        self.key = ("computed", capture.key_of(func, args, kwargs, inputs, sources))
+        self.names = [name for source in sources if source is not None for name in sorted(source.names)]
+        self.constants = [t for t, source in zip(inputs, sources, strict=True) if source is None]
         derived = [t for t, argument in zip(tensors, arguments, strict=True) if argument.derived]
-        self.copied = (derived or constants or tensors)[: None if derived else 1]  # what stands for data
+        self.inputs = derived or (self.constants or tensors)[:1]  # what stands for data
 
-    def followed(self) -> Tensor:
+    def result(self) -> Tensor:
         """Return the result such that its gradients are brought to all parameters, datum by datum."""
-        parameters = [self.capture.tracker.get(t) for t in self.tensors]
-        names = [name for parameter in parameters for name in sorted(parameter.names)]
+        if not self.constants or self.func in _FOLLOW:
+            return self._followed()
+        num_data = self.capture.num_data
+        most = max(t.shape.count(num_data) for t in self.tensors)
+        guess = num_data > 1 and self.plain.shape.count(num_data) > most
+        with self.capture.places().question(self.func, self.names[0], guess) as has_data:
+            if not has_data:
+                return self._followed()
+            swap = {id(t): self.capture.as_data(t) for t in self.constants}
+            with self.capture:
+                return _run_again(self.func, self.args, self.kwargs, swap)
+
+    def _followed(self) -> Tensor:
+        names = self.names
         return add_derived(self.capture, self.plain, names[0], self.key, self.call.name, self._add_use, names)
 
     def _add_use(self) -> Receiver:
-        receivers, planned = self._by_rule()
-        rest = [
-            (t, argument)
-            for t, argument in zip(self.tensors, self.arguments, strict=True)
-            if argument.name not in planned or any(t is one for one in self.copied)
-        ]
-        pull_back = _pull_back(
-            lambda *values: _run_again(
-                self.func, self.args, self.kwargs, {id(t): v for (t, _), v in zip(rest, values, strict=True)}
-            ),
-            [t for t, _ in rest],
-            self.plain,
-        )
-        collectors = [
-            _per_datum_receiver(self.capture, self.call, argument, self.capture.tracker.get(t)) for t, argument in rest
-        ]
+        by_rule, expanded = self._by_rule()
+        # By tensor: what the operation runs with, and what takes gradients with respect to that.
+        rest = dict(expanded)
+        for t, argument in zip(self.tensors, self.arguments, strict=True):
+            if id(t) not in rest and (argument.name not in by_rule or any(t is one for one in self.inputs)):
+                receive = _per_datum_receiver(self.capture, self.call, argument, self.capture.tracker.get(t))
+                rest[id(t)] = t, lambda g, receive=receive, argument=argument: receive(_at_entries(g, argument))
 
-        def receive(g: Tensor) -> None:
-            for by_rule in receivers:
-                by_rule(g)
-            for (_, argument), collect, back in zip(rest, collectors, pull_back(g) if rest else (), strict=True):
-                collect(_at_entries(back, argument))
+        def run(*values: Tensor) -> Tensor:
+            return _run_again(self.func, self.args, self.kwargs, dict(zip(rest, values, strict=True)))
 
-        return receive
+        pull_back = _pull_back(run, [t for t, _ in rest.values()], self.plain)
 
-    def _by_rule(self) -> tuple[list[Receiver], set[str]]:
-        """Return what takes gradients for parameters that a rule understands, and the names of these parameters."""
-        capture, plans, num_data = self.capture, self.capture.session.plans, self.capture.num_data
-        rule = capture.session.rules.get(self.func) if self.func in _BY_ROWS else None
-        if rule is None or any(t.ndim != self.plain.ndim for t in self.copied):
-            return [], set()
+        def receive_all(g: Tensor) -> None:
+            for receive in dict.fromkeys(by_rule.values()):
+                receive(g)
+            for (_, receive), back in zip(rest.values(), pull_back(g) if rest else (), strict=True):
+                receive(back)
 
-        swap = {id(t): t.detach().expand(num_data, *t.shape) for t in self.copied}
+        return receive_all
+
+    def _by_rule(self) -> tuple[dict[str, Receiver], dict[int, tuple[Tensor, Receiver]]]:
+        """Ask the rule for the operation, as if inputs were data.
+
+        Returns:
+            By name of a parameter, what takes gradients of the result. By identity of a tensor that is broadcast, the
+            expanded one, and what takes gradients with respect to that.
+        """
+        capture, num_data, plain = self.capture, self.capture.num_data, self.plain
+        rule = capture.session.rules.get(self.func)
+        aligned = self.func is F.embedding or all(t.ndim == plain.ndim for t in self.inputs)
+        if rule is None or self.func not in _BY_ROWS or not aligned:
+            return {}, {}
+        swap = {id(t): t.detach().expand(num_data, *t.shape) for t in self.inputs}
         args = _replaced(self.args, swap)
         kwargs = {name: _replaced(part, swap) for name, part in self.kwargs.items()}
+        plans = capture.session.plans
         if self.key not in plans:
             copies = {id(t) for t in swap.values()}
 
             def described(place: int | str, part: Any) -> Any:
-                if not isinstance(part, Tensor):
-                    return part
                 is_copy = id(part) in copies
-                return Argument.of((place,), part, None if is_copy else capture.tracker.find(part), data=is_copy)
+                tracked = capture.tracker.find(part) if isinstance(part, Tensor) and not is_copy else None
+                return Argument.of((place,), part, tracked, data=is_copy) if isinstance(part, Tensor) else part
 
             named = {name: described(name, part) for name, part in kwargs.items()}
             plans[self.key] = rule(self.call, *(described(*part) for part in enumerate(args)), **named)
-        if plans[self.key] is None:
-            return [], set()
-        uses = [one for plan in plans[self.key] for one in settled(capture, plan, self.call, self.plain)]
-        with full_precision(self.plain.device.type):
-            receivers = [capture.use(one, prepared(one, args, kwargs), by_construction=True) for one in uses]
-        return receivers, {name for one in uses for name in one.layout.params}
+        by_rule: dict[str, Receiver] = {}
+        expanded: dict[int, tuple[Tensor, Receiver]] = {}
+        for step in plans[self.key] or ():
+            plan = step.plan if isinstance(step, Broadcast) else step
+            for one in settled(capture, plan, self.call, plain):
+                with full_precision(plain.device.type):
+                    receive = capture.use(one, prepared(one, args, kwargs), by_construction=True)
+                if isinstance(step, Broadcast):
+                    t = argument_at(step.argument.place, self.args, self.kwargs)
+                    expanded[id(t)] = t.expand(step.shape[1:]), receive
+                else:
+                    by_rule |= dict.fromkeys(one.layout.params, receive)
+        return by_rule, expanded
 
 
 def _per_datum_receiver(capture: Capture, call: Call, argument: Argument, parameter: Tracked) -> Receiver:
