@@ -303,12 +303,40 @@ def hugging_face(name: str) -> tuple[nn.Module, dict[str, Tensor], Tensor, Any]:
         sound = torch.randn(6, 4, 8, dtype=torch.float64)
         inputs = {"input_features": sound, "decoder_input_ids": ids[:, :4]}
         return t.WhisperForConditionalGeneration(config), inputs, ids[:, :4], TokenCrossEntropy()
-    config = t.ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=3, **bert)
+    model, inputs = classifier(name, t, bert)
+    return model, inputs or {"input_ids": ids[:5]}, torch.randint(3, (5,)), nn.CrossEntropyLoss()
+
+
+def classifier(name: str, t: Any, bert: dict[str, Any]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a classifier of five images, or one of sentences."""
+    if name.startswith("deberta"):  # keys and queries are computed from positions
+        positions = {"relative_attention": True, "pos_att_type": "c2p|p2c", "position_biased_input": False}
+        if name == "deberta-v2":
+            positions |= {"position_buckets": 4, "norm_rel_ebd": "layer_norm", "share_att_key": True}
+        kind = "DebertaV2" if name == "deberta-v2" else "Deberta"
+        size: dict[str, Any] = {"num_labels": 3, "max_position_embeddings": 8, "vocab_size": 11}
+        return getattr(t, f"{kind}ForSequenceClassification")(
+            getattr(t, f"{kind}Config")(**size, **positions, **bert)
+        ), {}
+    size = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
+    if name == "swinv2":  # a network of positions computes a bias of attention
+        size |= {"patch_size": 2, "embed_dim": 8, "depths": [2], "num_heads": [2], "window_size": 2}
+    else:
+        size |= bert
+    if name == "beit":  # a bias of attention is looked up, and joined
+        size |= {"use_relative_position_bias": True}
+    if name == "dinov2":  # the token for masks is not used
+        size |= {"mlp_ratio": 1}
+    kind = {"vit": "ViT"}.get(name, name.capitalize())
+    config = getattr(t, f"{kind}Config")(**size)
     pixels = {"pixel_values": torch.randn(5, 1, 8, 8, dtype=torch.float64)}
-    return t.ViTForImageClassification(config), pixels, torch.randint(3, (5,)), nn.CrossEntropyLoss()
+    return getattr(t, f"{kind}ForImageClassification")(config), pixels
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "whisper"])
+MODELS = ["gpt2", "llama", "bert", "t5", "vit", "whisper", "beit", "swinv2", "dinov2", "deberta", "deberta-v2"]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_hugging_face(name: str) -> None:
     """Everything is covered, and every operation's factors are those of its definition: sums over data one by one."""
     torch.manual_seed(0)
