@@ -171,12 +171,12 @@ class _Following:
         if self.func in _MOVES or self.func in _CASTS:
             spread = Spread(shape, self._entries_of_result(), self.shape)
             return tap_spread(capture, self.plain, self.what, spread, self._receiver())
-        receive, pull_back = self._receiver(), self._pull_back()
+        receive, pull_back = self._back()
 
         def start(owners: Owners) -> Receiver:
             data = on_device(owners.index(self.plain.numel()), self.plain.device).reshape(shape)
             mine = [data == n for n in range(capture.num_data)]
-            return lambda g: receive(torch.stack([pull_back(g.squeeze(-1) * of_datum) for of_datum in mine], 1))
+            return lambda g: receive(torch.stack([pull_back(g.squeeze(-1) * of_datum)[0] for of_datum in mine], 1))
 
         opened = capture.open(self.what, shape, start, meeting=True)
         return capture.tap(self.plain, lambda g: opened(g.unsqueeze(-1)))
@@ -185,9 +185,8 @@ class _Following:
         """Follow the result; gradients go back through the operation when they have arrived for every datum."""
 
         def add_use() -> Receiver:
-            receive = self._receiver()
-            pull_back = self._pull_back()
-            return lambda g: receive(pull_back(g))
+            receive, pull_back = self._back()
+            return lambda g: receive(pull_back(g)[0])
 
         token = (self.func, self.parameter.token, self.argument.offset, self.argument.shape, self.argument.stride)
         name, also = self.parameter.name, self.parameter.also
@@ -197,10 +196,9 @@ class _Following:
         """Return what takes gradients `[columns, N, *shape of the parameter]`."""
         return _per_datum_receiver(self.capture, self.call, self.argument, self.parameter)
 
-    def _pull_back(self) -> Callable[[Tensor], Tensor]:
-        """Return what takes gradients `[..., *shape of the result]` back to the parameter."""
-        pull_back = _pull_back(self._again, [self.t], self.plain)
-        return lambda g: _at_entries(pull_back(g)[0], self.argument)
+    def _back(self) -> tuple[Receiver, Callable[[Tensor], list[Tensor]]]:
+        """Return what takes gradients of the argument, `[columns, N, *shape]`, and what computes them."""
+        return _at_entries(self._receiver(), self.argument), _pull_back(self._again, [self.t], self.plain)
 
     def _again(self, value: Tensor) -> Tensor:
         """Run the operation with another tensor in place of the parameter."""
@@ -331,7 +329,7 @@ class _Computed:
         for t, argument in zip(self.tensors, self.arguments, strict=True):
             if id(t) not in rest and (argument.name not in by_rule or any(t is one for one in self.inputs)):
                 receive = _per_datum_receiver(self.capture, self.call, argument, self.capture.tracker.get(t))
-                rest[id(t)] = t, lambda g, receive=receive, argument=argument: receive(_at_entries(g, argument))
+                rest[id(t)] = t, _at_entries(receive, argument)
 
         def run(*values: Tensor) -> Tensor:
             return _run_again(self.func, self.args, self.kwargs, dict(zip(rest, values, strict=True)))
@@ -376,6 +374,7 @@ class _Computed:
         expanded: dict[int, tuple[Tensor, Receiver]] = {}
         for step in plans[self.key] or ():
             plan = step.plan if isinstance(step, Broadcast) else step
+            assert plan is not None  # noqa: S101 (derived parameters stand for data)
             for one in settled(capture, plan, self.call, plain):
                 with full_precision(plain.device.type):
                     receive = capture.use(one, prepared(one, args, kwargs), by_construction=True)
@@ -424,7 +423,7 @@ def _probed(capture: Capture, result: Any, names: set[str], why: str) -> Any:
     return result
 
 
-def _pull_back(run: Callable[..., Tensor], tensors: list[Tensor], result: Tensor) -> Callable[[Tensor], Any]:
+def _pull_back(run: Callable[..., Tensor], tensors: list[Tensor], result: Tensor) -> Callable[[Tensor], list[Tensor]]:
     """Return what takes gradients `[..., *shape of the result]` back to the tensors that it is computed from."""
     made: list[Any] = []  # made when gradients arrive: inside of a checkpoint, PyTorch refuses to make it
     values, shape = [t.detach() for t in tensors], result.shape
@@ -439,11 +438,11 @@ def _pull_back(run: Callable[..., Tensor], tensors: list[Tensor], result: Tensor
     return pull_back
 
 
-def _at_entries(g: Tensor, argument: Argument) -> Tensor:
-    """Put gradients `[columns, N, *shape]` of (a view of) a parameter at their places in the parameter."""
+def _at_entries(receive: Receiver, argument: Argument) -> Receiver:
+    """Return what takes gradients `[columns, N, *shape]` of (a view of) a parameter, and passes on the parameter's."""
     assert argument.source is not None  # noqa: S101 (only tracked arguments get here)
-    index = argument.entries(tuple(range(argument.ndim)))
-    return scattered(g.flatten(g.ndim - argument.ndim) if argument.ndim else g.unsqueeze(-1), index, argument.source[0])
+    index, shape = argument.entries(tuple(range(argument.ndim))), argument.source[0]
+    return lambda g: receive(scattered(g.reshape(*g.shape[: g.ndim - argument.ndim], -1), index, shape))
 
 
 def _run_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], swap: dict[int, Tensor]) -> Tensor:
