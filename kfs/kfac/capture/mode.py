@@ -84,7 +84,8 @@ class Capture(TorchFunctionMode):
         if session.tracker.has_moved() or len(session.plans) > _MOST_PLANS:
             session.forget_plans()
             sums.adders.clear()
-        session.learn(() if known is None else known.both_ways)
+        if known is not None and not session.both_ways >= known.both_ways:
+            session.learn(known.both_ways)
         self.session = session
         self.tracker = session.tracker
         self.sums = sums

@@ -67,14 +67,13 @@ class Session:
         """Return a session for the same parameters that has no plans."""
         tracker = self.tracker
         one = Session(tracker.params, self.rules, self.fallback, self.joint_bias, self.mixing, tracker.model)
-        one.learn(self.both_ways)
+        one.both_ways |= self.both_ways
         return one
 
     def learn(self, both_ways: Collection[str]) -> None:
         """Take note of weights that are used both ways round. Plans in which their biases join them are forgotten."""
-        if not self.both_ways.issuperset(both_ways):
-            self.both_ways |= set(both_ways)
-            self.forget_plans()
+        self.both_ways |= set(both_ways)
+        self.forget_plans()
 
     def forget_plans(self) -> None:
         """Forget everything that depends on where parameters are stored."""

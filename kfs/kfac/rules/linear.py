@@ -56,7 +56,7 @@ def matmul(call: Call, input: Argument, other: Argument, *, out: Argument | None
     if a.ndim == 2 and b.data:
         leading = (*b.shape[:-2], b.shape[-1])
         return multiply(call, "matmul", b, a, leading=leading, prepare=_transposed, read=_transposed)
-    return experts.product(a, b)
+    return experts.product(call, a, b)
 
 
 def mm(call: Call, input: Argument, mat2: Argument, out_dtype: Any = None, *, out: Argument | None = None) -> Planned:
