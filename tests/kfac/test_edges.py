@@ -164,7 +164,8 @@ def test_tied_autoencoders(sharing: Any) -> None:
 
 
 def _blocks(G: GGN, names: list[str]) -> Tensor:
-    return torch.block_diag(*(G.submatrix([name]).to_dense() for name in names))
+    blocks: Tensor = torch.block_diag(*(G.submatrix([name]).to_dense() for name in names))
+    return blocks
 
 
 def test_dropout_of_recurrent_networks() -> None:

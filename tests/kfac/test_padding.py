@@ -113,7 +113,7 @@ def test_bags_of_embeddings(mode: str, padding: int | None, form: str) -> None:
     close(GGN(bags).to_dense(), GGN(plain).to_dense())
     for make in (KFAC, EKFAC):
         for sharing in SHARING:
-            found, expected = (make(one, sharing=sharing) for one in (bags, plain))
+            found, expected = (make(one, sharing=sharing) for one in (bags, plain))  # type: ignore[arg-type]
             # Copies of a parameter are other positions than the parameter.
             names = [name for name in found.domain.shapes if name != "scale" or form == "bags"]
             close(found.submatrix(names).to_dense(), expected.submatrix(names).to_dense())
