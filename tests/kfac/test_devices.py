@@ -12,6 +12,7 @@ from kfs.kfac import EKFAC, KFAC, exact_blocks, load, optimal_kronecker
 from kfs.kfac.sums.gram import add_gram, mirror
 from kfs.kfac.sums.outer_products import OuterProductSum
 from kfs.risk import EmpiricalRisk
+from tests.kfac.test_replay import padded_risk
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -39,6 +40,17 @@ def test_same_factors(fisher: Any, sharing: Any) -> None:
     there = copy.deepcopy(model).cuda()
     K, L = (KFAC(EmpiricalRisk(m, nn.CrossEntropyLoss(), (X, y)), fisher, sharing) for m in (model, there))
     for name, block in K.blocks.items():
+        torch.testing.assert_close(L.blocks[name].A.cpu(), block.A, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(L.blocks[name].B.cpu(), block.B, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("fisher", ["mc", "empirical"])
+def test_padded_rows(fisher: Any, sharing: Any, packed: bool) -> None:
+    K, L = (KFAC(padded_risk(device, packed), fisher, sharing) for device in ("cpu", "cuda"))
+    for name, block in K.blocks.items():
+        assert block.sums.terms == L.blocks[name].sums.terms
         torch.testing.assert_close(L.blocks[name].A.cpu(), block.A, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(L.blocks[name].B.cpu(), block.B, rtol=1e-9, atol=1e-9)
 

@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
     def forward(self, h: Tensor, allowed: Tensor) -> Tensor:
         """Attend to allowed positions, `[N, S, S]`; a position without any attends to itself."""
-        allowed = allowed | torch.eye(h.shape[1], dtype=torch.bool)
+        allowed = allowed | torch.eye(h.shape[1], dtype=torch.bool, device=h.device)
         q, k, v = (part(h).unflatten(2, (2, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
         weights = (q @ k.mT).masked_fill(~allowed.unsqueeze(1), -torch.inf).softmax(-1)
         result: Tensor = self.o((weights @ v).transpose(1, 2).flatten(2))
@@ -62,10 +62,11 @@ class Transformer(nn.Module):
         there = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         allowed = (there != 0).unsqueeze(1).expand(-1, length, -1)
         if self.causal:
-            allowed = allowed & torch.ones(length, length, dtype=torch.bool).tril()
+            allowed = allowed & torch.ones(length, length, dtype=torch.bool, device=allowed.device).tril()
         if documents is not None:  # packed: each document sees itself alone
             allowed = allowed & (documents.unsqueeze(1) == documents.unsqueeze(2))
-        places = torch.arange(length).expand_as(input_ids) if position_ids is None else position_ids
+        numbers = torch.arange(length, device=input_ids.device)
+        places = numbers.expand_as(input_ids) if position_ids is None else position_ids
         h = self.tokens(input_ids) + self.places(places)
         for attention, norm, up in zip(self.attention, self.norms, self.up, strict=True):
             h = h + attention(norm(h), allowed)
@@ -73,8 +74,8 @@ class Transformer(nn.Module):
         if self.pooled == "first":
             h = h[:, 0]
         elif self.pooled == "last":
-            last = (there * torch.arange(1, length + 1)).argmax(1)
-            h = h[torch.arange(len(h)), last]
+            last = (there * (1 + numbers)).argmax(1)
+            h = h[torch.arange(len(h), device=h.device), last]
         result: Tensor = self.head(h)
         return result
 

@@ -17,9 +17,11 @@ from kfs.kfac import EKFAC, KFAC, exact_blocks, sweep
 from kfs.kfac.capture import recorder_for
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.kfac.sums.interface import Sums
+from kfs.losses import TokenCrossEntropy
 from kfs.recording import Replays, shape_of
 from kfs.risk import EmpiricalRisk
 from tests.kfac.test_no_waiting import NoWaiting
+from tests.kfac.test_padded_rows import Transformer, padded, sequences
 from tests.operators.contract import close
 
 FISHERS: tuple[Any, ...] = ("type-2", "ggn", "mc", "empirical", "forward-only")
@@ -110,6 +112,19 @@ def make_risk(batches: int = 8, size: int = 4, last: int = 3, device: str = "cpu
     return EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
 
 
+def padded_risk(device: str, packed: bool = False) -> EmpiricalRisk:
+    """Return a risk of padded sequences in eight batches; if packed, no mask says which positions see each other."""
+    model = Transformer(causal=True).to(device)
+    data = []
+    for seed in range(8):
+        lengths = [int(n) for n in torch.randint(2, 7, (4,), generator=torch.Generator().manual_seed(seed))]
+        batch = padded(sequences(lengths, seed, prompt=1), 2, 8 - max(lengths))
+        if packed:
+            batch["documents"] = torch.arange(10).expand(4, -1) // (3 + seed % 3)
+        data.append({name: t.to(device) for name, t in batch.items()})
+    return EmpiricalRisk(model, TokenCrossEntropy(shift=True), data)
+
+
 def same_factors(K: KFAC, L: KFAC, rtol: float = 1e-12) -> None:
     """Compare all factors and counts."""
     assert list(K.blocks) == list(L.blocks)
@@ -141,6 +156,18 @@ def test_second_passes(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     close(E.to_dense(), EKFAC(risk, fisher).to_dense())
     close(C.to_dense(), exact_blocks(risk, fisher=fisher).to_dense())
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_that_count(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch, packed: bool, sharing: Any) -> None:
+    """Masks are part of what a graph repeats, and so are the vectors that show which rows count."""
+    risk = padded_risk("cpu", packed)
+    K = KFAC(risk, "empirical", sharing)
+    assert [(one.recorded, one.replayed) for one in stand_ins] == [(1, 6)]
+    assert ("measured in every batch" in str(K.audit)) == packed
+    monkeypatch.undo()
+    same_factors(K, KFAC(risk, "empirical", sharing))
 
 
 def test_draws_advance(stand_ins: list[StandIn]) -> None:
