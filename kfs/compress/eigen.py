@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kfs.compress.choosing import allowed, shortest
+from kfs.compress.choosing import allowed, shortest, some_of
 from kfs.compress.layers import Layer
 from kfs.compress.replacing import in_a_row, replace_module, write_weights
 from kfs.compress.report import LayerRow, unchanged
@@ -99,7 +99,7 @@ def prune_coefficients(result: nn.Module, layers: Sequence[Layer], share: float,
             return len(costs) - removed
         return sum(min(mask.numel(), int(mask.sum()) + _basis_size(mask)) for mask in kept(removed))
 
-    masks = kept(shortest(size, len(costs), allowed(share, len(costs)), "coefficients"))
+    masks = kept(shortest(size, len(costs), some_of(layers, share), "coefficients"))
     return [_with_coefficients(result, part, mask, count_bases) for part, mask in zip(parts, masks, strict=True)]
 
 

@@ -137,7 +137,7 @@ def low_rank(
             size = first.numel() + second.numel()
             rows.append(LayerRow(layer.name, layer.size, size, 0, f"rank {rank}", "two layers", increase))
     method = f"low rank in the metric of {K.formula}, keep={keep}"
-    return Compressed(result, make_report(method, rows, model, result, False, sample))
+    return Compressed(result, make_report(method, rows, model, result, False, sample, damping=damping))
 
 
 def decomposed(layer: Layer) -> Decomposition:

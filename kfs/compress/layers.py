@@ -5,7 +5,8 @@ group of channels, `[groups, d_B, d_A]`, as everywhere in `kfs.kfac`. Everything
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 
 import torch
@@ -38,6 +39,7 @@ class Layer:
         matrix: These matrices, `[groups, d_B, d_A]`, in float64.
         structure: Their curvature, in float64: one block for each group.
         damping: What is added to the curvature's diagonal.
+        decomposition: The eigenbasis of the curvature, once it was computed. Layers with other damping share it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Layer:
     matrix: Tensor
     structure: Structure
     damping: float
+    decomposition: dict[str, Structure] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -63,7 +66,7 @@ class Layer:
         """Whether the layer acts on patches."""
         return isinstance(self.module, _CONVOLUTIONS)
 
-    @property
+    @cached_property
     def damped_inverse(self) -> Structure:
         """The inverse of the curvature after damping.
 
@@ -71,19 +74,34 @@ class Layer:
             SolverError: If curvature is singular, and not damped.
         """
         delta = self.matrix.new_full((len(self.structure),), self.damping)
-        result: Structure = self._stack.apply(lambda structure: structure.power(-1.0, delta))
+        # Without damping, Kronecker products stay what they are.
+        known = self.eigenbasis if self.damping > 0 and isinstance(self.structure, Kronecker) else self.structure
+        result: Structure = Stack((self.layout,), known).apply(lambda structure: structure.power(-1.0, delta))
         return result
 
     @property
     def eigenbasis(self) -> Structure:
         """The curvature by eigenvalues and eigenvectors."""
-        result: Structure = self._stack.apply(lambda structure: structure.eigenbasis())
-        return result
+        if not self.decomposition:
+            stack = Stack((self.layout,), self.structure)
+            self.decomposition["eigenbasis"] = stack.apply(lambda structure: structure.eigenbasis())
+        return self.decomposition["eigenbasis"]
 
-    @property
-    def _stack(self) -> Stack:
-        """The block with its name, which errors then have."""
-        return Stack((self.layout,), self.structure)
+    def damped_by(self, damping: float | Relative) -> "Layer":
+        """Return the layer with other damping.
+
+        Raises:
+            SolverError: If the layer has no curvature, and damping is relative to it.
+        """
+        if not isinstance(damping, Relative):
+            return replace(self, damping=float(damping))
+        mean = float(self.structure.trace().sum()) / self.size
+        if damping.fraction > 0 and not mean > 0:
+            raise SolverError(
+                f"Block {self.layout.name!r} has no curvature, so that relative damping is zero, too.",
+                "Pass an absolute damping, or leave the layer out: name the layers to compress with keep={...}.",
+            )
+        return replace(self, damping=damping.fraction * mean)
 
     def increase(self, matrix: Tensor) -> float:
         """Return by how much the loss grows with other matrices, according to the undamped quadratic model."""
@@ -168,34 +186,17 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
                 "Compute the curvature with this layer's parameters, or name the layers to compress with keep={...}.",
             )
         layout, structure = blocks[weight]
-        layers.append(_layer(name, module, layout, structure, params, damping))
+        layers.append(_layer(name, module, layout, structure, params).damped_by(damping))
     return layers
 
 
-def _layer(
-    name: str,
-    module: nn.Module,
-    layout: Layout,
-    structure: Structure,
-    params: Mapping[str, Tensor],
-    damping: float | Relative,
-) -> Layer:
-    """Read a layer's matrix, and compute its damping."""
+def _layer(name: str, module: nn.Module, layout: Layout, structure: Structure, params: Mapping[str, Tensor]) -> Layer:
+    """Read a layer's matrix; it is not damped."""
     columns = {param: params[param].detach().double().unsqueeze(0) for param in layout.params}
     matrix = layout.matrix(columns).squeeze(0)
     if not matrix.isfinite().all():
         raise ModelError(f"Layer {name!r} has NaN or infinity in its weights.", "Load other weights.")
-    precise = _in_double(structure).to(device=matrix.device)
-    delta = damping
-    if isinstance(delta, Relative):
-        mean = float(precise.trace().sum()) / matrix.numel()
-        if delta.fraction > 0 and not mean > 0:
-            raise SolverError(
-                f"Block {layout.name!r} has no curvature, so that relative damping is zero, too.",
-                "Pass an absolute damping, or leave the layer out: name the layers to compress with keep={...}.",
-            )
-        delta = delta.fraction * mean
-    return Layer(name, module, layout, matrix, precise, float(delta))
+    return Layer(name, module, layout, matrix, _in_double(structure).to(device=matrix.device), 0.0)
 
 
 def _in_double(structure: Structure) -> Structure:
