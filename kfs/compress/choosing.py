@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from kfs.compress.layers import Keep, Layer
-from kfs.compress.report import LayerRow
 from kfs.errors import ModelError, SolverError
 from kfs.kfac import Relative
 from kfs.risk import EmpiricalRisk
@@ -21,7 +20,6 @@ DAMPINGS = tuple(Relative(fraction) for fraction in (1e-3, 1e-2, 1e-1, 1.0))
 WITHOUT_DATA = Relative(0.03)  # in the middle
 _BATCHES = 8  # that the training loss is computed from
 _STEP = 2 / 3  # share of the weights that one step leaves, about: see `surgery`
-Attempt = tuple[nn.Module, list[LayerRow]]
 
 
 def allowed(share: float, total: int) -> int:
@@ -152,32 +150,25 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def best(attempt: Callable[[Relative], Attempt], loss: TrainingLoss) -> tuple[Attempt, Relative, dict[Relative, float]]:
-    """Compress with several dampings, and return what has the lowest training loss.
+def best(attempt: Callable[[Relative], nn.Module], loss: TrainingLoss) -> tuple[Relative, dict[Relative, float]]:
+    """Compress with several dampings, and return the one with the lowest training loss.
 
     Args:
         attempt: Compresses with a damping.
         loss: The loss of a model.
 
     Returns:
-        The best attempt, its damping, and all losses. Where systems were not solved, the loss is infinite.
+        The best damping, and all losses. Where systems were not solved, the loss is infinite.
 
     Raises:
         SolverError: If systems were not solved with any damping.
     """
     losses: dict[Relative, float] = {}
-    found: Attempt | None = None
-    for place, damping in enumerate(DAMPINGS):
+    for damping in DAMPINGS:
         try:
-            made = attempt(damping)
+            losses[damping] = loss(attempt(damping))
         except SolverError:
-            if place == len(DAMPINGS) - 1 and found is None:
+            if damping == DAMPINGS[-1] and min(losses.values()) == inf:
                 raise
             losses[damping] = inf
-            continue
-        value = loss(made[0])
-        if found is None or value < min(losses.values()):
-            found, chosen = made, damping
-        losses[damping] = value
-    assert found is not None  # noqa: S101 (the last one raises otherwise)
-    return found, chosen, losses
+    return min(losses, key=lambda damping: losses[damping]), losses

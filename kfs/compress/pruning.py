@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from kfs.compress.channels import prune_channels
-from kfs.compress.choosing import WITHOUT_DATA, Attempt, TrainingLoss, allowed, best, groups, some_of, steps
+from kfs.compress.choosing import WITHOUT_DATA, TrainingLoss, allowed, best, groups, some_of, steps
 from kfs.compress.eigen import prune_coefficients, prune_rows_and_columns
 from kfs.compress.layers import Keep, Layer, layers_of
 from kfs.compress.replacing import write_weights
@@ -107,7 +107,7 @@ def prune(
     layers = layers_of(model, K, keep, WITHOUT_DATA if damping is None else damping)
     competing = groups(layers, keep)
 
-    def attempt(damping: float | Relative) -> Attempt:
+    def attempt(damping: float | Relative, roughly: bool = False) -> tuple[nn.Module, list[LayerRow]]:
         damped = {layer.name: layer.damped_by(damping) for layer in layers}
         if structured and basis == "parameters" and any(part < 1 for _, part in competing):
             return prune_channels(model, list(damped.values()), keep, update)
@@ -119,7 +119,7 @@ def prune(
             if part == 1:
                 rows += map(unchanged, members)
             elif basis == "parameters":
-                rows += _prune_weights(result, members, part, update)
+                rows += _prune_weights(result, members, part, update, roughly)
             elif structured:
                 result, more = prune_rows_and_columns(model, result, members, part, count_bases)
                 rows += more
@@ -130,10 +130,9 @@ def prune(
     about: dict[str, Any] = {"damping": WITHOUT_DATA if damping is None else damping}
     if damping is None and risk_of is not None and any(part < 1 for _, part in competing):
         loss = TrainingLoss(risk_of, model)
-        (result, rows), chosen, losses = best(attempt, loss)
+        chosen, losses = best(lambda damping: attempt(damping, roughly=True)[0], loss)
         about = {"damping": chosen, "losses": losses, "loss_before": loss.before, "loss_data": loss.num_data}
-    else:
-        result, rows = attempt(about["damping"])
+    result, rows = attempt(about["damping"])
     _warn_of_empty_layers(rows)
     name = "eigenbasis" if basis == "eigen" else "surgeon" if update else "damage"
     method = f"{'structured ' if structured else ''}{name} of {K.formula}, keep={keep}"
@@ -161,7 +160,9 @@ def _warn_of_empty_layers(rows: Sequence[LayerRow]) -> None:
         )
 
 
-def _prune_weights(result: nn.Module, layers: Sequence[Layer], share: float, update: bool) -> list[LayerRow]:
+def _prune_weights(
+    result: nn.Module, layers: Sequence[Layer], share: float, update: bool, roughly: bool
+) -> list[LayerRow]:
     """Remove the cheapest weights of all layers together, in place."""
     number = some_of(layers, share)
     sizes = [layer.size for layer in layers]
@@ -182,7 +183,7 @@ def _prune_weights(result: nn.Module, layers: Sequence[Layer], share: float, upd
         flat[costs.argsort(stable=True)[: len(costs) - many]] = False
         kept = [mask.reshape(layer.matrix.shape) for mask, layer in zip(flat.split(sizes), layers, strict=True)]
         matrices = [
-            adapted(layer, mask, between=not last) if update else torch.where(mask, layer.matrix, 0.0)
+            adapted(layer, mask, roughly or not last) if update else torch.where(mask, layer.matrix, 0.0)
             for layer, mask in zip(layers, kept, strict=True)
         ]
     rows = []

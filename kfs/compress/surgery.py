@@ -34,10 +34,10 @@ _DENSE = 4096
 # Products with so many numbers at once form matrices that have no formula.
 _AT_ONCE = 2**24
 _TOLERANCE = 1e-8
-# The same before the last step, where updated weights are scored, and nothing else.
-_DENSE_BETWEEN = 512
-_TOLERANCE_BETWEEN = 1e-2
-_ITERATIONS_BETWEEN = 30
+# The same where updates are not the result, but decide what to remove next or which damping to take.
+_DENSE_ROUGHLY = 1024
+_TOLERANCE_ROUGHLY = 1e-3
+_ITERATIONS_ROUGHLY = 300
 
 
 def damage(layer: Layer) -> Tensor:
@@ -77,23 +77,23 @@ def cost_of_columns(layer: Layer, num_channels: int) -> Tensor:
     return torch.stack(costs)
 
 
-def adapted(layer: Layer, kept: Tensor, between: bool = False) -> Tensor:
+def adapted(layer: Layer, kept: Tensor, roughly: bool = False) -> Tensor:
     """Return the best matrices in which removed weights are zero.
 
     Args:
         layer: The layer.
         kept: Which weights are kept, `[groups, d_B, d_A]` booleans.
-        between: Whether more weights will be removed, so that two digits suffice.
+        roughly: Whether three digits suffice.
 
     Raises:
         SolverError: If conjugate gradients do not converge, or curvature is singular, and not damped.
     """
     inverse = layer.damped_inverse
     groups = range(len(layer.matrix))
-    return torch.stack([_adapted_group(layer, inverse[g : g + 1], g, kept[g], between) for g in groups])
+    return torch.stack([_adapted_group(layer, inverse[g : g + 1], g, kept[g], roughly) for g in groups])
 
 
-def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor, between: bool) -> Tensor:
+def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor, roughly: bool) -> Tensor:
     """Return the best matrix of one group, `[d_B, d_A]`."""
     W = layer.matrix[group]
     structure = layer.structure[group : group + 1]
@@ -103,7 +103,7 @@ def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor, b
     num_removed = kept.numel() - num_kept
     if 0 in {num_kept, num_removed}:
         return result
-    dense = min(_DENSE_BETWEEN, _DENSE) if between else _DENSE
+    dense = min(_DENSE_ROUGHLY, _DENSE) if roughly else _DENSE
     if num_removed <= min(num_kept, dense):
         system = _submatrix(inverse, ~kept)
         multipliers = torch.zeros_like(W)
@@ -117,7 +117,7 @@ def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor, b
             system.diagonal().add_(layer.damping)
             change[kept] = _solve_dense(system, force[kept])
         else:
-            change = _solve_iteratively(layer, structure, inverse, kept, torch.where(kept, force, 0.0), between)
+            change = _solve_iteratively(layer, structure, inverse, kept, torch.where(kept, force, 0.0), roughly)
     return torch.where(kept, result + change, 0.0)
 
 
@@ -180,17 +180,17 @@ class _OnKept(LinearOperator):
 
 
 def _solve_iteratively(
-    layer: Layer, structure: Structure, inverse: Structure, kept: Tensor, force: Tensor, between: bool
+    layer: Layer, structure: Structure, inverse: Structure, kept: Tensor, force: Tensor, roughly: bool
 ) -> Tensor:
     """Solve the system of kept weights by conjugate gradients, with the inverse of the whole block as guide."""
     solution = solve(
         _OnKept(structure, layer.damping, kept),
         {"matrix": force},
         preconditioner=_OnKept(inverse, 0.0, kept),
-        tolerance=_TOLERANCE_BETWEEN if between else _TOLERANCE,
-        max_iterations=_ITERATIONS_BETWEEN if between else None,
+        tolerance=_TOLERANCE_ROUGHLY if roughly else _TOLERANCE,
+        max_iterations=_ITERATIONS_ROUGHLY if roughly else None,
     )
-    if not (solution.converged or between):
+    if not (solution.converged or roughly):
         raise SolverError(
             f"The update of the weights that layer {layer.name!r} keeps did not converge: residual "
             f"{solution.residuals[-1]:.1e} after {solution.iterations} iterations.",
