@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from kfs.errors import DtypeError, ModelError, SolverError
 from kfs.kfac import BlockDiagonal, Relative
 from kfs.kfac.layout import Layout
-from kfs.kfac.structures import Kronecker, Stack, Structure
+from kfs.kfac.structures import Dense, Factor, Kronecker, Stack, Structure
 from kfs.names import few, near
 from kfs.operators.computed_at import warn_of_other_values
 from kfs.operators.same_parameters import check_parameters
@@ -108,6 +108,10 @@ class Layer:
         change = (matrix - self.matrix).unsqueeze(1)
         return 0.5 * float((change * self.structure.multiply(change)).sum())
 
+    def is_read_by_attention(self, model: nn.Module) -> bool:
+        """Whether attention multiplies with the layer's weight, and never calls the layer."""
+        return isinstance(model.get_submodule(self.name.rpartition(".")[0]), nn.MultiheadAttention)
+
     def check_replaceable(self, model: nn.Module, what: str) -> None:
         """Refuse to replace the module by several others where that would change more than its weights.
 
@@ -119,15 +123,14 @@ class Layer:
             ModelError: If it has groups of channels or hooks, or is not called as a plain layer.
         """
         module = self.module
-        parent = model.get_submodule(self.name.rpartition(".")[0])
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         cause = ""
-        if self.layout.groups > 1:
+        if self.is_read_by_attention(model):
+            cause = "is the last product of a MultiheadAttention, which reads the layer's weight itself"
+        elif self.layout.groups > 1:
             cause = f"is a convolution with {self.layout.groups} groups of channels"
         elif type(module) not in LAYERS or not self.layout.is_plain:
             cause = f"is a {type(module).__name__}, which does not simply multiply with its weight"
-        elif isinstance(parent, nn.TransformerEncoderLayer):
-            cause = "is part of a TransformerEncoderLayer, which reads the layer's weight itself"
         elif any(hooks):
             cause = "has hooks, which would be lost"
         if cause:
@@ -201,11 +204,33 @@ def _layer(name: str, module: nn.Module, layout: Layout, structure: Structure, p
 
 def _in_double(structure: Structure) -> Structure:
     """Convert blocks to float64. Kronecker factors remember how precise they were: that decides what is singular."""
-    if isinstance(structure, Kronecker):
-        eps = torch.finfo(structure.like.dtype).eps
-        A, B = (replace(factor, eps=factor.eps or eps) for factor in (structure.A, structure.B))
-        structure = Kronecker(A, B)
-    return structure.to(dtype=torch.float64)
+    eps = torch.finfo(structure.like.dtype).eps
+    precise = structure.to(dtype=torch.float64)
+    if isinstance(precise, Kronecker):
+        return Kronecker(*(_factor(factor, factor.eps or eps) for factor in (precise.A, precise.B)))
+    if isinstance(precise, Dense) and structure.like.dtype != torch.float64:
+        return replace(precise, matrix=_without_round_off(precise.matrix, eps))
+    return precise
+
+
+def _factor(factor: Factor, eps: float) -> Factor:
+    """Return a factor in float64 whose sums were taken with a precision."""
+    if factor.kind == "dense" and factor.symmetric and eps > torch.finfo(torch.float64).eps:
+        factor = replace(factor, values=_without_round_off(factor.values, eps))
+    return replace(factor, eps=eps)
+
+
+def _without_round_off(matrices: Tensor, eps: float) -> Tensor:
+    """Set negative eigenvalues of `[stack, d, d]` to zero that are due to round-off in sums over data.
+
+    In the precision of the sums they would be tolerated, and here they would be an error.
+    """
+    values, vectors = torch.linalg.eigh(matrices)
+    tolerated = -(eps**0.5) * values.abs().amax(-1, keepdim=True)
+    wrong = (values < 0) & (values >= tolerated)
+    if not wrong.any():
+        return matrices
+    return (vectors * torch.where(wrong, 0.0, values).unsqueeze(-2)) @ vectors.mT
 
 
 def _blocks(K: BlockDiagonal) -> list[tuple[Layout, Structure]]:

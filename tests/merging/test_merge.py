@@ -199,6 +199,13 @@ def test_blocks_that_differ_between_models() -> None:
     torch.testing.assert_close(flat(state, curvatures[0]), expected, rtol=1e-8, atol=1e-10)
     assert [block.name for block in report.blocks] == ["0.weight, 0.bias", "2.weight, 2.bias"]
     assert [block.params for block in report.blocks] == [("0.weight", "0.bias"), ("2.weight", "2.bias")]
+    _, report = kfs.merge(models, curvatures, kfs.Relative(0.1), report=True)
+    weight, bias = (
+        0.1 * curvatures[1].blocks[name].structure().trace()[0] / size
+        for name, size in (("0.weight", 20), ("0.bias", 5))
+    )
+    assert report.blocks[0].damping[1] == pytest.approx(float(max(weight, bias)))
+    assert weight != bias
 
 
 def test_sums_of_curvatures() -> None:
