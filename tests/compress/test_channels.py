@@ -114,23 +114,24 @@ def test_patches_adapt() -> None:
 
 def test_channels_go_by_their_cost_for_each_number() -> None:
     """Channels of two links compete. How many numbers one has is counted in the models."""
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 7)).double().eval()
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 7)).double().eval()
+    model.get_parameter("4.weight").data.mul_(10.0)  # so that channels of both links have similar costs
     K = kfs.KFAC(mlp_risk(model))
-    total = 35 + 72 + 91
+    total = 35 + 120 + 147
     candidates = []
-    for source, reader, width in (("0", "2", 5), ("2", "4", 12)):
-        smaller = prune(model, K, {reader: (width - 1) / width}, structured=True, damping=0.01).model
+    for source, reader, width in (("0", "2", 5), ("2", "4", 20)):
+        smaller = prune(model, K, {reader: (width - 1) / width}, structured=True, update=False, damping=0.01).model
         saved = total - sum(p.numel() for p in smaller.parameters())
         names = [f"{reader}.weight", f"{reader}.bias"]
         C, w = damped(K.submatrix(names), 0.01), flat(model, names)  # type: ignore[arg-type]
         rows = len(model.get_parameter(names[1]))
         for channel in range(width):
-            change = constrained_minimum(C, w, torch.arange(rows) * width + channel) - w
-            candidates.append((float(change @ C @ change), saved, source, channel))
+            places = torch.arange(rows) * width + channel
+            candidates.append((float((w.square() * C.diagonal())[places].sum()), saved, source, channel))
         layer = next(layer for layer in layers_of(model, K, 0.5, 0.01) if layer.name == reader)
         found = Channels(Link(source, reader, ()), layer, torch.zeros(width), _saved(model, Link(source, reader, ())))
         assert found.saved == saved
-    small, _ = prune(model, K, 0.6, structured=True, damping=0.01)
+    small, _ = prune(model, K, 0.6, structured=True, update=False, damping=0.01)
     gone = {
         (source, channel)
         for source in ("0", "2")
@@ -160,6 +161,7 @@ class Tokens(nn.Module):
         return y
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # PyTorch's own, where padding is left out
 @pytest.mark.parametrize("settings", [{}, {"activation": "gelu", "norm_first": True}], ids=str)
 @pytest.mark.parametrize(
     "compress",
