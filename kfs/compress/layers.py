@@ -230,7 +230,8 @@ def _without_round_off(matrices: Tensor, eps: float) -> Tensor:
     wrong = (values < 0) & (values >= tolerated)
     if not wrong.any():
         return matrices
-    return (vectors * torch.where(wrong, 0.0, values).unsqueeze(-2)) @ vectors.mT
+    result: Tensor = (vectors * torch.where(wrong, 0.0, values).unsqueeze(-2)) @ vectors.mT
+    return result
 
 
 def _blocks(K: BlockDiagonal) -> list[tuple[Layout, Structure]]:
