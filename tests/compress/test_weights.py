@@ -317,10 +317,14 @@ def test_dampings_for_which_systems_are_not_solved_are_not_taken(monkeypatch: py
     solved = surgery.adapted
 
     def fails(layer: Any, kept: Any, roughly: bool = False) -> Any:
-        if layer.damping < 0.05 * float(layer.structure.trace()) / layer.size:
+        if layer.damping < limit * float(layer.structure.trace()) / layer.size:
             raise kfs.errors.SolverError("No.", "Yes.")
         return solved(layer, kept, roughly)
 
     monkeypatch.setattr("kfs.compress.pruning.adapted", fails)
+    limit = 0.05
     losses = prune(model, K, 0.3).report.losses
     assert [loss < float("inf") for loss in losses.values()] == [False, False, True, True]
+    limit = 10.0
+    with pytest.raises(kfs.errors.SolverError, match="No"):
+        prune(model, K, 0.3)
