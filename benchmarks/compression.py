@@ -1,6 +1,6 @@
 """Pruning and low rank in one shot: accuracy of a small convolutional network on digits, without training it again.
 
-`python -m benchmarks.applications compression` takes about five minutes on one CPU thread. It trains three networks,
+`python -m benchmarks.applications compression` takes about six minutes on one CPU thread. It trains three networks,
 compresses each by all methods to several shares, and prints means over seeds: accuracy on 597 digits that were not
 trained on, floating-point operations and time of a forward pass over them, in units of the whole network's. Magnitude
 and plain singular value decomposition are what one does without curvature: the same code with an identity in its place.
