@@ -99,7 +99,7 @@ def prune(
         >>> report  # doctest: +ELLIPSIS
         surgeon of KFAC, keep=0.5
           50.0% of 66 numbers in 2 layers; all parameters: 66 before, 33 after, 66 stored
-          damping Relative(0.1), chosen by the training loss of 50 data: 0.691 before, 0.692 with 0.001, ...
+          damping Relative(0.1), chosen by the training loss of 50 data: ...
     """
     if basis not in _BASES:
         raise ModelError(f"basis is {basis!r}.", "Choose 'parameters' or 'eigen'.")

@@ -27,8 +27,8 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_unknown_parts() -> None:
-    with pytest.raises(SystemExit, match=r"Unknown: pruning\. Say .*compression"):
-        applications.main(["pruning"])
+    with pytest.raises(SystemExit, match=r"Unknown: painting\. Say .*compression"):
+        applications.main(["painting"])
 
 
 def test_without_curvature_weights_go_by_magnitude_and_ranks_by_singular_values() -> None:
