@@ -47,6 +47,7 @@ def _section(name: str, rows: list[dict[str, Any]], environment: dict[str, Any])
         "runs": _trainings,
         "quarter": _long_runs,
         "history": _histories,
+        "dampings": _prunings,
         "task": _tasks,
         "nll": _predictions,
         "keep": _compressed,
@@ -244,6 +245,24 @@ def _compressed(rows: list[dict[str, Any]]) -> str:
     shown = ["" if method == before else method for before, method in zip(["", *methods], methods, strict=False)]
     lines = [[name, row["keep"], *(row[key] for key in names)] for name, row in zip(shown, rows, strict=True)]
     return _table(["method"], ["keep", *names.values()], lines)
+
+
+def _prunings(rows: list[dict[str, Any]]) -> str:
+    """Return a row per task and method: mean accuracies over seeds by share, with standard errors."""
+    shares = sorted({row["keep"] for row in rows}, reverse=True)
+    lines: list[Cells] = []
+    before = ""
+    for task, method in dict.fromkeys((row["task"], row["method"]) for row in rows):
+        own = {row["keep"]: row["accuracies"] for row in rows if (row["task"], row["method"]) == (task, method)}
+        numbers = [_mean_and_error(own[share]) if share in own else None for share in shares]
+        lines.append(["" if task == before else task, method or "whole network", *numbers])
+        before = task
+    return _table(["task", "method"], [f"accuracy, {share:g} kept" for share in shares], lines)
+
+
+def _mean_and_error(values: list[float]) -> str:
+    """Return the mean over seeds with its standard error."""
+    return f"{statistics.mean(values):.1f} ± {statistics.stdev(values) / len(values) ** 0.5:.1f}"
 
 
 def _tasks(rows: list[dict[str, Any]]) -> str:

@@ -12,6 +12,7 @@ and derivatives beyond the gradient in `kfs.operators`.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from math import isfinite
 from typing import Any, NoReturn
 
@@ -90,6 +91,7 @@ class EmpiricalRisk(Described):
         loss: The description of the loss.
         params: The parameters that are considered, by name.
         ranks: The processes that share the computation, or this one alone.
+        with_model: Makes the risk of another model, with the same loss and data: `risk.with_model(other)`.
 
     Raises:
         ModelError: If the model's predictions depend on chance or on other data, or a parameter is unknown.
@@ -131,6 +133,17 @@ class EmpiricalRisk(Described):
             self._unpack = default_unpack if unpack is None else unpack
             check_same_data(self.model, self.ranks, self._data, self._unpack)
             self._same_data = SameData(num_data, self.ranks, start)
+            # It has no reference to this model.
+            self.with_model = partial(
+                EmpiricalRisk,
+                loss=loss,
+                data=data,
+                unpack=unpack,
+                progress=progress,
+                num_data=num_data,
+                group=group,
+                mask=mask,
+            )
             self.flags: Flags | None = None  # takes note of bad data, in passes that do not wait for an accelerator
             self._draws = UnusedDraws(self.device)
             self._without_graph = WithoutGraph()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kfs.compress.choosing import allowed, shortest
+from kfs.compress.choosing import allowed, shortest, some_of
 from kfs.compress.layers import Layer
 from kfs.compress.replacing import in_a_row, replace_module, write_weights
 from kfs.compress.report import LayerRow, unchanged
@@ -99,7 +99,7 @@ def prune_coefficients(result: nn.Module, layers: Sequence[Layer], share: float,
             return len(costs) - removed
         return sum(min(mask.numel(), int(mask.sum()) + _basis_size(mask)) for mask in kept(removed))
 
-    masks = kept(shortest(size, len(costs), allowed(share, len(costs)), "coefficients"))
+    masks = kept(shortest(size, len(costs), some_of(layers, share), "coefficients"))
     return [_with_coefficients(result, part, mask, count_bases) for part, mask in zip(parts, masks, strict=True)]
 
 
@@ -126,9 +126,11 @@ def prune_rows_and_columns(
     model: nn.Module, result: nn.Module, layers: Sequence[Layer], share: float, count_bases: bool
 ) -> tuple[nn.Module, list[LayerRow]]:
     """Remove the cheapest rows and columns of all layers together, and replace the layers by smaller ones."""
-    for layer in layers:
+    staying = [layer for layer in layers if len(layers) > 1 and layer.is_read_by_attention(model)]
+    replaced = [layer for layer in layers if len(layers) == 1 or not layer.is_read_by_attention(model)]
+    for layer in replaced:
         layer.check_replaceable(model, "smaller layers between bases")
-    parts = [rotated(layer) for layer in layers]
+    parts = [rotated(layer) for layer in replaced]
     candidates: list[tuple[float, int, int, int]] = []  # cost of each number, layer, axis, place
     for number, part in enumerate(parts):
         for axis in (0, 1):
@@ -148,9 +150,9 @@ def prune_rows_and_columns(
         found = (_form(part, *masks, count_bases) for part, masks in zip(parts, kept(removed), strict=True))
         return sum(form.size if count_bases else form.inner for form in found)
 
-    total = sum(layer.size for layer in layers)
-    masks = kept(shortest(size, len(candidates), allowed(share, total), "rows and columns"))
-    rows = []
+    budget = allowed(share, sum(layer.size for layer in layers)) - sum(layer.size for layer in staying)
+    masks = kept(shortest(size, len(candidates), budget, "rows and columns"))
+    rows = [unchanged(layer) for layer in staying]
     for part, mask in zip(parts, masks, strict=True):
         result, row = _smaller(result, part, *mask, count_bases)
         rows.append(row)

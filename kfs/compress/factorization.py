@@ -16,7 +16,7 @@ small: among the steps along the lower convex hulls of cost against size, of all
 least for each number saved.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
@@ -77,7 +77,8 @@ def low_rank(
     """Replace layers by two smaller ones each, such that the loss changes least according to KFAC.
 
     Linear layers and convolutions are replaced where that saves numbers. Their biases take part if they share the block
-    of their weight. All other modules stay as they are.
+    of their weight. All other modules stay as they are, and so does the last layer of a `MultiheadAttention`, which
+    counts for `keep`.
 
     Args:
         model: A model in evaluation mode. It is not changed.
@@ -116,20 +117,19 @@ def low_rank(
     result = deepcopy(model)
     rows = []
     for members, share in groups(layers, keep):
-        # Nothing is decomposed where nothing is removed.
-        places = [0] * len(members)
-        parts: list[Decomposition] = []
-        if share < 1:
-            for layer in members:
+        parts: dict[str, Decomposition] = {}
+        for layer in members:
+            # Nothing is decomposed where nothing is removed. Unless it is named, a layer that has to stay only counts.
+            if share < 1 and (isinstance(keep, Mapping) or not layer.is_read_by_attention(model)):
                 layer.check_replaceable(model, "two layers")
-            parts = [decomposed(layer) for layer in members]
-            places = chosen([part.options for part in parts], allowed(share, sum(layer.size for layer in members)))
-        for number, place in enumerate(places):
-            layer = members[number]
+                parts[layer.name] = decomposed(layer)
+        options = [parts[layer.name].options if layer.name in parts else [(layer.size, 0.0)] for layer in members]
+        places = chosen(options, allowed(share, sum(layer.size for layer in members)))
+        for layer, place in zip(members, places, strict=True):
             if place == 0:
                 rows.append(unchanged(layer))
                 continue
-            part = parts[number]
+            part = parts[layer.name]
             rank = part.ranks[place - 1]
             first, second = part.rows[:rank], part.columns[:, :rank]
             result = replace_module(result, layer.name, in_a_row(layer, [first, second], [False, False]))
@@ -137,7 +137,7 @@ def low_rank(
             size = first.numel() + second.numel()
             rows.append(LayerRow(layer.name, layer.size, size, 0, f"rank {rank}", "two layers", increase))
     method = f"low rank in the metric of {K.formula}, keep={keep}"
-    return Compressed(result, make_report(method, rows, model, result, False, sample))
+    return Compressed(result, make_report(method, rows, model, result, False, sample, damping=damping))
 
 
 def decomposed(layer: Layer) -> Decomposition:

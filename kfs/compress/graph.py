@@ -29,6 +29,7 @@ _ELEMENTWISE_FUNCTIONS = {
 }
 _POOLING_FUNCTIONS = {F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.max_pool1d, F.adaptive_avg_pool1d}
 _FLATTENING = {torch.flatten, "flatten"}
+_TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,15 @@ def links(model: nn.Module) -> list[Link]:
     """Find all pairs of layers between which channels can be removed.
 
     Raises:
-        ModelError: If `torch.fx` cannot trace the model.
+        ModelError: If `torch.fx` cannot trace the model, and it has no layers of PyTorch's Transformers.
     """
+    found = _inside_transformers(model)
     try:
         graph = fx.symbolic_trace(model).graph
     except Exception as error:
         # Tracing runs the model's code with other arguments, so any error may occur.
+        if found:
+            return found
         raise ModelError(
             f"torch.fx cannot trace the model, so that it is not known which layer reads which channels ({error}).",
             "Use basis='eigen' for structured pruning, which needs no graph, or structured=False.",
@@ -65,11 +69,24 @@ def links(model: nn.Module) -> list[Link]:
     # Whoever reads a weight besides the layer itself would notice that a row of it is gone.
     read = {str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"}
     once = {name: modules[name] for name in targets if targets.count(name) == 1 and name not in read}
-    found = []
+    found = [link for link in found if {link.source, link.reader}.isdisjoint(read)]
     for node in graph.nodes:
         if node.op == "call_module" and _is_plain(once.get(str(node.target))):
             link = _followed(node, once)
-            found += [] if link is None else [link]
+            found += [] if link is None or link in found else [link]
+    return found
+
+
+def _inside_transformers(model: nn.Module) -> list[Link]:
+    """Find the pairs of linear layers of PyTorch's own Transformers, which tracing does not look into."""
+    found = []
+    for name, module in model.named_modules():
+        if type(module) in _TRANSFORMER_LAYERS:
+            activation: Any = module.activation
+            keeps = activation in _ELEMENTWISE_FUNCTIONS or isinstance(activation, _ELEMENTWISE)
+            if keeps and _is_plain(module.linear1) and _is_plain(module.linear2):
+                prefix = f"{name}." if name else ""
+                found.append(Link(f"{prefix}linear1", f"{prefix}linear2", ()))
     return found
 
 

@@ -5,7 +5,8 @@ group of channels, `[groups, d_B, d_A]`, as everywhere in `kfs.kfac`. Everything
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from kfs.errors import DtypeError, ModelError, SolverError
 from kfs.kfac import BlockDiagonal, Relative
 from kfs.kfac.layout import Layout
-from kfs.kfac.structures import Kronecker, Stack, Structure
+from kfs.kfac.structures import Dense, Factor, Kronecker, Stack, Structure
 from kfs.names import few, near
 from kfs.operators.computed_at import warn_of_other_values
 from kfs.operators.same_parameters import check_parameters
@@ -38,6 +39,7 @@ class Layer:
         matrix: These matrices, `[groups, d_B, d_A]`, in float64.
         structure: Their curvature, in float64: one block for each group.
         damping: What is added to the curvature's diagonal.
+        decomposition: The eigenbasis of the curvature, once it was computed. Layers with other damping share it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Layer:
     matrix: Tensor
     structure: Structure
     damping: float
+    decomposition: dict[str, Structure] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -63,7 +66,7 @@ class Layer:
         """Whether the layer acts on patches."""
         return isinstance(self.module, _CONVOLUTIONS)
 
-    @property
+    @cached_property
     def damped_inverse(self) -> Structure:
         """The inverse of the curvature after damping.
 
@@ -71,24 +74,43 @@ class Layer:
             SolverError: If curvature is singular, and not damped.
         """
         delta = self.matrix.new_full((len(self.structure),), self.damping)
-        result: Structure = self._stack.apply(lambda structure: structure.power(-1.0, delta))
+        # Without damping, Kronecker products stay what they are.
+        known = self.eigenbasis if self.damping > 0 and isinstance(self.structure, Kronecker) else self.structure
+        result: Structure = Stack((self.layout,), known).apply(lambda structure: structure.power(-1.0, delta))
         return result
 
     @property
     def eigenbasis(self) -> Structure:
         """The curvature by eigenvalues and eigenvectors."""
-        result: Structure = self._stack.apply(lambda structure: structure.eigenbasis())
-        return result
+        if not self.decomposition:
+            stack = Stack((self.layout,), self.structure)
+            self.decomposition["eigenbasis"] = stack.apply(lambda structure: structure.eigenbasis())
+        return self.decomposition["eigenbasis"]
 
-    @property
-    def _stack(self) -> Stack:
-        """The block with its name, which errors then have."""
-        return Stack((self.layout,), self.structure)
+    def damped_by(self, damping: float | Relative) -> "Layer":
+        """Return the layer with other damping.
+
+        Raises:
+            SolverError: If the layer has no curvature, and damping is relative to it.
+        """
+        if not isinstance(damping, Relative):
+            return replace(self, damping=float(damping))
+        mean = float(self.structure.trace().sum()) / self.size
+        if damping.fraction > 0 and not mean > 0:
+            raise SolverError(
+                f"Block {self.layout.name!r} has no curvature, so that relative damping is zero, too.",
+                "Pass an absolute damping, or leave the layer out: name the layers to compress with keep={...}.",
+            )
+        return replace(self, damping=damping.fraction * mean)
 
     def increase(self, matrix: Tensor) -> float:
         """Return by how much the loss grows with other matrices, according to the undamped quadratic model."""
         change = (matrix - self.matrix).unsqueeze(1)
         return 0.5 * float((change * self.structure.multiply(change)).sum())
+
+    def is_read_by_attention(self, model: nn.Module) -> bool:
+        """Whether attention multiplies with the layer's weight, and never calls the layer."""
+        return isinstance(model.get_submodule(self.name.rpartition(".")[0]), nn.MultiheadAttention)
 
     def check_replaceable(self, model: nn.Module, what: str) -> None:
         """Refuse to replace the module by several others where that would change more than its weights.
@@ -101,15 +123,14 @@ class Layer:
             ModelError: If it has groups of channels or hooks, or is not called as a plain layer.
         """
         module = self.module
-        parent = model.get_submodule(self.name.rpartition(".")[0])
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         cause = ""
-        if self.layout.groups > 1:
+        if self.is_read_by_attention(model):
+            cause = "is the last product of a MultiheadAttention, which reads the layer's weight itself"
+        elif self.layout.groups > 1:
             cause = f"is a convolution with {self.layout.groups} groups of channels"
         elif type(module) not in LAYERS or not self.layout.is_plain:
             cause = f"is a {type(module).__name__}, which does not simply multiply with its weight"
-        elif isinstance(parent, nn.TransformerEncoderLayer):
-            cause = "is part of a TransformerEncoderLayer, which reads the layer's weight itself"
         elif any(hooks):
             cause = "has hooks, which would be lost"
         if cause:
@@ -168,43 +189,49 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
                 "Compute the curvature with this layer's parameters, or name the layers to compress with keep={...}.",
             )
         layout, structure = blocks[weight]
-        layers.append(_layer(name, module, layout, structure, params, damping))
+        layers.append(_layer(name, module, layout, structure, params).damped_by(damping))
     return layers
 
 
-def _layer(
-    name: str,
-    module: nn.Module,
-    layout: Layout,
-    structure: Structure,
-    params: Mapping[str, Tensor],
-    damping: float | Relative,
-) -> Layer:
-    """Read a layer's matrix, and compute its damping."""
+def _layer(name: str, module: nn.Module, layout: Layout, structure: Structure, params: Mapping[str, Tensor]) -> Layer:
+    """Read a layer's matrix; it is not damped."""
     columns = {param: params[param].detach().double().unsqueeze(0) for param in layout.params}
     matrix = layout.matrix(columns).squeeze(0)
     if not matrix.isfinite().all():
         raise ModelError(f"Layer {name!r} has NaN or infinity in its weights.", "Load other weights.")
-    precise = _in_double(structure).to(device=matrix.device)
-    delta = damping
-    if isinstance(delta, Relative):
-        mean = float(precise.trace().sum()) / matrix.numel()
-        if delta.fraction > 0 and not mean > 0:
-            raise SolverError(
-                f"Block {layout.name!r} has no curvature, so that relative damping is zero, too.",
-                "Pass an absolute damping, or leave the layer out: name the layers to compress with keep={...}.",
-            )
-        delta = delta.fraction * mean
-    return Layer(name, module, layout, matrix, precise, float(delta))
+    return Layer(name, module, layout, matrix, _in_double(structure).to(device=matrix.device), 0.0)
 
 
 def _in_double(structure: Structure) -> Structure:
     """Convert blocks to float64. Kronecker factors remember how precise they were: that decides what is singular."""
-    if isinstance(structure, Kronecker):
-        eps = torch.finfo(structure.like.dtype).eps
-        A, B = (replace(factor, eps=factor.eps or eps) for factor in (structure.A, structure.B))
-        structure = Kronecker(A, B)
-    return structure.to(dtype=torch.float64)
+    eps = torch.finfo(structure.like.dtype).eps
+    precise = structure.to(dtype=torch.float64)
+    if isinstance(precise, Kronecker):
+        return Kronecker(*(_factor(factor, factor.eps or eps) for factor in (precise.A, precise.B)))
+    if isinstance(precise, Dense) and structure.like.dtype != torch.float64:
+        return replace(precise, matrix=_without_round_off(precise.matrix, eps))
+    return precise
+
+
+def _factor(factor: Factor, eps: float) -> Factor:
+    """Return a factor in float64 whose sums were taken with a precision."""
+    if factor.kind == "dense" and factor.symmetric and eps > torch.finfo(torch.float64).eps:
+        factor = replace(factor, values=_without_round_off(factor.values, eps))
+    return replace(factor, eps=eps)
+
+
+def _without_round_off(matrices: Tensor, eps: float) -> Tensor:
+    """Set negative eigenvalues of `[stack, d, d]` to zero that are due to round-off in sums over data.
+
+    In the precision of the sums they would be tolerated, and here they would be an error.
+    """
+    values, vectors = torch.linalg.eigh(matrices)
+    tolerated = -(eps**0.5) * values.abs().amax(-1, keepdim=True)
+    wrong = (values < 0) & (values >= tolerated)
+    if not wrong.any():
+        return matrices
+    result: Tensor = (vectors * torch.where(wrong, 0.0, values).unsqueeze(-2)) @ vectors.mT
+    return result
 
 
 def _blocks(K: BlockDiagonal) -> list[tuple[Layout, Structure]]:

@@ -26,8 +26,15 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
     """Put a module in the place of another one, and return the model: the module itself, if the name is empty."""
     if not name:
         return module
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
+    path, _, leaf = name.rpartition(".")
+    parent = model.get_submodule(path)
+    setattr(parent, leaf, module)
+    if isinstance(parent, nn.TransformerEncoderLayer) and not isinstance(module, nn.Linear):
+        # In evaluation mode, one fused kernel would read the weight of a single layer here. Not for other activations.
+        parent.activation_relu_or_gelu = 0
+        for outer in model.modules():
+            if isinstance(outer, nn.TransformerEncoder):
+                outer.use_nested_tensor = False
     return model
 
 

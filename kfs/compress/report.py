@@ -1,9 +1,9 @@
 """What was removed: numbers per layer and in all, operations, and how the loss should have changed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kfs.compress.layers import Layer
 from kfs.describing import Described, Description, Table, counted, number, readable_count
+from kfs.errors import DtypeError
+from kfs.kfac import Relative
 
 _COLUMNS = ("layer", "before", "kept", "share", "bases", "matrix", "form", "loss")
 _SAME_SIZE = ("unchanged", "masked", "one layer")  # forms that have all numbers that the layer had
@@ -59,6 +61,10 @@ class Report(Described):
         count_bases: Whether bases count in `parameters_after`, and counted for `keep`.
         flops_before: Floating-point operations of a forward pass over the sample; `None` without sample.
         flops_after: The same for the new model. Zeros are multiplied, too.
+        damping: What was added to the curvature.
+        losses: If damping was chosen by training loss: the losses for all that were tried, on `loss_data` data.
+        loss_before: The same loss of the model that was given.
+        loss_data: From how many data losses were computed; zero if damping was not chosen.
     """
 
     method: str
@@ -69,6 +75,10 @@ class Report(Described):
     count_bases: bool
     flops_before: int | None
     flops_after: int | None
+    damping: float | Relative = 0.0
+    losses: Mapping[Relative, float] = field(default_factory=dict)
+    loss_before: float | None = None
+    loss_data: int = 0
 
     @property
     def bases(self) -> int:
@@ -90,6 +100,14 @@ class Report(Described):
         ]
         if self.bases:
             facts.append(f"{self.bases:,} numbers of fixed bases are {'' if self.count_bases else 'not '}counted")
+        if self.losses:
+            tried = ", ".join(f"{number(loss)} with {damping.fraction:g}" for damping, loss in self.losses.items())
+            facts.append(
+                f"damping {self.damping}, chosen by the training loss of {self.loss_data:,} data: "
+                f"{number(self.loss_before or 0.0)} before, {tried}"
+            )
+        else:
+            facts.append(f"damping {self.damping}, not chosen by training loss")
         if self.flops_before is not None and self.flops_after is not None:
             before, after = readable_count(self.flops_before), readable_count(self.flops_after)
             share = self.flops_after / self.flops_before
@@ -123,13 +141,26 @@ class Compressed(NamedTuple):
     model: nn.Module
     report: Report
 
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuse: the model is a part of this."""
+        raise DtypeError(
+            "This is a Compressed, the result of a compression: a model and a report. It cannot be called.",
+            "Call its model: small, report = prune(...), or prune(...).model.",
+        )
+
     def __repr__(self) -> str:
         """Show the report."""
         return f"Compressed {type(self.model).__name__}\n{self.report!r}"
 
 
 def make_report(
-    method: str, rows: Sequence[LayerRow], before: nn.Module, after: nn.Module, count_bases: bool, sample: Any
+    method: str,
+    rows: Sequence[LayerRow],
+    before: nn.Module,
+    after: nn.Module,
+    count_bases: bool,
+    sample: Any,
+    **damping: Any,
 ) -> Report:
     """Count parameters and operations.
 
@@ -140,6 +171,7 @@ def make_report(
         after: The new one.
         count_bases: Whether bases count.
         sample: Input of a forward pass, or `None`.
+        damping: What the report says about damping: its fields from `damping` on.
     """
     num_before, num_after = (sum(p.numel() for p in model.parameters()) for model in (before, after))
     # What else there is: the rest of the new model, where a BatchNorm between channels is smaller, too.
@@ -147,7 +179,8 @@ def make_report(
     untouched = num_after - sum(stored)
     kept = sum(row.kept + count_bases * row.bases for row in rows)
     flops = [None, None] if sample is None else [_flops(model, sample) for model in (before, after)]
-    return Report(method, tuple(rows), num_before, untouched + kept, num_after, count_bases, flops[0], flops[1])
+    counts = num_before, untouched + kept, num_after
+    return Report(method, tuple(rows), *counts, count_bases, flops[0], flops[1], **damping)
 
 
 def _flops(model: nn.Module, sample: Any) -> int:

@@ -7,8 +7,10 @@ after damping.
 - *Optimal brain surgeon* (Hassibi & Stork, 1992) changes the others, too, such that least is lost:
   $\tfrac12 w_i^2 / (C^{-1})_{ii}$.
 
-Which weights are removed is decided by these scores of single weights. What the others become is computed for all
-removed weights of a block together: with those that are kept, $k$, and removed, $r$,
+Which weights are removed is decided by these scores of single weights. A score says little once many others are gone:
+weights that make up for them are worth more than they were. So weights are removed in several steps, and after each
+step those that are left adapt, and are scored again. What they become is computed for all weights of a block that were
+removed so far together: with those that are kept, $k$, and removed, $r$,
 
 $$
 w_k \leftarrow w_k + C_{kk}^{-1} C_{kr} w_r = w_k - (C^{-1})_{kr} \left((C^{-1})_{rr}\right)^{-1} w_r .
@@ -32,6 +34,10 @@ _DENSE = 4096
 # Products with so many numbers at once form matrices that have no formula.
 _AT_ONCE = 2**24
 _TOLERANCE = 1e-8
+# The same where updates are not the result, but decide what to remove next or which damping to take.
+_DENSE_ROUGHLY = 1024
+_TOLERANCE_ROUGHLY = 1e-3
+_ITERATIONS_ROUGHLY = 300
 
 
 def damage(layer: Layer) -> Tensor:
@@ -39,9 +45,9 @@ def damage(layer: Layer) -> Tensor:
     return layer.matrix.square() * (layer.structure.diagonal() + layer.damping)
 
 
-def surgeon(layer: Layer) -> Tensor:
-    """Return what removing single weights costs if all others adapt, twice: `[groups, d_B, d_A]`."""
-    return layer.matrix.square() / layer.damped_inverse.diagonal()
+def surgeon(layer: Layer, matrix: Tensor) -> Tensor:
+    """Return what removing single weights of some matrices costs if all others adapt, twice: `[groups, d_B, d_A]`."""
+    return matrix.square() / layer.damped_inverse.diagonal()
 
 
 def cost_of_columns(layer: Layer, num_channels: int) -> Tensor:
@@ -71,22 +77,23 @@ def cost_of_columns(layer: Layer, num_channels: int) -> Tensor:
     return torch.stack(costs)
 
 
-def adapted(layer: Layer, kept: Tensor) -> Tensor:
+def adapted(layer: Layer, kept: Tensor, roughly: bool = False) -> Tensor:
     """Return the best matrices in which removed weights are zero.
 
     Args:
         layer: The layer.
         kept: Which weights are kept, `[groups, d_B, d_A]` booleans.
+        roughly: Whether three digits suffice.
 
     Raises:
         SolverError: If conjugate gradients do not converge, or curvature is singular, and not damped.
     """
     inverse = layer.damped_inverse
     groups = range(len(layer.matrix))
-    return torch.stack([_adapted_group(layer, inverse[g : g + 1], g, kept[g]) for g in groups])
+    return torch.stack([_adapted_group(layer, inverse[g : g + 1], g, kept[g], roughly) for g in groups])
 
 
-def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor) -> Tensor:
+def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor, roughly: bool) -> Tensor:
     """Return the best matrix of one group, `[d_B, d_A]`."""
     W = layer.matrix[group]
     structure = layer.structure[group : group + 1]
@@ -96,7 +103,8 @@ def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor) -
     num_removed = kept.numel() - num_kept
     if 0 in {num_kept, num_removed}:
         return result
-    if num_removed <= min(num_kept, _DENSE):
+    dense = min(_DENSE_ROUGHLY, _DENSE) if roughly else _DENSE
+    if num_removed <= min(num_kept, dense):
         system = _submatrix(inverse, ~kept)
         multipliers = torch.zeros_like(W)
         multipliers[~kept] = _solve_dense(system, W[~kept])
@@ -104,12 +112,12 @@ def _adapted_group(layer: Layer, inverse: Structure, group: int, kept: Tensor) -
     else:
         force = structure.multiply(removed[None, None])[0, 0]  # damping has no entries between different weights
         change = torch.zeros_like(W)
-        if num_kept <= _DENSE:
+        if num_kept <= dense:
             system = _submatrix(structure, kept)
             system.diagonal().add_(layer.damping)
             change[kept] = _solve_dense(system, force[kept])
         else:
-            change = _solve_iteratively(layer, structure, inverse, kept, torch.where(kept, force, 0.0))
+            change = _solve_iteratively(layer, structure, inverse, kept, torch.where(kept, force, 0.0), roughly)
     return torch.where(kept, result + change, 0.0)
 
 
@@ -171,11 +179,18 @@ class _OnKept(LinearOperator):
     multiply_transposed = multiply
 
 
-def _solve_iteratively(layer: Layer, structure: Structure, inverse: Structure, kept: Tensor, force: Tensor) -> Tensor:
+def _solve_iteratively(
+    layer: Layer, structure: Structure, inverse: Structure, kept: Tensor, force: Tensor, roughly: bool
+) -> Tensor:
     """Solve the system of kept weights by conjugate gradients, with the inverse of the whole block as guide."""
-    A = _OnKept(structure, layer.damping, kept)
-    solution = solve(A, {"matrix": force}, preconditioner=_OnKept(inverse, 0.0, kept), tolerance=_TOLERANCE)
-    if not solution.converged:
+    solution = solve(
+        _OnKept(structure, layer.damping, kept),
+        {"matrix": force},
+        preconditioner=_OnKept(inverse, 0.0, kept),
+        tolerance=_TOLERANCE_ROUGHLY if roughly else _TOLERANCE,
+        max_iterations=_ITERATIONS_ROUGHLY if roughly else None,
+    )
+    if not (solution.converged or roughly):
         raise SolverError(
             f"The update of the weights that layer {layer.name!r} keeps did not converge: residual "
             f"{solution.residuals[-1]:.1e} after {solution.iterations} iterations.",

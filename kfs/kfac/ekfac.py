@@ -147,6 +147,7 @@ class EKFAC(ShowsFactors, BlockDiagonal):
         super().__init__(factors.domain, None, factors.ranks)
         factors.check_ranks(risk)
         self.factors = factors
+        factors.risk_of = factors.risk_of or risk.with_model
         self._of = factors.of
         # A decomposition is checked before anybody uses it.
         with waiting_allowed(), self.ranks.agreed("eigenvectors"):

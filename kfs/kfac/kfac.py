@@ -1,6 +1,6 @@
 """KFAC: the Kronecker-factored approximation of a curvature matrix, one block per parameter (with its bias)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -121,6 +121,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
 
     symmetric = True
     _lists = ("blocks",)
+    risk_of: Callable[..., EmpiricalRisk] | None = None  # files and copies do not know the data
 
     def __init__(
         self,
@@ -161,6 +162,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
             super().__init__(space, None, risk.ranks if owners else None)
             self.owners = owners
             self._of = risk.about
+            self.risk_of = risk.with_model
             self.computed_at = values_digest(risk.params[name] for name in space.shapes)
             self.loss = LossScale.of(risk)
             self.count = progress.count
@@ -238,6 +240,10 @@ class KFAC(ShowsFactors, BlockDiagonal):
         self._move_space(device, dtype)
         self._update_scale()
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies have: not the data."""
+        return self.__dict__ | {"risk_of": None}
 
     def shared(self) -> "KFAC":
         """Return an object with the same tensors, for another owner: what one replaces, the other keeps."""

@@ -232,8 +232,8 @@ def check_settings(method: object, tolerance: object, max_iterations: object) ->
     Raises:
         ModelError: If one of them is not allowed.
     """
-    if method is not None and method not in METHODS:
-        raise ModelError(f"method is {method!r}.", f"Choose from None, {', '.join(map(repr, METHODS))}.")
+    if method not in METHODS:
+        raise ModelError(f"method is {method!r}.", f"Choose from {', '.join(map(repr, METHODS))}.")
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and 0 < tolerance < 1):
         raise ModelError(f"tolerance is {tolerance!r}.", "Use a number between 0 and 1, or leave it out.")
     if type(max_iterations) is not int or max_iterations < 1:

@@ -9,7 +9,7 @@ from warnings import warn
 
 from torch import Tensor, nn
 
-from kfs.errors import KfsWarning
+from kfs.errors import KfsWarning, ModelError
 from kfs.kfac import Relative
 from kfs.kfac.structures import BlockDiagonal, Damping, Method
 from kfs.merging.checks import (
@@ -43,7 +43,7 @@ def merge(
     *,
     buffers: Buffers = "average",
     data: object = None,
-    method: Method | None = None,
+    method: Method = "exact",
     preconditioner: Sequence[BlockDiagonal] | None = None,
     tolerance: float | None = None,
     max_iterations: int = 1000,
@@ -59,7 +59,7 @@ def merge(
     *,
     buffers: Buffers = "average",
     data: object = None,
-    method: Method | None = None,
+    method: Method = "exact",
     preconditioner: Sequence[BlockDiagonal] | None = None,
     tolerance: float | None = None,
     max_iterations: int = 1000,
@@ -74,7 +74,7 @@ def merge(
     *,
     buffers: Buffers = "average",
     data: object = None,
-    method: Method | None = None,
+    method: Method = "exact",
     preconditioner: Sequence[BlockDiagonal] | None = None,
     tolerance: float | None = None,
     max_iterations: int = 1000,
@@ -88,8 +88,9 @@ def merge(
     depends on it. With diagonal curvature (`kfs.kfac.exact_diagonal`) this is Fisher merging (Matena & Raffel, 2022);
     with `KFAC(risk, fisher="forward-only")`, it is RegMean (Jin et al., 2023).
 
-    Blocks are solved one by one: in closed form, if curvature is diagonal or dense, or a Kronecker product for up to
-    two models; otherwise by conjugate gradients. The models are not changed.
+    Blocks are solved one by one: in closed form, if curvature is diagonal or dense, a Kronecker product of which one
+    factor is the identity (RegMean), or any Kronecker product for up to two models with `"factored"` damping; otherwise
+    by conjugate gradients. The models are not changed.
 
     Args:
         models: At least two modules with the same architecture, in evaluation mode. They should have a common ancestor:
@@ -104,9 +105,9 @@ def merge(
         buffers: What to do about buffers that differ between models. `"average"` averages them, and adds up numbers of
             batches. `"recompute"` computes the statistics of BatchNorm from `data`, and averages others.
         data: For `"recompute"`: batches of inputs, of pairs (inputs, targets) or of mappings; targets are not used.
-        method: How Kronecker products are damped, as in `K.inverse`. By default `"factored"`, for which two models have
-            a closed form. `"exact"` adds a multiple of the identity, and takes conjugate gradients. Blocks that are no
-            Kronecker products are always damped exactly.
+        method: How curvature is damped, as in `K.inverse`. `"exact"` is the formula above, for every operator.
+            `"factored"` and `"per-factor"` add to both factors of Kronecker products, which damps more than the formula
+            does. Two models then have a closed form. Other blocks and operators cannot be damped so.
         preconditioner: For operators without blocks: a `KFAC` for each model, which makes conjugate gradients faster.
             `KFAC` and `EKFAC` have one by themselves.
         tolerance: Largest residual of a block, relative to its right-hand side. By default 1e-6 in float64, and the
@@ -139,7 +140,7 @@ def merge(
         >>> report  # doctest: +ELLIPSIS
         Merge of 2 models: 1 block
           1 in closed form, 0 by conjugate gradients (0 iterations); largest residual ...; ... s
-          weights: 1, 1
+          weights: 1, 1; damping: exact
     """
     began = perf_counter()
     given = check_models(models)
@@ -181,7 +182,7 @@ def merge(
             KfsWarning,
             stacklevel=2,
         )
-    made = MergeReport(tuple(blocks), tuple(numbers), tuple(averaged), done, perf_counter() - began)
+    made = MergeReport(tuple(blocks), tuple(numbers), tuple(averaged), done, perf_counter() - began, method)
     return (state, made) if report else state
 
 
@@ -190,7 +191,7 @@ def _merged_parameters(
     operators: dict[int, LinearOperator],
     near: dict[int, BlockDiagonal | None],
     weights: dict[int, float],
-    damping: tuple[Damping, Method | None],
+    damping: tuple[Damping, Method],
     options: Options,
 ) -> tuple[dict[str, Tensor], list[MergedBlock]]:
     """Solve all systems. Everything is given by the numbers of models."""
@@ -217,7 +218,7 @@ def _merged_parameters(
 def _damped(
     operators: dict[int, LinearOperator],
     weights: dict[int, float],
-    damping: tuple[Damping, Method | None],
+    damping: tuple[Damping, Method],
     options: Options,
 ) -> dict[int, Damped]:
     """Damp and weight curvatures: block by block, if all of them have blocks."""
@@ -227,6 +228,11 @@ def _damped(
         with naming(f"curvatures[{i}]"):
             if have_blocks and isinstance(C, BlockDiagonal):
                 result[i] = DampedBlocks(C, *damping, weights[i])
+            elif damping[1] != "exact":
+                raise ModelError(
+                    f"method is {damping[1]!r}, but not all curvatures have blocks, so there are no factors to damp.",
+                    "Use method='exact', the default.",
+                )
             else:
                 result[i] = DampedOperator(C, damping[0], weights[i], options.progress)
     return result

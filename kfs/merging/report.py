@@ -39,6 +39,7 @@ class MergeReport(Described):
         averaged: Parameters that no curvature covers, and that differ between models.
         buffers: What became of buffers (and further entries of state dicts) that differ, by name.
         seconds: How long all of it took.
+        method: How curvature was damped.
     """
 
     blocks: tuple[MergedBlock, ...]
@@ -46,6 +47,7 @@ class MergeReport(Described):
     averaged: tuple[str, ...] = ()
     buffers: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    method: str = "exact"
 
     @property
     def iterations(self) -> int:
@@ -64,7 +66,7 @@ class MergeReport(Described):
         facts = [
             f"{closed} in closed form, {len(self.blocks) - closed} by conjugate gradients "
             f"({counted(self.iterations, 'iteration')}); largest residual {self.residual:.1e}; {self.seconds:.2g} s",
-            f"weights: {', '.join(f'{weight:g}' for weight in self.weights)}",
+            f"weights: {', '.join(f'{weight:g}' for weight in self.weights)}; damping: {self.method}",
         ]
         if self.averaged:
             facts.append(f"averaged parameters, which no curvature covers: {few(self.averaged)}")

@@ -12,7 +12,7 @@ from benchmarks import applications, merging
 def test_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     ways = {
         name: merging.WAYS[name]
-        for name in ("diagonal (Fisher merging)", merging.REGMEAN, "KFAC", "KFAC, exact damping")
+        for name in ("diagonal (Fisher merging)", merging.REGMEAN, "KFAC", "KFAC, factored damping")
     }
     monkeypatch.setattr(merging, "WAYS", ways | {"GGN": merging.Merge(merging.WAYS["GGN"].curvature, tolerance=0.5)})
     threads = torch.get_num_threads()

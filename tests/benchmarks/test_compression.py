@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import kfs
-from benchmarks import applications, compression
+from benchmarks import applications, compression, pruning
 from kfs.compress import low_rank, prune
 
 
@@ -27,8 +27,8 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_unknown_parts() -> None:
-    with pytest.raises(SystemExit, match=r"Unknown: pruning\. Say .*compression"):
-        applications.main(["pruning"])
+    with pytest.raises(SystemExit, match=r"Unknown: painting\. Say .*compression"):
+        applications.main(["painting"])
 
 
 def test_without_curvature_weights_go_by_magnitude_and_ranks_by_singular_values() -> None:
@@ -61,3 +61,50 @@ def test_one_threshold_for_all_singular_values() -> None:
         kept.append(float(values[rank - 1]))
         dropped.append(float(values[rank]))
     assert max(dropped) < min(kept)
+
+
+def test_files_of_pruning_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    applications.main(["pruning", "--quick"], tmp_path)
+    content = json.loads((tmp_path / "pruning_quick.json").read_text(encoding="utf-8"))
+    assert {(row["task"], row["method"]) for row in content["rows"]} == {
+        ("table, MLP", method)
+        for method in (
+            *("", *pruning.PEERS, pruning.DEFAULT),
+            *("prune, KFAC with drawn labels", "prune, KFAC without data"),
+        )
+    }
+    fixed = [row["dampings"] for row in content["rows"] if row["method"] == "prune, KFAC without data"]
+    assert fixed == [[0.03, 0.03]]
+    printed = capsys.readouterr().out
+    assert "prune, KFAC minus SparseGPT, with the standard error over 2 seeds" in printed
+
+
+def test_sparsegpt() -> None:
+    """For one row of weights, it is optimal brain surgeon from left to right: each removal adapts the columns after it.
+
+    For convolutions, patches times the matrix are what the layer computes. The share counts biases, which stay.
+    """
+    torch.manual_seed(0)
+    X, W = torch.randn(50, 6, dtype=torch.float64), torch.randn(1, 6, dtype=torch.float64)
+    found = pruning.without_weights(W, X, 0.5)
+    assert int((found != 0).sum()) == 3
+    H = X.T @ X
+    H.diagonal().add_(0.01 * H.diagonal().mean())
+    expected = W[0].clone()
+    for column in range(6):
+        if found[0, column] == 0:
+            rest = torch.arange(column + 1, 6)
+            # Columns before are fixed already; those after it minimize the damped squared error.
+            expected[rest] += torch.linalg.solve(H[rest][:, rest], H[rest, column] * expected[column])
+            expected[column] = 0.0
+    torch.testing.assert_close(found[0], expected)
+    model = nn.Sequential(nn.Conv1d(2, 3, 5, padding=2), nn.GELU(), nn.Flatten(), nn.Linear(24, 4)).double()
+    series = torch.randn(7, 2, 8, dtype=torch.float64)
+    rows = pruning.patches(model[0], series)
+    conv: nn.Conv1d = model[0]  # type: ignore[assignment]
+    assert conv.bias is not None
+    products = (rows @ conv.weight.flatten(1).T + conv.bias).reshape(7, 8, 3).transpose(1, 2)
+    torch.testing.assert_close(products, conv(series))
+    small = pruning.sparsegpt(model, series, 0.5)
+    total = sum(p.numel() for p in model.parameters())
+    assert abs(sum(int((p != 0).sum()) for p in small.parameters()) - 0.5 * total) <= 2

@@ -182,8 +182,10 @@ def test_layers_that_cannot_be_replaced() -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).double().eval()
     tokens = torch.randn(5, 3, 4, dtype=torch.float64)
     K = kfs.KFAC(kfs.EmpiricalRisk(layer, nn.MSELoss(), (tokens, torch.randn(5, 3, 4, dtype=torch.float64))))
-    with pytest.raises(ModelError, match=r"Layer 'linear1' is part of a TransformerEncoderLayer"):
-        low_rank(layer, K, {"linear1": 0.6})
+    with pytest.raises(ModelError, match=r"'self_attn\.out_proj' is the last product of a MultiheadAttention"):
+        low_rank(layer, K, {"self_attn.out_proj": 0.6})
+    with pytest.raises(ModelError, match=r"'self_attn\.out_proj' is the last product of a MultiheadAttention"):
+        prune(layer, K, {"self_attn.out_proj": 0.6}, basis="eigen", structured=True)
     assert prune(layer, K, {"linear1": 0.6, "linear2": 0.6}).model(tokens).shape == tokens.shape
 
 
@@ -204,6 +206,25 @@ def test_what_low_rank_cannot_reach() -> None:
         low_rank(model, kfs.KFAC(mlp_risk(model)), 0.1)
     with pytest.raises(ModelError, match=r"Without all rows and columns.*Keep more"):
         prune(model, kfs.KFAC(mlp_risk(model)), 0.02, basis="eigen", structured=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"update": False}, {"basis": "eigen"}], ids=str)
+def test_nothing_would_be_left(options: dict[str, Any]) -> None:
+    model = mlp()
+    K = kfs.KFAC(mlp_risk(model))
+    with pytest.raises(ModelError, match=r"A share of 0\.01 of the 77 numbers in 2 layers is less than one.*Keep more"):
+        prune(model, K, 0.01, **options)
+    with pytest.raises(ModelError, match=r"A share of 0\.02 of the 35 numbers in layer '0' is less than one"):
+        prune(model, K, {"0": 0.02}, **options)
+
+
+@BOTH
+def test_results_are_no_models(compress: Any) -> None:
+    model = mlp()
+    found = compress(model, kfs.KFAC(mlp_risk(model)), 0.6)
+    with pytest.raises(DtypeError, match=r"Compressed, the result of a compression.*prune\(\.\.\.\)\.model"):
+        found(torch.randn(2, 6))
+    assert isinstance(DtypeError("a", "b"), TypeError)
 
 
 def test_what_reports_say() -> None:

@@ -1,6 +1,8 @@
 """Pruning of channels: smaller layers compute what masked ones do."""
 
 from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import kfs
-from kfs.compress import prune
-from kfs.compress.graph import links
+from kfs.compress import low_rank, prune
+from kfs.compress.channels import Channels, _saved
+from kfs.compress.graph import Link, links
 from kfs.compress.layers import layers_of
 from kfs.compress.surgery import cost_of_columns
 from kfs.errors import ModelError
@@ -107,6 +110,115 @@ def test_patches_adapt() -> None:
     )
     best = constrained_minimum(C, w, removed)[:216].reshape(6, 4, 3, 3)
     torch.testing.assert_close(small[3].weight, best[:, left], rtol=1e-8, atol=1e-10)  # type: ignore[index]
+
+
+def test_channels_go_by_their_cost_for_each_number() -> None:
+    """Channels of two links compete. How many numbers one has is counted in the models."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 20), nn.Tanh(), nn.Linear(20, 7)).double().eval()
+    model.get_parameter("4.weight").data.mul_(10.0)  # so that channels of both links have similar costs
+    K = kfs.KFAC(mlp_risk(model))
+    total = 35 + 120 + 147
+    candidates = []
+    for source, reader, width in (("0", "2", 5), ("2", "4", 20)):
+        smaller = prune(model, K, {reader: (width - 1) / width}, structured=True, update=False, damping=0.01).model
+        saved = total - sum(p.numel() for p in smaller.parameters())
+        names = [f"{reader}.weight", f"{reader}.bias"]
+        C, w = damped(K.submatrix(names), 0.01), flat(model, names)  # type: ignore[arg-type]
+        rows = len(model.get_parameter(names[1]))
+        for channel in range(width):
+            places = torch.arange(rows) * width + channel
+            candidates.append((float((w.square() * C.diagonal())[places].sum()), saved, source, channel))
+        layer = next(layer for layer in layers_of(model, K, 0.5, 0.01) if layer.name == reader)
+        found = Channels(Link(source, reader, ()), layer, torch.zeros(width), _saved(model, Link(source, reader, ())))
+        assert found.saved == saved
+    small, _ = prune(model, K, 0.6, structured=True, update=False, damping=0.01)
+    gone = {
+        (source, channel)
+        for source in ("0", "2")
+        for channel in (~rows_left(model, small, source)).nonzero().flatten().tolist()
+    }
+    by_number, by_cost = (
+        {(source, channel) for _, source, channel in sorted(keyed)[: len(gone)]}
+        for keyed in (
+            [(cost / saved, source, channel) for cost, saved, source, channel in candidates],
+            [(cost, source, channel) for cost, saved, source, channel in candidates],
+        )
+    )
+    assert gone == by_number != by_cost
+
+
+class Tokens(nn.Module):
+    """PyTorch's own Transformer, in which attention and a fused kernel read weights themselves."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 32, batch_first=True, **settings)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not settings)
+        self.head = nn.Linear(8, 7)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        y: Tensor = self.head(self.encoder(x, src_key_padding_mask=padding)[:, 0])
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # PyTorch's own, where padding is left out
+@pytest.mark.parametrize("settings", [{}, {"activation": "gelu", "norm_first": True}], ids=str)
+@pytest.mark.parametrize(
+    "compress",
+    [
+        low_rank,
+        partial(prune, structured=True),
+        partial(prune, structured=True, update=False),
+        partial(prune, structured=True, basis="eigen", count_bases=True),
+    ],
+    ids=["low rank", "channels", "channels without update", "eigenbasis"],
+)
+def test_transformers_reach_their_share(compress: Any, settings: dict[str, Any]) -> None:
+    """The share counts all linear layers; evaluation with and without gradients, and with padding, compute the same."""
+    model = Tokens(**settings).double().eval()
+    x, y = torch.randn(40, 3, 8, dtype=torch.float64), torch.randn(40, 7, dtype=torch.float64)
+    K = kfs.KFAC(kfs.EmpiricalRisk(model, nn.MSELoss(), (x, y)))
+    found = compress(model, K, 0.5, sample=x[:1])
+    small, report = found
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    total = sum(p.numel() for m in linear for p in m.parameters())
+    others = sum(p.numel() for p in model.parameters()) - total
+    left = sum(p.numel() for p in small.parameters()) - others
+    assert 0.4 * total < left <= 0.5 * total
+    assert sum(row.kept + row.bases for row in report.rows) == left
+    out = "encoder.layers.0.self_attn.out_proj"
+    assert next(row.form for row in report.rows if row.layer == out) == "unchanged"
+    with torch.no_grad():
+        fast = small(x)
+        shortened = small(x, torch.tensor([[False, False, True]]).expand(40, 3))
+    torch.testing.assert_close(fast, small(x), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(shortened, small(x[:, :2]), rtol=1e-9, atol=1e-11)
+    assert all(type(module).__module__.startswith("torch.nn") for module in small.encoder.modules())
+    # What was removed from the second feed-forward part is what the model computes: masking columns does the same.
+    if compress is not low_rank and compress.keywords.get("update") is False:
+        masked = deepcopy(model)
+        for place in range(2):
+            name = f"encoder.layers.{place}.linear"
+            masked.get_parameter(f"{name}2.weight").data[:, ~rows_left(model, small, f"{name}1")] = 0.0
+        torch.testing.assert_close(small(x), masked(x), rtol=1e-9, atol=1e-11)
+
+
+def test_transformers_without_a_graph() -> None:
+    """What PyTorch's layers read inside is known, also where `torch.fx` cannot trace the model; nothing is found twice.
+
+    A layer whose activation mixes channels has none.
+    """
+
+    class Untraceable(Tokens):
+        def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+            return super().forward(x if bool(x.sum() > 0) else -x, padding)
+
+    expected = {Link(f"encoder.layers.{i}.linear1", f"encoder.layers.{i}.linear2", ()) for i in range(2)}
+    assert set(links(Untraceable().eval())) == set(links(Tokens().eval())) == expected
+    alone = links(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval())
+    assert alone == [Link("linear1", "linear2", ())]
+    mixing = nn.TransformerEncoderLayer(8, 2, 16, activation=nn.Softmax(-1), batch_first=True)
+    assert links(nn.Sequential(mixing)) == []
 
 
 class Net(nn.Module):

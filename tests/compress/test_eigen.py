@@ -179,3 +179,19 @@ def test_bases_count_for_single_coefficients_too() -> None:
         if row.form == "one layer":
             M = coefficients(K, row.layer, K.blocks[row.layer].matrix(dict(small.named_parameters())).detach())
             assert int((M.abs() > 1e-10).sum()) <= row.before
+
+
+def test_the_size_of_bases() -> None:
+    """An eigenvector of the output side has as many numbers as there are outputs, and one of the input side inputs."""
+    model, risk = wide()
+    K = kfs.KFAC(risk)
+    small, report = prune(model, K, 0.05, basis="eigen", damping=0.01)
+    differ = []
+    for row in report.rows:
+        found = coefficients(K, row.layer, effective(small.get_submodule(row.layer))).abs() > 1e-10
+        d_B, d_A = found.shape
+        rows, columns = int(found.any(1).sum()), int(found.any(0).sum())
+        assert row.kept == int(found.sum())
+        assert row.bases == rows * d_B + columns * d_A
+        differ.append(row.bases != rows * d_A + columns * d_B)
+    assert any(differ)

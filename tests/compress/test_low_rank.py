@@ -197,3 +197,10 @@ def test_choices_are_the_best_at_their_size() -> None:
             if all(place in lower_hull(of_layer) for of_layer, place in zip(options, places, strict=True)):
                 same = [combination for combination in product(*options) if sum(s for s, _ in combination) <= size]
                 assert total <= min(sum(c for _, c in combination) for combination in same) + 1e-12
+
+
+def test_no_more_is_removed_than_needed() -> None:
+    """Inside of the last step along the hull, the largest option that fits is the cheapest."""
+    options = [[(10, 0.0), (9, 5.0), (8, 5.5), (2, 6.0)]]
+    assert lower_hull(options[0]) == [0, 3]
+    assert [chosen(options, budget) for budget in (9, 8, 7)] == [[1], [2], [3]]

@@ -117,3 +117,12 @@ def test_benchmarks_of_compression(tmp_path: Path) -> None:
     (tmp_path / "compression.json").write_text(json.dumps(content), encoding="utf-8")
     first = "| OBS | 0.20 | 91.50 | 1.00 | 0.50 | 0.70 |"
     assert f"{first}\n|  | 0.10 |" in results.markdown(tmp_path)
+
+
+def test_benchmarks_of_pruning(tmp_path: Path) -> None:
+    row = {"task": "digits", "method": "", "keep": 1.0, "accuracies": [98.0, 96.0], "losses": [], "dampings": []}
+    content = {"environment": {}, "rows": [row, {**row, "method": "magnitude", "keep": 0.5, "accuracies": [50, 50]}]}
+    (tmp_path / "pruning.json").write_text(json.dumps(content), encoding="utf-8")
+    text = results.markdown(tmp_path)
+    assert "| digits | whole network | 97.0 ± 1.0 |  |" in text
+    assert "|  | magnitude |  | 50.0 ± 0.0 |" in text

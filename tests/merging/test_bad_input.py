@@ -12,6 +12,7 @@ from torch import nn
 import kfs
 from kfs.errors import DtypeError, KfsError, KfsWarning, ModelError, ShapeError, SolverError
 from kfs.kfac import exact_diagonal
+from kfs.kfac.structures import Method
 from tests.merging.models import INPUTS, Tied, cnn, family, mlp, risks_of
 
 Change = Callable[[list[Any], list[Any]], Any]
@@ -175,7 +176,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], type[KfsError], str]] = {
     "weights, truth": ({"weights": [True, 1]}, DtypeError, r"weights\[0\] is True"),
     "damping, negative": ({"damping": -1.0}, DtypeError, r"curvatures\[0\]: A damping is -1\.0\. Use a finite number"),
     "damping, name": ({"damping": {"0": 1.0, "3": 1.0}}, ModelError, r"damping lacks the blocks '2', and has '3'"),
-    "method": ({"method": "factorized"}, ModelError, r"method is 'factorized'\. Choose from None, 'exact'"),
+    "method": ({"method": "factorized"}, ModelError, r"method is 'factorized'\. Choose from 'exact'"),
     "tolerance": ({"tolerance": 0}, ModelError, r"tolerance is 0\. Use a number between 0 and 1"),
     "iterations": ({"max_iterations": 0}, ModelError, r"max_iterations is 0\. Use a positive integer"),
 }
@@ -268,6 +269,12 @@ def test_factored_damping_needs_factors() -> None:
         ModelError, match=r"without Kronecker factors cannot have factored damping\. Use method='exact'"
     ):
         kfs.merge(models, [kfs.EKFAC(risk) for risk in risks_of(models)], method="factored")
+    risks = risks_of(models)
+    methods: list[Method] = ["factored", "per-factor"]
+    for method in methods:
+        for second in (kfs.GGN(risks[1]), kfs.KFAC(risks[1])):
+            with pytest.raises(ModelError, match=rf"curvatures\[0\]: method is '{method}', but not all .* have blocks"):
+                kfs.merge(models, [kfs.GGN(risks[0]), second], method=method)
 
 
 def test_curvature_of_a_model_that_has_changed() -> None:

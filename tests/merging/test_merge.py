@@ -69,8 +69,26 @@ def test_factored_damping_is_what_the_inverse_has(make: Make, count: int) -> Non
     expected = dense_merge(models, [factored(K, 0.03) for K in curvatures], curvatures[0], [1.0] * count)
     torch.testing.assert_close(flat(state, curvatures[0]), expected, rtol=1e-8, atol=1e-10)
     assert all(block.closed_form for block in report.blocks) == (count == 2)
-    by_default = kfs.merge(models, curvatures, 0.03, tolerance=EXACTLY)
-    torch.testing.assert_close(flat(by_default, curvatures[0]), expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("make", [mlp, Tied])
+def test_the_default_is_the_formula(make: Make, count: int) -> None:
+    """Without a method, a multiple of the identity is added, as in the docstring's formula. The report says it."""
+    models = family(make, count)
+    curvatures = [kfs.KFAC(risk) for risk in risks_of(models, make)]
+    state, report = kfs.merge(models, curvatures, 0.03, tolerance=EXACTLY, report=True)
+    expected = dense_merge(
+        models, [K.to_dense() + identity_times(0.03, K) for K in curvatures], curvatures[0], [1.0] * count
+    )
+    torch.testing.assert_close(flat(state, curvatures[0]), expected, rtol=1e-8, atol=1e-10)
+    assert report.method == "exact"
+    assert "damping: exact" in repr(report)
+    other, report = kfs.merge(models, curvatures, 0.03, method="factored", tolerance=EXACTLY, report=True)
+    assert "damping: factored" in repr(report)
+    change = flat(other, curvatures[0]) - expected
+    average = sum((flat(dict(m.named_parameters()), curvatures[0]) for m in models), torch.zeros(())) / count
+    assert change.norm() > 0.01 * (expected - average).norm()
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -155,7 +173,7 @@ def test_kfac_makes_conjugate_gradients_faster() -> None:
     risks = [kfs.EmpiricalRisk(m, nn.CrossEntropyLoss(), pair) for m, pair in zip(models, data, strict=True)]
     curvatures = [kfs.KFAC(risk) for risk in risks]
     damping = kfs.Relative(1e-4)
-    _, report = kfs.merge(models, curvatures, damping, report=True)
+    _, report = kfs.merge(models, curvatures, damping, method="factored", report=True)
     for block in report.blocks:
         damped = [K.inverse(damping, "factored").inverse().submatrix(block.params) for K in curvatures]
         total = damped[0] + damped[1] + damped[2]
@@ -199,6 +217,13 @@ def test_blocks_that_differ_between_models() -> None:
     torch.testing.assert_close(flat(state, curvatures[0]), expected, rtol=1e-8, atol=1e-10)
     assert [block.name for block in report.blocks] == ["0.weight, 0.bias", "2.weight, 2.bias"]
     assert [block.params for block in report.blocks] == [("0.weight", "0.bias"), ("2.weight", "2.bias")]
+    _, report = kfs.merge(models, curvatures, kfs.Relative(0.1), report=True)
+    weight, bias = (
+        0.1 * curvatures[1].blocks[name].structure().trace()[0] / size
+        for name, size in (("0.weight", 20), ("0.bias", 5))
+    )
+    assert report.blocks[0].damping[1] == pytest.approx(float(max(weight, bias)))
+    assert weight != bias
 
 
 def test_sums_of_curvatures() -> None:
@@ -243,8 +268,9 @@ def test_equal_models_stay_as_they_are(name: str) -> None:
 def test_a_weight_of_zero_leaves_a_model_out() -> None:
     models = family(mlp, 3)
     curvatures = [kfs.KFAC(risk) for risk in risks_of(models)]
-    state, report = kfs.merge(models, curvatures, weights=torch.tensor([2.0, 0.0, 1.0]), report=True)
-    expected = kfs.merge([models[0], models[2]], [curvatures[0], curvatures[2]], weights=[4, 2])
+    two = [2.0, 0.0, 1.0]
+    state, report = kfs.merge(models, curvatures, weights=torch.tensor(two), method="factored", report=True)
+    expected = kfs.merge([models[0], models[2]], [curvatures[0], curvatures[2]], weights=[4, 2], method="factored")
     assert all(block.closed_form for block in report.blocks)
     assert set(report.blocks[0].damping) == {0, 2}
     for key, value in state.items():
@@ -296,14 +322,14 @@ def test_closed_forms_are_refined_if_they_are_not_close_enough(monkeypatch: pyte
     """A closed form with too much round-off becomes the preconditioner and the start of the iteration."""
     models = family(mlp, 2)
     curvatures = [kfs.KFAC(risk) for risk in risks_of(models)]
-    expected = kfs.merge(models, curvatures)
+    expected = kfs.merge(models, curvatures, method="factored")
     exact = BlockDiagonal.inverse
 
     def inaccurate(self: BlockDiagonal, *args: Any) -> Any:
         return exact(self, *args) * 1.01
 
     monkeypatch.setattr(BlockDiagonal, "inverse", inaccurate)
-    state, report = kfs.merge(models, curvatures, report=True)
+    state, report = kfs.merge(models, curvatures, method="factored", report=True)
     assert all(block.closed_form and block.iterations > 0 for block in report.blocks)
     for key, value in state.items():
         torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-8)

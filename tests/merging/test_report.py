@@ -20,7 +20,7 @@ def test_report() -> None:
         == """\
 Merge of 2 models: 2 blocks
   1 in closed form, 1 by conjugate gradients (12 iterations); largest residual 3.0e-09; 0.5 s
-  weights: 1, 2
+  weights: 1, 2; damping: exact
   averaged parameters, which no curvature covers: '3.weight'
   averaged: '1.running_mean', '1.running_var'
   added up: '1.num_batches_tracked'
@@ -37,7 +37,7 @@ block  solved by            iterations  residual  damping
 def test_a_report_is_returned_if_asked_for() -> None:
     models = family(mlp, 2)
     curvatures = [kfs.KFAC(risk) for risk in risks_of(models)]
-    state, report = kfs.merge(models, curvatures, report=True)
+    state, report = kfs.merge(models, curvatures, method="factored", report=True)
     assert state.keys() == kfs.merge(models, curvatures).keys()
     assert [block.name for block in report.blocks] == ["0", "2"]
     assert report.weights == (1.0, 1.0)

@@ -224,15 +224,16 @@ class RowExperiments:
         """Generate which predictions count for the vectors that are sent back, with a mask of the inputs."""
         axis = self.counts.class_axis
         if axis is None:
-            yield BatchMasks(None, mask)
+            yield BatchMasks(None, mask, device=f.device)
             return
         shape = [1 if place == axis else n for place, n in enumerate(f.shape)]
         there = torch.ones(self.num_data, f[0].numel() // f.shape[axis], dtype=torch.bool)
         if mask is not None and mask.shape == there.shape:  # predictions at padding do not count
             there = mask.cpu()
-        yield BatchMasks(there.to(f.device).reshape(shape), mask)
+        yield BatchMasks(there.to(f.device).reshape(shape), mask, device=f.device)
         for turn in range(_TARGETS if there.shape[1] > 1 else 1):
-            yield BatchMasks(self._targets(there, turn).to(f.device).reshape(shape), mask)
+            targets = self._targets(there, turn).to(f.device)
+            yield BatchMasks(targets.reshape(shape), mask, device=f.device)
 
     def _targets(self, there: Tensor, turn: int) -> Tensor:
         """Choose some of the targets that are there, `[N, positions]`, and none of one datum.
