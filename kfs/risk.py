@@ -376,8 +376,10 @@ class EmpiricalRisk(Described):
         first = 0
         count: float | Tensor = 0  # an integer, so that counts of integers on a device stay exact
         seen: Fingerprint | None = None
+        several = self.ranks.are_several
         for raw in data:
-            self.ranks.listen()
+            if several:
+                self.ranks.listen()
             x, y = unpacked(self._unpack, raw)
             if len(y):
                 if seen is None:

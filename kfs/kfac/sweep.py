@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kfs import waiting
 from kfs.data import Batch
 from kfs.distributed.placement import passes as subsets_of
 from kfs.exact_derivatives import RightGradients, explained, has_instance_norms
+from kfs.flags import Flags
 from kfs.kfac.capture import Audits, Counts, forward, recorder_for, send_back
 from kfs.kfac.layout import Key
 from kfs.kfac.rules import new_session
@@ -143,10 +145,18 @@ def sweep(
         What was counted on the way.
     """
     ranks = risk.ranks
+    # An accelerator is not asked for every batch whether all targets count: they nearly always do.
+    ignored = Flags(risk.device) if waiting.runs_behind(risk.device) and sums.counts_rows and journal is None else None
     with risk.together(task, settings.all()):
         progress = Progress() if journal is None else journal.resume(sums)
-        for _ in passes(risk, sums, settings, task, progress, journal):
+        for _ in passes(risk, sums, settings, task, progress, journal, ignored=ignored):
             pass
+        if ignored is not None and any(ranks.gather("ignored targets", ignored.first_bad() is not None)):
+            # Some do not count. So do all of it again, and leave out their rows.
+            sums.restart()
+            progress = Progress()
+            for _ in passes(risk, sums, settings, task, progress):
+                pass
         if journal is not None:
             journal.close(progress, sums)
         if ranks.are_several:
@@ -169,6 +179,7 @@ def passes(
     pausing: bool = False,
     skip: Callable[[int, Batch], bool] | None = None,
     seen: Callable[[Tensor], None] | None = None,
+    ignored: Flags | None = None,
 ) -> Generator[Batch, None, None]:
     """Run the passes over all batches, and yield each batch after its pass.
 
@@ -185,6 +196,8 @@ def passes(
             state are as they were before whenever a batch is yielded, and values are checked after every pass.
         skip: Says of a batch, by its place, whether its pass is left out.
         seen: Is shown the predictions of each batch. A pass that is recorded (`Settings.replay`) would not show them.
+        ignored: If given, all targets are taken to count if those of the first batch do, and data with others are noted
+            there.
 
     Yields:
         The batches whose passes are complete.
@@ -205,7 +218,7 @@ def passes(
         with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
             known = audits.of_batch(risk, batch) if settings.audit else None
             # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
-            f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
+            f, capture = forward(risk, batch, session, sums, settings.batch_axis, known, assumed)
             risk.finite(f.detach(), batch)
             if seen is not None:
                 seen(f.detach())
@@ -216,6 +229,7 @@ def passes(
         progress.unexplained |= capture.unexplained | missed
         progress.reached |= capture.reached
 
+    assumed: Flags | None = None
     around_all, around_each = (_nothing, _surroundings) if pausing else (_surroundings, _nothing)
     with around_all(risk, at_once) as check_values:
         with around_each(risk, at_once):  # all parameters require gradients in there
@@ -225,6 +239,8 @@ def passes(
             )
         with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model, log) as replays:
             for place, batch in enumerate(risk.batches(task)):
+                if place == 0:
+                    assumed = _assumed(ignored, risk, batch)
                 if skip is not None and skip(place, batch):
                     continue
                 for part in [batch] if journal is None else journal.rest_of(batch):
@@ -235,15 +251,20 @@ def passes(
                     progress.batches += 1
                     progress.num_data += len(part.y)
                     progress.counted = progress.counted + part.counted
-                    if journal is not None:
-                        journal.note(part)
-                        if journal.is_due(progress):
-                            check_values()
-                            journal.write(progress, sums)
+                    if journal is not None and journal.notes(part, progress):
+                        check_values()
+                        journal.write(progress, sums)
                     yield part
         check_values()
     progress.settle()
     progress.audit = audits.report
+
+
+def _assumed(ignored: Flags | None, risk: EmpiricalRisk, batch: Batch) -> Flags | None:
+    """Return where data with ignored targets are noted; `None` if some of a batch are, or if nobody wants to know."""
+    targets = None if ignored is None else risk.loss.counted(batch.y)
+    with waiting.waiting_allowed():
+        return ignored if targets is None or bool(targets.all()) else None
 
 
 @contextmanager

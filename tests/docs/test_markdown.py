@@ -66,7 +66,7 @@ def test_no_block_is_forgotten() -> None:
 
 def test_pictures_are_drawn_by_the_page() -> None:
     drawn = run_of("howto_looking").pictures
-    assert len(drawn) == len(pictures(PAGES["howto_looking"])) == 7
+    assert len(drawn) == len(pictures(PAGES["howto_looking"])) == 8
     assert all(b"<svg" in picture for picture in drawn.values())
 
 

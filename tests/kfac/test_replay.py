@@ -170,6 +170,20 @@ def test_rows_that_count(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPat
     same_factors(K, KFAC(risk, "empirical", sharing))
 
 
+@pytest.mark.parametrize("ignored", [0, 5])
+def test_ignored_targets(stand_ins: list[StandIn], monkeypatch: pytest.MonkeyPatch, ignored: int) -> None:
+    """All targets are taken to count, unless the first batch has others; if a later one has, all is done again."""
+    risk = make_risk()
+    batches = [batch[:2] for batch in risk.batches()]
+    batches[ignored][1][1] = -100
+    risk = EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), batches)
+    K = KFAC(risk, "empirical")
+    assert [one.replayed for one in stand_ins] == ([6] if ignored == 0 else [6, 6])
+    monkeypatch.undo()
+    same_factors(K, KFAC(risk, "empirical"))
+    assert K.blocks["head.2"].sums.terms == 34 * 6  # one datum of 35 does not count
+
+
 def test_draws_advance(stand_ins: list[StandIn]) -> None:
     """All batches are equal, so that a graph that repeats its draws would make all sums multiples of one batch's."""
     risk = make_risk(1, last=0)

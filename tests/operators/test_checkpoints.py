@@ -64,9 +64,11 @@ def test_checkpoints_that_would_go_wrong_are_refused() -> None:
 
 
 def test_operations_without_second_derivative_are_explained() -> None:
-    model = nn.Sequential(nn.EmbeddingBag(4, 3), nn.Linear(3, 2)).double()
-    data = (torch.randint(4, (5, 3)), torch.randn(5, 2, dtype=torch.float64))
-    risk = EmpiricalRisk(model, nn.MSELoss(), data)
+    def model(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.cdist(x, params["centers"], p=1.5)
+
+    data = (torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64))
+    risk = EmpiricalRisk(model, nn.MSELoss(), data, params={"centers": torch.rand(2, 3, dtype=torch.float64)})
     for operator in (Hessian(risk), GGN(risk), Jacobian(risk)):
         with pytest.raises(ModelError, match=r"PyTorch cannot differentiate.*params="):
             operator @ torch.ones(operator.shape[1], dtype=torch.float64)

@@ -183,25 +183,29 @@ def candidates(num_data: int, size: int, masks: Sequence[BatchMasks], alive: Seq
         yield RowRule("positions", pattern=tuple(pattern.tolist()))
 
 
-def matching_rule(masks: Sequence[BatchMasks], alive: Sequence[Tensor]) -> tuple[RowRule, bool]:
+def matching_rule(
+    masks: Sequence[BatchMasks], alive: Sequence[Tensor], cares: Tensor | None = None
+) -> tuple[RowRule, bool]:
     """Return the rule that says in all experiments which rows have gradients.
 
     Args:
         masks: Those of some experiments.
         alive: Which rows had gradients in them, `[N, size]`.
+        cares: Which rows matter, likewise; `None` if all do.
 
     Returns:
         The rule, and whether it says exactly that. If no rule does, it is the one that leaves out most, and none of
         the rows that had gradients.
     """
     num_data, size = alive[0].shape
+    cares = torch.ones_like(alive[0]) if cares is None else cares
     best, fewest = ALL, float("inf")
     for rule in candidates(num_data, size, masks, alive):
         found = [one.counted(rule, size) for one in masks]
         expected = [torch.ones_like(a) if one is None else one.cpu() for one, a in zip(found, alive, strict=True)]
-        if all(torch.equal(one, a) for one, a in zip(expected, alive, strict=True)):
+        if not any(bool(((one != a) & cares).any()) for one, a in zip(expected, alive, strict=True)):
             return rule, True
-        covers = not any(bool((a & ~one).any()) for one, a in zip(expected, alive, strict=True))
+        covers = not any(bool((a & ~one & cares).any()) for one, a in zip(expected, alive, strict=True))
         number = sum(int(one.sum()) for one in expected)
         # The same positions of all data cover what they were made of, which explains nothing.
         if covers and number < fewest and rule.kind != "positions":

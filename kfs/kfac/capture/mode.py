@@ -10,7 +10,7 @@ per datum.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from kfs.data import Batch, mapped, without_tensors
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
+from kfs.flags import Flags
 from kfs.kfac.capture.counted_rows import ALL, BatchMasks, RowRule
 from kfs.kfac.capture.derived import tap_broadcast, track_copy
 from kfs.kfac.capture.hidden_uses import hidden_uses
@@ -67,6 +68,7 @@ class Used:
     positions: int  # of each row
     by_construction: bool  # whether rows were brought into the order of data
     site: int  # its place among what an audit knows about uses
+    not_padding: Tensor | None = field(default=None, compare=False)  # positions that inputs do not leave out themselves
 
 
 Observer = Callable[[Used, Owners, Receiver], Receiver]
@@ -112,7 +114,7 @@ class Capture(TorchFunctionMode):
         self.measuring = measuring
         self.masks = masks or BatchMasks()
         # Whether some rows do not count, as far as the host knows.
-        self._counts_rows = known is not None and self.masks.leave_out(known.kinds)
+        self._counts_rows = sums.counts_rows and known is not None and self.masks.leave_out(known.kinds)
         self.uses = 0  # how many uses there were
         self.most_positions = 0  # of a use, in all data together
         self.noise: torch.Generator | None = None  # adds noise to all outputs, to see what depends on values alone
@@ -343,7 +345,7 @@ class Capture(TorchFunctionMode):
         what = (plan.operation, plan.layout.weight)
         positions = plan.inputs.per_row
         owners = Regular.batch_first(self.num_data, rows) if by_construction else None
-        used = Used(number, what, rows, positions, by_construction, self.places().next_use)
+        used = Used(number, what, rows, positions, by_construction, self.places().next_use, plan.inputs.not_padding(x))
         self.most_positions = max(self.most_positions, rows * positions)
 
         def start(owners: Owners) -> Receiver:
@@ -406,6 +408,7 @@ def forward(
     sums: Sums,
     batch_axis: int | None = None,
     known: Known | None = None,
+    ignored: Flags | None = None,
 ) -> tuple[Tensor, Capture]:
     """Evaluate the model with taps at the outputs of all parametric operations.
 
@@ -416,12 +419,16 @@ def forward(
         sums: What inputs are added to, and gradients will be.
         batch_axis: Where the batch axis is in activations, if not first.
         known: What an audit found out about rows.
+        ignored: If given, all targets are taken to count, and data with others are noted there.
 
     Returns:
         Predictions, and what is needed to send vectors back.
     """
-    mask = risk.mask_source.find(batch.x, len(batch.y))
-    masks = BatchMasks(risk.loss.counted(batch.y), mask, device=batch.y.device)
+    targets = risk.loss.counted(batch.y)
+    if ignored is not None and targets is not None:
+        ignored.note(~targets.flatten(1).all(1), batch.start)
+        targets = None
+    masks = BatchMasks(targets, risk.mask_source.find(batch.x, len(batch.y)), device=batch.y.device)
     capture = Capture(session, sums, len(batch.y), batch_axis, known, masks=masks)
     marked = batch._replace(x=mapped(batch.x, capture.mark_data))
     try:

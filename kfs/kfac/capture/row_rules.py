@@ -7,7 +7,7 @@ as if their targets did not count, and the model is called with another mask. Wh
 Rows may also lack a gradient because of their values: all units of a rectifier are off, or another position is the
 maximum. Such rows count. So wherever no rule explains what is missing, everything is repeated with other values: noise
 is added to the output of every operation. Inputs stay as they are, since they may say where padding is. What has a
-gradient once is there. What never has one is not, provided that the last rounds have found nothing new.
+gradient once is there. What never has one is not there, unless others like it have gradients rarely.
 """
 
 import logging
@@ -32,8 +32,10 @@ from kfs.kfac.sums.owners import Owners, Regular
 log = logging.getLogger("kfs.kfac")
 # So many times targets are left out. Each time another part of a datum's targets is; see `_targets`.
 _TARGETS = 3
-# With other values, everything is repeated up to so many times. A row of four units is off every time once in 2^32.
-_ROUNDS = 8
+# With other values, everything is repeated up to so many times; and at least so many times.
+_ROUNDS, _FEWEST = 8, 2
+# If rows like those that sometimes have a gradient never had one with this probability, values are the reason.
+_CHANCE = 1e-3
 MEASURED = RowRule("measured")
 Rules = tuple[tuple[What, RowRule], ...]
 # Evaluates the model on some inputs, within a context: takes inputs, their number, and the context.
@@ -56,6 +58,8 @@ class _Seen:
     owners: Owners
     rows: list[Tensor] = field(default_factory=list)  # booleans, [rows, positions of a row]
     arrived: list[Tensor] = field(default_factory=list)  # gradients for a vector, and for a multiple of it
+    times: list[Tensor] = field(default_factory=list)  # how often each row had a gradient, with other values
+    rounds: int = 1
 
     def receive(self, g: Tensor) -> None:
         """Take gradients `[1, *leading, ..., features]`."""
@@ -73,19 +77,31 @@ class _Seen:
         """Add rows that had gradients with other values, and return whether there are new ones."""
         if other is None or len(other.rows) != len(self.rows) or other.rows[0].shape != self.rows[0].shape:
             return False
-        new = any(bool((more & ~rows).any()) for rows, more in zip(self.rows, other.rows, strict=True))
-        self.rows = [rows | more for rows, more in zip(self.rows, other.rows, strict=True)]
-        return new
+        before = self.rows
+        self.times = self.times or [rows.int() for rows in before]
+        self.times = [times + rows for times, rows in zip(self.times, other.rows, strict=True)]
+        self.rounds += 1
+        self.rows = [times > 0 for times in self.times]
+        return any(bool((now & ~rows).any()) for now, rows in zip(self.rows, before, strict=True))
+
+    @property
+    def chance(self) -> float:
+        """The probability that a row has never had a gradient, if it is like the one that had the fewest of some."""
+        sometimes = [times[(times > 0) & (times < self.rounds)] for times in self.times]
+        fewest = min((int(times.min()) for times in sometimes if len(times)), default=self.rounds)
+        return (1 - fewest / self.rounds) ** self.rounds
 
     def rule(self, masks: Sequence[BatchMasks], routes: bool) -> tuple[RowRule, bool]:
         """Return the rule that explains which rows had gradients, and whether it explains all of them."""
-        if all(bool(rows.all()) for rows in self.rows):
+        cares = self.used.not_padding
+        if all(bool((rows if cares is None else rows | ~cares).all()) for rows in self.rows):
             return ALL, True
         if not any(bool(rows.any()) for rows in self.rows):  # no prediction depends on it; others may, of other data
             return ALL, not routes
         if not isinstance(self.owners, Regular):
             return ALL, False
-        return matching_rule(masks, [self.owners.by_datum(rows).flatten(1).cpu() for rows in self.rows])
+        alive = [self.owners.by_datum(rows).flatten(1).cpu() for rows in self.rows]
+        return matching_rule(masks, alive, None if cares is None else self.owners.by_datum(cares).flatten(1).cpu())
 
 
 class _NoSums(Sums):
@@ -127,40 +143,38 @@ class RowExperiments:
         found = {number: one.rule(masks, self.routes) for number, one in seen.items()}
         # In a few data, the same positions may lack gradients by chance.
         doubtful = {n for n, (rule, exact) in found.items() if not exact or rule.kind == "positions"}
-        late: set[int] = set()  # uses for which the last rounds have found something new
-        for turn in range(_ROUNDS):
-            # With other values, other rows would be there.
-            again = self._again(turn) if doubtful and not self.routes else {}
-            if again is None:
-                late |= doubtful
-                break
+        for turn in range(_ROUNDS if doubtful else 0):
+            again = self._again(turn)
             for number in [n for n in doubtful if seen[n].add(again.get(n))]:
                 found[number] = rule, exact = seen[number].rule(masks, self.routes)
                 if exact and rule.kind != "positions":
                     doubtful.discard(number)
-                elif turn >= _ROUNDS // 2:
-                    late.add(number)
-        rules = {number: self._final(seen[number], *found[number], number in late) for number in seen}
+            if not again or (turn + 1 >= _FEWEST and not any(seen[n].chance for n in doubtful)):
+                break
+        rules = {number: self._final(seen[number], *found[number]) for number in seen}
         if self.routes and MEASURED in rules.values():
             # Where all rows of these data are there, those of others may be free places.
             rules = {n: rule if self._is_regular(seen[n].used) else MEASURED for n, rule in rules.items()}
         uses = range(max(seen, default=-1) + 1)
         return tuple((seen[n].used.what, rules[n]) if n in seen else (("", ""), ALL) for n in uses)
 
-    def _again(self, turn: int) -> dict[int, _Seen] | None:
-        """Do all experiments with other values; `None` if the model does not take any."""
+    def _again(self, turn: int) -> dict[int, _Seen]:
+        """Do all experiments with other values; return nothing if the model does not take any."""
         try:
             return self._all(torch.Generator().manual_seed(turn))[1]
         except Exception:  # values may be indices
             log.debug("The experiment with other values did not go through.", exc_info=True)
-            return None
+            return {}
 
-    def _final(self, one: _Seen, rule: RowRule, exact: bool, late: bool) -> RowRule:
+    def _final(self, one: _Seen, rule: RowRule, exact: bool) -> RowRule:
         """Return the rule of a use after all rounds."""
-        if rule.kind == "positions" and late:  # they lack gradients by chance
+        # Do values decide which rows have gradients? If nothing could be tried, they do, unless data decide.
+        by_values = one.chance > _CHANCE or (one.rounds == 1 and not self.routes)
+        if rule.kind == "positions" and one.used.by_construction:  # what meets data later has no noise
+            return self.known.otherwise
+        if rule.kind == "positions" and by_values:
             return ALL
-        # Values do not decide which rows have gradients, nor does any rule explain it.
-        if not exact and not late and not one.used.by_construction:
+        if not exact and not by_values and not one.used.by_construction:  # nor does any rule explain it
             return MEASURED
         # Where the order of rows differs from batch to batch, no mask says which of them it is about.
         return rule if rule == ALL or self._is_regular(one.used) else MEASURED

@@ -218,9 +218,10 @@ class Journal:
         x = cut(batch.x, len(batch.y), chosen, self._batch_axis)
         return batch._replace(x=x, y=y, first=start, counted=self._loss.count(y))
 
-    def note(self, batch: Batch) -> None:
-        """Take note that a batch, or a part of it, is in the sums."""
+    def notes(self, batch: Batch, progress: Progress) -> bool:
+        """Take note that a batch, or a part of it, is in the sums, and return whether these are to be written."""
         self._seen.add((batch.first, batch.first + len(batch.y)), self._digests[batch.first])
+        return self._is_due(progress)
 
     def _other_data(self, file: _File) -> StorageError:
         return StorageError(
@@ -229,7 +230,7 @@ class Journal:
             "checkpoint, or choose another path.",
         )
 
-    def is_due(self, progress: Progress) -> bool:
+    def _is_due(self, progress: Progress) -> bool:
         """Whether enough batches or minutes have passed to write the sums."""
         batches = self.checkpoint.batches
         minutes = self.checkpoint.minutes

@@ -44,6 +44,8 @@ class FactorSums(Sums):
         owners: The rank that owns each block, by name; empty if all ranks have all blocks.
     """
 
+    counts_rows = True
+
     def __init__(
         self,
         settings: Settings,
@@ -89,6 +91,15 @@ class FactorSums(Sums):
         if block.sharing == "expand":
             return _Expand(plan, role, block.forward_only)
         return _Reduce(plan, role, block.forward_only, self._collected)
+
+    def restart(self) -> None:
+        """Forget all data, and all blocks."""
+        self.adders.clear()
+        self.placement = Placement()
+        self.blocks.clear()
+        self.left_out.clear()
+        self.conflicts.clear()
+        self._collected.clear()
 
     def note_conflict(self, plan: PlannedUse) -> None:
         """Take note of a use that does not fit together with other uses of its parameter."""
@@ -319,7 +330,8 @@ class _Reduce(Adder):
             last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)
             inputs = torch.cat([inputs, last], dim=2)
         # In a regular order, all data have the same number of positions if all of these count.
-        everybody = isinstance(owners, Regular) and owners.counted is None and prod(self.plan.inputs.leading(x)) > 0
+        all_count = owners.counted is None and self.plan.inputs.not_padding(x) is None
+        everybody = isinstance(owners, Regular) and all_count and prod(self.plan.inputs.leading(x)) > 0
         before = self.collected.get(self.key)
         if before is None:
             self.collected[self.key] = _Collected(self.role, inputs, counts, everybody)

@@ -53,6 +53,10 @@ class Inputs(ABC):
         """Return the number of positions of all data together, as far as shapes tell."""
         return prod(self.leading(x)) * self.per_row
 
+    def not_padding(self, x: Any) -> Tensor | None:
+        """Return which positions are not left out in any case, booleans `[rows, positions of a row]`; `None`: all."""
+        return None
+
     @abstractmethod
     def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
         """Return each datum's sum of vectors, `[batch, groups, features]`, and its number of positions, `[batch]`.
@@ -241,6 +245,10 @@ class OneHot(Inputs):
         if self.padding is None:
             return torch.ones_like(index, dtype=torch.bool)
         return index != self.padding
+
+    def not_padding(self, x: Tensor) -> Tensor | None:
+        """Positions of the index that stands for padding are left out."""
+        return None if self.padding is None else self.counted(x).reshape(-1, 1)
 
     def masked(self, g: Tensor, index: Tensor) -> Tensor:
         """Return gradients `[columns, *leading, features]` with zeros at positions that do not count."""

@@ -61,9 +61,12 @@ class Sums(ABC):
 
     Attributes:
         by_datum: Whether it matters, for any use, which datum a row belongs to.
+        counts_rows: Whether it matters which rows count. Where gradients are all that is added up, it does not: others
+            have none.
     """
 
     by_datum: bool = False
+    counts_rows: bool = False
 
     def __init__(self, layouts: Iterable[Layout] = ()) -> None:
         """Start with some known blocks, and without plans."""
@@ -73,6 +76,9 @@ class Sums(ABC):
     @abstractmethod
     def adder_of(self, plan: PlannedUse) -> Adder:
         """Return what adds the uses of a plan; called once for every plan."""
+
+    def restart(self) -> None:  # noqa: B027 (most never do)
+        """Forget all data, and all blocks."""
 
     def note_conflict(self, plan: PlannedUse) -> None:  # noqa: B027 (most have nothing to do)
         """Take note of a use that does not fit together with other uses of its parameter."""
