@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from kfs.data import Batch, tensors_in
-from kfs.distributed import added_up
+from kfs.distributed import Ranks, added_up
 from kfs.errors import LossError
 from kfs.exact_derivatives import explained
 from kfs.losses.counter import Draws
@@ -91,6 +91,11 @@ class Curvature(LinearOperator):
     @abstractmethod
     def check_derivatives(self, batch: Batch, names: Collection[str]) -> None:
         """Refuse a model whose derivatives with respect to some parameters contradict each other."""
+
+    @property
+    def _ranks(self) -> Ranks:
+        """Those of the risk."""
+        return self.risk.ranks
 
     def multiply(self, columns: Columns) -> Columns:
         """Multiply, batch by batch and block by block."""

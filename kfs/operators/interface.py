@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from scipy.sparse.linalg import LinearOperator as ScipyOperator
 
+_ALONE = Ranks()
+
 
 class LinearOperator(DescribedOperator, ABC):
     """A linear map between two spaces of named tensors.
@@ -121,10 +123,8 @@ class LinearOperator(DescribedOperator, ABC):
 
     @property
     def _ranks(self) -> Ranks:
-        """The processes that multiply together."""
-        risk = getattr(self, "risk", None)
-        found: Ranks = getattr(self if risk is None else risk, "ranks", None) or Ranks()
-        return found
+        """The processes that multiply together; by default, this one alone."""
+        return _ALONE
 
     def _composed_with(self, other: "LinearOperator") -> "LinearOperator":
         """Return the operator that applies another one first, then this one."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kfs.distributed import added_up
+from kfs.distributed import Ranks, added_up
 from kfs.errors import ShapeError
 from kfs.exact_derivatives import explained
 from kfs.operators.chunks import choose_chunk_size
@@ -46,6 +46,11 @@ class Jacobian(LinearOperator):
         super().__init__(domain, Space({PREDICTION: (risk.num_data, *shape)}, risk.dtype, risk.device))
         self.risk, self.chunk_size = risk, chunk_size
         self._one_derivative = OneDerivative()
+
+    @property
+    def _ranks(self) -> Ranks:
+        """Those of the risk."""
+        return self.risk.ranks
 
     def multiply(self, columns: Columns) -> Columns:
         """Push columns forward, batch by batch."""

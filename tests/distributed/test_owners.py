@@ -1,6 +1,7 @@
 """Blocks that have owners: the same results as with all blocks in every process, and a share of the memory."""
 
 import gc
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -128,7 +129,9 @@ def bytes_of(*things: Any) -> int:
     left = list(things)
     while left:
         one = left.pop()
-        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType | nn.Module | kfs.EmpiricalRisk):
+        if id(one) in seen or isinstance(
+            one, type | ModuleType | FunctionType | partial | nn.Module | kfs.EmpiricalRisk
+        ):  # not data
             continue
         seen[id(one)] = one
         if isinstance(one, Tensor):

@@ -59,6 +59,10 @@ class OwnedBlocks(VisibleBlocks):
             self._list_blocks()
 
     @property
+    def _ranks(self) -> Ranks:
+        return self.ranks
+
+    @property
     def stacks(self) -> list[Stack]:
         """All blocks, those of one structure and size together.
 
