@@ -175,6 +175,30 @@ def test_rows_of_padding_would_change_factors() -> None:
     assert difference(K.blocks["up.0.0"].B, B) > 0.1
 
 
+def test_expand_is_exact_with_different_numbers_of_positions() -> None:
+    """In deep linear nets whose positions are independent of each other, as in `kfs.kfac_tests`, with padding."""
+
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+
+        def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+            result: Tensor = self.last(self.first(x)) * attention_mask.unsqueeze(2)
+            return result
+
+    mask = torch.arange(5) < torch.tensor([2, 5, 1, 3]).unsqueeze(1)
+    X, y = torch.randn(4, 5, 3, dtype=F64), torch.randn(4, 5, 2, dtype=F64)
+    risk = kfs.EmpiricalRisk(Linear(), nn.MSELoss(reduction="sum"), {"x": X, "attention_mask": mask, "labels": y})
+    K, G = kfs.KFAC(risk), kfs.GGN(risk)
+    for block in K.blocks.values():
+        names = list(block.layout.params)
+        assert difference(K.submatrix(names).to_dense(), G.submatrix(names).to_dense()) < 1e-12
+    everything = kfs.KFAC(risk, audit=False)  # the wrong variant: padding counts
+    assert difference(everything.submatrix(names).to_dense(), G.submatrix(names).to_dense()) > 0.1
+
+
 # EKFAC of singular factors, as sums over positions of six data have, depends on the basis of what they leave out.
 @pytest.mark.parametrize(("kind", "sharing"), [(kfs.KFAC, "expand"), (kfs.KFAC, "reduce"), (kfs.EKFAC, "expand")])
 def test_batches_by_length_and_by_one(kind: Any, sharing: Any) -> None:
