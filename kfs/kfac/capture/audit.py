@@ -30,7 +30,7 @@ from kfs.kfac.capture.counted_rows import ALL, RowRule
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.mode import Capture
 from kfs.kfac.capture.ownership import Measured, probes
-from kfs.kfac.capture.row_rules import Counts, RowExperiments
+from kfs.kfac.capture.row_rules import Counts, RowExperiments, Rules, hold_for
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known, Placed, Question, Site, What
 from kfs.kfac.capture.tap import backward, measure_rows, pass_derived
@@ -49,6 +49,8 @@ _ROUNDINGS_IN_HALF_PRECISION = 2
 # How often answers to questions may change before one goes on with what there is: models have a few tables that are
 # repeated over the batch, and most answers are right at once.
 _ROUNDS = 10
+# With so many positions of each datum, all rules say something else about rows.
+_ENOUGH = 4
 _MEASURED = "rows are measured in every batch"
 # Evaluates the model on some inputs, within a context: takes inputs, their number, and the context.
 Run = Callable[[Any, int, AbstractContextManager[Any] | None], Tensor]
@@ -62,6 +64,7 @@ class Audited:
     known: Known
     whole: bool  # whether it is about all data of a batch, because that cannot be cut
     counts: Counts | None = None  # what said which rows count
+    rules_hold: bool = False  # whether rules about rows that count hold for inputs of other sizes
     ways: set[int] = field(default_factory=set)  # hashes of the operations of passes that it is about
 
     @property
@@ -83,6 +86,7 @@ def audit(
     halves: bool = True,
     whole: bool = False,
     counts: Counts | None = None,
+    earlier: Rules = (),
 ) -> tuple[Audited, Tensor]:
     """Check what is captured on a few data.
 
@@ -95,6 +99,7 @@ def audit(
         halves: Whether predictions are a function of one datum, so that half of the data have the same ones.
         whole: Whether to look at all data in any case.
         counts: What says which rows count. By default, all do.
+        earlier: Rules about rows that count that were found with inputs of other sizes.
 
     Returns:
         What was found, and predictions for the data that were looked at: the last ones, or all.
@@ -106,17 +111,19 @@ def audit(
         if num_data > FEW and not whole and can_be_cut(x, num_data, FEW, batch_axis):
             try:
                 part = cut(x, num_data, range(num_data - FEW, num_data), batch_axis)
-                return _Audit(run, part, FEW, session, batch_axis, halves, counts=counts).result()
+                return _Audit(run, part, FEW, session, batch_axis, halves, counts=counts, earlier=earlier).result()
             except Exception:
                 log.debug("The audit of %d data did not go through; now all %d.", FEW, num_data, exc_info=True)
         if num_data == 1 and can_be_cut(x, 1, 1, batch_axis):
             # One datum does not show which rows belong to it, and which ones all data share. Two copies of it do.
             try:
                 twice = cut(x, 1, [0, 0], batch_axis)
-                return _of_one_datum(*_Audit(run, twice, 2, session, batch_axis, halves, counts=counts).result())
+                one = _Audit(run, twice, 2, session, batch_axis, halves, counts=counts, earlier=earlier)
+                return _of_one_datum(*one.result())
             except Exception:
                 log.debug("The audit of two copies of a datum did not go through; now one.", exc_info=True)
-        return _Audit(run, x, num_data, session, batch_axis, halves, whole=True, counts=counts).result()
+        every = _Audit(run, x, num_data, session, batch_axis, halves, whole=True, counts=counts, earlier=earlier)
+        return every.result()
 
 
 def _of_one_datum(audited: Audited, f: Tensor) -> tuple[Audited, Tensor]:
@@ -137,9 +144,12 @@ class _Audit:
         halves: bool,
         whole: bool = False,
         counts: Counts | None = None,
+        earlier: Rules = (),
     ) -> None:
         self.run = run
         self.counts = counts
+        self.earlier = earlier
+        self.rules_hold = False
         self.x = x
         self.num_data = num_data
         self.session = session.renewed()
@@ -182,7 +192,7 @@ class _Audit:
             unused=tuple(name for name, g in zip(names, exact, strict=True) if g is None and name not in gradients),
             mask="" if self.counts is None else self.counts.source.name_in(self.x, self.num_data),
         )
-        return Audited(report, known, self.whole, self.counts), f.detach()
+        return Audited(report, known, self.whole, self.counts, self.rules_hold), f.detach()
 
     def _audited_uses(self, sites: Sequence[Site], known: Known, routes: bool) -> Iterator[AuditedUse]:
         """Describe the uses that were measured."""
@@ -206,10 +216,15 @@ class _Audit:
         known = replace(known, otherwise=otherwise)
         if capture.most_positions <= self.num_data and not capture.routes:  # one row of every datum
             return known
+        if self.earlier and hold_for(self.earlier, capture.whats):
+            return replace(known, rows=self.earlier)
         axis, routes = self.batch_axis, capture.routes
         rules = RowExperiments(self.run, self.x, self.num_data, self.session, axis, known, counts, routes).rules()
         if self.num_data == 1:  # nothing tells the rows of one datum from all
             rules = tuple((what, otherwise if rule == ALL else rule) for what, rule in rules)
+        # A few short sequences do not tell rules apart.
+        are_many = self.num_data == FEW and capture.most_positions >= _ENOUGH * self.num_data
+        self.rules_hold = are_many and hold_for(rules, capture.whats)
         return replace(known, rows=rules)
 
     def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, Capture, GradientSums, Sequence[Tensor | None]]:

@@ -116,6 +116,7 @@ class Capture(TorchFunctionMode):
         # Whether some rows do not count, as far as the host knows.
         self._counts_rows = sums.counts_rows and known is not None and self.masks.leave_out(known.kinds)
         self.uses = 0  # how many uses there were
+        self.whats: list[What] = []  # all uses, if rows are measured
         self.most_positions = 0  # of a use, in all data together
         self.noise: torch.Generator | None = None  # adds noise to all outputs, to see what depends on values alone
         # Is shown every use, the owners of its rows, and what takes gradients.
@@ -326,6 +327,8 @@ class Capture(TorchFunctionMode):
         """
         number = self.uses
         self.uses += 1
+        if self.measuring:
+            self.whats.append((plan.operation, plan.layout.weight))
         if not plan.fits:
             self._waits = True  # probes show it, too
             return lambda _: self.sums.note_conflict(plan)

@@ -282,3 +282,10 @@ class RowExperiments:
     def _number(self, low: int, high: int) -> int:
         """Draw an integer from a half-open range."""
         return int(torch.randint(low, high, (), generator=self._generator))
+
+
+def hold_for(rules: Rules, uses: Sequence[What]) -> bool:
+    """Whether rules hold for inputs of any size, in a pass with some uses."""
+    if any(rule.kind in {"positions", "measured"} for _, rule in rules):
+        return False
+    return len(rules) == len(uses) and all(what == use for (what, _), use in zip(rules, uses, strict=True))
