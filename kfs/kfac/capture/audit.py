@@ -190,7 +190,7 @@ class _Audit:
             tolerance,
             missed=tuple(name for name in gradients if name in dict(unexplained)),
             unused=tuple(name for name, g in zip(names, exact, strict=True) if g is None and name not in gradients),
-            mask="" if self.counts is None else self.counts.source.name_in(self.x, self.num_data),
+            mask=self.counts.source.name_in(self.x, self.num_data) if self.counts and known.has_mask else "",
         )
         return Audited(report, known, self.whole, self.counts, self.rules_hold), f.detach()
 
@@ -219,13 +219,14 @@ class _Audit:
         if self.earlier and hold_for(self.earlier, capture.whats):
             return replace(known, rows=self.earlier)
         axis, routes = self.batch_axis, capture.routes
-        rules = RowExperiments(self.run, self.x, self.num_data, self.session, axis, known, counts, routes).rules()
+        tried = RowExperiments(self.run, self.x, self.num_data, self.session, axis, known, counts, routes)
+        rules = tried.rules()
         if self.num_data == 1:  # nothing tells the rows of one datum from all
             rules = tuple((what, otherwise if rule == ALL else rule) for what, rule in rules)
         # A few short sequences do not tell rules apart.
         are_many = self.num_data == FEW and capture.most_positions >= _ENOUGH * self.num_data
         self.rules_hold = are_many and hold_for(rules, capture.whats)
-        return replace(known, rows=rules)
+        return replace(known, rows=rules, has_mask=tried.has_mask)
 
     def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, Capture, GradientSums, Sequence[Tensor | None]]:
         """Run the model until it is clear which results have a row for every datum, and which inputs are constant.

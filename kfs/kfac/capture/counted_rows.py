@@ -38,12 +38,17 @@ class RowRule:
         lone: What is left out because a position that attends to nothing but itself has neither a query nor a key that
             matters. Below causal attention that is the first one: `"row"` leaves it out (queries), `"target"` its
             target (keys). Elsewhere it is the only one that a datum has: `"datum"` leaves out such data.
+        own: Whether a position that is not in the mask counts all the same if its own target does. It does not if a
+            mask hides it from every prediction, as keys, values, and all inputs of an encoder.
+        whole: Whether all rows count if all targets do, and if the mask has all positions.
     """
 
     kind: Kind = "all"
     outer: bool = False
     pattern: tuple[bool, ...] = ()
     lone: Lone = ""
+    own: bool = True
+    whole: bool = False
 
     def __str__(self) -> str:
         """Say which rows count; nothing if all do."""
@@ -74,6 +79,7 @@ class BatchMasks:
         mask: Which positions of the inputs are there, booleans `[N, S]`. `None` if the batch has no mask.
         pending: Whether `targets` are set later, as in training: then they are known when the gradient of the loss is.
         device: Where rows are.
+        beyond: Whether targets count that the mask does not have, which only experiments choose.
     """
 
     def __init__(
@@ -82,8 +88,10 @@ class BatchMasks:
         mask: Tensor | None = None,
         pending: bool = False,
         device: torch.device | str = "cpu",
+        beyond: bool = False,
     ) -> None:
         """Remember them."""
+        self.beyond = beyond
         self.pending = pending
         self.mask = mask
         self.device = torch.device(device)
@@ -104,15 +112,24 @@ class BatchMasks:
         """Return vectors shaped like predictions with zeros where these do not count."""
         return v if self._of_predictions is None else v * self._of_predictions
 
+    @property
+    def are_complete(self) -> bool:
+        """Whether the host knows that all targets count, and that the mask has all positions."""
+        return not (self.pending or _may_be_false(self._targets) or _may_be_false(self.mask))
+
+    def hidden(self, size: int, outer: bool) -> Tensor | None:
+        """Return rows whose target counts and which the mask does not have, `[N, size]`; `None` if they do not fit."""
+        if self._targets is None or self.mask is None or self._targets.shape != self.mask.shape:
+            return None
+        return _spread(self._targets & ~self.mask, size, outer)
+
     def leave_out(self, kinds: Set[Kind]) -> bool:
         """Whether rules of some kinds may leave a row out. If an accelerator would have to be asked, they may."""
         if "positions" in kinds or "measured" in kinds:
             return True
         if kinds == {"all"}:
             return False
-        if self.pending:
-            return True
-        return _may_be_false(self._targets) or _may_be_false(self.mask)
+        return not self.are_complete
 
     def counted(self, rule: RowRule, size: int) -> Tensor | None:
         """Return which rows count, `[N, size]`, if every datum has `size` rows; `None` if all do."""
@@ -148,8 +165,7 @@ class BatchMasks:
             found = of_data if rule.kind == "mask" or T is None else (T.flip(1).cumsum(1) > 0).flip(1)
             if M is not None and (found is None or found.shape[1] in {1, M.shape[1]}):
                 found = M if found is None else found & M
-                # A position that is not in the mask may influence its own prediction all the same.
-                found = found | T if T is not None and T.shape == found.shape else found
+                found = found | T if rule.own and T is not None and T.shape == found.shape else found
         return found & ~first if rule.lone == "row" and first is not None and found is not None else found
 
     def _first(self, targets: Tensor) -> Tensor:

@@ -113,6 +113,8 @@ class Capture(TorchFunctionMode):
         self.batch_axis = batch_axis
         self.measuring = measuring
         self.masks = masks or BatchMasks()
+        if known is not None and not known.has_mask:
+            self.masks.mask = None
         # Whether some rows do not count, as far as the host knows.
         self._counts_rows = sums.counts_rows and known is not None and self.masks.leave_out(known.kinds)
         self.uses = 0  # how many uses there were
@@ -365,7 +367,8 @@ class Capture(TorchFunctionMode):
         if known is None or not self._counts_rows:
             return ALL
         fits = number < len(known.rows) and known.rows[number][0] == what
-        return known.rows[number][1] if fits else known.otherwise
+        rule = known.rows[number][1] if fits else known.otherwise
+        return ALL if rule.whole and self.masks.are_complete else rule
 
     def tap(self, z: Tensor, receive: Receiver, probed: bool = False) -> Tensor:
         """Return `z` such that gradients with respect to it are shown to a receiver, those of probes if `probed`."""

@@ -13,7 +13,7 @@ gradient once is there. What never has one is not there, unless others like it h
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -101,7 +101,20 @@ class _Seen:
         if not isinstance(self.owners, Regular):
             return ALL, False
         alive = [self.owners.by_datum(rows).flatten(1).cpu() for rows in self.rows]
-        return matching_rule(masks, alive, None if cares is None else self.owners.by_datum(cares).flatten(1).cpu())
+        cares = None if cares is None else self.owners.by_datum(cares).flatten(1).cpu()
+        # A use that the other mask does not reach in the same way takes part in fewer experiments.
+        pairs = list(zip(masks, alive, strict=False))
+        inside = [pair for pair in pairs if not pair[0].beyond]
+        rule, exact = matching_rule([mask for mask, _ in inside], [rows for _, rows in inside], cares)
+        if rule.kind in {"mask", "causal"} and not self._sees_hidden(pairs, rule.outer):
+            rule = replace(rule, own=False)
+        return rule, exact
+
+    def _sees_hidden(self, pairs: Sequence[tuple[BatchMasks, Tensor]], outer: bool) -> bool:
+        """Whether rows that the mask does not have get gradients if their own targets count, as far as one knows."""
+        hidden = [(one.hidden(rows.shape[1], outer), rows) for one, rows in pairs if one.beyond]
+        tried = [(those.cpu(), rows) for those, rows in hidden if those is not None and bool(those.any())]
+        return not tried or any(bool((those & rows).any()) for those, rows in tried)
 
 
 class _NoSums(Sums):
@@ -133,8 +146,10 @@ class RowExperiments:
     routes: bool = False  # whether data decide which rows there are
 
     def __post_init__(self) -> None:
-        """Find the mask of these data."""
-        self.mask = self.counts.source.find(self.x, self.num_data)
+        """Find the mask of these data. One that has no position at all is none."""
+        mask = self.counts.source.find(self.x, self.num_data)
+        self.mask = None if mask is None or not mask.any() else mask
+        self.has_mask = mask is None or self.mask is not None
         self._generator = torch.Generator()
 
     def rules(self) -> Rules:
@@ -151,12 +166,38 @@ class RowExperiments:
                     doubtful.discard(number)
             if not again or (turn + 1 >= _FEWEST and not any(seen[n].chance for n in doubtful)):
                 break
+        if any(rule.kind == "positions" for rule, _ in found.values()):
+            found = self._without_alike(seen, found)
         rules = {number: self._final(seen[number], *found[number]) for number in seen}
-        if self.routes and MEASURED in rules.values():
+        if self.routes and any(rule.kind == "measured" for rule in rules.values()):
             # Where all rows of these data are there, those of others may be free places.
             rules = {n: rule if self._is_regular(seen[n].used) else MEASURED for n, rule in rules.items()}
         uses = range(max(seen, default=-1) + 1)
         return tuple((seen[n].used.what, rules[n]) if n in seen else (("", ""), ALL) for n in uses)
+
+    def _without_alike(
+        self, seen: dict[int, _Seen], found: dict[int, tuple[RowRule, bool]]
+    ) -> dict[int, tuple[RowRule, bool]]:
+        """Take back rules about positions that hold only because data look alike: with inputs that are moved along."""
+        try:
+            moved = mapped(self.x, self._rolled)
+            again = self._one(moved, self.counts.source.find(moved, self.num_data), None)[1]
+        except Exception:  # a model may refuse such inputs
+            log.debug("The experiment with moved inputs did not go through.", exc_info=True)
+            again = {}
+        result = dict(found)
+        for number, (rule, exact) in found.items():
+            if rule.kind == "positions" and not (exact and _same_rows(seen[number], again.get(number))):
+                result[number] = (ALL, False)
+        return result
+
+    def _rolled(self, t: Tensor) -> Tensor:
+        """Move the inputs of each datum along all other axes, each by another distance."""
+        axis = self.batch_axis or 0
+        if t.ndim < 2 or t.shape[axis : axis + 1] != (self.num_data,):
+            return t
+        each = [one.roll([1 + n] * one.ndim, list(range(one.ndim))) for n, one in enumerate(t.unbind(axis))]
+        return torch.stack(each, axis)
 
     def _again(self, turn: int) -> dict[int, _Seen]:
         """Do all experiments with other values; return nothing if the model does not take any."""
@@ -174,10 +215,21 @@ class RowExperiments:
             return self.known.otherwise
         if rule.kind == "positions" and by_values:
             return ALL
+        # If all rows have gradients as long as all targets count, nobody has to look where they do.
+        measured = replace(MEASURED, whole=bool(one.rows[0].all()) and (self.mask is None or bool(self.mask.all())))
         if not exact and not by_values and not one.used.by_construction:  # nor does any rule explain it
-            return MEASURED
+            return measured
+        rule = self._trusted(one, rule)
         # Where the order of rows differs from batch to batch, no mask says which of them it is about.
-        return rule if rule == ALL or self._is_regular(one.used) else MEASURED
+        return rule if rule == ALL or self._is_regular(one.used) else measured
+
+    def _trusted(self, one: _Seen, rule: RowRule) -> RowRule:
+        """Return the rule of a mask that the user computes, where these data have no padding that would show it."""
+        if not callable(self.counts.source.mask) or self.mask is None or not self.mask.all():
+            return rule
+        size = one.used.rows * one.used.positions // self.num_data
+        fits = size > 1 and size % self.mask.shape[1] == 0
+        return RowRule("mask") if rule.kind in {"all", "data"} and fits else rule
 
     def _is_regular(self, used: Used) -> bool:
         """Whether the rows of a use are in a regular order in all batches."""
@@ -198,10 +250,10 @@ class RowExperiments:
         except Exception:  # a model may refuse a mask that the user did not choose
             log.debug("The experiment with another mask did not go through.", exc_info=True)
             return masks, seen
-        both = {number: one for number, one in seen.items() if number in of_other and one.used == of_other[number].used}
-        for number, one in both.items():
-            one.rows += of_other[number].rows
-        return masks + more, both
+        for number, one in seen.items():
+            if number in of_other and one.used == of_other[number].used:
+                one.rows += of_other[number].rows
+        return (masks + more if of_other else masks), seen
 
     def _one(
         self, x: Any, mask: Tensor | None, noise: torch.Generator | None
@@ -245,6 +297,9 @@ class RowExperiments:
         if mask is not None and mask.shape == there.shape:  # predictions at padding do not count
             there = mask.cpu()
         yield BatchMasks(there.to(f.device).reshape(shape), mask, device=f.device)
+        if mask is not None and mask.shape == there.shape and not there.all():
+            every = torch.ones(shape, dtype=torch.bool, device=f.device)
+            yield BatchMasks(every, mask, device=f.device, beyond=True)
         for turn in range(_TARGETS if there.shape[1] > 1 else 1):
             targets = self._targets(there, turn).to(f.device)
             yield BatchMasks(targets.reshape(shape), mask, device=f.device)
@@ -267,21 +322,33 @@ class RowExperiments:
         return targets
 
     def _other_mask(self, mask: Tensor) -> Tensor:
-        """Return another mask: of each datum's positions at least the half, and of one datum's a single one."""
+        """Return another mask: of each datum the first position, some of the others, and of one datum no others.
+
+        The first one stays, since a model may read off it what it predicts.
+        """
         other = torch.zeros_like(mask)
         alone = self._number(0, self.num_data) if self.num_data > 2 else -1
         for n, there in enumerate(mask):
             (places,) = there.nonzero(as_tuple=True)
-            shortest = 1 if n == alone else min(len(places), max(2, (len(places) + 1) // 2))
-            longest = 1 if n == alone else max(shortest, len(places) - 1)
-            length = self._number(shortest, longest + 1)
-            start = self._number(0, max(len(places) - length, 0) + 1)
-            other[n, places[start : start + length]] = True
+            other[n, places[:1]] = True
+            if n == alone or len(places) < 2:
+                continue
+            rest = places[1:]
+            stays = torch.rand(len(rest), generator=self._generator) < 0.6
+            stays[self._number(0, len(rest))] = True
+            if len(rest) > 1 and stays.all():
+                stays[self._number(0, len(rest))] = False
+            other[n, rest[stays]] = True
         return other
 
     def _number(self, low: int, high: int) -> int:
         """Draw an integer from a half-open range."""
         return int(torch.randint(low, high, (), generator=self._generator))
+
+
+def _same_rows(one: _Seen, other: _Seen | None) -> bool:
+    """Whether the same rows had gradients for the first vector."""
+    return other is not None and other.rows[0].shape == one.rows[0].shape and torch.equal(one.rows[0], other.rows[0])
 
 
 def hold_for(rules: Rules, uses: Sequence[What]) -> bool:

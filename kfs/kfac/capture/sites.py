@@ -79,6 +79,7 @@ class Known:
     inputs: tuple[bool, ...] = ()  # which inputs are data; empty if that is not known yet
     rows: tuple[tuple[What, RowRule], ...] = ()  # which rows count, for uses in their order
     otherwise: RowRule = ALL  # which rows of other uses do
+    has_mask: bool = True  # whether masks of batches say anything
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:

@@ -88,12 +88,12 @@ class Tap(torch.autograd.Function):
 
 
 def _noisy(z: Tensor, generator: torch.Generator) -> Tensor:
-    """Return an activation with noise that is larger than the activation itself."""
+    """Return an activation with noise that is as large as the activation itself."""
     if not z.is_floating_point() or not z.numel():
         return z.detach()
     size = z.norm() / z.numel() ** 0.5
     noise = torch.randn(z.shape, generator=generator, dtype=torch.float32).to(z)
-    return z + 2 * torch.where(size > 0, size, 1.0) * noise
+    return z + torch.where(size > 0, size, 1.0) * noise
 
 
 # What `Tap.apply` calls after it has looked for transformations of torch.func: that takes a third of its time.
