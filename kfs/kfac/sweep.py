@@ -147,12 +147,16 @@ def sweep(
     ranks = risk.ranks
     # An accelerator is not asked for every batch whether all targets count: they nearly always do.
     ignored = Flags(risk.device) if waiting.runs_behind(risk.device) and sums.counts_rows and journal is None else None
+    # Padding shows where gradients are missing.
+    looks = sums.counts_rows and journal is None and settings.fisher != "forward-only"
+    padding = Flags(risk.device) if looks else None
     with risk.together(task, settings.all()):
         progress = Progress() if journal is None else journal.resume(sums)
-        for _ in passes(risk, sums, settings, task, progress, journal, ignored=ignored):
+        for _ in passes(risk, sums, settings, task, progress, journal, ignored=ignored, padding=padding):
             pass
-        if ignored is not None and any(ranks.gather("ignored targets", ignored.first_bad() is not None)):
-            # Some do not count. So do all of it again, and leave out their rows.
+        assumed = ignored is not None or padding is not None
+        if assumed and any(ranks.gather("rows that count", _wrong(ignored) or _wrong(padding))):
+            # Some targets do not count, or there is padding that no rule explains. So do all of it again.
             sums.restart()
             progress = Progress()
             for _ in passes(risk, sums, settings, task, progress):
@@ -180,6 +184,7 @@ def passes(
     skip: Callable[[int, Batch], bool] | None = None,
     seen: Callable[[Tensor], None] | None = None,
     ignored: Flags | None = None,
+    padding: Flags | None = None,
 ) -> Generator[Batch, None, None]:
     """Run the passes over all batches, and yield each batch after its pass.
 
@@ -198,6 +203,7 @@ def passes(
         seen: Is shown the predictions of each batch. A pass that is recorded (`Settings.replay`) would not show them.
         ignored: If given, all targets are taken to count if those of the first batch do, and data with others are noted
             there.
+        padding: If given, takes note of padding that no rule about rows explains; it is measured from then on.
 
     Yields:
         The batches whose passes are complete.
@@ -218,7 +224,7 @@ def passes(
         with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
             known = audits.of_batch(risk, batch) if settings.audit else None
             # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
-            f, capture = forward(risk, batch, session, sums, settings.batch_axis, known, assumed)
+            f, capture = forward(risk, batch, session, sums, settings.batch_axis, known, assumed, padding)
             risk.finite(f.detach(), batch)
             if seen is not None:
                 seen(f.detach())
@@ -257,7 +263,12 @@ def passes(
                     yield part
         check_values()
     progress.settle()
-    progress.audit = audits.report
+    progress.audit = audits.close(distrust=_wrong(padding))
+
+
+def _wrong(assumption: Flags | None) -> bool:
+    """Whether something turned out to be wrong that was taken for granted."""
+    return assumption is not None and assumption.first_bad() is not None
 
 
 def _assumed(ignored: Flags | None, risk: EmpiricalRisk, batch: Batch) -> Flags | None:

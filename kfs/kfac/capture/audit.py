@@ -226,7 +226,7 @@ class _Audit:
         # A few short sequences do not tell rules apart.
         are_many = self.num_data == FEW and capture.most_positions >= _ENOUGH * self.num_data
         self.rules_hold = are_many and hold_for(rules, capture.whats)
-        return replace(known, rows=rules, has_mask=tried.has_mask)
+        return replace(known, rows=rules, has_mask=tried.has_mask, checked=tried.checked)
 
     def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, Capture, GradientSums, Sequence[Tensor | None]]:
         """Run the model until it is clear which results have a row for every datum, and which inputs are constant.

@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -157,6 +158,17 @@ class Audits:
             self._seen.append(found)
             self.report = found.report if self.report is None else self.report.merged(found.report)
         return found.known
+
+    def close(self, distrust: bool = False) -> Audit | None:
+        """Return what was checked for all batches, after the last one.
+
+        Args:
+            distrust: Whether batches had padding that the audited data did not have. Then which rows count is measured
+                in every batch from now on.
+        """
+        for one in self._seen if distrust else ():
+            one.known = replace(one.known, distrusted=True)
+        return self.report
 
     def are_done(self, x: Any, num_data: int) -> bool:
         """Whether `of` needs no audit for batches like this one."""

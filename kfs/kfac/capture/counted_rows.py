@@ -64,6 +64,7 @@ class RowRule:
 
 
 ALL = RowRule()
+MEASURED = RowRule("measured")
 _LONE: dict[Kind, tuple[Lone, ...]] = {
     "mask": ("datum",),
     "causal": ("row", "target"),

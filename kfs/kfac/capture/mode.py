@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from kfs.data import Batch, mapped, without_tensors
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
 from kfs.flags import Flags
-from kfs.kfac.capture.counted_rows import ALL, BatchMasks, RowRule
+from kfs.kfac.capture.counted_rows import ALL, MEASURED, BatchMasks, RowRule
 from kfs.kfac.capture.derived import tap_broadcast, track_copy
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.plan import Broadcast, Call, Copy, Plan, Read, Rewrite, argument_at, describe, with_argument
@@ -86,6 +86,7 @@ class Capture(TorchFunctionMode):
         known: What an audit found out about rows. `None` to guess it from lengths.
         measuring: Whether rows are to be measured, for an audit.
         masks: What the batch says about rows that count. By default, all do.
+        padding: Takes note of padding that no rule about rows explains. By default, nobody looks for it.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Capture(TorchFunctionMode):
         known: Known | None = None,
         measuring: bool = False,
         masks: BatchMasks | None = None,
+        padding: Flags | None = None,
     ) -> None:
         """Start without any tap."""
         super().__init__()
@@ -117,6 +119,11 @@ class Capture(TorchFunctionMode):
             self.masks.mask = None
         # Whether some rows do not count, as far as the host knows.
         self._counts_rows = sums.counts_rows and known is not None and self.masks.leave_out(known.kinds)
+        self._distrusts = sums.counts_rows and known is not None and known.distrusted
+        self._checked = known.checked if sums.counts_rows and known is not None and padding is not None else None
+        self._padding = padding
+        self._with_gradient: Tensor | None = None  # which rows of the checked use have one, so far
+        self._should_count: list[Tensor] = []  # which of them should
         self.uses = 0  # how many uses there were
         self.whats: list[What] = []  # all uses, if rows are measured
         self.most_positions = 0  # of a use, in all data together
@@ -337,7 +344,7 @@ class Capture(TorchFunctionMode):
         adder = self.sums.adders.get(plan)
         if adder is None:
             adder = self.sums.adders[plan] = self.sums.adder_of(plan)
-        if self.sums.by_datum or self._counts_rows:
+        if self.sums.by_datum or self._counts_rows or self._distrusts or number == self._checked:
             receive = self._add_rows(number, adder, plan, x, by_construction)
         else:
             receive = adder.add(x)
@@ -356,14 +363,42 @@ class Capture(TorchFunctionMode):
         def start(owners: Owners) -> Receiver:
             with full_precision(plan.device.type):
                 receive = adder.add(x, owners)
+            if number == self._checked:
+                receive = self._looking_for_padding(owners.counted, used, receive)
             return receive if self.observer is None else self.observer(used, owners, receive)
 
-        counting = Counting(self._rule(number, what), positions, owners, self.sums.by_datum)
+        rule = self._rule(number, what)
+        if rule.kind == "measured" and by_construction:  # what meets data later is not measured
+            rule = ALL
+        counting = Counting(rule, positions, owners, self.sums.by_datum)
         return self.open(what, leading, start, counting=counting)
+
+    def _looking_for_padding(self, counted: Tensor | None, used: Used, receive: Receiver) -> Receiver:
+        """Return what takes note of rows with a gradient in any column."""
+        self._should_count = [t.flatten() for t in (counted, used.not_padding) if t is not None]
+
+        def look(g: Tensor) -> None:
+            found = (g != 0).any(-1).flatten(1).any(0)
+            self._with_gradient = found if self._with_gradient is None else self._with_gradient | found
+            receive(g)
+
+        return look
+
+    def note_padding(self) -> None:
+        """Take note of rows that should count and have no gradient, after all vectors were sent back."""
+        if self._padding is None or self._with_gradient is None:
+            return
+        surprising = ~self._with_gradient
+        for rows in self._should_count:
+            surprising = surprising & rows
+        self._padding.note(surprising, 0)
+        self._with_gradient = None
 
     def _rule(self, number: int, what: What) -> RowRule:
         """Return which rows of a use count."""
         known = self._known
+        if known is not None and self._distrusts:
+            return MEASURED if number < len(known.rows) and known.rows[number][1].kind != "positions" else ALL
         if known is None or not self._counts_rows:
             return ALL
         fits = number < len(known.rows) and known.rows[number][0] == what
@@ -415,6 +450,7 @@ def forward(
     batch_axis: int | None = None,
     known: Known | None = None,
     ignored: Flags | None = None,
+    padding: Flags | None = None,
 ) -> tuple[Tensor, Capture]:
     """Evaluate the model with taps at the outputs of all parametric operations.
 
@@ -426,6 +462,7 @@ def forward(
         batch_axis: Where the batch axis is in activations, if not first.
         known: What an audit found out about rows.
         ignored: If given, all targets are taken to count, and data with others are noted there.
+        padding: If given, takes note of padding that no rule about rows explains.
 
     Returns:
         Predictions, and what is needed to send vectors back.
@@ -435,7 +472,7 @@ def forward(
         ignored.note(~targets.flatten(1).all(1), batch.start)
         targets = None
     masks = BatchMasks(targets, risk.mask_source.find(batch.x, len(batch.y)), device=batch.y.device)
-    capture = Capture(session, sums, len(batch.y), batch_axis, known, masks=masks)
+    capture = Capture(session, sums, len(batch.y), batch_axis, known, masks=masks, padding=padding)
     marked = batch._replace(x=mapped(batch.x, capture.mark_data))
     try:
         with uncompiled():

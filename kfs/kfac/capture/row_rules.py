@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.data import MaskSource, mapped
-from kfs.kfac.capture.counted_rows import ALL, BatchMasks, RowRule, matching_rule
+from kfs.data import MaskSource, mapped, tensors_in
+from kfs.kfac.capture.counted_rows import ALL, MEASURED, BatchMasks, RowRule, matching_rule
 from kfs.kfac.capture.mode import Capture, Used
 from kfs.kfac.capture.ownership import MULTIPLE, has_gradient, probes
 from kfs.kfac.capture.session import Session
@@ -36,7 +36,6 @@ _TARGETS = 3
 _ROUNDS, _FEWEST = 8, 2
 # If rows like those that sometimes have a gradient never had one with this probability, values are the reason.
 _CHANCE = 1e-3
-MEASURED = RowRule("measured")
 Rules = tuple[tuple[What, RowRule], ...]
 # Evaluates the model on some inputs, within a context: takes inputs, their number, and the context.
 Run = Callable[[Any, int, AbstractContextManager[Any] | None], Tensor]
@@ -150,6 +149,7 @@ class RowExperiments:
         mask = self.counts.source.find(self.x, self.num_data)
         self.mask = None if mask is None or not mask.any() else mask
         self.has_mask = mask is None or self.mask is not None
+        self.checked: int | None = None
         self._generator = torch.Generator()
 
     def rules(self) -> Rules:
@@ -172,8 +172,17 @@ class RowExperiments:
         if self.routes and any(rule.kind == "measured" for rule in rules.values()):
             # Where all rows of these data are there, those of others may be free places.
             rules = {n: rule if self._is_regular(seen[n].used) else MEASURED for n, rule in rules.items()}
+        self.checked = min((n for n, one in seen.items() if self._shows_padding(one, rules[n])), default=None)
         uses = range(max(seen, default=-1) + 1)
         return tuple((seen[n].used.what, rules[n]) if n in seen else (("", ""), ALL) for n in uses)
+
+    def _shows_padding(self, one: _Seen, rule: RowRule) -> bool:
+        """Whether gradients of a use would show padding that these data do not have: in values, or other inputs."""
+        inputs = tensors_in(self.x)
+        plausible = len(inputs) > 1 or any(t.ndim == 3 or (t.ndim > 1 and not t.is_floating_point()) for t in inputs)
+        several = one.used.rows * one.used.positions > self.num_data and not one.used.by_construction
+        # If values decide which rows have gradients, zeros say nothing. Nor do they where all are looked at anyway.
+        return plausible and several and one.rounds == 1 and rule.kind not in {"positions", "measured"}
 
     def _without_alike(
         self, seen: dict[int, _Seen], found: dict[int, tuple[RowRule, bool]]

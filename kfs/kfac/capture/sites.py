@@ -80,6 +80,8 @@ class Known:
     rows: tuple[tuple[What, RowRule], ...] = ()  # which rows count, for uses in their order
     otherwise: RowRule = ALL  # which rows of other uses do
     has_mask: bool = True  # whether masks of batches say anything
+    checked: int | None = None  # the use whose gradients show whether a batch has padding that these data do not have
+    distrusted: bool = False  # whether a batch had some, so that every batch is measured
 
     @cached_property
     def kinds(self) -> frozenset[Kind]:

@@ -38,6 +38,9 @@ class CapturedPass(Protocol):
     masks: BatchMasks
     noise: torch.Generator | None
 
+    def note_padding(self) -> None:
+        """Take note of rows that should count and have no gradient."""
+
 
 class Tap(torch.autograd.Function):
     """The identity, with a backward pass that shows gradients to a receiver."""
@@ -141,6 +144,7 @@ def send_back(
         backward(f, capture, columns, keep_graph or not last)
         capture.sums.finish_backward()
     capture.sums.finish_batch()
+    capture.note_padding()
     if capture.sites is not None:
         capture.sites.forget()
 
