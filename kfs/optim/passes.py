@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from kfs import waiting
 from kfs.data import MaskSource, mapped, tensors_in
 from kfs.errors import DataError, KfsError
+from kfs.flags import Flags
 from kfs.kfac.capture import BatchMasks, Capture, Known, Session, measure_rows, pass_derived, send_back
 from kfs.kfac.coverage import not_covered
 from kfs.kfac.settings import Settings
@@ -71,6 +72,7 @@ class Pass:
 
     def __post_init__(self, session: Session | None, known: Known | None, arguments: tuple[Any, Any]) -> None:
         """Find the number of data."""
+        self.audited = known
         axis = self.settings.batch_axis or 0
         num_data = number_of_data(arguments, axis, self.place)
         self.num_data = 1 if num_data is None else num_data
@@ -89,6 +91,7 @@ class Pass:
         self._sums = FactorAndSquareSums(self.settings, self.bases) if self.bases else FactorSums(self.settings)
         self._replayed: FactorResult | None = None
         self._capture: Capture | None = None
+        self._padding: Flags | None = None  # takes note of padding that no rule about rows explains
         if session is not None:
             # Which targets count is known when the gradient of the loss is.
             masks = BatchMasks(
@@ -97,7 +100,10 @@ class Pass:
                 device=session.device,
             )
             batch_axis = self.settings.batch_axis
-            self._capture = Capture(session, self._sums, self.num_data, batch_axis, known, masks=masks)
+            self._padding = None if self.settings.fisher == "forward-only" else Flags(session.device)
+            self._capture = Capture(
+                session, self._sums, self.num_data, batch_axis, known, masks=masks, padding=self._padding
+            )
 
     def start(self) -> Any:
         """Enter the capture, and return marked arguments for the model, or `None` to leave them as they are."""
@@ -213,6 +219,11 @@ class Pass:
             # The user's backward pass needs the graph afterwards.
             send_back(self._edge, capture, (columns.to(self._f.dtype) for columns in vectors), True, self._f)
 
+    @property
+    def shows_padding(self) -> bool:
+        """Whether there was padding, after `collect`, that the audited data did not have."""
+        return self._padding is not None and self._padding.first_bad() is not None
+
     def collect(self) -> StepSums:
         """Return what the pass has given, after its backward pass."""
         result, capture = self._result, self._capture
@@ -230,6 +241,7 @@ class Pass:
             self._sums.finish_backward()
             self._sums.finish_batch()
             capture.listening = False
+            capture.note_padding()
             if capture.sites is not None:
                 capture.sites.forget()
         result.blocks = self._sums.blocks

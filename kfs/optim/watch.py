@@ -27,7 +27,7 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from kfs.data import MaskSource, tensors_in
 from kfs.distributed import Ranks
 from kfs.errors import KfsWarning, ModelError
-from kfs.kfac.capture import Audit, Audits, Capture, Counts, Known, NotRepeatableError, Session
+from kfs.kfac.capture import Audit, Audits, Capture, Counts, Known, NotRepeatableError, Session, distrust
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
@@ -124,6 +124,7 @@ class Watch:
         with self.costs.timed("factors"):
             results = [one.collect() for one in passes]
             for one, result in zip(passes, results, strict=True):
+                self._distrust_audit_of(one)
                 if one.to_record is not None and one.to_record[2] is not None:
                     self._graphs.record(*one.to_record[:2], one.to_record[2], result.blocks)
             for other in results[1:]:
@@ -134,6 +135,12 @@ class Watch:
     def has_passes(self) -> bool:
         """Whether there was a backward pass since the last step."""
         return bool(self._complete) or self._problem is not None
+
+    def _distrust_audit_of(self, one: Pass) -> None:
+        """Measure in every batch which rows count, if a pass has shown padding that the audited data did not have."""
+        model = self._model()
+        if model is not None and one.audited is not None and one.shows_padding:
+            distrust(model, one.audited)
 
     def forget(self) -> None:
         """Forget passes that were not collected."""

@@ -346,3 +346,120 @@ def test_draws_belong_to_positions() -> None:
     model, loss, data = Transformer(causal=True), TokenCrossEntropy(shift=True), sequences()
     K, padded_K = (kfs.KFAC(kfs.EmpiricalRisk(model, loss, padded(data, 0, n)), "mc", seed=1) for n in (0, 7))
     assert difference(padded_K.blocks["up.0.0"].B, K.blocks["up.0.0"].B) < 1e-12
+
+
+class Hidden(nn.Module):
+    """Sees padding by its tokens: no input is a mask."""
+
+    def __init__(self, pooled: str = "") -> None:
+        super().__init__()
+        self.model = Transformer(causal=False, pooled=pooled)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        result: Tensor = self.model(input_ids, (input_ids != TOKENS - 1).long())
+        return result
+
+
+def hidden(lengths: Sequence[int], width: int, seed: int = 0) -> dict[str, Tensor]:
+    """Return sequences whose padding is a token of its own."""
+    data = [(tokens.clamp(max=TOKENS - 2), labels) for tokens, labels in sequences(lengths, seed)]
+    batch = padded(data, 0, width - max(lengths))
+    ids = torch.where(batch["attention_mask"] > 0, batch["input_ids"], TOKENS - 1)
+    return {"input_ids": ids, "labels": batch["labels"]}
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [[6, 6, 6, 6, 6], [2, 5, 3, 4]],  # the first batch has no padding
+        [[2, 3, 6, 6, 6, 6]],  # the audited data have none
+        [[3, 3, 3, 3, 3], [6, 5, 2, 4]],  # they are all of one length
+        [[3], [6], [2]],  # two copies of a datum look alike
+    ],
+)
+def test_padding_that_the_audited_data_do_not_show(lengths: list[list[int]]) -> None:
+    forget_audits()
+    model, loss = Hidden(), TokenCrossEntropy()
+    batches = [hidden(some, 6, seed) for seed, some in enumerate(lengths)]
+    K = kfs.KFAC(kfs.EmpiricalRisk(model, loss, batches), "empirical")
+    alone = [
+        {"input_ids": ids[ids != TOKENS - 1].unsqueeze(0), "labels": labels[labels != IGNORED].unsqueeze(0)}
+        for batch in batches
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+    ]
+    forget_audits()
+    other = kfs.KFAC(kfs.EmpiricalRisk(model, loss, alone), "empirical")
+    for name, block in K.blocks.items():
+        assert block.sums.terms == other.blocks[name].sums.terms, name
+        assert difference(block.A, other.blocks[name].A) < 1e-12, name
+        assert difference(block.B, other.blocks[name].B) < 1e-12, name
+
+
+class Translation(nn.Module):
+    """An encoder with a mask of its own, beside predictions of as many positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.source, self.target = nn.Embedding(TOKENS, WIDTH), nn.Embedding(TOKENS, WIDTH)
+        self.encoder, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.double()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor) -> Tensor:
+        there = attention_mask.unsqueeze(2)
+        encoded = (self.encoder(self.source(input_ids)).tanh() * there).sum(1, keepdim=True) / there.sum(
+            1, keepdim=True
+        )
+        result: Tensor = self.head((self.target(decoder_input_ids) + encoded).tanh())
+        return result
+
+
+def test_encoders_are_not_masked_by_targets_of_decoders() -> None:
+    batch = padded(sequences((2, 4, 3, 5)), 0, 1)
+    targets = padded(sequences((6, 2, 5, 4), seed=1), 0, 0)
+    batch |= {"decoder_input_ids": targets["input_ids"], "labels": targets["labels"]}
+    del batch["position_ids"]
+    K = kfs.KFAC(kfs.EmpiricalRisk(Translation(), TokenCrossEntropy(), batch), "empirical")
+    assert K.blocks["encoder"].sums.terms == 2 + 4 + 3 + 5
+    assert K.blocks["head"].sums.terms == 6 + 2 + 5 + 4
+
+
+def test_attention_that_ends_in_nan_without_keys() -> None:
+    """A model may not take a mask that is none of the user's."""
+
+    class Strict(Attention):
+        def forward(self, h: Tensor, allowed: Tensor) -> Tensor:
+            scores = (self.q(h) @ self.k(h).mT).masked_fill(~allowed, -torch.inf)
+            result: Tensor = self.o(scores.softmax(-1) @ self.v(h))
+            return result
+
+    model, loss, data = Transformer(causal=True), TokenCrossEntropy(shift=True), sequences(prompt=1)
+    model.attention = nn.ModuleList(Strict() for _ in range(2)).double()
+    K = kfs.KFAC(kfs.EmpiricalRisk(model, loss, padded(data, 0, 6)), "empirical")
+    for name in LAYERS:
+        A, B = oracle(model, model.get_submodule(name), data, loss, "expand")
+        assert difference(K.blocks[name].A, A) < 1e-12, name
+        assert difference(K.blocks[name].B, B) < 1e-12, name
+
+
+@pytest.mark.parametrize("scale", [1, 3])
+def test_class_tokens_and_peaked_attention(scale: int) -> None:
+    model = Transformer(causal=False, pooled="first")
+    for attention in model.attention:
+        for p in (*attention.q.parameters(), *attention.k.parameters()):  # type: ignore[union-attr, operator]
+            p.data *= scale
+    batch = padded(sequences(), 0, 4) | {"labels": torch.arange(5) % CLASSES}
+    del batch["position_ids"]
+    K = kfs.KFAC(kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), batch), "empirical")
+    for name in ("tokens.weight", "places.weight", "attention.0.q", "attention.1.v", "up.0.0"):
+        assert K.blocks[name].sums.terms == 5 + 2 + 4 + 3 + 6, name
+
+
+def test_a_mask_without_any_position_is_none() -> None:
+    model, loss, data = Transformer(causal=True), TokenCrossEntropy(shift=True), sequences((5, 5, 5, 5))
+    batch = padded(data, 0, 0)
+    ids = {"input_ids": batch["input_ids"], "labels": batch["labels"]}
+    K = kfs.KFAC(kfs.EmpiricalRisk(model, loss, ids), "empirical")
+    wrong = kfs.KFAC(kfs.EmpiricalRisk(model, loss, ids, mask=lambda x: torch.zeros_like(x["input_ids"])), "empirical")
+    for name, block in K.blocks.items():
+        assert difference(wrong.blocks[name].A, block.A) < 1e-12, name

@@ -6,7 +6,7 @@ replays passes comes from `kfs.recording`.
 
 from kfs.kfac.capture.audit import NotRepeatableError
 from kfs.kfac.capture.audit_report import Audit, both_audits
-from kfs.kfac.capture.audits import Audits, forget_audits
+from kfs.kfac.capture.audits import Audits, distrust, forget_audits
 from kfs.kfac.capture.counted_rows import BatchMasks
 from kfs.kfac.capture.mode import Capture, forward
 from kfs.kfac.capture.replay import recorder_for
@@ -32,6 +32,7 @@ __all__ = [
     "Session",
     "backward",
     "both_audits",
+    "distrust",
     "forget_audits",
     "forward",
     "measure_rows",
