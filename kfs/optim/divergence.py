@@ -99,7 +99,7 @@ class UsualSizes:
     One gradient that is far too large, because of a broken batch or a flipped bit, would dominate the average over
     gradients, and so all steps, until momentum has forgotten it: for 130 steps, if it is a million times too large.
     An input that is far too large dominates a factor even longer. What comes again and again is accepted: then sizes
-    have grown. The first size cannot be compared with any: it is accepted, and fades fast if all others are far smaller.
+    have grown. The first size cannot be compared with any: it is accepted, and fades fast if others are far smaller.
     Everything is decided on the device of the sizes, and nobody waits for it.
     """
 

@@ -187,12 +187,12 @@ def test_layers_that_are_not_used(compress: Any) -> None:
 def test_channels_of_a_layer_without_curvature() -> None:
     """Its rows stay, though they are read by a layer that has curvature."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 7)).double().eval()
-    with torch.no_grad():
-        model[0].bias.fill_(-100.0)  # type: ignore[union-attr]
+    first = nn.Linear(6, 5)
+    nn.init.constant_(first.bias, -100.0)
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 7)).double().eval()
     small, report = prune(model, kfs.KFAC(mlp_risk(model)), 0.7, structured=True)
     assert [row.layer for row in report.rows] == ["2", "4"]
-    assert torch.equal(small[0].weight, model[0].weight)  # type: ignore[index]
+    assert torch.equal(small.get_parameter("0.weight"), first.weight)
 
 
 def test_training_losses_with_ignored_targets() -> None:

@@ -340,8 +340,8 @@ class BlockDiagonal(OwnedBlocks):
         """Return the mean eigenvalue of all blocks together, without blocks of zeros; NaN if there is no other."""
         with self.ranks.agreed("mean eigenvalue"):
             found = traces_and_rows(self.own_stacks)
-        trace, rows = self._joined(found).reshape(-1, 2).sum(0)
-        return trace / rows
+        trace, rows = self._joined(found).reshape(-1, 2).sum(0).unbind()
+        return trace.div(rows)
 
     def _combine_blocks(
         self, other: object, function: Callable[[Structure, Structure], Structure | None]

@@ -31,6 +31,7 @@ from torch import Tensor
 from kfs.describing import Described, Description
 from kfs.errors import DtypeError, KfsWarning, ModelError
 from kfs.kfac.structures import decompositions
+from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.kronecker_sum import KroneckerSum
@@ -243,11 +244,13 @@ def _has_dense_factors(structure: Structure) -> bool:
     return isinstance(structure, KroneckerSum)
 
 
-def _with_all_factors_damped(structure: Structure, damping: Tensor, method: Method) -> Kronecker | KroneckerSum:
+def _with_all_factors_damped(structure: Structure, damping: Tensor, method: Method) -> Structure:
     """Add damping `[stack]` to the factors of Kronecker products, or of all terms of sums."""
     if isinstance(structure, KroneckerSum):
         part = damping if method == "per-factor" else damping / len(structure.terms)
         return KroneckerSum(tuple(_with_damped_factors(term, part, method) for term in structure.terms))
+    if isinstance(structure, Eigenbasis) and not structure.values.any():
+        return structure.shift(damping)  # Factors of parameters that are not used would be zero.
     if not isinstance(structure, Kronecker):
         raise ModelError(
             f"Blocks without Kronecker factors cannot have {method} damping.", "Use method='exact' for them."
