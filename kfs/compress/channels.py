@@ -68,7 +68,8 @@ def prune_channels(
     found = [
         Channels(link, by_name[link.reader], _costs(model, link, by_name[link.reader], update), _saved(model, link))
         for link in links(model)
-        if link.reader in by_name
+        # Layers without curvature stay as they are, on either side.
+        if link.reader in by_name and (isinstance(keep, Mapping) or link.source in by_name)
     ]
     gone = _by_layer(found, keep) if isinstance(keep, Mapping) else _globally(layers, found, keep)
     return _removed(model, layers, found, gone, update)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kfs.compress.layers import Keep, Layer
-from kfs.errors import ModelError, SolverError
+from kfs.errors import DataError, ModelError, SolverError
 from kfs.kfac import Relative
 from kfs.risk import EmpiricalRisk
 
@@ -113,13 +113,24 @@ class TrainingLoss:
     """
 
     def __init__(self, risk_of: Callable[..., EmpiricalRisk], model: nn.Module) -> None:
-        """Choose batches from all over the data, if it is known how many there are, or else the first ones."""
+        """Choose batches from all over the data, if it is known how many there are, or else the first ones.
+
+        Raises:
+            DataError: If all targets of all batches are ignored.
+        """
         self._risk_of = risk_of
         with _evaluated(model):
             risk = self._risk(model)
             apart = ceil((risk.num_batches or 1) / _BATCHES)
-            self._batches = list(islice(islice(risk.batches(), 0, None, apart), _BATCHES))
+            # A batch whose targets are all ignored says nothing.
+            told = (batch for batch in risk.batches() if batch.counted)
+            self._batches = list(islice(islice(told, 0, None, apart), _BATCHES))
         self.num_data = sum(risk.ranks.gather("data of training losses", sum(len(batch.y) for batch in self._batches)))
+        if not self.num_data:
+            raise DataError(
+                "All targets are ignored, so that there is no training loss to choose the damping by.",
+                "Pass damping=, or risk= with data that have targets.",
+            )
         self.before = self(model)
 
     def __call__(self, model: nn.Module) -> float:
@@ -128,7 +139,8 @@ class TrainingLoss:
             risk = self._risk(model)
             with risk.ranks.agreed("training losses"), risk.untouched():
                 losses = [risk.loss.criterion(risk.evaluate(batch), batch.y).double().sum() for batch in self._batches]
-                own = float(torch.stack(losses).sum()), float(sum(batch.counted for batch in self._batches))
+                total = float(torch.stack(losses).sum()) if losses else 0.0
+                own = total, float(sum(batch.counted for batch in self._batches))
             totals = [sum(numbers) for numbers in zip(*risk.ranks.gather("training loss", own), strict=True)]
         loss = totals[0] / totals[1]
         return loss if isfinite(loss) else inf

@@ -78,7 +78,8 @@ def low_rank(
 
     Linear layers and convolutions are replaced where that saves numbers. Their biases take part if they share the block
     of their weight. All other modules stay as they are, and so does the last layer of a `MultiheadAttention`, which
-    counts for `keep`.
+    counts for `keep`. Layers that predictions do not depend on, so that they have no curvature, stay as they are and do
+    not count, unless `keep` names them.
 
     Args:
         model: A model in evaluation mode. It is not changed.

@@ -98,7 +98,8 @@ class Layer:
         mean = float(self.structure.trace().sum()) / self.size
         if damping.fraction > 0 and not mean > 0:
             raise SolverError(
-                f"Block {self.layout.name!r} has no curvature, so that relative damping is zero, too.",
+                f"Block {self.layout.name!r} has no curvature, so that relative damping is zero, too: predictions do "
+                "not depend on the layer, as far as the data show.",
                 "Pass an absolute damping, or leave the layer out: name the layers to compress with keep={...}.",
             )
         return replace(self, damping=damping.fraction * mean)
@@ -151,7 +152,7 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
         damping: What is added to the curvature, a number or a multiple of each block's mean eigenvalue.
 
     Returns:
-        The layers, in the model's order.
+        The layers, in the model's order. Unless `keep` names them, those without any curvature are left out.
 
     Raises:
         DtypeError: If something has another type.
@@ -189,8 +190,10 @@ def layers_of(model: nn.Module, K: BlockDiagonal, keep: Keep, damping: float | R
                 "Compute the curvature with this layer's parameters, or name the layers to compress with keep={...}.",
             )
         layout, structure = blocks[weight]
-        layers.append(_layer(name, module, layout, structure, params).damped_by(damping))
-    return layers
+        layers.append(_layer(name, module, layout, structure, params))
+    # Nothing is known about layers that are not used. They do not compete, unless a user names them.
+    used = [layer for layer in layers if layer.structure.trace().any()]
+    return [layer.damped_by(damping) for layer in (layers if isinstance(keep, Mapping) or not used else used)]
 
 
 def _layer(name: str, module: nn.Module, layout: Layout, structure: Structure, params: Mapping[str, Tensor]) -> Layer:

@@ -44,7 +44,8 @@ def prune(
 
     Linear layers and convolutions are pruned, with their biases if these share the block of their weight. All other
     modules stay as they are, except for a BatchNorm whose channels go. By default all layers compete: what costs least
-    goes first, wherever it is.
+    goes first, wherever it is. Layers without any curvature, since predictions do not depend on them, stay as
+    they are and do not count, unless `keep` names them.
 
     - `basis="parameters"`, `update=False`: optimal brain damage. Weights are set to zero by the diagonal of the
       curvature.

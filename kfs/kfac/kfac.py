@@ -206,7 +206,9 @@ class KFAC(ShowsFactors, BlockDiagonal):
             self.check_ranks(risk)
             settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
             blocks, owners, progress = compute_sums(risk, settings, owners=self.owners)
-            self._add(blocks, progress.num_data, progress.count, owners)
+            skips = self.settings.uncovered == "skip"
+            named = _params(block.layout for block in blocks) if skips else set(risk.params)
+            self._add(blocks, named, progress.num_data, progress.count, owners)
         self.audit = both_audits(self.audit, progress.audit)
         return self
 
@@ -229,7 +231,8 @@ class KFAC(ShowsFactors, BlockDiagonal):
                 raise ModelError(
                     "The blocks have other owners.", "Merge two with the same owners, or K.gathered() of both."
                 )
-        self._add([block.sums for block in other.blocks.values()], other.num_data, other.count, self.owners)
+        theirs = [block.sums for block in other.blocks.values()]
+        self._add(theirs, set(other.domain.shapes), other.num_data, other.count, self.owners)
         self.audit = both_audits(self.audit, other.audit)
         return self
 
@@ -285,14 +288,16 @@ class KFAC(ShowsFactors, BlockDiagonal):
                 "Pass a risk whose data are split over the same group, or use K.gathered().",
             )
 
-    def _add(self, blocks: Iterable[BlockSums], num_data: int, count: float, owners: Mapping[str, int]) -> None:
-        """Add sums of other data. Some of them may use rows of a parameter (experts) that the others do not use."""
+    def _add(
+        self, blocks: Iterable[BlockSums], named: set[str], num_data: int, count: float, owners: Mapping[str, int]
+    ) -> None:
+        """Add sums of other data. These may use parameters, or rows of them (experts), that the others do not use."""
         others = {block.layout.name: block for block in blocks}
         others |= {n: others[n].turned_to(b.layout) for n, b in self.blocks.items() if n in others}
         mine = [block.layout for block in self.blocks.values()]
         placement = Placement(mine)
         fit = all(placement.admit(block.layout) for block in others.values())
-        if not fit or _params(mine) != _params(block.layout for block in others.values()):
+        if not fit or named != set(self.domain.shapes):
             raise ModelError(
                 f"The blocks differ: {list(self.blocks)} and {list(others)}.", "Use the same model and parameters."
             )

@@ -69,7 +69,7 @@ class DampedBlocks:
         damping: What is added, by block; before weighting.
 
     Raises:
-        SolverError: If relative damping is asked for a block without curvature.
+        SolverError: If relative damping is asked for, and no block has curvature.
     """
 
     def __init__(self, K: BlockDiagonal, damping: Damping, method: Method | None, weight: float) -> None:
@@ -79,8 +79,9 @@ class DampedBlocks:
         self.weight = weight
         self.damping: dict[str, float] = {}
         self._parts: list[tuple[Stack, Tensor]] = []
+        mean = K.mean_eigenvalue() if any(isinstance(d, Relative) for d in numbers.values()) else 0.0
         for stack in K.stacks:
-            added = absolute_damping(stack, numbers)
+            added = absolute_damping(stack, numbers, mean)
             for layout, part in stack.slices():
                 self._parts.append((Stack((layout,), stack.structure[part]), added[part]))
                 self.damping[layout.name] = float(added[part].amax())

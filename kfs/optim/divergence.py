@@ -17,8 +17,11 @@ from kfs.waiting import numbers
 _MOST_SKIPPED = 10
 # What is left of a size after a comparison. A size that comes again within some thousands of them is usual.
 _LEFT_OF_SIZE = 0.999
-# What is left of a refusal. They must be forgotten more slowly than sizes: rare but regular ones are accepted then.
-_LEFT_OF_REFUSAL = 0.99995
+# What is left if new sizes are this many times smaller: the largest one was a spike, before anything was known.
+_LEFT_OF_SPIKE = 0.9
+_FAR_SMALLER = 1000.0
+# What a usual size takes off refusals. Single spikes never add up, but sizes that come every other time do.
+_FORGOTTEN = 0.5
 
 
 class Fine(NamedTuple):
@@ -95,12 +98,13 @@ class UsualSizes:
 
     One gradient that is far too large, because of a broken batch or a flipped bit, would dominate the average over
     gradients, and so all steps, until momentum has forgotten it: for 130 steps, if it is a million times too large.
-    An input that is far too large dominates a factor even longer. What comes again is accepted: then sizes have grown.
+    An input that is far too large dominates a factor even longer. What comes again and again is accepted: then sizes
+    have grown. The first size cannot be compared with any: it is accepted, and fades fast if others are far smaller.
     Everything is decided on the device of the sizes, and nobody waits for it.
     """
 
     limit: float  # Sizes that are larger than this many times the largest so far are refused.
-    patience: int  # After this many refusals, everything is accepted.
+    patience: int  # After this many refusals, with hardly a usual size in between, everything is accepted.
     _refusals: Tensor | float = 0.0
     # What sizes may be: `limit` times the largest so far, which fade slowly; NaN where nothing but zeros is known.
     _names: tuple[str, ...] = ()  # compared last
@@ -133,11 +137,13 @@ class UsualSizes:
             absurd = ~usual
         good = finite & ~absurd
         refused = finite & absurd
-        self._refusals = _LEFT_OF_REFUSAL * refusals + (refused if usable is None else refused & usable)
+        forgotten = (refusals - _FORGOTTEN * good).clamp(min=0)
+        self._refusals = forgotten + (refused if usable is None else refused & usable)
         if learn:
             counts = good if usable is None else good & usable
             new = torch.where(counts & (sizes > 0), self.limit * sizes, torch.nan)
-            self._most = torch.fmax(_LEFT_OF_SIZE * most, new)
+            left = torch.where(_FAR_SMALLER * new < most, _LEFT_OF_SPIKE, _LEFT_OF_SIZE)
+            self._most = torch.fmax(left * most, new)
         return finite, good
 
     def _most_of(self, names: tuple[str, ...], like: Tensor) -> Tensor:

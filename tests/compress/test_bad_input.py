@@ -1,6 +1,7 @@
 """What is refused, with cause and way out; and how results show themselves."""
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import kfs
 from kfs.compress import low_rank, prune
-from kfs.errors import DtypeError, KfsWarning, ModelError, SolverError
+from kfs.errors import DataError, DtypeError, KfsWarning, ModelError, SolverError
 from kfs.kfac import exact_blocks
 from tests.compress.problems import cnn, image_risk, mlp, mlp_risk
 
@@ -151,6 +152,62 @@ def test_no_curvature_at_all(compress: Any) -> None:
     K = kfs.KFAC(kfs.EmpiricalRisk(model, nn.MSELoss(), data)) * 0.0
     with pytest.raises(SolverError, match=r"Block '0' has no curvature.*absolute damping"):
         compress(model, K, 0.6)
+
+
+class PartlyUsed(nn.Module):
+    """Predictions do not depend on one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.unused = mlp(), nn.Linear(3, 4).double()
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x)
+        return result
+
+
+@pytest.mark.parametrize(
+    "compress", [prune, low_rank, partial(prune, structured=True), partial(prune, basis="eigen", damping=0.1)]
+)
+def test_layers_that_are_not_used(compress: Any) -> None:
+    """They stay as they are and do not count, unless they are named."""
+    torch.manual_seed(0)
+    model = PartlyUsed()
+    K = kfs.KFAC(mlp_risk(model))
+    small, report = compress(model, K, 0.8)
+    assert [row.layer for row in report.rows] == ["net.0", "net.2"]
+    assert sum(row.before for row in report.rows) == sum(p.numel() for p in model.net.parameters())
+    assert report.kept_share <= 0.8
+    assert torch.equal(small.unused.weight, model.unused.weight)
+    with pytest.raises(SolverError, match=r"no curvature.*predictions do not depend on the layer.*leave the layer out"):
+        compress(model, K, {"unused": 0.5}, damping=kfs.Relative(0.1))
+
+
+def test_channels_of_a_layer_without_curvature() -> None:
+    """Its rows stay, though they are read by a layer that has curvature."""
+    torch.manual_seed(0)
+    first = nn.Linear(6, 5)
+    nn.init.constant_(first.bias, -100.0)
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 7)).double().eval()
+    small, report = prune(model, kfs.KFAC(mlp_risk(model)), 0.7, structured=True)
+    assert [row.layer for row in report.rows] == ["2", "4"]
+    assert torch.equal(small.get_parameter("0.weight"), first.weight)
+
+
+def test_training_losses_with_ignored_targets() -> None:
+    """Batches without targets are not chosen; if there are no others, it is said what to do."""
+    torch.manual_seed(0)
+    model, loss = mlp(), nn.CrossEntropyLoss()
+    X, y = torch.randn(40, 6, dtype=torch.float64), torch.randint(7, (40,))
+    y[::5] = -100  # all that would be read
+    risk = kfs.EmpiricalRisk(model, loss, [(X[i : i + 1], y[i : i + 1]) for i in range(40)])
+    report = prune(model, kfs.KFAC(risk), 0.5).report
+    assert len(report.losses) == 4
+    assert 0 < report.loss_data <= 8
+    ignored = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(reduction="sum"), (X, torch.full_like(y, -100)))
+    with pytest.raises(DataError, match=r"All targets are ignored.*Pass damping="):
+        prune(model, kfs.KFAC(risk), 0.5, risk=ignored)
 
 
 def test_groups_of_channels() -> None:

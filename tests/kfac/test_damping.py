@@ -190,6 +190,56 @@ def test_relative_damping_of_factors_and_sums(method: Any) -> None:
     close(total.inverse(kfs.Relative(0.1), method).to_dense(), total.inverse(number, method).to_dense())
 
 
+class PartlyUsed(nn.Module):
+    """Predictions depend on two of four layers, and not on a token; as those of DINOv2 without masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.token = nn.Parameter(torch.randn(1, 5))
+        self.first, self.unused, self.last = nn.Linear(4, 5), nn.Linear(4, 2), nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.last(self.first(x).tanh())
+        return hidden
+
+
+def partly_used(model: PartlyUsed, only_used: bool = False) -> EmpiricalRisk:
+    """A risk of all parameters, or of those that are used."""
+    X = torch.randn(12, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    used = ["first.weight", "first.bias", "last.weight", "last.bias"]
+    return EmpiricalRisk(model, nn.CrossEntropyLoss(), (X, torch.arange(12) % 3), params=used if only_used else None)
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC])
+def test_relative_damping_of_parameters_that_are_not_used(make: Any) -> None:
+    """It is in units of the mean eigenvalue of those that are used, whose inverse is that without the others."""
+    model = PartlyUsed()
+    K, alone = make(partly_used(model)), make(partly_used(model, only_used=True))
+    used = list(alone.domain.shapes)
+    unused = [name for name in K.domain.shapes if name not in used]
+    for method in ("exact", "factored", "per-factor") if make is KFAC else ("exact",):
+        inverse = K.inverse(kfs.Relative(0.1), method)
+        close(inverse.submatrix(used).to_dense(), alone.inverse(kfs.Relative(0.1), method).to_dense())
+        rest = inverse.submatrix(unused).to_dense()
+        mean = alone.to_dense().diagonal().mean()
+        close(rest, torch.eye(len(rest)).double() / (0.1 * mean))
+    with pytest.raises(SolverError, match=r"has no curvature, nor has another block.*absolute number"):
+        (0 * K).inverse(kfs.Relative(0.1))
+
+
+def test_influence_and_merging_with_parameters_that_are_not_used() -> None:
+    """Their gradients are zero, so that scores are those without them; and models are averaged there."""
+    model, other = PartlyUsed(), PartlyUsed()
+    risk, alone = partly_used(model), partly_used(model, only_used=True)
+    close(kfs.Influence(EKFAC(risk)).scores(risk, risk), kfs.Influence(EKFAC(alone)).scores(alone, alone))
+    with torch.no_grad():
+        other.token.add_(1.0)
+    merged = kfs.merge([model, other], [KFAC(risk), KFAC(partly_used(other))])
+    close(merged["token"], other.token.detach() - 0.5)
+
+
 def test_relative_damping_refuses() -> None:
     for bad in (-0.1, float("nan"), "much", None):
         with pytest.raises(DtypeError, match="A relative damping is"):

@@ -185,6 +185,29 @@ def test_more_data_may_use_other_experts() -> None:
         K.update(EmpiricalRisk(model, nn.MSELoss(), (some, normal(7, HIDDEN))))
 
 
+class SkipsLayers(Mixture):
+    """Does not even call experts without tokens, which are modules."""
+
+    def experts(self, x: Tensor, expert: Tensor) -> Tensor:
+        up: Any = self.up
+        down: Any = self.down
+        return torch.cat([down[e](up[e](x[expert == e]).tanh()) for e in expert.unique().tolist()])
+
+
+def test_more_data_may_use_other_layers() -> None:
+    """Experts may be modules. Whatever each part of the data uses, the result is that of all data at once."""
+    some, others = sent_to([0, 2], 7), sent_to([1, 2], 5)
+    K, second = KFAC(risk_of(SkipsLayers("layers"), some)), KFAC(risk_of(SkipsLayers("layers"), others))
+    assert set(K.blocks) != set(second.blocks)
+    together = KFAC(risk_of(SkipsLayers("layers"), torch.cat([some, others])))
+    for both in (
+        KFAC(risk_of(SkipsLayers("layers"), some)).merge(second),
+        K.update(risk_of(SkipsLayers("layers"), others)),
+    ):
+        assert list(both.blocks) == list(together.blocks)
+        close(both.to_dense(), together.to_dense())
+
+
 def test_every_expert_has_a_row_in_the_table() -> None:
     table = inspect(Mixture("grouped"), sent_to([0, 1, 2], 6))
     assert [row.block for row in table.rows] == [f"{name}[{e}]" for name in ("up", "down") for e in range(EXPERTS)]

@@ -210,17 +210,31 @@ def test_gradients_that_grow() -> None:
     assert factors.values.norm() > 1e5
 
 
-def test_large_gradients_that_are_rare_but_usual() -> None:
-    """They are not refused for ever."""
-    sizes = UsualSizes(100.0, 3)
-    for interval in (10, 1000):
+def test_spikes_that_come_again_and_again() -> None:
+    """Single ones are refused for ever, as those of a broken datum are. If every other size is large, it is usual."""
+    for interval, refused in ((1000, 8), (10, 8), (2, 5)):
+        sizes = UsualSizes(100.0, 3)
         accepted = []
         for i in range(8 * interval):
-            rare = i % interval == interval - 1
-            good = sizes.check(Ranks(), ("gradients",), torch.tensor([1e6 if rare else 1.0]))[1]
-            accepted += [bool(good)] if rare else []
-        assert accepted.count(False) <= 3
+            large = i % interval == interval - 1
+            good = sizes.check(Ranks(), ("gradients",), torch.tensor([1e6 if large else 1.0]))[1]
+            assert good or large
+            accepted += [bool(good)] if large else []
+        assert accepted == [False] * refused + [True] * (8 - refused)
         # After a file was read, it goes on in the same way.
         other = UsualSizes(100.0, 3)
         other.restore(sizes.state())
         assert other.state() == sizes.state()
+
+
+def test_a_spike_before_anything_is_known() -> None:
+    """It is accepted, but not for long the measure of other spikes; a size that comes again in time stays it."""
+
+    def accepted(*sizes: float) -> bool:
+        usual = UsualSizes(100.0, 3)
+        return [bool(usual.check(Ranks(), ("gradients",), torch.tensor([size]))[1]) for size in sizes][-1]
+
+    assert accepted(1e8, *[1.0] * 5, 1e8)
+    assert not accepted(1e8, *[1.0] * 100, 1e8)
+    assert accepted(*[1e8, *[1.0] * 20] * 5, 1e8)
+    assert accepted(100.0, *[1.0] * 100, 5000.0)  # sizes that differ by less are all usual

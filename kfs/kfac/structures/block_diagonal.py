@@ -27,6 +27,7 @@ from kfs.kfac.structures.damping import (
     absolute_damping,
     damped_inverse,
     damping_by_name,
+    traces_and_rows,
 )
 from kfs.kfac.structures.dense import Dense
 from kfs.kfac.structures.eigenbasis import Eigenbasis
@@ -329,9 +330,18 @@ class BlockDiagonal(OwnedBlocks):
     def _map_damped(self, function: Callable[[Structure, Tensor], Structure], damping: Damping) -> "BlockDiagonal":
         """Apply a function to all structures and their dampings, `[stack]`."""
         numbers = damping_by_name(damping, {block.layout.name for block in self._listed()})
+        # Only blocks of zeros need it; ranks do not know whether others have some.
+        mean = self.mean_eigenvalue() if any(isinstance(d, Relative) for d in numbers.values()) else 0.0
         return self._with_structures(
-            stack.apply(function, absolute_damping(stack, numbers)) for stack in self.own_stacks
+            stack.apply(function, absolute_damping(stack, numbers, mean)) for stack in self.own_stacks
         )
+
+    def mean_eigenvalue(self) -> Tensor:
+        """Return the mean eigenvalue of all blocks together, without blocks of zeros; NaN if there is no other."""
+        with self.ranks.agreed("mean eigenvalue"):
+            found = traces_and_rows(self.own_stacks)
+        trace, rows = self._joined(found).reshape(-1, 2).sum(0).unbind()
+        return trace.div(rows)
 
     def _combine_blocks(
         self, other: object, function: Callable[[Structure, Structure], Structure | None]

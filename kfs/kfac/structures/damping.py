@@ -20,7 +20,7 @@ Damping is a number, or a multiple of each block's mean eigenvalue, `Relative`.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
@@ -31,6 +31,7 @@ from torch import Tensor
 from kfs.describing import Described, Description
 from kfs.errors import DtypeError, KfsWarning, ModelError
 from kfs.kfac.structures import decompositions
+from kfs.kfac.structures.eigenbasis import Eigenbasis
 from kfs.kfac.structures.factor import Factor
 from kfs.kfac.structures.kronecker import Kronecker
 from kfs.kfac.structures.kronecker_sum import KroneckerSum
@@ -44,7 +45,9 @@ class Relative(Described):
     """Damping in units of each block's mean eigenvalue: its trace over its number of rows.
 
     Absolute numbers mean little if curvature differs by orders of magnitude between layers, or changes in training.
-    A layer with groups of channels is one block.
+    A layer with groups of channels is one block. A block of zeros has no such unit, as that of a parameter that
+    predictions do not depend on (`K.audit.unused`): it gets the multiple of the mean eigenvalue of all other blocks
+    together. Its gradient is zero anyway.
 
     Args:
         fraction: The multiple of the mean eigenvalue that is added.
@@ -79,7 +82,7 @@ class Relative(Described):
         return Description(f"Relative({self.fraction!r})")
 
 
-_NO_CURVATURE = "has no curvature, so that relative damping is zero, too: give it an absolute number, by its name"
+_NO_CURVATURE = "has no curvature, nor has another block, so that relative damping is zero, too: use an absolute number"
 # One number for all blocks, or one for each block, by name.
 Damping = float | Relative | Mapping[str, float | Relative]
 Method = Literal["exact", "factored", "per-factor"]
@@ -117,15 +120,16 @@ def damping_by_name(damping: Damping, names: set[str]) -> Mapping[str, float | R
     return numbers
 
 
-def absolute_damping(stack: Stack, damping: Mapping[str, float | Relative]) -> Tensor:
+def absolute_damping(stack: Stack, damping: Mapping[str, float | Relative], mean: Tensor | float) -> Tensor:
     """Return the damping of each block as a number, `[stack]`.
 
     Args:
         stack: The blocks.
         damping: By the blocks' names.
+        mean: The mean eigenvalue of all blocks but those of zeros, which get their relative damping from it.
 
     Raises:
-        SolverError: If relative damping is asked for a block without curvature.
+        SolverError: If relative damping is asked for, and neither a block nor the others have curvature.
     """
     given = {name: damping[name] for name in stack.names}
     absolute = {name: 0.0 if isinstance(d, Relative) else d for name, d in given.items()}
@@ -135,6 +139,7 @@ def absolute_damping(stack: Stack, damping: Mapping[str, float | Relative]) -> T
         return numbers
     relative = stack.per_block(fractions)
     means = mean_eigenvalues(stack).to(relative)
+    means = torch.where(means == 0, torch.as_tensor(mean).to(relative), means)
 
     # Called with the structure, so that an error has the block's name.
     stack.apply(lambda _: decompositions.check_each(~(relative > 0) | (means > 0), _NO_CURVATURE))
@@ -149,6 +154,17 @@ def mean_eigenvalues(stack: Stack) -> Tensor:
     size = stack.structure.rows * stack.structure.columns
     means = stack.structure.trace() / size
     return torch.cat([means[part].mean().expand(layout.groups) for layout, part in stack.slices()])
+
+
+def traces_and_rows(stacks: Iterable[Stack]) -> Tensor:
+    """Return the traces of all blocks that are not zero, and how many rows these have, `[2]`."""
+    totals = torch.zeros(2, dtype=torch.float64)
+    for stack in stacks:
+        traces = stack.structure.trace().double()
+        # All groups of channels of one layer are one block.
+        rows = (mean_eigenvalues(stack) != 0) * float(stack.structure.rows * stack.structure.columns)
+        totals = totals.to(traces.device) + torch.stack([traces.sum(), rows.sum()])
+    return totals
 
 
 def damped_inverse(structure: Structure, damping: Tensor, method: Method) -> Structure:
@@ -228,11 +244,13 @@ def _has_dense_factors(structure: Structure) -> bool:
     return isinstance(structure, KroneckerSum)
 
 
-def _with_all_factors_damped(structure: Structure, damping: Tensor, method: Method) -> Kronecker | KroneckerSum:
+def _with_all_factors_damped(structure: Structure, damping: Tensor, method: Method) -> Structure:
     """Add damping `[stack]` to the factors of Kronecker products, or of all terms of sums."""
     if isinstance(structure, KroneckerSum):
         part = damping if method == "per-factor" else damping / len(structure.terms)
         return KroneckerSum(tuple(_with_damped_factors(term, part, method) for term in structure.terms))
+    if isinstance(structure, Eigenbasis) and not structure.values.any():
+        return structure.shift(damping)  # Factors of parameters that are not used would be zero.
     if not isinstance(structure, Kronecker):
         raise ModelError(
             f"Blocks without Kronecker factors cannot have {method} damping.", "Use method='exact' for them."
