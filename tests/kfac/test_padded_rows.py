@@ -446,7 +446,7 @@ def test_attention_that_ends_in_nan_without_keys() -> None:
 def test_class_tokens_and_peaked_attention(scale: int) -> None:
     model = Transformer(causal=False, pooled="first")
     for attention in model.attention:
-        for p in (*attention.q.parameters(), *attention.k.parameters()):  # type: ignore[union-attr, operator]
+        for p in (*attention.q.parameters(), *attention.k.parameters()):  # type: ignore[union-attr]
             p.data *= scale
     batch = padded(sequences(), 0, 4) | {"labels": torch.arange(5) % CLASSES}
     del batch["position_ids"]

@@ -198,6 +198,7 @@ def candidates(num_data: int, size: int, masks: Sequence[BatchMasks], alive: Seq
     pattern = torch.stack([one.any(0) for one in alive]).any(0)
     if num_data > 1 and not pattern.all():
         yield RowRule("positions", pattern=tuple(pattern.tolist()))
+        yield RowRule("positions", pattern=tuple(pattern.tolist()), lone="datum")
 
 
 def matching_rule(
