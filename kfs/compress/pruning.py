@@ -110,7 +110,7 @@ def prune(
     ranks = _sharing(K, risk, risk_of)
     with ranks.agreed("kfs.compress.prune"):
         chosen_layers = sorted(keep.items(), key=str) if isinstance(keep, Mapping) else keep
-        settings = {"keep": chosen_layers, "basis": basis, "update": update, "structured": structured}
+        settings: dict[str, Any] = {"keep": chosen_layers, "basis": basis, "update": update, "structured": structured}
         settings |= {"damping": damping, "count_bases": count_bases}
         check_same(ranks, "settings of prune", {"Settings": Same(settings, "Pass the same ones in all processes.")})
         if basis not in _BASES:

@@ -344,7 +344,10 @@ def with_wrong_arguments() -> dict[str, str]:
     calls["density"] = lambda: kfs.operators.spectral_density(G, num_vectors=1, probes="typo" if bad else "normal")  # type: ignore[arg-type]
     calls["plot"] = lambda: G.plot(most=2 if bad else 1000)
     calls["names"] = lambda: G.plot(["typo" if bad else "0.weight"])
-    settings = {"prune": ({"keep": 0.5}, {"keep": 0.6}), "prune, update": ({"update": True}, {"update": False})}
+    settings: dict[str, Any] = {
+        "prune": ({"keep": 0.5}, {"keep": 0.6}),
+        "prune, update": ({"update": True}, {"update": False}),
+    }
     settings["prune, damping"] = ({}, {"damping": 0.1})
     model = problem("mlp")[0]
     for name, both in settings.items():
