@@ -3,8 +3,9 @@
 `surgery` has the formulas for weights, `channels` those for channels, `eigen` those for the eigenbasis.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, Literal
 from warnings import warn
 
@@ -18,6 +19,8 @@ from kfs.compress.layers import Keep, Layer, layers_of
 from kfs.compress.replacing import write_weights
 from kfs.compress.report import Compressed, LayerRow, make_report, unchanged
 from kfs.compress.surgery import adapted, damage, surgeon
+from kfs.distributed import Ranks, Same, check_same
+from kfs.distributed.sharding import part_of
 from kfs.errors import DtypeError, KfsWarning, ModelError
 from kfs.kfac import EKFAC, KFAC, BlockDiagonal, Relative
 from kfs.names import few
@@ -74,7 +77,8 @@ def prune(
             on at most eight batches is taken. The report has all losses. Where no training data are known, it is
             `kfs.Relative(0.03)`.
         risk: Loss and data for that choice. By default those that `K` was computed from: a `KFAC` or `EKFAC` knows them
-            unless it comes from a file or is a copy. If several processes share the data, all of them call `prune`.
+            unless it comes from a file or is a copy. If several processes share the data, all of them call `prune`,
+            with the same settings.
         count_bases: Whether the numbers of fixed bases count as kept. A layer that would not become smaller then stays
             as it is. The basis of parameters has no such numbers.
         sample: Input of a forward pass, with its batch axis, for which operations are counted; a tuple for several
@@ -84,6 +88,7 @@ def prune(
         A new model of plain `torch.nn` modules, and a report.
 
     Raises:
+        DistributedError: If settings differ between processes.
         DtypeError: If something has another type.
         ModelError: If `keep` cannot be reached, or leaves nothing; if a layer has no block, is tied, or cannot be
             replaced by smaller ones; if the curvature is of other parameters, or BatchNorm is in training mode.
@@ -102,45 +107,60 @@ def prune(
           50.0% of 66 numbers in 2 layers; all parameters: 66 before, 33 after, 66 stored
           damping Relative(0.1), chosen by the training loss of 50 data: ...
     """
-    if basis not in _BASES:
-        raise ModelError(f"basis is {basis!r}.", "Choose 'parameters' or 'eigen'.")
     risk_of = _training_risk(K, risk)
-    layers = layers_of(model, K, keep, WITHOUT_DATA if damping is None else damping)
-    competing = groups(layers, keep)
+    ranks = _sharing(K, risk, risk_of)
+    with ranks.agreed("kfs.compress.prune"):
+        chosen_layers = sorted(keep.items(), key=str) if isinstance(keep, Mapping) else keep
+        settings: dict[str, Any] = {"keep": chosen_layers, "basis": basis, "update": update, "structured": structured}
+        settings |= {"damping": damping, "count_bases": count_bases}
+        check_same(ranks, "settings of prune", {"Settings": Same(settings, "Pass the same ones in all processes.")})
+        if basis not in _BASES:
+            raise ModelError(f"basis is {basis!r}.", "Choose 'parameters' or 'eigen'.")
+        layers = layers_of(model, K, keep, WITHOUT_DATA if damping is None else damping)
+        competing = groups(layers, keep)
 
-    def attempt(damping: float | Relative, roughly: bool = False) -> tuple[nn.Module, list[LayerRow]]:
-        damped = {layer.name: layer.damped_by(damping) for layer in layers}
-        if structured and basis == "parameters" and any(part < 1 for _, part in competing):
-            return prune_channels(model, list(damped.values()), keep, update)
-        result = deepcopy(model)
-        rows: list[LayerRow] = []
-        for group, part in competing:
-            members = [damped[layer.name] for layer in group]
-            # Nothing is computed where nothing is removed, so that weights stay as they are to the last bit.
-            if part == 1:
-                rows += map(unchanged, members)
-            elif basis == "parameters":
-                rows += _prune_weights(result, members, part, update, roughly)
-            elif structured:
-                result, more = prune_rows_and_columns(model, result, members, part, count_bases)
-                rows += more
-            else:
-                rows += prune_coefficients(result, members, part, count_bases)
-        return result, rows
+        def attempt(damping: float | Relative, roughly: bool = False) -> tuple[nn.Module, list[LayerRow]]:
+            damped = {layer.name: layer.damped_by(damping) for layer in layers}
+            if structured and basis == "parameters" and any(part < 1 for _, part in competing):
+                return prune_channels(model, list(damped.values()), keep, update)
+            result = deepcopy(model)
+            rows: list[LayerRow] = []
+            for group, part in competing:
+                members = [damped[layer.name] for layer in group]
+                # Nothing is computed where nothing is removed, so that weights stay as they are to the last bit.
+                if part == 1:
+                    rows += map(unchanged, members)
+                elif basis == "parameters":
+                    rows += _prune_weights(result, members, part, update, roughly)
+                elif structured:
+                    result, more = prune_rows_and_columns(model, result, members, part, count_bases)
+                    rows += more
+                else:
+                    rows += prune_coefficients(result, members, part, count_bases)
+            return result, rows
 
-    about: dict[str, Any] = {"damping": WITHOUT_DATA if damping is None else damping}
-    if damping is None and risk_of is not None and any(part < 1 for _, part in competing):
-        loss = TrainingLoss(risk_of, model)
-        chosen, losses = best(lambda damping: attempt(damping, roughly=True)[0], loss)
-        about = {"damping": chosen, "losses": losses, "loss_before": loss.before, "loss_data": loss.num_data}
-    result, rows = attempt(about["damping"])
-    _warn_of_empty_layers(rows)
-    name = "eigenbasis" if basis == "eigen" else "surgeon" if update else "damage"
-    method = f"{'structured ' if structured else ''}{name} of {K.formula}, keep={keep}"
-    return Compressed(result, make_report(method, rows, model, result, count_bases, sample, **about))
+        about: dict[str, Any] = {"damping": WITHOUT_DATA if damping is None else damping}
+        if damping is None and risk_of is not None and any(part < 1 for _, part in competing):
+            loss = TrainingLoss(risk_of, model)
+            chosen, losses = best(lambda damping: attempt(damping, roughly=True)[0], loss)
+            about = {"damping": chosen, "losses": losses, "loss_before": loss.before, "loss_data": loss.num_data}
+        result, rows = attempt(about["damping"])
+        _warn_of_empty_layers(rows)
+        name = "eigenbasis" if basis == "eigen" else "surgeon" if update else "damage"
+        method = f"{'structured ' if structured else ''}{name} of {K.formula}, keep={keep}"
+        return Compressed(result, make_report(method, rows, model, result, count_bases, sample, **about))
 
 
-def _training_risk(K: BlockDiagonal, risk: EmpiricalRisk | None) -> Callable[..., EmpiricalRisk] | None:
+def _sharing(K: object, risk: EmpiricalRisk | None, risk_of: partial[EmpiricalRisk] | None) -> Ranks:
+    """Return the processes that share training data or blocks; they prune together."""
+    if isinstance(K, BlockDiagonal) and K.ranks.are_several:
+        return K.ranks
+    if risk is not None:
+        return risk.ranks
+    return Ranks() if risk_of is None else part_of(risk_of.keywords["data"], risk_of.keywords["group"])[0]
+
+
+def _training_risk(K: BlockDiagonal, risk: EmpiricalRisk | None) -> partial[EmpiricalRisk] | None:
     """Return what makes the risk of a model on training data; `None` if no such data are known."""
     if risk is None:
         factors = K.factors if isinstance(K, EKFAC) else K

@@ -218,8 +218,8 @@ class EKFAC(ShowsFactors, BlockDiagonal):
             risk: The same model, loss and parameters with other data. Draws continue where they ended.
         """
         settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
-        check_risk(risk)
-        with (self.ranks if self.ranks.are_several else risk.ranks).agreed("update"):
+        with (self.ranks if self.ranks.are_several else getattr(risk, "ranks", self.ranks)).agreed("update"):
+            check_risk(risk)
             self.factors.check_ranks(risk)
             sums, progress = self._squares(risk, settings)
             self._add(sums, progress.num_data, progress.count)

@@ -1,7 +1,8 @@
 """KFAC: the Kronecker-factored approximation of a curvature matrix, one block per parameter (with its bias)."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -121,7 +122,7 @@ class KFAC(ShowsFactors, BlockDiagonal):
 
     symmetric = True
     _lists = ("blocks",)
-    risk_of: Callable[..., EmpiricalRisk] | None = None  # files and copies do not know the data
+    risk_of: partial[EmpiricalRisk] | None = None  # files and copies do not know the data
 
     def __init__(
         self,
@@ -200,8 +201,8 @@ class KFAC(ShowsFactors, BlockDiagonal):
         Returns:
             This object. It equals one that was computed from all data at once.
         """
-        check_risk(risk)
-        with (self.ranks if self.ranks.are_several else risk.ranks).agreed("update"):
+        with (self.ranks if self.ranks.are_several else getattr(risk, "ranks", self.ranks)).agreed("update"):
+            check_risk(risk)
             self.loss.check_same(LossScale.of(risk))
             self.check_ranks(risk)
             settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)

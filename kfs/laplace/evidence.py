@@ -88,7 +88,7 @@ def log_marginal_likelihood(
 
 
 def _told_to_others(risk: object) -> AbstractContextManager[None]:
-    """Return a context whose errors reach the processes that share a risk; what is no risk is refused later."""
+    """Return a context whose errors reach the processes that share a risk, and compute its value afterwards."""
     return risk.ranks.agreed("kfs.laplace", is_short=True) if isinstance(risk, EmpiricalRisk) else nullcontext()
 
 
@@ -153,7 +153,8 @@ def tune_prior(
         SolverError: If there is no largest one: parameters are all zero, or there is no curvature.
         ModelError: As `log_marginal_likelihood` raises it.
     """
-    with _told_to_others(risk):
+    # Nothing but blocks with owners makes processes wait for each other here, so that others need not be told.
+    with K.ranks.agreed("kfs.laplace.tune_prior") if isinstance(K, BlockDiagonal) else nullcontext():
         check_curvature(K)
         check_risk(K, risk)
         likelihood = likelihood_of(K, risk, noise, temperature)

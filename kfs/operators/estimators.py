@@ -89,10 +89,11 @@ def trace(
         >>> diagonal(G, products=6)
         Estimate: 8, float32 on cpu, with an error for each number (6 products)
     """
-    _check(A, products)
     methods = {"hutchinson": _hutchinson, "hutch++": _hutch_plus_plus, "xtrace": _xtrace}
-    if method not in methods:
-        raise ShapeError(f"method is {method!r}.", f"Choose from {list(methods)}.")
+    with A._ranks.agreed("trace"):
+        _check(A, products)
+        if method not in methods:
+            raise ShapeError(f"method is {method!r}.", f"Choose from {list(methods)}.")
     num = {"hutchinson": products, "hutch++": 2 * (products // 3), "xtrace": products // 2}[method]
     with show_progress("trace", _ROUNDS[method], progress, "round") as line:
         if products >= A.shape[0]:  # enough to look at every column
@@ -136,9 +137,10 @@ def diagonal(
         >>> torch.allclose(diagonal(G, method="xdiag", products=12).value, G.diagonal())  # its rank is four
         True
     """
-    _check(A, products)
-    if method not in {"hutchinson", "xdiag"}:
-        raise ShapeError(f"method is {method!r}.", "Choose from ['hutchinson', 'xdiag'].")
+    with A._ranks.agreed("diagonal"):
+        _check(A, products)
+        if method not in {"hutchinson", "xdiag"}:
+            raise ShapeError(f"method is {method!r}.", "Choose from ['hutchinson', 'xdiag'].")
     with show_progress("diagonal", _ROUNDS[method], progress, "round") as line:
         if method == "hutchinson":
             omega = _probes(A, products, probes, seed)
@@ -170,7 +172,8 @@ def squared_frobenius_norm(
     Returns:
         The estimate with its standard error.
     """
-    _check(A, products, square=False)
+    with A._ranks.agreed("Frobenius norm"):
+        _check(A, products, square=False)
     with show_progress("Frobenius norm", 1, progress, "round") as line:
         samples = (_product(A, _probes(A, products, probes, seed), line) ** 2).sum(0)
     return Estimate(samples.mean(), _standard_error(samples), products)
@@ -248,7 +251,8 @@ def _wide_dense(A: LinearOperator) -> Tensor:
 
 def _probes(A: LinearOperator, num: int, probes: Probes, seed: int) -> Tensor:
     """Return test vectors, in float32 at least: there are no decompositions in half precision."""
-    return random_columns(probes, A.shape[1], num, at_least_float32(A.dtype), A.device, seed)
+    with A._ranks.agreed("random vectors", is_short=True):
+        return random_columns(probes, A.shape[1], num, at_least_float32(A.dtype), A.device, seed)
 
 
 def _standard_error(samples: Tensor) -> Tensor:

@@ -50,9 +50,11 @@ class LinearOperator(DescribedOperator, ABC):
     chunk_size = 16
     __array_ufunc__ = None  # so that NumPy leaves `array @ A` to this class, which says what it takes
 
-    def __init__(self, domain: Space, codomain: Space) -> None:
-        """Store the spaces."""
-        self.domain, self.codomain = domain, codomain
+    _parts: "tuple[LinearOperator, ...]" = ()
+
+    def __init__(self, domain: Space, codomain: Space, *parts: "LinearOperator") -> None:
+        """Store the spaces, and the operators that products are computed with."""
+        self.domain, self.codomain, self._parts = domain, codomain, parts
 
     @abstractmethod
     def multiply(self, columns: Columns) -> Columns:
@@ -123,7 +125,10 @@ class LinearOperator(DescribedOperator, ABC):
 
     @property
     def _ranks(self) -> Ranks:
-        """The processes that multiply together; by default, this one alone."""
+        """The processes that multiply together: those of its parts; without parts, this one alone."""
+        for part in self._parts:
+            if part._ranks.are_several:
+                return part._ranks
         return _ALONE
 
     def _composed_with(self, other: "LinearOperator") -> "LinearOperator":
@@ -219,14 +224,17 @@ class LinearOperator(DescribedOperator, ABC):
         if names is not None:
             names = [names] if isinstance(names, str) else list(names)
             rows = names if self.codomain == self.domain else list(self.codomain.shapes)
-            return self.submatrix(rows, names).plot(most=most)
-        if max(self.shape) > most:
-            raise ShapeError(
-                f"{self.formula} is {times(self.shape)}: too large to draw, since all of it would be computed, and "
-                f"most={most}.",
-                "Name some parameters, A.plot(['0.weight']), cut entries out, A.submatrix(slice(100)).plot(), or pass "
-                "a larger most=.",
-            )
+            with self._ranks.agreed("names to plot", is_short=True):
+                block = self.submatrix(rows, names)
+            return block.plot(most=most)
+        with self._ranks.agreed("plot", is_short=True):
+            if max(self.shape) > most:
+                raise ShapeError(
+                    f"{self.formula} is {times(self.shape)}: too large to draw, since all of it would be computed, and "
+                    f"most={most}.",
+                    "Name some parameters, A.plot(['0.weight']), cut entries out, A.submatrix(slice(100)).plot(), or "
+                    "pass a larger most=.",
+                )
         rows_of, columns_of = (
             {name: prod(shape) for name, shape in space.shapes.items()} for space in (self.codomain, self.domain)
         )
@@ -284,7 +292,7 @@ class Transposed(LinearOperator):
 
     def __init__(self, base: LinearOperator) -> None:
         """Swap the spaces."""
-        super().__init__(base.codomain, base.domain)
+        super().__init__(base.codomain, base.domain, base)
         self.base, self.chunk_size = base, base.chunk_size
 
     def multiply(self, columns: Columns) -> Columns:
@@ -308,7 +316,7 @@ class Scaled(LinearOperator):
 
     def __init__(self, base: LinearOperator, factor: float) -> None:
         """Store both."""
-        super().__init__(base.domain, base.codomain)
+        super().__init__(base.domain, base.codomain, base)
         self.base, self.factor = base, _number(factor)
         self.symmetric, self.chunk_size = base.symmetric, base.chunk_size
 
@@ -335,7 +343,7 @@ class Sum(LinearOperator):
             )
         check_same(one.domain, other.domain, "added")
         check_same(one.codomain, other.codomain, "added")
-        super().__init__(one.domain, one.codomain)
+        super().__init__(one.domain, one.codomain, one, other)
         self.one, self.other = one, other
         self.symmetric = one.symmetric and other.symmetric
         self.chunk_size = min(one.chunk_size, other.chunk_size)
@@ -359,7 +367,7 @@ class Product(LinearOperator):
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
         """Check that the product exists."""
         check_same(left.domain, right.codomain, "multiplied")
-        super().__init__(right.domain, left.codomain)
+        super().__init__(right.domain, left.codomain, left, right)
         self.left, self.right = left, right
         self.chunk_size = min(left.chunk_size, right.chunk_size)
 
@@ -379,7 +387,7 @@ class Submatrix(LinearOperator):
 
     def __init__(self, base: LinearOperator, rows: Iterable[str], columns: Iterable[str]) -> None:
         """Choose the parameters."""
-        super().__init__(base.domain.subspace(columns), base.codomain.subspace(rows))
+        super().__init__(base.domain.subspace(columns), base.codomain.subspace(rows), base)
         self.base, self.chunk_size = base, base.chunk_size
         self.symmetric = base.symmetric and self.domain == self.codomain
 
@@ -402,7 +410,7 @@ class IndexedSubmatrix(LinearOperator):
     def __init__(self, base: LinearOperator, rows: Tensor, columns: Tensor) -> None:
         """Store the places."""
         domain = Space({"entries": (len(columns),)}, base.domain.dtype, base.domain.device)
-        super().__init__(domain, Space({"entries": (len(rows),)}, base.codomain.dtype, base.codomain.device))
+        super().__init__(domain, Space({"entries": (len(rows),)}, base.codomain.dtype, base.codomain.device), base)
         self.base = base
         self.rows = rows
         self.columns = columns

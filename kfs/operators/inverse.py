@@ -60,7 +60,7 @@ class Inverse(LinearOperator):
         """Store everything; nothing is solved yet."""
         if not callable(solver) and solver not in SOLVERS:
             raise ModelError(f"solver is {solver!r}.", f"Choose from {list(SOLVERS)}, or pass a function.")
-        super().__init__(base.codomain, base.domain)
+        super().__init__(base.codomain, base.domain, base)
         self.base = base
         self.check = check
         self.settings = settings

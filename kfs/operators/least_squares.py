@@ -59,9 +59,10 @@ def lsmr(
         Solution: converged after ... iterations, gradient ... (tolerance 1e-06)
           x: 8, float32 on cpu
     """
-    if not 0 <= damping < float("inf"):
-        raise ModelError(f"damping is {damping!r}.", "Use a finite number that is not negative.")
-    B, size, form = scaled_right_hand_side(A.codomain, b)
+    with A._ranks.agreed("lsmr"):
+        if not 0 <= damping < float("inf"):
+            raise ModelError(f"damping is {damping!r}.", "Use a finite number that is not negative.")
+        B, size, form = scaled_right_hand_side(A.codomain, b)
     limit = _ITERATIONS_PER_ROW * min(A.shape) if max_iterations is None else max_iterations
     tolerance_of_estimate = max(tolerance, torch.finfo(B.dtype).eps)
     with show_progress("LSMR", None, progress, "iteration") as line:

@@ -109,12 +109,13 @@ def solve(
         Solution: converged after ... iterations, residual ... (tolerance 1e-06)
           x: 2 tensors, 8 numbers, float32 on cpu
     """
-    _check_square(A)
-    _check_preconditioner(A, preconditioner)
-    B, size, form = scaled_right_hand_side(A.domain, b)
+    with A._ranks.agreed("solve"):
+        _check_square(A)
+        _check_preconditioner(A, preconditioner)
+        B, size, form = scaled_right_hand_side(A.domain, b)
+        X = torch.zeros_like(B) if start is None else _start(A, start, B, size, form)
     limit = _ITERATIONS_PER_ROW * A.shape[0] if max_iterations is None else max_iterations
     norm = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
-    X = torch.zeros_like(B) if start is None else _start(A, start, B, size, form)
     residuals = [float(((B if start is None else B - product(A, X)).norm(dim=0) / norm).amax())]
     with show_progress("conjugate gradients", None, progress, "iteration") as line:
         while residuals[-1] > tolerance and len(residuals) <= limit:
@@ -250,9 +251,10 @@ def neumann(
         >>> neumann(G, g, scale=1.0, terms=150, preconditioner=P).converged
         True
     """
-    _check_square(A)
-    _check_preconditioner(A, preconditioner)
-    B, size, form = scaled_right_hand_side(A.domain, b)
+    with A._ranks.agreed("neumann"):
+        _check_square(A)
+        _check_preconditioner(A, preconditioner)
+        B, size, form = scaled_right_hand_side(A.domain, b)
     norm = B.norm(dim=0).clamp(min=torch.finfo(B.dtype).tiny)
     X, R = torch.zeros_like(B), B
     residuals: list[float] = []

@@ -64,14 +64,16 @@ def eigenvalues(
     """
     from scipy.sparse.linalg import ArpackError, eigsh  # noqa: PLC0415 (slow to import)
 
-    _check_symmetric(A)
-    is_integer = isinstance(k, Integral)
-    if not is_integer or not 1 <= k < A.shape[0]:
-        raise ShapeError(
-            f"k is {k} for {A.shape[0]} rows.", "Choose an integer 1 <= k < rows, or use to_dense() for all of them."
-        )
-    if by not in {"value", "magnitude"}:
-        raise ShapeError(f"by is {by!r}.", "Choose 'value' or 'magnitude'.")
+    with A._ranks.agreed("eigenvalues"):
+        _check_symmetric(A)
+        is_integer = isinstance(k, Integral)
+        if not is_integer or not 1 <= k < A.shape[0]:
+            raise ShapeError(
+                f"k is {k} for {A.shape[0]} rows.",
+                "Choose an integer 1 <= k < rows, or use to_dense() for all of them.",
+            )
+        if by not in {"value", "magnitude"}:
+            raise ShapeError(f"by is {by!r}.", "Choose 'value' or 'magnitude'.")
     which = ("L" if largest else "S") + ("A" if by == "value" else "M")  # as ARPACK calls them
     wide = at_least_float32(A.dtype)
     start = normal(A.shape[0], wide, seed).numpy()  # signs may be orthogonal to an eigenvector of signs
@@ -209,10 +211,11 @@ def spectral_density(
         Density: 6 point masses, float32 on cpu
           eigenvalues from ... to ...
     """
-    _check_symmetric(A)
     # Half precision would not keep directions orthogonal, and has no decompositions.
     wide = at_least_float32(A.dtype)
-    V = random_columns(probes, A.shape[0], num_vectors, wide, A.device, seed)
+    with A._ranks.agreed("spectral density"):
+        _check_symmetric(A)
+        V = random_columns(probes, A.shape[0], num_vectors, wide, A.device, seed)
     steps = min(num_steps, A.shape[0])
     with show_progress("spectral density", num_vectors * steps, progress, "product") as line:
         nodes, weights = zip(*(_quadrature(A, v / v.norm(), steps, line) for v in V.T), strict=True)

@@ -64,6 +64,7 @@ _WAYS_OUT = {
     ),
     "Buffers": "Copy those of rank 0: for b in model.buffers(): torch.distributed.broadcast(b, 0).",
 }
+_MADE_WITH = "settings of the optimizer"
 _NO_SETTINGS = {"self", "model", "loss", "params", "group"}
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -99,8 +100,6 @@ def made_by_all(init: Callable[P, None]) -> Callable[P, None]:
                 ranks = Exchange.of(given["model"], given.get("group"))[1].ranks
         with ranks.agreed("kfs.optim.KFAC"):
             init(*args, **kwargs)
-            if not ranks.are_several:
-                return
             bound = signature(init).bind(*args, **kwargs)
             bound.apply_defaults()
             settings = {n: _plain(value) for n, value in bound.arguments.items() if n not in _NO_SETTINGS}
@@ -108,8 +107,11 @@ def made_by_all(init: Callable[P, None]) -> Callable[P, None]:
             names = {name: list(p.shape) for name, p in model_to_run(bound.arguments["model"]).named_parameters()}
             facts = {"Settings": settings, "Losses": loss, "Shapes of parameters": names}
             way_out = "Make the optimizer with the same model, loss and settings in all processes."
-            check_same(ranks, "settings of the optimizer", {n: Same(values, way_out) for n, values in facts.items()})
-            given["self"]._exchange.unchanged_buffers()  # The first step compares those that it has not changed.
+            exchange: Exchange = given["self"]._exchange
+            exchange.made_with = {n: Same(values, way_out) for n, values in facts.items()}
+            if ranks.are_several:
+                check_same(ranks, _MADE_WITH, exchange.made_with)
+                exchange.unchanged_buffers()  # The first step compares those that it has not changed.
 
     return run
 
@@ -145,11 +147,13 @@ class Exchange:
         ranks: Who takes part; one process alone exchanges nothing.
         wrapper: The model that averages gradients, if it is known.
         model: The model that computes predictions. It is not kept alive.
+        made_with: What the optimizer was made with, which must be the same on all ranks.
     """
 
     ranks: Ranks
     wrapper: DistributedDataParallel | None = None
     model: "weakref.ref[nn.Module] | None" = None
+    made_with: "dict[str, Same]" = field(default_factory=dict)
     _buffers: "dict[str, _Buffer]" = field(default_factory=dict)
     _talks: bool = False  # whether values are exchanged in the step that is running
     _is_due: bool = False  # whether the step that is running has statistics
@@ -177,6 +181,9 @@ class Exchange:
         """Whether a `DistributedDataParallel` model that was made after the optimizer calls the model now.
 
         Then its processes train together from now on.
+
+        Raises:
+            DistributedError: If their optimizers were made in different ways. All of them raise it.
         """
         if self.ranks.are_several or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return False
@@ -184,8 +191,9 @@ class Exchange:
         while frame is not None:
             caller = frame.f_locals.get("self")
             if isinstance(caller, DistributedDataParallel) and caller.module is model:
-                self.ranks = Ranks(caller.process_group)
-                self.wrapper = caller
+                ranks = Ranks(caller.process_group)
+                check_same(ranks, _MADE_WITH, self.made_with)
+                self.ranks, self.wrapper = ranks, caller
                 return True
             frame = frame.f_back
         return False

@@ -335,6 +335,8 @@ def train_with(
         fully_shard(model)
     wrapped = DistributedDataParallel(model) if way == "DDP" else model
     optimizer = KFAC(wrapped, loss, group=dist.group.WORLD if way == "group" else None, **settings)
+    if way == "late":  # the optimizer is made first
+        wrapped = DistributedDataParallel(model)
     for number, (x, y) in enumerate(batches(8)):
         optimizer.zero_grad()
         called = change(model, optimizer, number) or wrapped
@@ -393,7 +395,9 @@ def with_other_settings() -> dict[str, str]:
     # Steps without factors do not compare gradients. Parameters are then compared in the next one with factors.
     every = {"fisher": "empirical", "factors_every": 6, "inverses_every": 6}
     found["parameters"] = error_of(lambda: train_with(every, skip))
-    found["nothing"] = "".join(error_of(partial(train_with, {}, way=way)) for way in ("DDP", "group", "sharded"))
+    found["nothing"] = "".join(
+        error_of(partial(train_with, {}, way=way)) for way in ("DDP", "group", "sharded", "late")
+    )
     with pytest.MonkeyPatch.context() as patch:
         if second:
             patch.setattr(Watch, "_audited", fail)
@@ -411,6 +415,10 @@ def with_other_settings() -> dict[str, str]:
     for name in ("fisher", "factors_every", "damping"):
         values = choose[name]
         found[f"{name}, sharded"] = error_of(partial(train_with, {name: values[second]}, way="sharded"))
+    for name in ("fisher", "decay", "seed", "eigen", "patience"):
+        found[f"{name}, late"] = error_of(partial(train_with, {name: choose[name][second]}, way="late"))
+    smoothing = nn.CrossEntropyLoss(label_smoothing=0.1 * second)
+    found["loss, late"] = error_of(lambda: train_with({}, loss=smoothing, way="late"))
     return found
 
 
@@ -449,6 +457,12 @@ def test_what_differs_is_named(ranks: Pool) -> None:
         "an interrupt in a sharded update": "KeyboardInterrupt: ",
         "fisher, sharded": settings.format("fisher", "mc", "type-2"),
         "factors_every, sharded": settings.format("factors_every", 1, 5),
+        "fisher, late": settings.format("fisher", "mc", "type-2"),
+        "decay, late": settings.format("decay", 0.7, 0.1),
+        "seed, late": settings.format("seed", 0, 1),
+        "eigen, late": settings.format("eigen", True, False),
+        "patience, late": settings.format("patience", 3, 4),
+        "loss, late": "DistributedError: Losses differ between processes: rank 0 has ",
         "damping, sharded": settings.format("damping", 0.003, 0.3),
     }
     assert not first["nothing"]  # Statistics that training mode does not read may differ.

@@ -313,3 +313,66 @@ def test_what_differs_is_named_by_all_ranks(ranks: Pool) -> None:
         "dropout": r"ModelError: Module '1' \(Dropout\) is in training mode",
     }.items():
         assert re.search(text, one[name]), (name, one[name])
+
+
+def with_wrong_arguments() -> dict[str, str]:
+    """Return the errors of calls with an argument that is wrong on the last rank."""
+    risk = risk_of_own("mlp")
+    G, H, J, K = kfs.GGN(risk), kfs.Hessian(risk), kfs.Jacobian(risk), kfs.KFAC(risk)
+    size = G.shape[0]
+    shifted = G.shift(0.1)
+    bad = dist.get_rank() == 1
+    v = torch.ones(3 if bad else size, dtype=torch.float64)
+    products: dict[str, Any] = {
+        "scaled": 2 * G,
+        "sum": kfs.operators.Identity(G.domain) + H,
+        "product": G @ H,
+        "part": G.submatrix(list(G.domain.shapes)),
+        "entries": G.submatrix(slice(size)),
+        "inverse": kfs.operators.Inverse(shifted),
+        "nested": -(2 * (G + H)) / 3,
+    }
+    calls: dict[str, Callable[[], object]] = {name: partial(A.__matmul__, v) for name, A in products.items()}
+    calls["transposed"] = lambda: J.T @ torch.ones(3 if bad else J.shape[0], dtype=torch.float64)
+    calls["solve"] = lambda: kfs.operators.solve(shifted, v)
+    calls["lsmr"] = lambda: kfs.operators.lsmr(shifted, v)
+    calls["neumann"] = lambda: kfs.operators.neumann(shifted, v, scale=0.1, terms=2)
+    calls["eigenvalues"] = lambda: kfs.operators.eigenvalues(G, -1 if bad else 2)
+    calls["trace"] = lambda: trace(G, products=1 if bad else 6)
+    calls["diagonal"] = lambda: kfs.operators.diagonal(G, products=1 if bad else 6)
+    calls["probes"] = lambda: trace(G, products=6, probes="typo" if bad else "normal")  # type: ignore[arg-type]
+    calls["density"] = lambda: kfs.operators.spectral_density(G, num_vectors=1, probes="typo" if bad else "normal")  # type: ignore[arg-type]
+    calls["plot"] = lambda: G.plot(most=2 if bad else 1000)
+    calls["names"] = lambda: G.plot(["typo" if bad else "0.weight"])
+    settings: dict[str, Any] = {
+        "prune": ({"keep": 0.5}, {"keep": 0.6}),
+        "prune, update": ({"update": True}, {"update": False}),
+    }
+    settings["prune, damping"] = ({}, {"damping": 0.1})
+    model = problem("mlp")[0]
+    for name, both in settings.items():
+        calls[name] = partial(kfs.compress.prune, model, K, **both[bad])
+    calls["prune, keep"] = partial(kfs.compress.prune, model, K, 7.0)
+    return {name: error_of(call) for name, call in calls.items()}
+
+
+def test_wrong_arguments_of_one_rank_are_errors_of_all(ranks: Pool) -> None:
+    """Nobody waits for a rank that has refused its arguments; settings that differ are named."""
+    first, second = ranks(2, with_wrong_arguments)
+    assert first == second
+    assert all("Error: " in text for text in first.values()), first
+    for name, values in {"": ("keep=0.5", "keep=0.6"), ", update": ("update=True", "update=False")}.items():
+        expected = "DistributedError: Settings differ between processes: rank 0 has {}, and rank 1 has {}"
+        assert first[f"prune{name}"].startswith(expected.format(*values))
+    assert "damping=None, and rank 1 has damping=0.1" in first["prune, damping"]
+
+
+def local_errors() -> str:
+    """Return the error of a computation without exchanges, which rank 1 does not make."""
+    risk = risk_of_own("convolution")
+    K = kfs.KFAC(risk)
+    return "" if dist.get_rank() else error_of(lambda: kfs.laplace.tune_prior(K, risk))  # noise is missing
+
+
+def test_tune_prior_waits_for_nobody(ranks: Pool) -> None:
+    assert "whose posterior depends on the noise" in ranks(2, local_errors)[0]
