@@ -375,12 +375,13 @@ def hidden(lengths: Sequence[int], width: int, seed: int = 0) -> dict[str, Tenso
         [[2, 3, 6, 6, 6, 6]],  # the audited data have none
         [[3, 3, 3, 3, 3], [6, 5, 2, 4]],  # they are all of one length
         [[3], [6], [2]],  # two copies of a datum look alike
+        [[7, 7, 7, 7], [6, 6, 6, 6], [5, 8, 3, 4]],  # rules of one length hold for others, until padding shows
     ],
 )
 def test_padding_that_the_audited_data_do_not_show(lengths: list[list[int]]) -> None:
     forget_audits()
     model, loss = Hidden(), TokenCrossEntropy()
-    batches = [hidden(some, 6, seed) for seed, some in enumerate(lengths)]
+    batches = [hidden(some, max(6, *some), seed) for seed, some in enumerate(lengths)]
     K = kfs.KFAC(kfs.EmpiricalRisk(model, loss, batches), "empirical")
     alone = [
         {"input_ids": ids[ids != TOKENS - 1].unsqueeze(0), "labels": labels[labels != IGNORED].unsqueeze(0)}

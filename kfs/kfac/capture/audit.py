@@ -30,7 +30,7 @@ from kfs.kfac.capture.counted_rows import ALL, RowRule
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.mode import Capture
 from kfs.kfac.capture.ownership import Measured, probes
-from kfs.kfac.capture.row_rules import Counts, RowExperiments, Rules, hold_for
+from kfs.kfac.capture.row_rules import Counts, RowExperiments, hold_for
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known, Placed, Question, Site, What
 from kfs.kfac.capture.tap import backward, measure_rows, pass_derived
@@ -86,7 +86,7 @@ def audit(
     halves: bool = True,
     whole: bool = False,
     counts: Counts | None = None,
-    earlier: Rules = (),
+    earlier: Known | None = None,
 ) -> tuple[Audited, Tensor]:
     """Check what is captured on a few data.
 
@@ -99,7 +99,7 @@ def audit(
         halves: Whether predictions are a function of one datum, so that half of the data have the same ones.
         whole: Whether to look at all data in any case.
         counts: What says which rows count. By default, all do.
-        earlier: Rules about rows that count that were found with inputs of other sizes.
+        earlier: What was found with inputs of other sizes, whose rules about rows hold for all.
 
     Returns:
         What was found, and predictions for the data that were looked at: the last ones, or all.
@@ -144,7 +144,7 @@ class _Audit:
         halves: bool,
         whole: bool = False,
         counts: Counts | None = None,
-        earlier: Rules = (),
+        earlier: Known | None = None,
     ) -> None:
         self.run = run
         self.counts = counts
@@ -216,8 +216,15 @@ class _Audit:
         known = replace(known, otherwise=otherwise)
         if capture.most_positions <= self.num_data and not capture.routes:  # one row of every datum
             return known
-        if self.earlier and hold_for(self.earlier, capture.whats):
-            return replace(known, rows=self.earlier)
+        before = self.earlier
+        if before is not None and hold_for(before.rows, capture.whats):
+            return replace(
+                known,
+                rows=before.rows,
+                has_mask=before.has_mask,
+                checked=before.checked,
+                distrusted=before.distrusted,
+            )
         axis, routes = self.batch_axis, capture.routes
         tried = RowExperiments(self.run, self.x, self.num_data, self.session, axis, known, counts, routes)
         rules = tried.rules()

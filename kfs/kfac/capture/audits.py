@@ -15,7 +15,7 @@ from kfs.data import Batch, axis_to_cut, tensors_in, without_tensors
 from kfs.kfac.capture.audit import FEW, Audited, Run, audit
 from kfs.kfac.capture.audit_report import Audit
 from kfs.kfac.capture.comparison import compare_whole
-from kfs.kfac.capture.row_rules import Counts, Rules
+from kfs.kfac.capture.row_rules import Counts
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known
 from kfs.recording import attributes_of
@@ -36,7 +36,7 @@ class _Done(dict[Any, Audited]):
     def __init__(self) -> None:
         super().__init__()
         self.uncounted: set[Any] = set()  # attributes that passes change
-        self.rules: dict[Any, Rules] = {}  # which rows count, whatever sizes inputs have
+        self.of_sizes: dict[Any, Audited] = {}  # those whose rules about rows hold whatever sizes inputs have
         self._latest: dict[Any, Any] = {}
         self._states: set[int] = set()
 
@@ -131,6 +131,7 @@ class Audits:
         found = self._find(x, num_data)
         if found is None:
             of_sizes = (self._keys(x, num_data)[1], self._counts)
+            earlier = self._done.of_sizes.get(of_sizes)
             found, self._predictions = audit(
                 run,
                 x,
@@ -139,10 +140,10 @@ class Audits:
                 self._batch_axis,
                 self._halves,
                 counts=self._counts,
-                earlier=self._done.rules.get(of_sizes, ()),
+                earlier=None if earlier is None else earlier.known,
             )
             if found.is_conclusive and found.rules_hold:
-                self._done.rules[of_sizes] = found.known.rows
+                self._done.of_sizes[of_sizes] = found
             if changed := self._done.changed(self._model):
                 self._done.leave_out(changed)
                 self._state = self._done.state(self._model)

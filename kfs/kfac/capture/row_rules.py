@@ -177,9 +177,9 @@ class RowExperiments:
         return tuple((seen[n].used.what, rules[n]) if n in seen else (("", ""), ALL) for n in uses)
 
     def _shows_padding(self, one: _Seen, rule: RowRule) -> bool:
-        """Whether gradients of a use would show padding that these data do not have: in values, or other inputs."""
+        """Whether gradients of a use would show padding that these data do not have: by tokens, or by other inputs."""
         inputs = tensors_in(self.x)
-        plausible = len(inputs) > 1 or any(t.ndim == 3 or (t.ndim > 1 and not t.is_floating_point()) for t in inputs)
+        plausible = len(inputs) > 1 or any(t.ndim > 1 and not t.is_floating_point() for t in inputs)
         several = one.used.rows * one.used.positions > self.num_data and not one.used.by_construction
         # If values decide which rows have gradients, zeros say nothing. Nor do they where all are looked at anyway.
         return plausible and several and one.rounds == 1 and rule.kind not in {"positions", "measured"}

@@ -329,7 +329,8 @@ class Sites:
                 owners = self._look_up(what, leading, known, meeting)
             # If a use only asks which of its rows have gradients, nobody needs to know whose they are.
             if owners is None and not counting.by_datum and counting.rule.kind in {"all", "measured"}:
-                owners = Unknown(DataError("Nobody has asked whose rows are.", "Pass audit=True."), self.num_data)
+                error = DataError("It was not measured which datum rows belong to.", "Use sharing='expand'.")
+                owners = Unknown(error, self.num_data)
         rule = counting.rule
         waits = rule.kind == "measured" or (rule.kind != "all" and self.masks.pending)
         if owners is not None and not waits:
