@@ -368,8 +368,9 @@ class Capture(TorchFunctionMode):
             return receive if self.observer is None else self.observer(used, owners, receive)
 
         rule = self._rule(number, what)
-        if rule.kind == "measured" and by_construction:  # what meets data later is not measured
-            rule = ALL
+        # What meets data later is not measured, and the same positions of all data need not be.
+        if self._distrusts and not by_construction and rule.kind != "positions":
+            rule = MEASURED
         counting = Counting(rule, positions, owners, self.sums.by_datum)
         return self.open(what, leading, start, counting=counting)
 
@@ -397,8 +398,6 @@ class Capture(TorchFunctionMode):
     def _rule(self, number: int, what: What) -> RowRule:
         """Return which rows of a use count."""
         known = self._known
-        if known is not None and self._distrusts:
-            return MEASURED if number < len(known.rows) and known.rows[number][1].kind != "positions" else ALL
         if known is None or not self._counts_rows:
             return ALL
         fits = number < len(known.rows) and known.rows[number][0] == what
