@@ -142,8 +142,8 @@ class UsualSizes:
         if learn:
             counts = good if usable is None else good & usable
             new = torch.where(counts & (sizes > 0), self.limit * sizes, torch.nan)
-            left = torch.where(_FAR_SMALLER * new < most, _LEFT_OF_SPIKE, _LEFT_OF_SIZE)
-            self._most = torch.fmax(left * most, new)
+            left = torch.where(_FAR_SMALLER * new < most, _LEFT_OF_SPIKE * most, _LEFT_OF_SIZE * most)
+            self._most = torch.fmax(left, new)
         return finite, good
 
     def _most_of(self, names: tuple[str, ...], like: Tensor) -> Tensor:
