@@ -50,6 +50,11 @@ class RowRule:
     own: bool = True
     whole: bool = False
 
+    @property
+    def always_leaves_out(self) -> bool:
+        """Whether rows do not count although all targets do, and although the mask has all positions."""
+        return self.kind == "positions" or bool(self.lone) or (self.kind == "measured" and not self.whole)
+
     def __str__(self) -> str:
         """Say which rows count; nothing if all do."""
         if self.kind == "positions":
@@ -97,6 +102,8 @@ class BatchMasks:
         self.mask = mask
         self.device = torch.device(device)
         self._found: dict[tuple[RowRule, int], Tensor | None] = {}
+        self._all_count = False
+        self._complete: bool | None = None  # whether all rows may count; `None` as long as nobody has asked
         self._of_predictions: Tensor | None = None
         self._targets: Tensor | None = None
         if not pending:
@@ -105,6 +112,7 @@ class BatchMasks:
     def set_targets(self, targets: Tensor | None) -> None:
         """Say which predictions count."""
         self.pending = False
+        self._complete = None
         self._found.clear()
         self._of_predictions = targets
         self._targets = None if targets is None else targets.flatten(1)
@@ -116,7 +124,10 @@ class BatchMasks:
     @property
     def are_complete(self) -> bool:
         """Whether the host knows that all targets count, and that the mask has all positions."""
-        return not (self.pending or _may_be_false(self._targets) or _may_be_false(self.mask))
+        if self._complete is None:
+            targets = None if self._all_count else self._targets
+            self._complete = not (self.pending or _may_be_false(targets) or _may_be_false(self.mask))
+        return self._complete
 
     def hidden(self, size: int, outer: bool) -> Tensor | None:
         """Return rows whose target counts and which the mask does not have, `[N, size]`; `None` if they do not fit."""
@@ -124,16 +135,21 @@ class BatchMasks:
             return None
         return _spread(self._targets & ~self.mask, size, outer)
 
-    def leave_out(self, kinds: Set[Kind]) -> bool:
-        """Whether rules of some kinds may leave a row out. If an accelerator would have to be asked, they may."""
-        if "positions" in kinds or "measured" in kinds:
-            return True
-        if kinds == {"all"}:
+    def assume_all_count(self) -> None:
+        """Take all targets to count; somebody else finds out whether they do."""
+        self._all_count = True
+        self._complete = None
+
+    def leave_out(self, rules: Set[RowRule]) -> bool:
+        """Whether some rules may leave a row out. If an accelerator would have to be asked, they may."""
+        if rules == {ALL}:
             return False
-        return not self.are_complete
+        return not self.are_complete or any(rule.always_leaves_out for rule in rules)
 
     def counted(self, rule: RowRule, size: int) -> Tensor | None:
         """Return which rows count, `[N, size]`, if every datum has `size` rows; `None` if all do."""
+        if self.are_complete and not rule.always_leaves_out:
+            return None
         key = (rule, size)
         if key not in self._found:
             found = self._of_rule(rule)

@@ -118,7 +118,7 @@ class Capture(TorchFunctionMode):
         if known is not None and not known.has_mask:
             self.masks.mask = None
         # Whether some rows do not count, as far as the host knows.
-        self._counts_rows = sums.counts_rows and known is not None and self.masks.leave_out(known.kinds)
+        self._counts_rows = sums.counts_rows and known is not None and self.masks.leave_out(known.row_rules)
         self._distrusts = sums.counts_rows and known is not None and known.distrusted
         self._checked = known.checked if sums.counts_rows and known is not None and padding is not None else None
         self._padding = padding
@@ -467,10 +467,10 @@ def forward(
         Predictions, and what is needed to send vectors back.
     """
     targets = risk.loss.counted(batch.y)
+    masks = BatchMasks(targets, risk.mask_source.find(batch.x, len(batch.y)), device=batch.y.device)
     if ignored is not None and targets is not None:
         ignored.note(~targets.flatten(1).all(1), batch.start)
-        targets = None
-    masks = BatchMasks(targets, risk.mask_source.find(batch.x, len(batch.y)), device=batch.y.device)
+        masks.assume_all_count()
     capture = Capture(session, sums, len(batch.y), batch_axis, known, masks=masks, padding=padding)
     marked = batch._replace(x=mapped(batch.x, capture.mark_data))
     try:

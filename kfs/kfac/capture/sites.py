@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kfs.errors import DataError
-from kfs.kfac.capture.counted_rows import ALL, BatchMasks, Kind, RowRule
+from kfs.kfac.capture.counted_rows import ALL, BatchMasks, RowRule
 from kfs.kfac.capture.ownership import (
     Measured,
     has_gradient,
@@ -84,9 +84,9 @@ class Known:
     distrusted: bool = False  # whether a batch had some, so that every batch is measured
 
     @cached_property
-    def kinds(self) -> frozenset[Kind]:
-        """What kinds of rules there are about rows that count."""
-        return frozenset(rule.kind for rule in (self.otherwise, *(rule for _, rule in self.rows)))
+    def row_rules(self) -> frozenset[RowRule]:
+        """All rules about rows that count."""
+        return frozenset((self.otherwise, *(rule for _, rule in self.rows)))
 
     unexplained: frozenset[tuple[str, str]] = frozenset()  # `(parameter, why)` of uses that were missed or misread
     both_ways: frozenset[str] = frozenset()  # weights that are used both ways round, and have biases
