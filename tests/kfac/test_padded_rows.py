@@ -464,13 +464,3 @@ def test_a_mask_without_any_position_is_none() -> None:
     wrong = kfs.KFAC(kfs.EmpiricalRisk(model, loss, ids, mask=lambda x: torch.zeros_like(x["input_ids"])), "empirical")
     for name, block in K.blocks.items():
         assert difference(wrong.blocks[name].A, block.A) < 1e-12, name
-
-
-def test_sequences_of_one_token() -> None:
-    """The query and the key of a token that is alone do not matter, with padding or without."""
-    forget_audits()
-    model, loss, data = Transformer(causal=False), TokenCrossEntropy(), sequences((1, 4, 1, 3, 2))
-    together = kfs.KFAC(kfs.EmpiricalRisk(model, loss, padded(data, 0, 2)), "empirical")
-    alone = kfs.KFAC(kfs.EmpiricalRisk(model, loss, [padded([one], 0, 0) for one in data]), "empirical")
-    for name, expected in {"attention.0.q": 9, "attention.1.k": 9, "attention.0.v": 11, "head": 11}.items():
-        assert together.blocks[name].sums.terms == alone.blocks[name].sums.terms == expected, name

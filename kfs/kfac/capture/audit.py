@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.data import can_be_cut, cut, mapped, tensors_in
+from kfs.data import can_be_cut, cut, mapped
 from kfs.errors import ModelError
 from kfs.kfac.capture.audit_report import Audit, AuditedUse, percent
 from kfs.kfac.capture.comparison import Both, Results, difference_of, mixing_error, wrong_rule
@@ -214,8 +214,7 @@ class _Audit:
         # A datum without any target that counts has no row that does, unless predictions depend on other data, too.
         otherwise = ALL if counts.class_axis is None or mixes else RowRule("data")
         known = replace(known, otherwise=otherwise)
-        tokens = any(t.ndim > 1 and not t.is_floating_point() for t in tensors_in(self.x))  # perhaps one of each datum
-        if capture.most_positions <= self.num_data and not (capture.routes or tokens):  # one row of every datum
+        if capture.most_positions <= self.num_data and not capture.routes:  # one row of every datum
             return known
         before = self.earlier
         if before is not None and hold_for(before.rows, capture.whats):

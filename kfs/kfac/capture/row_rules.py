@@ -90,13 +90,13 @@ class _Seen:
         fewest = min((int(times.min()) for times in sometimes if len(times)), default=self.rounds)
         return (1 - fewest / self.rounds) ** self.rounds
 
-    def rule(self, masks: Sequence[BatchMasks]) -> tuple[RowRule, bool]:
+    def rule(self, masks: Sequence[BatchMasks], routes: bool) -> tuple[RowRule, bool]:
         """Return the rule that explains which rows had gradients, and whether it explains all of them."""
         cares = self.used.not_padding
         if all(bool((rows if cares is None else rows | ~cares).all()) for rows in self.rows):
             return ALL, True
         if not any(bool(rows.any()) for rows in self.rows):  # no prediction depends on it; others may, of other data
-            return ALL, False
+            return ALL, not routes
         if not isinstance(self.owners, Regular):
             return ALL, False
         alive = [self.owners.by_datum(rows).flatten(1).cpu() for rows in self.rows]
@@ -155,13 +155,13 @@ class RowExperiments:
     def rules(self) -> Rules:
         """Return the rule of every use, in their order."""
         masks, seen = self._all()
-        found = {number: one.rule(masks) for number, one in seen.items()}
+        found = {number: one.rule(masks, self.routes) for number, one in seen.items()}
         # In a few data, the same positions may lack gradients by chance.
         doubtful = {n for n, (rule, exact) in found.items() if not exact or rule.kind == "positions"}
         for turn in range(_ROUNDS if doubtful else 0):
             again = self._again(turn)
             for number in [n for n in doubtful if seen[n].add(again.get(n))]:
-                found[number] = rule, exact = seen[number].rule(masks)
+                found[number] = rule, exact = seen[number].rule(masks, self.routes)
                 if exact and rule.kind != "positions":
                     doubtful.discard(number)
             if not again or (turn + 1 >= _FEWEST and not any(seen[n].chance for n in doubtful)):
