@@ -417,7 +417,7 @@ class MaskSource:
 
     @property
     def name(self) -> str:
-        """What the mask is called in messages."""
+        """The name of the mask, for messages."""
         return self.mask if isinstance(self.mask, str) else _DEFAULT_MASK if self.mask is None else "mask="
 
     def find(self, x: Any, num_data: int) -> Tensor | None:
@@ -441,7 +441,7 @@ class MaskSource:
         return given != 0
 
     def name_in(self, x: Any, num_data: int) -> str:
-        """Return what the mask of a batch's inputs is called; empty if there is none."""
+        """Return the name of the mask in a batch's inputs; empty if there is none."""
         return "" if self.find(x, num_data) is None else self.name
 
     def replaced(self, x: Any, mask: Tensor) -> Any:

@@ -161,7 +161,7 @@ def _sharing(K: object, risk: EmpiricalRisk | None, risk_of: partial[EmpiricalRi
 
 
 def _training_risk(K: BlockDiagonal, risk: EmpiricalRisk | None) -> partial[EmpiricalRisk] | None:
-    """Return what makes the risk of a model on training data; `None` if no such data are known."""
+    """Return the function from a model to its risk on training data; `None` if no such data are known."""
     if risk is None:
         factors = K.factors if isinstance(K, EKFAC) else K
         return factors.risk_of if isinstance(factors, KFAC) else None

@@ -46,7 +46,7 @@ def damage(layer: Layer) -> Tensor:
 
 
 def surgeon(layer: Layer, matrix: Tensor) -> Tensor:
-    """Return what removing single weights of some matrices costs if all others adapt, twice: `[groups, d_B, d_A]`."""
+    """Return twice the cost of removing single weights of some matrices, if all others adapt: `[groups, d_B, d_A]`."""
     return matrix.square() / layer.damped_inverse.diagonal()
 
 

@@ -73,7 +73,7 @@ def _other_reduction(setting: Setting, right: Tensor) -> dict[str, Tensor]:
 
 
 def padding_counted(setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> dict[str, Tensor]:
-    """Return what comes out if inputs of padded positions are added up, or these are counted, or both.
+    """Return the factors if inputs of padded positions are added up, or these are counted, or both.
 
     No gradient comes back to them. So the gradient-based factor is divided by too many positions, and has a right sum.
     """
@@ -127,7 +127,7 @@ class _WithoutDerivative(nn.Module):
 def _behind_activations_in_place(
     setting: Setting, params: Sequence[str], fisher: str, sharing: str
 ) -> dict[str, Tensor]:
-    """Return what comes out if the gradient is taken after an activation has overwritten the layer's output."""
+    """Return the factors if the gradient is taken after an activation has overwritten the layer's output."""
     model = copy.deepcopy(setting.model)
     names = [name for name, _ in model.named_children()]
     layer = params[0].partition(".")[0]

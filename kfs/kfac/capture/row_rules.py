@@ -34,7 +34,8 @@ log = logging.getLogger("kfs.kfac")
 _TARGETS = 3
 # With other values, everything is repeated up to so many times; and at least so many times.
 _ROUNDS, _FEWEST = 8, 2
-# If rows like those that sometimes have a gradient never had one with this probability, values are the reason.
+# A row that never had a gradient counts all the same if chance explains that with more than this probability, judging
+# by rows of the same use that had one sometimes.
 _CHANCE = 1e-3
 Rules = tuple[tuple[What, RowRule], ...]
 # Evaluates the model on some inputs, within a context: takes inputs, their number, and the context.

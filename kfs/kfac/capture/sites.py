@@ -82,14 +82,13 @@ class Known:
     has_mask: bool = True  # whether masks of batches say anything
     checked: int | None = None  # the use whose gradients show whether a batch has padding that these data do not have
     distrusted: bool = False  # whether a batch had some, so that every batch is measured
+    unexplained: frozenset[tuple[str, str]] = frozenset()  # `(parameter, why)` of uses that were missed or misread
+    both_ways: frozenset[str] = frozenset()  # weights that are used both ways round, and have biases
 
     @cached_property
     def row_rules(self) -> frozenset[RowRule]:
         """All rules about rows that count."""
         return frozenset((self.otherwise, *(rule for _, rule in self.rows)))
-
-    unexplained: frozenset[tuple[str, str]] = frozenset()  # `(parameter, why)` of uses that were missed or misread
-    both_ways: frozenset[str] = frozenset()  # weights that are used both ways round, and have biases
 
 
 @dataclass(frozen=True)
