@@ -6,7 +6,7 @@ $w\, (p y + 1 - y)\, \sigma (1 - \sigma)$. The first two factors are the *mass* 
 The likelihood is Bernoulli's, each entry raised to its mass.
 """
 
-from torch import Tensor, nn, ones_like
+from torch import Tensor, nn, ones_like, xlogy
 
 from kfs.losses.counter import Draws
 from kfs.losses.interface import Elementwise, per_datum, placed, root
@@ -27,6 +27,12 @@ class BinaryCrossEntropy(Elementwise):
         return per_datum(
             nn.functional.binary_cross_entropy_with_logits(f, y, weight, pos_weight=pos_weight, reduction="none")
         )
+
+    def deviance(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compare with the probability that the targets state."""
+        yes, mass = self._yes(f, y), self._mass(f, y)
+        entropy = xlogy(mass, mass) - xlogy(yes, yes) - xlogy(mass - yes, mass - yes)
+        return self.criterion(f, y) - per_datum(entropy)
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the mass times the probability, minus the mass that says yes."""

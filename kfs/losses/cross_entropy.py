@@ -114,6 +114,14 @@ class CrossEntropy(Loss):
             )
         )
 
+    def deviance(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compare with the probabilities that the targets state; labels state one class, without any doubt."""
+        if not (y.is_floating_point() or self.label_smoothing):
+            return self.criterion(f, y)
+        target = self._target(f, y)
+        mass = target.sum(1)
+        return self.criterion(f, y) - per_datum(torch.xlogy(mass, mass) - torch.xlogy(target, target).sum(1))
+
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the mass times the softmax, minus the target's weighted mass."""
         if self.in_place(f, y):
@@ -326,6 +334,10 @@ class TokenCrossEntropy(Loss):
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the sum over positions."""
         return self.base.criterion(self._logits(f), self._labels(y))
+
+    def deviance(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return that of `CrossEntropyLoss`."""
+        return self.base.deviance(self._logits(f), self._labels(y))
 
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the gradient, zero where a position predicts nothing."""

@@ -80,6 +80,11 @@ class Gaussian(Loss):
         entries = 0.5 * (variance.log() + (mean - y) ** 2 / variance)
         return per_datum(entries + 0.5 * log(2 * pi) if self.full else entries)
 
+    def deviance(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compare with the right mean and the same variance: the smaller a variance, the smaller the criterion."""
+        r, v = self._parts(f, y)
+        return per_datum(0.5 * r**2 / v)
+
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the gradient with respect to mean and variance."""
         r, v = self._parts(f, y)

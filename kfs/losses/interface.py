@@ -117,6 +117,13 @@ class Loss(ABC):
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the criterion of every datum, `[N]`, differentiable with respect to `f`."""
 
+    def deviance(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return how far the criterion of every datum is above the smallest one for its target, `[N]`.
+
+        By default, the smallest one is zero.
+        """
+        return self.criterion(f, y)
+
     @abstractmethod
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """Return the criterion's gradient with respect to `f`, shaped like it."""

@@ -36,6 +36,11 @@ class Poisson(Elementwise):
         entries = nn.functional.poisson_nll_loss(f, y, log_input=m.log_input, full=m.full, eps=m.eps, reduction="none")
         return per_datum(entries)
 
+    def deviance(self, f: Tensor, y: Tensor) -> Tensor:
+        """Compare with a rate that equals the count."""
+        rate = f.exp() if self.module.log_input else f + self.module.eps
+        return per_datum(rate - y - torch.xlogy(y, rate) + torch.xlogy(y, y))
+
     def gradient(self, f: Tensor, y: Tensor) -> Tensor:
         """Return rate minus count, in the prediction's coordinates."""
         return f.exp() - y if self.module.log_input else 1 - y / (f + self.module.eps)

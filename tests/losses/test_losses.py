@@ -14,6 +14,7 @@ from kfs.errors import DataError, DtypeError, LossError, ShapeError
 from kfs.losses import Custom, Loss, TokenCrossEntropy, describe
 from kfs.losses.counter import Draws
 from kfs.losses.cross_entropy import CrossEntropy
+from kfs.losses.gaussian import Gaussian
 from tests.losses.cases import CASES, Case, double_well, log_cosh
 
 all_cases = pytest.mark.parametrize("case", CASES, ids=str)
@@ -56,6 +57,31 @@ def test_value_is_pytorchs(case: Case, reduction: str) -> None:
         module = copy.copy(case.loss)
         module.reduction = "sum"  # type: ignore[assignment]
         close(describe(module).reduction_factor(loss.count(y)) * total, module(f, y))
+
+
+@all_cases
+def test_deviance_is_the_distance_to_the_smallest_criterion(case: Case) -> None:
+    loss, f, y = case.make()
+    if isinstance(loss, Custom):
+        close(loss.deviance(f, y), loss.criterion(f, y))  # Nobody knows the smallest one.
+        return
+    if isinstance(loss, Gaussian):  # The variance is left as it is: without that, no criterion is the smallest one.
+        right = torch.stack([y, f[:, 1]], 1)
+        close(loss.deviance(f, y), loss.criterion(f, y) - loss.criterion(right, y))
+        return
+    best = f.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([best], max_iter=500, line_search_fn="strong_wolfe", tolerance_grad=1e-12)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        total = loss.criterion(best, y).sum()
+        total.backward()
+        return total
+
+    optimizer.step(closure)
+    smallest = loss.criterion(best.detach(), y)
+    # Labels have their smallest criterion, zero, at infinity. A hundred steps come close.
+    torch.testing.assert_close(loss.deviance(f, y), loss.criterion(f, y) - smallest, rtol=1e-5, atol=1e-5)
 
 
 @all_cases
