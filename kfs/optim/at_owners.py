@@ -50,14 +50,17 @@ class Everywhere:
 
     Args:
         like: Parameters, sharded or not, by name.
+        ranks: The processes.
 
     Attributes:
         like: The same.
     """
 
-    def __init__(self, like: Mapping[str, Tensor]) -> None:
+    def __init__(self, like: Mapping[str, Tensor], ranks: Ranks) -> None:
         """Exchange nothing yet."""
         self.like = like
+        self._ranks = ranks
+        self._are_sharded = ranks.are_several and any(map(is_sharded, like.values()))
 
     def gathered(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors that this process multiplies, given the parts of all processes.
@@ -84,19 +87,37 @@ class Everywhere:
         """Return the sum of a number over all whole tensors, given that over those of this process."""
         return t
 
+    def copies(self, name: str) -> int:
+        """Return how many processes have the same part of a parameter as this one, where parts are added up."""
+        if not self._are_sharded:
+            return 1
+        t = cast("Any", self.like[name])
+        if not is_sharded(t):
+            return self._ranks.size
+        return prod(size for size, placed in zip(t.device_mesh.shape, t.placements, strict=True) if not placed.is_shard())
+
+    def sum_of_parts(self, t: Tensor) -> Tensor:
+        """Return the sum of a number over all parts of parameters, given that over those of this process."""
+        return self._added_up(t) if self._are_sharded else t
+
+    def _added_up(self, t: Tensor) -> Tensor:
+        """Return the sum over all processes of a number."""
+        result = t.to(self._ranks.device_for(t.device), copy=True)
+        dist.all_reduce(result, group=self._ranks.group)
+        return result.to(t.device)
+
 
 class AtOwners(Everywhere):
-    """Sends parts of tensors to owners, and back. Arguments are the processes, and those of `Everywhere`.
+    """Sends parts of tensors to owners, and back. Arguments are those of `Everywhere`.
 
     Attributes:
         owners: By name. All processes know them.
     """
 
-    def __init__(self, ranks: Ranks, like: Mapping[str, Tensor]) -> None:
+    def __init__(self, like: Mapping[str, Tensor], ranks: Ranks) -> None:
         """Let all processes know which parts each of them has."""
-        super().__init__(like)
+        super().__init__(like, ranks)
         self.owners: dict[str, int] = {}
-        self._ranks = ranks
         self._parts = ranks.gather("parts of parameters", {name: Part.own(t) for name, t in like.items()})
 
     def gathered(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -126,9 +147,7 @@ class AtOwners(Everywhere):
 
     def sum(self, t: Tensor) -> Tensor:
         """Return the sum over all owners of a number."""
-        result = t.to(self._ranks.device_for(t.device), copy=True)
-        dist.all_reduce(result, group=self._ranks.group)
-        return result.to(t.device)
+        return self._added_up(t)
 
     def _divided(self, names: Iterable[str]) -> tuple[list[str], list[list[str]]]:
         """Return the names of what this process owns, and of what each of them owns."""

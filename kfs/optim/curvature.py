@@ -55,6 +55,7 @@ class Events:
         raised_damping: Several of these events came in a row, and damping was raised.
         shortened_steps: With a quadratic model, the loss did not fall on the batch, and the step was shortened.
         rejected_steps: However short the step was, the loss did not fall, and the step was taken back.
+        rising_losses: The loss was far above its lowest value for many steps.
     """
 
     skipped_steps: int = 0
@@ -64,6 +65,7 @@ class Events:
     raised_damping: int = 0
     shortened_steps: int = 0
     rejected_steps: int = 0
+    rising_losses: int = 0
 
     def note(self, name: str, text: str) -> None:
         """Count an event. Log the first, second, fourth, eighth, ... of its kind."""

@@ -1,8 +1,8 @@
-"""What a training is compared with: its last step that was fine, and sizes of gradients and factors."""
+"""What a training is compared with: its last step that was fine, sizes of gradients and factors, and earlier losses."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import isfinite
+from dataclasses import asdict, dataclass, field
+from math import inf, isfinite, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,13 @@ _LEFT_OF_SIZE = 0.999
 # What is left if new sizes are this many times smaller: the largest one was a spike, before anything was known.
 _LEFT_OF_SPIKE = 0.9
 _FAR_SMALLER = 1000.0
+# How much of an average of losses is kept in every step.
+_KEPT_OF_LOSSES = 0.9
+# A loss is far above the lowest one if it is so by this share, and by so many standard errors.
+_MARGIN = 0.1
+_ERRORS = 4.0
+_WORSE_STEPS = 50  # A run gets worse if losses are far above the lowest one for so many steps.
+_MOST_SEEN = 2000  # so many losses are remembered
 # What a usual size takes off refusals. Single spikes never add up, but sizes that come every other time do.
 _FORGOTTEN = 0.5
 
@@ -90,6 +97,82 @@ class LastFine:
             f"The run has diverged: {what}. {last}",
             "Go back to a checkpoint from before, and use a smaller lr, warm-up, a larger damping or a smaller trust.",
         )
+
+
+class Seen(NamedTuple):
+    """A step of which the loss is known."""
+
+    step: int
+    loss: float  # on its batch
+    scale: float  # how much of the step was taken
+
+
+@dataclass(eq=False)
+class LossTrend:
+    """Losses so far, to notice a run that gets worse.
+
+    A run gets worse if the loss has lost half of what it had gained, is a tenth above its lowest value, and more than
+    noise explains, for many steps. Losses are averages over some ten steps.
+
+    Attributes:
+        history: Steps with new factors; when there are many, every second one is forgotten.
+        mean: The loss of now; infinite if nobody knows.
+    """
+
+    history: list[Seen] = field(default_factory=list)
+    mean: float = inf
+    _first: float = inf
+    _lowest: float = inf
+    _lowest_at: int = 0
+    _variance: float = 0.0  # of losses around their mean
+    _weight: float = 0.0  # share of the average that does not come from its start
+    _last: int = 0  # step of the last loss
+    _worse_since: int | None = None
+
+    def note(self, step: int, loss: float, scale: float) -> str:
+        """Take note of the loss of a step, and return what is to be said about it, if the run gets worse."""
+        if not isfinite(loss):
+            return ""
+        self.history.append(Seen(step, loss, scale))
+        if len(self.history) > _MOST_SEEN:
+            del self.history[1::2]
+        if not isfinite(self.mean):
+            self._first = self._lowest = self.mean = loss
+            self._lowest_at = step
+        kept = _KEPT_OF_LOSSES ** max(1, step - self._last)
+        self._weight = kept * self._weight + 1 - kept
+        new = (1 - kept) / self._weight
+        distance = loss - self.mean
+        self._variance = (1 - new) * (self._variance + new * distance**2)
+        self.mean += new * distance
+        self._last = step
+        if self.mean < self._lowest:
+            self._lowest = self.mean
+            self._lowest_at = step
+        noise = sqrt(self._variance * (1 - kept) / (1 + kept))
+        margin = max((self._first - self._lowest) / 2, _MARGIN * self._lowest, _ERRORS * noise)
+        if self.mean <= self._lowest + margin:
+            self._worse_since = None
+            return ""
+        if self._worse_since is None:
+            self._worse_since = step
+        if step - self._worse_since < _WORSE_STEPS:
+            return ""
+        steps = step - self._worse_since
+        self._worse_since = None  # It is said again if it goes on.
+        return (
+            f"the loss has been rising: it is {self.mean:.3g} at step {step} and has been far above its lowest value, "
+            f"{self._lowest:.3g} at step {self._lowest_at}, for {steps} steps (it began at {self._first:.3g})"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a file."""
+        return asdict(self) | {"history": [tuple(one) for one in self.history]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any] | None) -> "LossTrend":
+        """Undo `state`. Earlier versions did without: then everything begins again."""
+        return cls() if state is None else cls(**{**state, "history": [Seen(*one) for one in state["history"]]})
 
 
 @dataclass(eq=False)

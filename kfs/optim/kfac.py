@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from kfs.optim.averages import Unit
 from kfs.optim.call import check_call
 from kfs.optim.coverage import lost_parameters
 from kfs.optim.curvature import Curvature, Interval, interval_at
-from kfs.optim.divergence import Fine, LastFine, UsualSizes
+from kfs.optim.divergence import Fine, LastFine, LossTrend, UsualSizes
 from kfs.optim.exchange import Exchange, made_by_all
 from kfs.optim.fully_sharded import is_fully_sharded, part_of
 from kfs.optim.inverses import Inverses
@@ -35,6 +35,7 @@ from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic import QuadraticModel
 from kfs.optim.report import Reported
 from kfs.optim.saving import Saved
+from kfs.optim.step_scale import StepScale
 from kfs.optim.step_sums import Bases, StepSums
 from kfs.optim.trials import BatchLoss
 from kfs.optim.updates import Taken, Updates, tried_updates
@@ -55,12 +56,14 @@ class KFAC(Reported, Saved):
             it: another loss, or another reduction, is an error, a factor in front a warning. For losses other than
             cross-entropies, reduction and factor are noticed only if targets are known (see `targets`).
         params: Parameters or parameter groups, as for other optimizers. By default, all parameters of the model.
-        lr: Learning rate, the setting to tune. One is the whole natural gradient step, inside of the trust region.
+        lr: Learning rate. One is the whole natural gradient step, inside of the trust region.
         damping: Added to eigenvalues of the curvature, in units of their mean, as `kfs.Relative` is.
         momentum: How much of the average over gradients is kept in every step.
         weight_decay: Decoupled weight decay.
         trust: Limits each layer's step before it is multiplied by `lr`, in every direction: how much it may change
             outputs. `None` for no limit.
+        noise: Steps get shorter while those that were too long, be it because of noise or of curvature, cost more than
+            this share of the loss: see `step_scale`. `None` for steps that never do.
         kl_clip: Limits the whole step: how much it may change predictions according to the curvature. `None` for no
             limit.
         fisher: Which curvature matrix: `"mc"` (one more backward pass, for labels drawn from the model's likelihood),
@@ -130,6 +133,7 @@ class KFAC(Reported, Saved):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         trust: float | None = 0.03,
+        noise: float | None = 0.05,
         kl_clip: float | None = None,
         fisher: Fisher = "mc",
         sharing: Sharing | Mapping[str, Sharing] = "expand",
@@ -186,7 +190,9 @@ class KFAC(Reported, Saved):
         self._paused = False
         self._whole = None
         self._params = Parameters(model, self.param_groups, self.close)
-        self._updates = Updates(self._params, self._curvature, kl_clip, replay)
+        self._scale = None if noise is None or quadratic_model else StepScale(noise)
+        self._trend = LossTrend()
+        self._updates = Updates(self._params, self._curvature, kl_clip, replay, self._scale)
         self._outstanding = Outstanding(self._curvature, self._last_fine, self._params)
         module = loss if isinstance(loss, nn.Module) else None
         # What the model is called with comes as positional and keyword arguments.
@@ -270,6 +276,7 @@ class KFAC(Reported, Saved):
             finite, good = self._gradient_sizes.check(self._exchange.ranks, ("gradients",), size, learn=learn)
             fine = Fine.of(self.steps, result, self.param_groups[0], self.damping_scale)
             lost = self._lost(sums, grads)
+            self._note_loss(sums)
             # Reading a value from a GPU waits for it. Where nothing new begins, the device looks at flags itself.
             waits = not waiting.runs_behind(good.device) or not self._is_steady(sums, lost)
             if waits:
@@ -309,7 +316,8 @@ class KFAC(Reported, Saved):
         if self._quadratic is None or batch is None:
             with self._curvature.costs.timed("products"):
                 half = self._watch.in_half_precision
-                taken = self._updates.take(self.state, natural, rest, good, self._unit, half)
+                allowed = inf if self._scale is None else self._scale.allowed(self._trend.mean, self.param_groups)
+                taken = self._updates.take(self.state, natural, rest, good, self._unit, half, allowed)
         else:
             natural = {n: g / self._unit for n, g in natural.items()}
             with self._curvature.costs.timed("products"):
@@ -323,6 +331,29 @@ class KFAC(Reported, Saved):
             self._curvature.note_trial(trial, factor)
         self._curvature.note_products()
         return taken
+
+    def _note_loss(self, sums: StepSums | None) -> None:
+        """Take note of the loss of a step with new factors, and warn if the run gets worse."""
+        if sums is None or not sums.has_factors or not sums.examples:
+            return
+        loss = sums.deviance / sums.examples
+        if not isfinite(loss):
+            # Without targets, residuals are those of a square loss: gradients over the reduction factor.
+            R = self._loss.reduction_factor(sums.count) * (
+                self._exchange.ranks.size if self._loss.reduction == "mean" else 1
+            )
+            loss = 0.5 * sums.square / (R**2 * sums.examples)
+        trouble = self._trend.note(self.steps, loss, self.step_scale)
+        if trouble:
+            if not self._curvature.events.rising_losses:
+                way_out = "Use a smaller lr, warm-up, a larger damping or a smaller trust, or go back to a checkpoint."
+                warnings.warn(f"{trouble[0].upper()}{trouble[1:]}. {way_out}", KfsWarning, stacklevel=3)
+            self._curvature.events.note("rising_losses", trouble)
+
+    @property
+    def step_scale(self) -> float:
+        """How much of each step is taken: it multiplies learning rates. Reading it waits for an accelerator."""
+        return 1.0 if self._scale is None else self._scale.value()
 
     def _change(self, batch: BatchLoss) -> float:
         """Return the change of the loss on a batch since the last step. Passes for it give no factors."""
@@ -382,7 +413,8 @@ class KFAC(Reported, Saved):
                 for name in self.defaults
             }
         return {
-            "Numbers of steps and data": numbers | {"damping_scale": self.damping_scale},
+            "Numbers of steps and data": numbers
+            | {"damping_scale": self.damping_scale, "step_scale": round(self.step_scale, 6)},
             "Options of parameter groups": options,
             "Schedules": due,
         }

@@ -13,7 +13,8 @@ from kfs.optim.fully_sharded import is_fully_sharded
 # Half-open ranges of numbers. `None` is allowed, too: the signature says where it has a meaning.
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("lr", "damping", "weight_decay"), (0, torch.inf)),
-    **dict.fromkeys(("trust", "kl_clip"), (1e-12, torch.inf)),  # Steps are divided by them; nothing moves at zero.
+    # Steps, or costs of steps, are divided by them; nothing moves at zero.
+    **dict.fromkeys(("trust", "kl_clip", "noise"), (1e-12, torch.inf)),
     **dict.fromkeys(("momentum", "decay"), (0, 1)),
     "adamw_lr": (1e-12, torch.inf),  # Weight decay is divided by it.
 }
@@ -22,7 +23,7 @@ _METHODS = ("kfac", "adamw")
 _INTERVALS = ("factors_every", "inverses_every", "patience")
 # Options that are one for all parameters.
 _NOT_IN_GROUPS = (
-    *("kl_clip", "fisher", "sharing", "eigen", "decay", "factors_every", "inverses_every", "damping_method"),
+    *("kl_clip", "noise", "fisher", "sharing", "eigen", "decay", "factors_every", "inverses_every", "damping_method"),
     *("damping_unit", "quadratic_model", "patience", "max_dim", "batch_axis", "seed", "audit", "replay"),
 )
 _CHOICES = {"damping_method": (None, *METHODS), "damping_unit": ("relative", "absolute")}

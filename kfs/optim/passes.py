@@ -23,12 +23,13 @@ from kfs.kfac.vectors import backpropagated_vectors
 from kfs.losses import Loss
 from kfs.optim.costs import Costs
 from kfs.optim.factor_graphs import Data, FactorGraph, FactorPass, FactorResult, PassKey
+from kfs.optim.other_losses import shows_targets
 from kfs.optim.outputs import KeepsPass, with_parts
 from kfs.optim.step_sums import Bases, FactorAndSquareSums, StepSums
 from kfs.optim.targets import Targets
 from kfs.outputs import parts_of, prediction_in
 from kfs.state import uncompiled
-from kfs.waiting import number
+from kfs.waiting import number, numbers
 
 # With these, the user's backward pass is enough.
 _WITHOUT_VECTORS = {"empirical", "forward-only"}
@@ -188,14 +189,21 @@ class Pass:
             if self.keep_inputs and result.examples:
                 args, kwargs = self._arguments
                 result.inputs = [(args, {key: value for key, value in kwargs.items() if key != "labels"}, y)]
-        if self.compare and result.finite:
-            result.square = float(g.square().sum())
+        if y is not None:
+            with waiting.waiting_allowed():
+                result.square, result.deviance = numbers([g.float().square().sum(), self._deviance(f, y)])
         with self.costs.timed("factors"):
             if y is not None and result.examples and self.graph is not None:
                 self._replayed = self.graph.replay(self._arguments, y, first_datum)
             if self._capture is not None:
                 self._capture_gradients(self._capture, f, y, first_datum)
         del self._f, self._edge, self._arguments  # The graph and the inputs are large.
+
+    def _deviance(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return what the criterion is above its smallest value, summed over data; NaN if targets are not known."""
+        if y is self.targets.y or shows_targets(self.loss):
+            return self.loss.deviance(f, y).sum()
+        return f.new_full((), torch.nan)
 
     def _capture_gradients(self, capture: Capture, f: Tensor, y: Tensor | None, first_datum: int) -> None:
         """Send vectors back through the graph, or let the user's backward pass show gradients."""

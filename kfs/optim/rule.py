@@ -42,6 +42,8 @@ _TERMS = ((2.46247241, 2.73299192), (35.2504843, 356.12694738))
 _QUINTICS = ((7.253831, -20.316468, 14.821728), (2.838153, -2.119765, 0.468511), (2.013579, -1.396625, 0.389938))
 # This one makes errors of numbers that are close to one small: their third power, roughly.
 _LAST_QUINTIC = (1.875, -1.25, 0.375)
+# How much averages of steps keep in every step.
+KEPT_OF_STEPS = 0.9
 Scalar = float | Tensor  # a tensor without axes, if a number is decided on an accelerator
 
 
@@ -58,6 +60,8 @@ class Share(NamedTuple):
         correction: Multiplies averages, against their bias: see `correction`.
         taken: If an accelerator decides whether the step is taken: a flag, which `natural_step` reads after
             `precondition` was called. If it is false, nothing changes, whatever gradients and steps are.
+        mean_steps: Averages of steps before they are multiplied by the learning rate, which keep `KEPT_OF_STEPS`;
+            `None` if nobody wants them.
     """
 
     params: Tensors
@@ -68,6 +72,7 @@ class Share(NamedTuple):
     kept: Scalar
     correction: Scalar
     taken: Tensor | None = None
+    mean_steps: Tensors | None = None
 
 
 def correction(decay: float, age: int) -> float:
@@ -102,8 +107,21 @@ def natural_step(shares: Sequence[Share], precondition: Callable[[Tensors], Tens
         if share.taken is None:
             torch._foreach_lerp_(share.averages, share.grads, 1 - share.momentum)
         else:
+            # Steps are often parts of larger matrices, which kernels for all of them do not take.
+            mine = [_like(p, step) for p, step in zip(share.params, mine, strict=True)]
             average_if(share.taken, share.averages, share.grads, 1 - share.momentum)
+        if share.mean_steps is not None:
+            _average_steps(share.taken, share.mean_steps, mine)
         move(share.params, mine, share.lr, share.kept, share.taken)
+
+
+def _average_steps(taken: Tensor | None, averages: Tensors, steps: Tensors) -> None:
+    """Let steps enter their averages, in place."""
+    if taken is not None:
+        average_if(taken, averages, steps, 1 - KEPT_OF_STEPS)
+        return
+    for m, step in zip(averages, steps, strict=True):
+        m.lerp_(step.to(m.dtype), 1 - KEPT_OF_STEPS)
 
 
 def kept_if(taken: Tensor | None, kept: Scalar) -> Scalar:
@@ -154,7 +172,7 @@ def _sgd_step(pairs: Sequence[tuple[Tensor, Tensor]], lr: Scalar, weight_decay: 
     """
     if not pairs:
         return
-    grads = [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in pairs]
+    grads = [_like(p, g) for p, g in pairs]
     torch._fused_sgd_(
         [p for p, _ in pairs],
         grads,
@@ -168,6 +186,11 @@ def _sgd_step(pairs: Sequence[tuple[Tensor, Tensor]], lr: Scalar, weight_decay: 
         is_first_step=False,
         found_inf=torch.logical_not(taken).float(),
     )
+
+
+def _like(p: Tensor, t: Tensor) -> Tensor:
+    """Return a tensor with the strides of another one."""
+    return t if t.stride() == p.stride() else torch.empty_like(p, dtype=t.dtype).copy_(t)
 
 
 def _is_dense(t: Tensor) -> bool:

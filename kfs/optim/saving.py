@@ -19,14 +19,15 @@ from kfs.data import mapped
 from kfs.errors import DistributedError, ModelError
 from kfs.optim.averages import Average, copied_to
 from kfs.optim.curvature import Curvature
-from kfs.optim.divergence import UsualSizes
+from kfs.optim.divergence import LossTrend, UsualSizes
 from kfs.optim.exchange import Exchange, agreed
 from kfs.optim.fully_sharded import part_of
 from kfs.optim.outstanding import Outstanding
 from kfs.optim.owners import whole as over_all_data
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic import QuadraticModel
-from kfs.optim.updates import read_state, state_of
+from kfs.optim.step_scale import StepScale
+from kfs.optim.updates import keep_mean_step, read_state, state_of
 from kfs.optim.watch import Watch
 from kfs.sharded import is_sharded, whole
 
@@ -79,6 +80,8 @@ class Saved(Optimizer):
     _quadratic: QuadraticModel | None
     _exchange: Exchange
     _gradient_sizes: UsualSizes
+    _trend: LossTrend
+    _scale: StepScale | None
     _whole: Consolidated | None  # what `consolidate_state_dict` has made, until the next step
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,6 +125,8 @@ class Saved(Optimizer):
             "first_datum": self._watch.first_datum,
             "unit": self._unit,
             "gradient_sizes": self._gradient_sizes.state(),
+            "losses": self._trend.state(),
+            "step_scale": None if self._scale is None else self._scale.state(),
             "uncovered": dict(self.uncovered),
             "tracked": sorted(self._tracked),
             "previous": {} if self._quadratic is None else dict(self._quadratic.previous),
@@ -138,7 +143,10 @@ class Saved(Optimizer):
         """Make the state of all parameters that are trained, where there is none yet, with a place for the carrier."""
         trained = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
         for p, group in trained:
-            state_of(self.state, p, adamw=group["method"] == "adamw" or "exp_avg" in self.state[p])
+            adamw = group["method"] == "adamw" or "exp_avg" in self.state[p]
+            state_of(self.state, p, adamw)
+            if self._scale is not None and not adamw:
+                keep_mean_step(self.state, p)
         self._keep_place_for_carrier()
 
     def _keep_place_for_carrier(self) -> None:
@@ -161,7 +169,8 @@ class Saved(Optimizer):
                 adamw[name] = {key: mine[key] for key in ("exp_avg", "exp_avg_sq", "age")}
                 # What a new optimizer has at this place.
                 mine = {key: value for key, value in mine.items() if key == _CARRIER}
-                mine |= {"average": torch.zeros_like(adamw[name]["exp_avg"]), "age": 0}
+                names = ("average",) if self._scale is None else ("average", "mean_step")
+                mine |= {"age": 0} | {key: torch.zeros_like(adamw[name]["exp_avg"]) for key in names}
             if mine:
                 state["state"][i] = mine
         carried = {"kfac": self._own_state(averages), "adamw": mapped(adamw, whole)}
@@ -240,6 +249,9 @@ class Saved(Optimizer):
         self._watch.first_datum = mine["first_datum"]
         self._unit = mine["unit"]
         self._gradient_sizes.restore(mine.get("gradient_sizes"))
+        self._trend = LossTrend.from_state(mine.get("losses"))
+        if self._scale is not None and mine.get("step_scale") is not None:
+            self._scale.restore(mine["step_scale"])
         self._tracked = frozenset(mine["tracked"])
         if self._quadratic is not None:
             self._quadratic.previous = copied_to(device, mine["previous"])

@@ -27,7 +27,8 @@ class StepSums:
     # For each pass: how many times the sum of criteria the loss is (`None` if not known), and `count`.
     scales: list[tuple[float | None, float]] = field(default_factory=list)
     in_model: bool = False  # whether a model was given labels, so that it computes the loss itself
-    square: float = 0.0  # squared length of the loss's gradients, if it was asked for
+    square: float = 0.0  # squared length of the loss's gradients
+    deviance: float = 0.0  # what the criterion is above its smallest value, summed; NaN if targets are not known
     blocks: dict[Key, BlockSums] = field(default_factory=dict)
     squares: dict[Key, Tensor] = field(default_factory=dict)  # squared per-datum gradients, in given bases
     uncovered: dict[str, str] = field(default_factory=dict)  # parameters without usable block, and why
@@ -54,6 +55,7 @@ class StepSums:
         self.scales += other.scales
         self.in_model = self.in_model or other.in_model
         self.square += other.square
+        self.deviance += other.deviance
         self.inputs += other.inputs
 
     @property

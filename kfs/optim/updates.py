@@ -17,6 +17,7 @@ from kfs.optim.fully_sharded import part_of
 from kfs.optim.parameters import Parameters
 from kfs.optim.recorded_update import RecordedUpdate, recorder_for
 from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, natural_step
+from kfs.optim.step_scale import StepScale, inner_product, next_numbers, way_from_average
 from kfs.optim.trials import Trial, try_step
 from kfs.precision import at_least_float32
 from kfs.sharded import is_sharded, sharded_like, whole
@@ -90,11 +91,13 @@ def natural_updates(
     kl_clip: float | None,
     taken: Tensor,
     way: Everywhere,
+    scale: Tensor | None,
 ) -> None:
     """Update parameters that have curvature, given gradients of the average over examples.
 
     With `kl_clip`, the change of predictions, as measured by the curvature, is limited. On an accelerator, nobody has
-    looked whether steps are finite: `precondition` decides whether one is `taken`. If it is not, nothing changes.
+    looked whether steps are finite: `precondition` decides whether one is `taken`. If it is not, nothing changes. The
+    numbers of the steps' `scale`, if there is one, change in place.
 
     Raises:
         StepNotFiniteError: If steps are not finite; nothing has changed then. An accelerator is not asked.
@@ -102,10 +105,22 @@ def natural_updates(
     if not parts:
         return
     behind = waiting.runs_behind(taken.device)
+    allowed = None if scale is None else next(numbers)
     shares = [_share(params, state, part, "average", numbers, grads) for part in parts]
     if behind:
         shares = [share._replace(taken=taken) for share in shares]
     names = [name for part in parts for name in part.names]
+    scaled = None
+    if scale is not None and allowed is not None:
+        means = [[part_of(state[params.tensors[n]]["mean_step"]) for n in part.names] for part in parts]
+        shares = [share._replace(mean_steps=steps) for share, steps in zip(shares, means, strict=True)]
+        cost = 0.5 * scale[2].exp() * way.sum_of_parts(_slope(shares, parts, way))
+        scaled = torch.where(taken & cost.isfinite(), next_numbers(scale, cost, allowed), scale)
+        factor = scaled[2].exp()
+        shares = [
+            share._replace(lr=share.lr * factor, kept=1 - (1 - share.kept) * factor if part.decays else 1.0)
+            for share, part in zip(shares, parts, strict=True)
+        ]
 
     def clipped(u: Tensors) -> Tensors:
         own = dict(zip(names, u, strict=True))
@@ -131,6 +146,23 @@ def natural_updates(
         return steps
 
     natural_step(shares, clipped)
+    if scale is not None and scaled is not None:
+        scale.copy_(torch.where(taken, scaled, scale))
+
+
+def _slope(shares: Iterable[Share], parts: Iterable[Together], way: Everywhere) -> Tensor:
+    """Return the gradients' slope on the way from average parameters to those of now, as far as this process has them.
+
+    A number that several processes have counts in each of them as a part of one.
+    """
+    slopes = []
+    for share, part in zip(shares, parts, strict=True):
+        alike: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for name, g, step in zip(part.names, share.grads, share.mean_steps or (), strict=True):
+            alike.setdefault(way.copies(name), []).append((g, step))
+        for copies, pairs in alike.items():
+            slopes.append(way_from_average(share.lr) * inner_product(*zip(*pairs, strict=True)) / copies)
+    return torch.stack(slopes).sum()
 
 
 def _multiplied(
@@ -200,19 +232,30 @@ class Updates:
         curvature: Multiplies with inverses.
         kl_clip: How much a step may change predictions.
         replay: Whether steps on a GPU are recorded.
+        scale: How much of each step is taken; all of it by default.
     """
 
-    def __init__(self, params: Parameters, curvature: Curvature, kl_clip: float | None, replay: bool) -> None:
+    def __init__(
+        self, params: Parameters, curvature: Curvature, kl_clip: float | None, replay: bool, scale: StepScale | None
+    ) -> None:
         """Start without anything recorded."""
         self._params = params
         self._curvature = curvature
         self._kl_clip = kl_clip
         self._replay = replay
+        self._scale = scale
         self._recorded: RecordedUpdate | None = None
         self._at_owners: AtOwners | None = None
 
     def take(
-        self, state: State, natural: dict[str, Tensor], rest: dict[str, Tensor], finite: Tensor, unit: float, half: bool
+        self,
+        state: State,
+        natural: dict[str, Tensor],
+        rest: dict[str, Tensor],
+        finite: Tensor,
+        unit: float,
+        half: bool,
+        allowed: float,
     ) -> Taken | None:
         """Take a step.
 
@@ -223,6 +266,7 @@ class Updates:
             finite: Whether all of them are. It is read on a GPU only; nobody has looked there.
             unit: The loss is this many times the average over examples.
             half: Whether gradients were computed in half precision. Then a GPU multiplies in TF32.
+            allowed: What the latest steps may cost, if steps have a scale.
 
         Returns:
             What an accelerator decides about it; `None` where everything is known.
@@ -231,6 +275,10 @@ class Updates:
         parts = together(params, state, natural, adamw=False)
         others = together(params, state, rest, adamw=True)
         grads = {**natural, **rest}
+        scale = None if self._scale is None else self._scale.numbers_on(finite.device)
+        if scale is not None:
+            for name in natural:
+                keep_mean_step(state, params.tensors[name])
 
         behind = waiting.runs_behind(finite.device)
         way = self._way_to_inverses()
@@ -246,13 +294,14 @@ class Updates:
             if unit != 1:
                 mine |= {n: mine[n] * share for n in natural}
             with tf32(True if half else None):
-                natural_updates(params, state, parts, values, mine, precondition, self._kl_clip, taken, way)
+                natural_updates(params, state, parts, values, mine, precondition, self._kl_clip, taken, way, scale)
             adamw_updates(params, state, others, values, mine, taken)
 
         if self._recorded is None:
             self._recorded = RecordedUpdate(recorder_for(finite.device) if self._replay else None)
         key = self._key(state, parts, others, grads, unit, half) if self._recorded.is_used else None
-        numbers = [1 / unit, *all_numbers(parts), *all_numbers(others)]
+        numbers = [1 / unit, *([] if scale is None or not parts else [allowed]), *all_numbers(parts)]
+        numbers += all_numbers(others)
         try:
             flag = self._recorded.run(key, update, list(grads.values()), finite, numbers)
         except StepNotFiniteError:
@@ -266,9 +315,9 @@ class Updates:
     def _way_to_inverses(self) -> Everywhere:
         """Return how gradients come to where inverses are."""
         if not self._curvature.at_owners:
-            return Everywhere(self._params.tensors)
+            return Everywhere(self._params.tensors, self._curvature.ranks)
         if self._at_owners is None or self._at_owners.like is not self._params.tensors:
-            self._at_owners = AtOwners(self._curvature.ranks, self._params.tensors)
+            self._at_owners = AtOwners(self._params.tensors, self._curvature.ranks)
         self._at_owners.owners = self._curvature.owners
         return self._at_owners
 
@@ -353,6 +402,12 @@ def read_state(state: State, groups: list[dict[str, Any]], saved: dict[str, Any]
 def _sharded_like(p: Tensor, t: Tensor) -> Tensor:
     """Return a tensor of a state, which may be sharded in any way, in the way of a parameter."""
     return sharded_like(whole(t), p)
+
+
+def keep_mean_step(state: State, p: Tensor) -> None:
+    """Let the state of a parameter have an average of its steps, zero at first, in float32 or better."""
+    if "mean_step" not in state[p]:
+        state[p]["mean_step"] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
 
 
 def state_of(state: State, p: Tensor, adamw: bool) -> dict[str, Any]:
