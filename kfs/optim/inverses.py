@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kfs import waiting
 from kfs.kfac.capture import Recorder
@@ -19,7 +20,7 @@ from kfs.kfac.layout import Layout
 from kfs.kfac.structures import Factor, Kronecker, Method, Stack, Structure, checking_later, stacked
 from kfs.optim.averages import Average, Inverted, Unit, inverted, numbers_of
 from kfs.optim.recorded_update import SHARE, RecordedUpdate, recorder_for
-from kfs.optim.rule import Scalar, limited
+from kfs.optim.rule import Scalar, limited, total_size
 from kfs.waiting import waiting_allowed
 
 # The optimizer's parameter groups, by parameter name.
@@ -28,6 +29,8 @@ Groups = Mapping[str, Mapping[str, Any]]
 _TOGETHER = 16
 # Tensor cores need rows that start at multiples of 8 numbers. Multiples of 32 fit their tiles better.
 _ALIGNED = 32
+# On a CPU, products of matrices that are larger than this take up to a third less time with aligned rows.
+_LARGE = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,7 +252,7 @@ class Inverses:
         products = [self._product_of(one, columns, groups, limit, half) for one in stacks]
         if taken is not None and products:
             # There are few stacks, so this takes few operations, however many parameters there are.
-            taken.logical_and_(torch.nn.utils.get_total_norm(products, 1.0).isfinite())
+            taken.logical_and_(total_size(products).isfinite())
         steps: dict[str, Tensor] = {}
         for one, product in zip(stacks, products, strict=True):
             stack = one.stack
@@ -362,6 +365,9 @@ def _aligned_factor(factor: Factor) -> Factor:
 def _product(stack: Stack, columns: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Multiply a stack with the parts of `columns` that belong to it, `[stack, 1, d_B, d_A]`; margins stay."""
     K = stack.structure
+    if isinstance(K, Kronecker) and _is_slow(K):
+        M = stack.read(columns).to(dtype)
+        return Kronecker(_padded(K.A), _padded(K.B)).multiply(pad(M, (0, -K.columns % _ALIGNED, 0, -K.rows % _ALIGNED)))
     if not isinstance(K, Kronecker) or not (_has_margin(K.A) or _has_margin(K.B)):
         return K.multiply(stack.read(columns).to(dtype))
     # Margins of zeros are multiplied as well.
@@ -379,6 +385,18 @@ def _product(stack: Stack, columns: Mapping[str, Tensor], dtype: torch.dtype) ->
         # Dense factors have a scale of one after damping.
         return B.left(A.right(M))
     return Kronecker(A, B).multiply(M)
+
+
+def _is_slow(K: Kronecker) -> bool:
+    """Whether a product is much faster with margins, on a CPU: that of large matrices with odd numbers of columns."""
+    large = K.A.kind == K.B.kind == "dense" and min(K.rows, K.columns) > _LARGE
+    return large and K.like.device.type == "cpu" and bool(K.rows % _ALIGNED or K.columns % _ALIGNED)
+
+
+def _padded(factor: Factor) -> Factor:
+    """Return a copy with margins of zeros."""
+    margin = -factor.size % _ALIGNED
+    return replace(factor, values=pad(factor.values, (0, margin, 0, margin)))
 
 
 def _has_margin(factor: Factor) -> bool:

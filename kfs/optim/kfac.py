@@ -34,6 +34,7 @@ from kfs.optim.outstanding import Outstanding
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic import QuadraticModel
 from kfs.optim.report import Reported
+from kfs.optim.rule import total_size
 from kfs.optim.saving import Saved
 from kfs.optim.step_scale import StepScale
 from kfs.optim.step_sums import Bases, StepSums
@@ -271,7 +272,7 @@ class KFAC(Reported, Saved):
                 self._outstanding.settle(self.state)
                 self._last_fine.check(self._params.tensors)
             self._check(sums, grads, result)
-            size = torch.nn.utils.get_total_norm(list(grads.values()), 1.0).reshape(1)
+            size = total_size(list(grads.values())).reshape(1)
             learn = sums is not None and sums.has_factors
             finite, good = self._gradient_sizes.check(self._exchange.ranks, ("gradients",), size, learn=learn)
             fine = Fine.of(self.steps, result, self.param_groups[0], self.damping_scale)

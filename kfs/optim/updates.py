@@ -16,7 +16,7 @@ from kfs.optim.curvature import Curvature
 from kfs.optim.fully_sharded import part_of
 from kfs.optim.parameters import Parameters
 from kfs.optim.recorded_update import RecordedUpdate, recorder_for
-from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, natural_step
+from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, natural_step, total_size
 from kfs.optim.step_scale import StepScale, inner_product, next_numbers, way_from_average
 from kfs.optim.trials import Trial, try_step
 from kfs.precision import at_least_float32
@@ -131,7 +131,7 @@ def natural_updates(
             everywhere = way.all_true(taken)
             if everywhere is not taken:
                 taken.copy_(everywhere)
-        elif not way.all_true(torch.nn.utils.get_total_norm(list(D.values()), 1.0).isfinite()):
+        elif not way.all_true(total_size(list(D.values())).isfinite()):
             raise StepNotFiniteError
         if kl_clip is not None:
             lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
