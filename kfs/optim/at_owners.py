@@ -94,7 +94,9 @@ class Everywhere:
         t = cast("Any", self.like[name])
         if not is_sharded(t):
             return self._ranks.size
-        return prod(size for size, placed in zip(t.device_mesh.shape, t.placements, strict=True) if not placed.is_shard())
+        return prod(
+            size for size, placed in zip(t.device_mesh.shape, t.placements, strict=True) if not placed.is_shard()
+        )
 
     def sum_of_parts(self, t: Tensor) -> Tensor:
         """Return the sum of a number over all parts of parameters, given that over those of this process."""

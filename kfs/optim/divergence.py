@@ -25,6 +25,7 @@ _KEPT_OF_LOSSES = 0.9
 # A loss is far above the lowest one if it is so by this share, and by so many standard errors.
 _MARGIN = 0.1
 _ERRORS = 4.0
+_FEW_LOSSES = 10  # Of fewer losses, the average is mostly noise.
 _WORSE_STEPS = 50  # A run gets worse if losses are far above the lowest one for so many steps.
 _MOST_SEEN = 2000  # so many losses are remembered
 # What a usual size takes off refusals. Single spikes never add up, but sizes that come every other time do.
@@ -127,6 +128,7 @@ class LossTrend:
     _variance: float = 0.0  # of losses around their mean
     _weight: float = 0.0  # share of the average that does not come from its start
     _last: int = 0  # step of the last loss
+    _count: int = 0  # of losses
     _worse_since: int | None = None
 
     def note(self, step: int, loss: float, scale: float) -> str:
@@ -137,8 +139,8 @@ class LossTrend:
         if len(self.history) > _MOST_SEEN:
             del self.history[1::2]
         if not isfinite(self.mean):
-            self._first = self._lowest = self.mean = loss
-            self._lowest_at = step
+            self.mean = loss
+        self._count += 1
         kept = _KEPT_OF_LOSSES ** max(1, step - self._last)
         self._weight = kept * self._weight + 1 - kept
         new = (1 - kept) / self._weight
@@ -146,6 +148,10 @@ class LossTrend:
         self._variance = (1 - new) * (self._variance + new * distance**2)
         self.mean += new * distance
         self._last = step
+        if self._count < _FEW_LOSSES:
+            return ""
+        if not isfinite(self._first):
+            self._first = self.mean
         if self.mean < self._lowest:
             self._lowest = self.mean
             self._lowest_at = step

@@ -351,11 +351,6 @@ class KFAC(Reported, Saved):
                 warnings.warn(f"{trouble[0].upper()}{trouble[1:]}. {way_out}", KfsWarning, stacklevel=3)
             self._curvature.events.note("rising_losses", trouble)
 
-    @property
-    def step_scale(self) -> float:
-        """How much of each step is taken: it multiplies learning rates. Reading it waits for an accelerator."""
-        return 1.0 if self._scale is None else self._scale.value()
-
     def _change(self, batch: BatchLoss) -> float:
         """Return the change of the loss on a batch since the last step. Passes for it give no factors."""
         self._paused = True

@@ -191,7 +191,7 @@ class Pass:
                 result.inputs = [(args, {key: value for key, value in kwargs.items() if key != "labels"}, y)]
         if y is not None:
             with waiting.waiting_allowed():
-                result.square, result.deviance = numbers([g.float().square().sum(), self._deviance(f, y)])
+                result.square, result.deviance = numbers([computable(g).square().sum(), self._deviance(f, y)])
         with self.costs.timed("factors"):
             if y is not None and result.examples and self.graph is not None:
                 self._replayed = self.graph.replay(self._arguments, y, first_datum)

@@ -1,10 +1,11 @@
 """What an optimizer covers and does: a table in a terminal, HTML in a notebook."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from kfs.charts.training import draw_training
 from kfs.describing import Described, DescribedByTables, Description, Table, number, readable_size
 from kfs.kfac.capture import Audit
 from kfs.kfac.settings import Settings
@@ -13,10 +14,15 @@ from kfs.losses import Loss
 from kfs.optim.averages import Average
 from kfs.optim.costs import PARTS, Cost, Part
 from kfs.optim.curvature import Curvature, Events
+from kfs.optim.divergence import LossTrend, Seen
 from kfs.optim.outstanding import Outstanding
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic import QuadraticModel
+from kfs.optim.step_scale import StepScale
 from kfs.optim.watch import Watch
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _OF_BLOCK = ("block", "matrix", "A", "B", "bytes", "damping added", "inverse of step")
 _OF_COST = ("in a step", "count", "operations", "ms")
@@ -68,6 +74,9 @@ class Report(DescribedByTables):
         lr: Learning rate of each group.
         damping: Damping of each group, times `damping_scale`.
         damping_scale: The factor that multiplies all dampings now.
+        step_scale: The factor that multiplies learning rates now.
+        history: Steps with new factors: their numbers, the losses of their batches, above the smallest that there
+            could be, and how much of each was taken. When there are many, every second one is forgotten.
     """
 
     summary: str
@@ -82,6 +91,22 @@ class Report(DescribedByTables):
     lr: tuple[float, ...]
     damping: tuple[float, ...]
     damping_scale: float
+    step_scale: float
+    history: tuple[Seen, ...]
+
+    def plot(self, *, axes: "Axes | None" = None) -> "Axes":
+        """Draw losses over steps, and how much of each step was taken.
+
+        Args:
+            axes: Where to draw; by default in a new figure.
+
+        Returns:
+            Axes of matplotlib.
+        """
+        steps, losses, scales = (
+            (list(column) for column in zip(*self.history, strict=True)) if self.history else ([], [], [])
+        )
+        return draw_training(steps, losses, scales, f"scale of steps: {self.step_scale:.3g}", axes)
 
     def describe(self) -> Description:
         """Describe all of it."""
@@ -136,6 +161,8 @@ class Reported(Described):
     _curvature: Curvature
     _quadratic: QuadraticModel | None
     _outstanding: Outstanding
+    _trend: LossTrend
+    _scale: StepScale | None
     _watch: Watch
     state: Any
 
@@ -158,6 +185,11 @@ class Reported(Described):
         """The factor that multiplies all dampings now."""
         return self._curvature.damping_scale
 
+    @property
+    def step_scale(self) -> float:
+        """The factor that multiplies learning rates now: how much of each step is taken. A GPU is waited for."""
+        return 1.0 if self._scale is None else self._scale.value()
+
     def report(self) -> Report:
         """Return what is covered by what, what the last steps cost, and what went wrong; `print` shows it as a table.
 
@@ -170,7 +202,7 @@ class Reported(Described):
             KFAC for Linear (2 parameters, 8 numbers), CrossEntropyLoss
               lr=0.1, damping=0.003, momentum=0.9, weight_decay=0, trust=0.03
               fisher='mc', eigen=False, quadratic_model=False
-              steps=0, blocks=0, not covered=0, damping_scale=1, events: none
+              steps=0, blocks=0, not covered=0, step_scale=1, damping_scale=1, events: none
         """
         self._outstanding.settle(self.state)
         curvature = self._curvature
@@ -193,6 +225,8 @@ class Reported(Described):
             lr=tuple(float(group["lr"]) for group in self.param_groups),
             damping=tuple(float(group["damping"]) * curvature.damping_scale for group in self.param_groups),
             damping_scale=curvature.damping_scale,
+            step_scale=self.step_scale,
+            history=tuple(self._trend.history),
         )
 
     def describe(self) -> Description:
@@ -206,7 +240,8 @@ class Reported(Described):
         happened = ", ".join(f"{name} {count}" for name, count in asdict(curvature.events).items() if count)
         progress = (
             f"steps={self.steps}, blocks={len(curvature.averages)}, not covered={len(self.uncovered)}, "
-            f"damping_scale={curvature.damping_scale:.3g}, events: {happened or 'none'}"
+            f"step_scale={self.step_scale:.3g}, damping_scale={curvature.damping_scale:.3g}, "
+            f"events: {happened or 'none'}"
         )
         title = (
             f"KFAC for {type(self._model).__name__} ({len(tensors)} parameters, {size:,} numbers), {self._loss.name}"

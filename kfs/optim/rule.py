@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kfs.kfac.structures import computable
-from kfs.kfac.sums.gram import add_gram, mirror
+from kfs.kfac.sums import add_gram, mirror
 from kfs.tf32 import tf32
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -302,7 +302,7 @@ def saturation(G: Tensor) -> Tensor:
 
 
 def _by_inverse(G: Tensor) -> Tensor:
-    """Return $(I + G)^{-1/2}$ to 13 %, for eigenvalues up to `_LARGEST` squared, by one inverse: all that a CPU needs."""
+    """Return $(I + G)^{-1/2}$ to 13 %, for eigenvalues up to `_LARGEST` squared, by one inverse: fast on a CPU."""
     a, b, c, d = _RATIONAL
     shifted = G.clone()
     shifted.diagonal(dim1=-2, dim2=-1).add_(d)

@@ -110,17 +110,12 @@ def natural_updates(
     if behind:
         shares = [share._replace(taken=taken) for share in shares]
     names = [name for part in parts for name in part.names]
-    scaled = None
+    scaled = scale
     if scale is not None and allowed is not None:
         means = [[part_of(state[params.tensors[n]]["mean_step"]) for n in part.names] for part in parts]
         shares = [share._replace(mean_steps=steps) for share, steps in zip(shares, means, strict=True)]
-        cost = 0.5 * scale[2].exp() * way.sum_of_parts(_slope(shares, parts, way))
-        scaled = torch.where(taken & cost.isfinite(), next_numbers(scale, cost, allowed), scale)
-        factor = scaled[2].exp()
-        shares = [
-            share._replace(lr=share.lr * factor, kept=1 - (1 - share.kept) * factor if part.decays else 1.0)
-            for share, part in zip(shares, parts, strict=True)
-        ]
+        scaled = _scaled(scale, shares, parts, way, allowed, taken)
+        shares = [_with_scale(share, scaled[2].exp()) for share in shares]
 
     def clipped(u: Tensors) -> Tensors:
         own = dict(zip(names, u, strict=True))
@@ -135,10 +130,8 @@ def natural_updates(
             raise StepNotFiniteError
         if kl_clip is not None:
             lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
-            change = torch.stack([u[0].new_zeros(()), *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
-            shorter = (kl_clip / way.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
-            if behind:
-                shorter = torch.where(taken, shorter, 1.0)  # Gradients that are not finite have no length.
+            # Gradients that are not finite have no length.
+            shorter = torch.where(taken, _shorter(kl_clip, lrs, ahead, D, way, u[0].new_zeros(())), 1.0)
             D = {n: shorter * d for n, d in D.items()}
         steps = list(way.scattered(D, own).values())
         if problem is not None:
@@ -148,6 +141,34 @@ def natural_updates(
     natural_step(shares, clipped)
     if scale is not None and scaled is not None:
         scale.copy_(torch.where(taken, scaled, scale))
+
+
+def _shorter(
+    kl_clip: float,
+    lrs: Mapping[str, Scalar],
+    ahead: Mapping[str, Tensor],
+    D: Mapping[str, Tensor],
+    way: Everywhere,
+    zero: Tensor,
+) -> Tensor:
+    """Return what steps are multiplied with, such that predictions change by no more than the limit."""
+    change = torch.stack([zero, *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
+    result: Tensor = (kl_clip / way.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
+    return result
+
+
+def _scaled(
+    scale: Tensor, shares: Iterable[Share], parts: Iterable[Together], way: Everywhere, allowed: Scalar, taken: Tensor
+) -> Tensor:
+    """Return the numbers of the steps' scale with the cost of the latest steps; bad gradients tell nothing."""
+    cost = 0.5 * scale[2].exp() * way.sum_of_parts(_slope(shares, parts, way))
+    return torch.where(taken & cost.isfinite(), next_numbers(scale, cost, allowed), scale)
+
+
+def _with_scale(share: Share, factor: Tensor) -> Share:
+    """Multiply the learning rate of a share, for steps and for weights that decay."""
+    decays = not (isinstance(share.kept, float) and share.kept == 1)
+    return share._replace(lr=share.lr * factor, kept=1 - (1 - share.kept) * factor if decays else 1.0)
 
 
 def _slope(shares: Iterable[Share], parts: Iterable[Together], way: Everywhere) -> Tensor:

@@ -165,7 +165,7 @@ def test_representation() -> None:
     assert "CrossEntropy" in lines[0]
     assert lines[1].strip() == "lr=0.02, damping=0.003, momentum=0.9, weight_decay=0, trust=None"
     assert "fisher='mc'" in lines[2]
-    assert lines[3].strip() == "steps=1, blocks=3, not covered=0, damping_scale=1, events: none"
+    assert lines[3].strip() == "steps=1, blocks=3, not covered=0, step_scale=1, damping_scale=1, events: none"
 
 
 class Tags(HTMLParser):

@@ -123,15 +123,15 @@ def test_one_long_direction_does_not_shorten_the_others() -> None:
 
 @pytest.mark.parametrize("by_products", [False, True])
 def test_limit_in_single_precision(by_products: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With singular values over five decades, the limit is good to 8 % by inverses, and to 3 % by products."""
+    """With singular values over five decades, the limit is good to 13 % by an inverse, and to 3 % by products."""
     if by_products:
         norm = torch.linalg.matrix_norm
-        monkeypatch.setattr(rule, "_by_inverses", lambda G: rule._by_products(G, 1 + norm(G), torch.float32))
+        monkeypatch.setattr(rule, "_by_inverse", lambda G: rule._by_products(G, 1 + norm(G), torch.float32))
     torch.manual_seed(0)
     D = torch.randn(40, 30) @ torch.diag(torch.logspace(-3, 2, 30))
     short = limited(D.reshape(1, 1, 40, 30), 1.0, torch.ones(1, 1, 1, 1), by_column=False)[0, 0]
     exact = by_svd(D.double(), (4 / 3) ** 0.5)
-    error = 0.03 if by_products else 0.08
+    error = 0.03 if by_products else 0.13
     assert (short - exact).norm() < error * exact.norm()
     sizes, sizes_exact = torch.linalg.svdvals(short), torch.linalg.svdvals(exact)
     assert ((sizes - sizes_exact).abs() < error * sizes_exact + 1e-5).all()

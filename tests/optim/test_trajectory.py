@@ -60,7 +60,7 @@ def compare(
 ) -> Reference:
     """Train a model with some options, and a copy of it by the reference."""
     reference = Reference(copy.deepcopy(model), criterion, **{"fisher": "type-2"} | options)
-    follow(model, KFAC(model, loss, **{"fisher": "type-2"} | options), reference, loss, steps)
+    follow(model, KFAC(model, loss, **{"fisher": "type-2", "noise": None} | options), reference, loss, steps)
     return reference
 
 
@@ -158,7 +158,7 @@ def test_groups(order: list[int], kl_clip: float | None) -> None:
     options: dict[str, Any] = {"kl_clip": kl_clip, "factors_every": 1, "inverses_every": 1}
     reference = Reference(copy.deepcopy(model), cross_entropy, GROUPS, **options)
     groups = [{"params": list(model[place].parameters()), **GROUPS[place]} for place in order]
-    optimizer = KFAC(model, loss, groups, fisher="type-2", **options)
+    optimizer = KFAC(model, loss, groups, fisher="type-2", noise=None, **options)
     follow(model, optimizer, reference, loss, batches(6))
     assert any(reference.shortened)
 

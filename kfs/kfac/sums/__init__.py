@@ -3,6 +3,7 @@
 from kfs.kfac.sums.across_ranks import add_up_totals, agreed_blocks
 from kfs.kfac.sums.block_sums import BlockSums, settle_counts
 from kfs.kfac.sums.factor_sums import FactorSums
+from kfs.kfac.sums.gram import add_gram, mirror
 from kfs.kfac.sums.inputs import Use
 from kfs.kfac.sums.interface import Adder, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.kept import Captured, KeptGradients
@@ -39,6 +40,7 @@ __all__ = [
     "Sums",
     "UnitVectors",
     "Use",
+    "add_gram",
     "add_up_totals",
     "agreed_blocks",
     "at_a_time",
@@ -48,5 +50,6 @@ __all__ = [
     "joined_products",
     "matrix_inner",
     "matrix_inner_by_row",
+    "mirror",
     "settle_counts",
 ]

@@ -1,0 +1,303 @@
+"""The scale of steps: what steps that are too long cost, and that they become shorter until it is little."""
+
+import copy
+import warnings
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs.errors import KfsWarning, ModelError
+from kfs.losses import HalfSquaredError
+from kfs.optim import KFAC
+from kfs.optim.divergence import LossTrend
+from kfs.optim.rule import KEPT_OF_STEPS
+from kfs.optim.step_scale import StepScale, next_numbers
+from tests.optim.training import data, mlp, train, weights
+
+LOSS = nn.CrossEntropyLoss()
+
+
+class Valley(nn.Module):
+    """A model whose loss is a parabola: linear regression."""
+
+    def __init__(self, size: int = 3) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, 1, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predict."""
+        y: Tensor = self.linear(x)
+        return y
+
+
+def noisy(seed: int, steps: int, size: int = 64) -> list[tuple[Tensor, Tensor]]:
+    """Return small batches of a regression whose targets are mostly noise."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(steps):
+        X = torch.randn(size, 3, generator=generator, dtype=torch.float64)
+        batches.append((X, X.sum(1, keepdim=True) + torch.randn(size, 1, generator=generator, dtype=torch.float64)))
+    return batches
+
+
+def cost_by_definition(before: list[Tensor], gradient: Tensor) -> float:
+    """Half the slope of a loss at the last of all parameters so far, on the way from their average."""
+    average = before[0]
+    for theta in before[1:]:
+        average = KEPT_OF_STEPS * average + (1 - KEPT_OF_STEPS) * theta
+    return 0.5 * float(gradient @ (before[-1] - average))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_costs_are_those_of_the_definition(reduction: str) -> None:
+    """With a constant scale, what is measured is the average of costs over steps, by their definition."""
+    model, loss = Valley(), HalfSquaredError(reduction)
+    optimizer = KFAC(model, loss, lr=0.5, noise=1e6, weight_decay=0.0)
+    seen, mean, weight = [weights(model)], 0.0, 0.0
+    for X, y in noisy(0, 12):
+        train(model, optimizer, [(X, y)], loss)
+        g = model.linear.weight.grad
+        assert g is not None
+        cost = cost_by_definition(seen, g.flatten()) / (64 if reduction == "sum" else 1)
+        mean, weight = 0.8 * mean + 0.2 * cost, 0.8 * weight + 0.2
+        seen.append(weights(model))
+    assert optimizer._scale is not None
+    found = optimizer._scale.numbers_on(torch.device("cpu"))
+    torch.testing.assert_close(found, torch.tensor([mean, weight, 0.0], dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    # Without the average of parameters, along the last step alone, it is another number.
+    assert g is not None
+    along_last_step = 0.5 * float(g.flatten() @ (seen[-2] - seen[-3]))
+    assert abs(along_last_step - cost) > 0.01 * abs(cost)
+
+
+def test_costs_of_a_parabola_are_what_the_average_saves() -> None:
+    """If an average of parameters is at the minimum, costs are the loss above it."""
+    H = torch.diag(torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64))
+    theta = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    minimum = torch.zeros(3, dtype=torch.float64)
+    gradient = H @ (theta - minimum)
+    assert 0.5 * float(gradient @ (theta - minimum)) == pytest.approx(float(0.5 * theta @ H @ theta))
+
+
+def test_scale_falls_and_rises() -> None:
+    """It falls while costs exceed what is allowed, rises again up to one, and never by more than its rates."""
+    numbers, scales = torch.zeros(3, dtype=torch.float64), [1.0]
+    for cost in [10.0] * 30 + [-1.0] * 90:
+        numbers = next_numbers(numbers, torch.tensor(cost, dtype=torch.float64), 1.0)
+        scales.append(float(numbers[2].exp()))
+    changes = [after / before for before, after in pairwise(scales)]
+    assert scales[4] == 1.0  # too few costs are known
+    assert min(scales) < 0.25
+    assert scales[-1] == 1.0
+    assert min(changes) >= 0.94
+    assert max(changes) <= 1.031
+    unknown = next_numbers(numbers, torch.tensor(10.0, dtype=torch.float64), torch.inf)
+    assert float(unknown[2]) == 0.0  # Nobody knows what is allowed.
+
+
+def test_more_is_allowed_when_a_schedule_has_lowered_the_learning_rate() -> None:
+    scale = StepScale(0.05)
+    assert scale.allowed(2.0, [{"lr": 0.5}]) == pytest.approx(0.1)  # warm-up
+    assert scale.allowed(2.0, [{"lr": 1.0}]) == pytest.approx(0.1)
+    assert scale.allowed(2.0, [{"lr": 0.5}, {"lr": 0.1}]) == pytest.approx(0.4)
+    assert scale.allowed(2.0, [{"lr": 0.0}]) == torch.inf
+    assert scale.allowed(-1.0, [{"lr": 1.0}]) == torch.inf
+    assert scale.allowed(torch.inf, [{"lr": 1.0}]) == torch.inf
+
+
+def excess(noise: float | None, steps: int = 400) -> tuple[float, float]:
+    """Return how far parameters are from the minimum in the last half of a noisy training, and the scale at its end."""
+    torch.manual_seed(0)
+    model = Valley()
+    optimizer = KFAC(model, HalfSquaredError(), noise=noise, trust=None)
+    distances = []
+    for X, y in noisy(1, steps, size=8):
+        train(model, optimizer, [(X, y)], HalfSquaredError())
+        distances.append(0.5 * float((weights(model) - 1).square().sum()))
+    return sum(distances[steps // 2 :]) / (steps // 2), optimizer.step_scale
+
+
+def test_noise_costs_no_more_than_asked_for() -> None:
+    """The smallest loss is one half, so noise may cost about a share of that; without the setting, it costs more."""
+    free, one = excess(None)
+    limited, scale = excess(0.01)
+    assert one == 1.0
+    assert scale < 0.5
+    # What steps of the last ten cost is less than all that noise costs: a part of it is older.
+    assert limited < 2 * 0.01 * 0.5
+    assert free > 5 * limited
+
+
+def test_training_without_noise_keeps_whole_steps() -> None:
+    """Whole batches lead downhill: the same training as without the setting, to the bit."""
+    X, y = data(num_data=64)
+    one, other = mlp(), mlp()
+    optimizer = KFAC(one, LOSS, lr=0.3, fisher="type-2")
+    train(one, optimizer, [(X, y)] * 15, LOSS)
+    train(other, KFAC(other, LOSS, lr=0.3, fisher="type-2", noise=None), [(X, y)] * 15, LOSS)
+    assert optimizer.step_scale == 1.0
+    assert torch.equal(weights(one), weights(other))
+
+
+def test_weight_decay_has_the_same_scale() -> None:
+    """Weights decay by the learning rate that steps have; and decay is no step, so that it costs nothing."""
+    model = mlp()
+    optimizer = KFAC(model, LOSS, lr=0.5, weight_decay=0.1, noise=1e-6, fisher="type-2")
+    assert optimizer._scale is not None
+    optimizer._scale.restore({"numbers": [0.0, 0.0, -1.0], "peak": 0.5})
+    X, y = data()
+    other = copy.deepcopy(model)
+    train(model, optimizer, [(X, y)], LOSS)
+    plain = KFAC(
+        other, LOSS, lr=0.5 * torch.tensor(-1.0, dtype=torch.float64).exp().item(), weight_decay=0.1, noise=None
+    )
+    plain._settings = optimizer._settings
+    plain._watch.settings = optimizer._settings
+    train(other, plain, [(X, y)], LOSS)
+    torch.testing.assert_close(weights(model), weights(other), rtol=1e-9, atol=1e-12)
+
+
+def run(model: nn.Module, optimizer: KFAC, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Train, and return parameters."""
+    train(model, optimizer, batches, HalfSquaredError())
+    return weights(model)
+
+
+def test_resumed_training_has_the_scale() -> None:
+    """A state has averages of steps, costs, losses and their history: a resumed training equals one without a stop."""
+    batches = noisy(2, 60, size=8)
+    torch.manual_seed(0)
+    model = Valley()
+    optimizer = KFAC(model, HalfSquaredError(), noise=0.01, trust=None)
+    run(model, optimizer, batches[:40])
+    assert optimizer.step_scale < 1.0
+    resumed = Valley()
+    resumed.load_state_dict(model.state_dict())
+    again = KFAC(resumed, HalfSquaredError(), noise=0.01, trust=None)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert again.step_scale == optimizer.step_scale
+    assert torch.equal(run(resumed, again, batches[40:]), run(model, optimizer, batches[40:]))
+    assert again.report().history == optimizer.report().history
+
+
+def test_states_without_scale_are_read() -> None:
+    """That of an optimizer without the setting, and that of one which has it."""
+    X, y = data()
+    states = []
+    for noise in (None, 0.05):
+        model = mlp()
+        optimizer = KFAC(model, LOSS, noise=noise)
+        train(model, optimizer, [(X, y)] * 3, LOSS)
+        states.append((model.state_dict(), optimizer.state_dict()))
+    for noise, (of_model, state) in zip((0.05, None), states, strict=True):
+        model = mlp()
+        model.load_state_dict(of_model)
+        optimizer = KFAC(model, LOSS, noise=noise)
+        optimizer.load_state_dict(state)
+        train(model, optimizer, [(X, y)] * 3, LOSS)
+        assert optimizer.steps == 6
+
+
+def test_bad_batches_do_not_count() -> None:
+    """A step that is skipped leaves costs and averages of steps as they are."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    train(model, optimizer, [(X, y)] * 4, LOSS)
+    assert optimizer._scale is not None
+    before = optimizer._scale.numbers_on(torch.device("cpu")).clone()
+    averages = [state["mean_step"].clone() for state in optimizer.state.values()]
+    train(model, optimizer, [(X * torch.nan, y)], LOSS)
+    assert torch.equal(optimizer._scale.numbers_on(torch.device("cpu")), before)
+    assert all(torch.equal(a, s["mean_step"]) for a, s in zip(averages, optimizer.state.values(), strict=True))
+
+
+@pytest.mark.parametrize(("noise", "is_used"), [(0.05, False), (None, False)])
+def test_a_quadratic_model_has_steps_of_its_own(noise: float | None, is_used: bool) -> None:
+    optimizer = KFAC(mlp(), LOSS, quadratic_model=True, noise=noise)
+    assert (optimizer._scale is not None) == is_used
+    assert optimizer.step_scale == 1.0
+
+
+@pytest.mark.parametrize("noise", [0.0, -1.0, torch.nan, "little"])
+def test_bad_settings(noise: Any) -> None:
+    with pytest.raises(ModelError, match="noise is"):
+        KFAC(mlp(), LOSS, noise=noise)
+    with pytest.raises(ModelError, match="one for all parameters"):
+        model = mlp()
+        KFAC(model, LOSS, [{"params": model.parameters(), "noise": 0.1}])
+
+
+def trend_of(losses: list[float], every: int = 1) -> list[str]:
+    trend = LossTrend()
+    return [text for i, loss in enumerate(losses) if (text := trend.note(every * i, loss, 1.0))]
+
+
+def test_losses_that_rise_are_told() -> None:
+    """Half of the progress is lost for many steps; a peak, a plateau and noise are nothing."""
+    falling = [3.0 * 0.95**i + 0.5 for i in range(60)]
+    generator = torch.Generator().manual_seed(0)
+    noise = (1 + 0.3 * torch.randn(400, generator=generator)).tolist()
+    assert trend_of(falling + [0.5] * 200) == []
+    assert trend_of(falling + [3.0] * 20 + [0.6] * 200) == []
+    assert trend_of(noise) == []
+    told = trend_of(falling + [2.8] * 80)
+    assert len(told) == 1
+    assert "lowest value, 0.766 at step 59" in told[0]
+    assert trend_of([1.0 + 0.02 * i for i in range(200)])  # from the first step on
+    assert trend_of([1.0 + 0.2 * i for i in range(20)], every=10)
+    assert trend_of([torch.nan] * 100) == []
+
+
+def test_a_run_that_gets_worse_warns_once() -> None:
+    """Targets grow from batch to batch, faster than anybody can learn: events, and one warning with the way out."""
+    model = Valley()
+    optimizer = KFAC(model, HalfSquaredError())
+    batches = [(X, (1 + 0.05 * i) * y) for i, (X, y) in enumerate(noisy(3, 300, size=8))]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, batches, HalfSquaredError())
+    told = [str(w.message) for w in caught if issubclass(w.category, KfsWarning)]
+    assert len(told) == 1
+    assert told[0].startswith("The loss has been rising")
+    assert "smaller lr" in told[0]
+    assert optimizer.events.rising_losses > 1
+
+
+def test_history_is_thinned_out() -> None:
+    trend = LossTrend()
+    for step in range(5_000):
+        trend.note(step, 1.0, 0.5)
+    assert len(trend.history) <= 2_000
+    assert trend.history[0].step == 0
+    assert trend.history[-1] == (4_999, 1.0, 0.5)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_loss_of_a_square_without_targets_is_that_of_its_gradient(known: bool) -> None:
+    """Accumulated halves have the loss of the batch, whoever knows the targets."""
+    torch.manual_seed(0)
+    model, loss = Valley(), nn.MSELoss()
+    X, y = noisy(4, 1)[0]
+    optimizer = KFAC(model, loss)
+    value = 0.5 * (model(X) - y).square().sum(1).mean()
+    for part, of_part in zip(X.chunk(2), y.chunk(2), strict=True):
+        f = model(part)
+        (0.5 * (loss(f, of_part) if known else (f - of_part).square().mean())).backward()
+    optimizer.step()
+    assert optimizer.report().history[-1].loss == pytest.approx(float(value.detach()), rel=1e-9)
+
+
+def test_history_is_drawn() -> None:
+    """One line for losses, and one for the scale."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    assert not optimizer.report().plot().lines[0].get_xdata().size  # type: ignore[union-attr]
+    train(model, optimizer, [(X, y)] * 5, LOSS)
+    axes = optimizer.report().plot()
+    assert list(axes.lines[0].get_xdata()) == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
+    assert axes.get_ylabel() == "loss"
