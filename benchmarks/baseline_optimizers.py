@@ -154,6 +154,45 @@ def refreshed(S: Tensor, Q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.linalg.qr(product[:, order])[0], order
 
 
+class Prodigy:
+    """Adam that estimates its learning rate (Mishchenko & Defazio, 2024), with default settings.
+
+    The estimate is the distance to the solution, as far as gradients and the way so far prove it.
+    """
+
+    betas, epsilon, first = (0.9, 0.999), 1e-8, 1e-6
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 1.0) -> None:
+        """Remember where training starts."""
+        self.params = [p for p in params if p.requires_grad]
+        self.lr = lr
+        self.start = [p.detach().clone() for p in self.params]
+        self.m, self.v, self.s = ([torch.zeros_like(p) for p in self.params] for _ in range(3))
+        self.d = torch.full((), self.first, device=self.params[0].device)
+        self.numerator = torch.zeros_like(self.d)
+
+    def zero_grad(self) -> None:
+        """Forget gradients."""
+        for p in self.params:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Change the parameters, and the estimate."""
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        kept, d, lr = self.betas[1] ** 0.5, self.d, self.d * self.lr
+        way = sum((g * (x0 - p)).sum() for g, x0, p in zip(grads, self.start, self.params, strict=True))
+        self.numerator = kept * self.numerator + d / self.first * lr * way
+        for g, m, v, s in zip(grads, self.m, self.v, self.s, strict=True):
+            m.mul_(self.betas[0]).add_((1 - self.betas[0]) * d * g)
+            v.mul_(self.betas[1]).add_((1 - self.betas[1]) * d**2 * g**2)
+            s.mul_(kept).add_(d / self.first * lr * g)
+        size = torch.stack([s.abs().sum() for s in self.s]).sum()
+        self.d = torch.maximum(d, self.numerator / size.clamp(min=1e-30))
+        for p, m, v in zip(self.params, self.m, self.v, strict=True):
+            p.sub_(lr * m / (v.sqrt() + d * self.epsilon))
+
+
 def adamw(params: Iterable[nn.Parameter], lr: float) -> Stepper:
     """Return PyTorch's AdamW without weight decay, in its fastest version."""
     return torch.optim.AdamW(list(params), lr=lr, betas=BETAS, weight_decay=0, fused=True)

@@ -169,8 +169,10 @@ def evaluated(task: GpuTask, model: nn.Module) -> float:
         return float(torch.stack([task.value(model, batch) for batch in task.check]).mean())
 
 
-def train(task: GpuTask, name: str, make: Factory, lr: float, device: str, seed: int = 0) -> GpuRun:
-    """Train to the end of the schedule, or until the loss is not finite."""
+def train(
+    task: GpuTask, name: str, make: Factory, lr: float, device: str, seed: int = 0, constant: bool = False
+) -> GpuRun:
+    """Train to the end of the schedule, or with a constant learning rate, or until the loss is not finite."""
     torch.manual_seed(seed)
     model = task.model().to(device)
     optimizer, batches = make(model, lr), task.batches(seed)
@@ -183,7 +185,7 @@ def train(task: GpuTask, name: str, make: Factory, lr: float, device: str, seed:
     start = time.perf_counter()
     for step in range(1, task.steps + 1):
         for place, base in zip(places, full, strict=True):
-            place["lr"] = base * share_of_lr(step - 1, task.steps)
+            place["lr"] = base if constant else base * share_of_lr(step - 1, task.steps)
         optimizer.zero_grad()
         task.value(model, next(batches)).backward()
         optimizer.step()

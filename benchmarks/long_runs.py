@@ -28,7 +28,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from benchmarks.baseline_optimizers import Factory, MatrixOptimizer, Stepper, Together, factories
+from benchmarks.baseline_optimizers import Factory, MatrixOptimizer, Prodigy, Stepper, Together, factories
 from benchmarks.report import RESULTS, save
 from benchmarks.training_tasks import (
     Task,
@@ -178,7 +178,7 @@ def places_of_lr(optimizer: Stepper) -> list[dict[str, Any]]:
     """Return mappings whose `"lr"` can be set: parameter groups, or attributes."""
     if isinstance(optimizer, Together):
         return [place for part in optimizer.parts for place in places_of_lr(part)]
-    if isinstance(optimizer, MatrixOptimizer):
+    if isinstance(optimizer, MatrixOptimizer | Prodigy):
         return [vars(optimizer)]
     return list(optimizer.param_groups)  # type: ignore[attr-defined]
 

@@ -7,7 +7,8 @@ loss in the fewest steps with the seed `TUNING_SEED` is used for the seeds that 
 few steps; seconds are those of forward pass, backward pass and optimizer, without the checks.
 
 `cost` measures a step on the problems of the factor benchmark in units of a step of SGD: see `step_costs`. `cuda` does
-the same on a GPU, with larger tasks and a schedule: see `gpu_training`. `--quick` shows in less than a minute that
+the same on a GPU, with larger tasks and a schedule: see `gpu_training`. `defaults` compares default settings with tuned
+optimizers: see `default_settings`. `--quick` shows in less than a minute that
 everything runs; its numbers mean nothing.
 """
 
@@ -23,7 +24,7 @@ import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks import gpu_training, step_costs
+from benchmarks import default_settings, gpu_training, step_costs
 from benchmarks.baseline_optimizers import GRIDS, PEERS, Factory, factories, left_out
 from benchmarks.factor_problems import factor_problems
 from benchmarks.report import RESULTS, save
@@ -183,6 +184,9 @@ def draw(task: Task, results: list[Result], file: Path) -> None:
 
 def main(arguments: list[str], results: Path = RESULTS) -> None:
     """Run what is named, everything by default."""
+    if "defaults" in arguments:
+        default_settings.main([argument for argument in arguments if argument != "defaults"], results)
+        return
     if "cuda" in arguments:
         others = [argument for argument in arguments if argument != "cuda"]
         if "cost" in others:

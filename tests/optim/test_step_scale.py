@@ -226,8 +226,8 @@ def test_a_quadratic_model_has_steps_of_its_own(noise: float | None, is_used: bo
 def test_bad_settings(noise: Any) -> None:
     with pytest.raises(ModelError, match="noise is"):
         KFAC(mlp(), LOSS, noise=noise)
+    model = mlp()
     with pytest.raises(ModelError, match="one for all parameters"):
-        model = mlp()
         KFAC(model, LOSS, [{"params": model.parameters(), "noise": 0.1}])
 
 

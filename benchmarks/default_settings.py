@@ -1,0 +1,351 @@
+"""KFAC as it is, with default settings, against others that are tuned: fine-tuning and training from scratch.
+
+`python -m benchmarks.train defaults [cuda] [names] [--quick]` trains with constant learning rates and with a cosine
+after 5 % of warm-up, and writes JSON and a plot to benchmarks/results. AdamW, Muon and SOAP get the best of `GRIDS` by
+their loss at the end, with one seed; Prodigy needs no learning rate. `kfs` has default settings and `SEEDS` seeds, and
+`kfs, fixed` is the same with `noise=None`, at the best of three learning rates.
+
+`full` and `lora` start from a byte-level GPT that was trained on source text, and learn sentences about an invented
+world; `lora` trains adapters of rank 8. On a GPU, the GPT has 5 million parameters, on a CPU 120 thousand. Losses are
+held-out ones, except for `deep` and for the small data sets of scikit-learn, where they are those of the training data:
+optimizers minimize these.
+"""
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_wine
+from torch import Tensor, nn
+
+from benchmarks import gpu_training
+from benchmarks.baseline_optimizers import Factory, Prodigy, factories
+from benchmarks.gpu_training import GpuTask, text_batches, train
+from benchmarks.long_runs import RecurrentModel, corpus
+from benchmarks.report import RESULTS, save
+from benchmarks.training_tasks import (
+    Batch,
+    CharacterGPT,
+    Task,
+    autoencoder_model,
+    cnn_model,
+    half_squared_error,
+    sentences,
+    shuffled,
+    token_cross_entropy,
+)
+from kfs.losses import HalfSquaredError, TokenCrossEntropy
+from kfs.optim import KFAC
+from kfs.report.digits import load
+
+SEEDS = 3
+GRIDS: dict[str, tuple[float, ...]] = {
+    "adamw": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+    "muon": (0.002, 0.006, 0.02, 0.06),
+    "soap": (1e-3, 3e-3, 1e-2),
+    "prodigy": (1.0,),
+    "kfs, fixed": (0.1, 0.3, 1.0),
+    "kfs": (1.0,),
+}
+
+
+class Adapted(nn.Module):
+    """A linear layer that does not change, and the product of two narrow ones that is added to it (LoRA)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 8, alpha: float = 16.0) -> None:
+        """Start with a product of zero."""
+        super().__init__()
+        self.base, self.scale = base, alpha / rank
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add both."""
+        result: Tensor = self.base(x) + self.scale * self.up(self.down(x))
+        return result
+
+
+def adapted(model: CharacterGPT) -> CharacterGPT:
+    """Return a model whose linear layers within blocks have adapters, which alone are trained."""
+    for p in model.parameters():
+        p.requires_grad_(False)
+    for block in model.blocks:
+        for name in ("qkv", "out", "up", "down"):
+            setattr(block, name, Adapted(getattr(block, name)))
+    return model
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large texts and models are."""
+
+    width: int
+    depth: int
+    length: int
+    batch: int
+    steps: int  # from scratch; half as many for fine-tuning
+
+    def gpt(self) -> CharacterGPT:
+        """Return a new model."""
+        return CharacterGPT(256, width=self.width, heads=self.width // 32 or 1, depth=self.depth, length=self.length)
+
+
+SIZES = {"cuda": Size(256, 6, 128, 64, 400), "cpu": Size(64, 2, 64, 32, 400), "quick": Size(16, 1, 16, 4, 8)}
+
+
+def text_task(
+    name: str, model: Callable[[], nn.Module], texts: tuple[Tensor, Tensor], size: Size, steps: int
+) -> GpuTask:
+    """Predict the next byte of a text; another one is held out."""
+    training, other = texts
+    held_out = text_batches(other, 64, size.length, seed=0)
+    return GpuTask(
+        name=name,
+        model=model,
+        batches=lambda seed: text_batches(training, size.batch, size.length, seed),
+        check=[next(held_out) for _ in range(4)],
+        loss=token_cross_entropy,
+        description=TokenCrossEntropy(),
+        target=0.0,
+        steps=steps,
+    )
+
+
+@cache
+def source(device: str) -> tuple[Tensor, Tensor]:
+    """Return source text as bytes, and a part that is held out."""
+    text = corpus(4_700_000).to(torch.uint8).to(device)
+    cut = int(0.95 * len(text))
+    return text[:cut], text[cut:]
+
+
+@cache
+def facts(device: str) -> tuple[Tensor, Tensor]:
+    """Return sentences as bytes, and others that are held out."""
+    made = [sentences(count, seed).encode() for count, seed in ((400_000, 1), (100_000, 2))]
+    training, other = (torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device) for text in made)
+    return training, other
+
+
+@cache
+def pretrained(device: str, size: Size) -> dict[str, Tensor]:
+    """Return the parameters of a model that was trained on source text."""
+    task = text_task("pretraining", size.gpt, source(device), size, size.steps)
+    kept: list[nn.Module] = []
+
+    def make(model: nn.Module, lr: float) -> KFAC:
+        kept.append(model)
+        return KFAC(model, task.description, lr=lr)
+
+    train(task, "kfs", make, 1.0, device, seed=7)
+    return {name: t.detach().clone() for name, t in kept[0].state_dict().items()}
+
+
+def fine_tuning(device: str, size: Size, lora: bool) -> GpuTask:
+    """Return sentences, and the pretrained model, with or without adapters."""
+    state = pretrained(device, size)
+
+    def model() -> nn.Module:
+        made = size.gpt()
+        made.load_state_dict(state)
+        return adapted(made) if lora else made
+
+    return text_task("lora" if lora else "full", model, facts(device), size, size.steps // 2)
+
+
+def table(name: str, device: str, steps: int) -> GpuTask:
+    """Return a small data set of scikit-learn, for a network with two hidden layers."""
+    X, y = {"wine": load_wine, "cancer": load_breast_cancer, "diabetes": load_diabetes}[name](return_X_y=True)
+    inputs = torch.tensor((X - X.mean(0)) / X.std(0)).float()
+    regression = name == "diabetes"
+    targets = torch.tensor((y - y.mean()) / y.std()).float().unsqueeze(1) if regression else torch.tensor(y).long()
+    out = 1 if regression else int(targets.max()) + 1
+
+    def model() -> nn.Module:
+        widths = (inputs.shape[1], 64, 64, out)
+        layers = [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.ReLU())]
+        return nn.Sequential(*layers[:-1])
+
+    loss = half_squared_error if regression else nn.functional.cross_entropy
+    description = HalfSquaredError() if regression else nn.CrossEntropyLoss()
+    return plain_task(name, model, (inputs, targets), 32, loss, description, device, steps)
+
+
+def plain_task(
+    name: str,
+    model: Callable[[], nn.Module],
+    data: Batch,
+    batch: int,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    description: object,
+    device: str,
+    steps: int,
+) -> GpuTask:
+    """Return a task whose loss is that of the training data."""
+    X, y = data
+
+    def batches(seed: int) -> Iterator[Batch]:
+        for some, of_some in shuffled(X, y, batch, seed):
+            yield some.to(device), of_some.to(device)
+
+    check = [(X.to(device), y.to(device))]
+    return GpuTask(name, model, batches, check, loss, description, target=0.0, steps=steps)
+
+
+def digits(name: str, device: str, steps: int) -> GpuTask:
+    """Return a CNN or a deep tanh network that classifies digits, or a deep one that reconstructs them."""
+    pixels, y = load()
+    X = pixels.float()
+    if name == "tanh":
+        return plain_task(name, autoencoder_model, (X, X), 64, half_squared_error, HalfSquaredError(), device, steps)
+    model = cnn_model if name == "cnn" else gpu_training.deep_model
+    images = X.view(-1, 1, 8, 8) if name == "cnn" else X
+    cross_entropy = nn.functional.cross_entropy
+    return plain_task(name, model, (images, y), 64, cross_entropy, nn.CrossEntropyLoss(), device, steps)
+
+
+def lstm(device: str, size: Size) -> GpuTask:
+    """Return a recurrent model of source text."""
+    model = (lambda: RecurrentModel(256, 832)) if device == "cuda" else RecurrentModel
+    return text_task("lstm", model, source(device), size, size.steps)
+
+
+TASKS: dict[str, Callable[[str, Size], GpuTask]] = {
+    "full": lambda device, size: fine_tuning(device, size, lora=False),
+    "lora": lambda device, size: fine_tuning(device, size, lora=True),
+    "gpt": lambda device, size: text_task("gpt", size.gpt, source(device), size, size.steps),
+    "lstm": lstm,
+    "deep": lambda device, size: digits("deep", device, size.steps),
+    "cnn": lambda device, size: digits("cnn", device, size.steps),
+    "tanh": lambda device, size: digits("tanh", device, size.steps),
+    "wine": lambda device, size: table("wine", device, size.steps),
+    "cancer": lambda device, size: table("cancer", device, size.steps),
+    "diabetes": lambda device, size: table("diabetes", device, size.steps),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """The best runs of an optimizer on a task: means over seeds.
+
+    Attributes:
+        task: What was trained.
+        schedule: How the learning rate changes.
+        optimizer: By what.
+        lr: The best learning rate.
+        half: Loss after half of the steps.
+        end: Loss at the end.
+        ends: The same, by seed.
+        tried: Losses at the end, by learning rate.
+        seconds: Of all steps.
+        history: Steps, seconds and losses of the first seed.
+    """
+
+    task: str
+    schedule: str
+    optimizer: str
+    lr: float
+    half: float
+    end: float
+    ends: list[float]
+    tried: dict[str, float]
+    seconds: float
+    history: list[tuple[int, float, float]]
+
+
+def makers(task: Task) -> dict[str, Factory]:
+    """Return what makes each optimizer."""
+    made = factories(task.description)
+    return {
+        **{name: made[name] for name in ("adamw", "muon", "soap")},
+        "prodigy": lambda model, lr: Prodigy(model.parameters(), lr),
+        "kfs, fixed": lambda model, lr: KFAC(model, task.description, lr=lr, noise=None),
+        "kfs": lambda model, lr: KFAC(model, task.description, lr=lr),
+    }
+
+
+def compare(task: GpuTask, device: str, constant: bool, quick: bool) -> list[Result]:
+    """Train with all optimizers, and print a row for each."""
+    found = []
+    for name, make in makers(task).items():
+        grid = GRIDS[name][:1] if quick else GRIDS[name]
+        runs = {lr: train(task, name, make, lr, device, 0, constant) for lr in grid}
+        lr = min(runs, key=lambda lr: runs[lr].end)
+        best = [runs[lr]]
+        if name == "kfs" and not quick:
+            best += [train(task, name, make, lr, device, seed, constant) for seed in range(1, SEEDS)]
+        halves = [run.history[len(run.history) // 2 - 1][2] for run in best]
+        ends = [run.end for run in best]
+        found.append(
+            Result(
+                task.name,
+                "constant" if constant else "cosine",
+                name,
+                lr,
+                statistics.fmean(halves),
+                statistics.fmean(ends),
+                ends,
+                {f"{rate:g}": run.end for rate, run in runs.items()},
+                best[0].seconds,
+                best[0].history,
+            )
+        )
+        one = found[-1]
+        print(
+            f"| {one.task} | {one.schedule} | {name} | {lr:g} | {one.half:.4g} | {one.end:.4g} | {one.seconds:.1f} |",
+            flush=True,
+        )
+    return found
+
+
+def draw(results: list[Result], file: Path) -> None:
+    """Draw losses over steps: a column for each task, a row for each schedule."""
+    tasks = list(dict.fromkeys(result.task for result in results))
+    schedules = list(dict.fromkeys(result.schedule for result in results))
+    figure = Figure(figsize=(3.2 * len(tasks), 2.8 * len(schedules)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(schedules), len(tasks), squeeze=False)
+    for row, schedule in zip(panels, schedules, strict=True):
+        for panel, task in zip(row, tasks, strict=True):
+            for place, name in enumerate(GRIDS):
+                for one in results:
+                    if (one.task, one.schedule, one.optimizer) == (task, schedule, name) and one.history:
+                        points = [(step, loss) for step, _, loss in one.history if math.isfinite(loss)]
+                        label = name if name in {"kfs", "prodigy"} else f"{name}, tuned"
+                        width, style = (2.2, "-") if name == "kfs" else (1.1, "--" if name == "kfs, fixed" else "-")
+                        panel.plot(
+                            *zip(*points, strict=True), color=f"C{place}", linewidth=width, linestyle=style, label=label
+                        )
+            panel.set(yscale="log", xlabel="steps", title=f"{task}, {schedule}")
+    panels[0][-1].legend(frameon=False, fontsize=7)
+    figure.savefig(file, dpi=110)
+
+
+def main(arguments: list[str], results: Path = RESULTS) -> None:
+    """Run what is named, everything by default."""
+    quick, device = "--quick" in arguments, "cuda" if "cuda" in arguments else "cpu"
+    chosen = [argument for argument in arguments if argument not in {"--quick", "cuda"}] or list(TASKS)
+    if unknown := set(chosen) - set(TASKS):
+        sys.exit(f"Unknown: {', '.join(sorted(unknown))}. Say {', '.join(TASKS)}, cuda, and --quick if you like.")
+    size = SIZES["quick" if quick else device]
+    print("| task | schedule | optimizer | learning rate | at half | at the end | seconds |")
+    print("|---|---|---|---|---|---|---|")
+    found: list[Result] = []
+    for name in chosen:
+        task = TASKS[name](device, size)
+        task = replace(task, check=task.check[:1]) if quick else task
+        for constant in (True, False):
+            found += compare(task, device, constant, quick)
+            end = f"train_defaults_{device}{'_quick' if quick else ''}"
+            file = save(found, end, {"seeds": SEEDS}, results)
+    draw(found, file.with_suffix(".png"))
+    print(f"Written: {file}, {file.with_suffix('.png')}")
