@@ -121,13 +121,7 @@ def natural_updates(
         own = dict(zip(names, u, strict=True))
         ahead = way.gathered(own)
         D, problem = _multiplied(precondition, ahead, way, taken)
-        if behind:
-            # The flag is about what this process has multiplied.
-            everywhere = way.all_true(taken)
-            if everywhere is not taken:
-                taken.copy_(everywhere)
-        elif not way.all_true(total_size(list(D.values())).isfinite()):
-            raise StepNotFiniteError
+        _agree_on_steps(D, way, taken)
         if kl_clip is not None:
             lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
             # Gradients that are not finite have no length.
@@ -141,6 +135,17 @@ def natural_updates(
     natural_step(shares, clipped)
     if scale is not None and scaled is not None:
         scale.copy_(torch.where(taken, scaled, scale))
+
+
+def _agree_on_steps(D: Mapping[str, Tensor], way: Everywhere, taken: Tensor) -> None:
+    """Let all processes know whether steps are finite: an accelerator by its flag, others by an error."""
+    if waiting.runs_behind(taken.device):
+        # The flag is about what this process has multiplied.
+        everywhere = way.all_true(taken)
+        if everywhere is not taken:
+            taken.copy_(everywhere)
+    elif not way.all_true(total_size(list(D.values())).isfinite()):
+        raise StepNotFiniteError
 
 
 def _shorter(

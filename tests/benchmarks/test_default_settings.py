@@ -1,0 +1,49 @@
+"""The comparison of default settings runs, and its peers are what they are called."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.baseline_optimizers import Prodigy
+from benchmarks.default_settings import SIZES, Adapted, adapted, main
+
+
+def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for each optimizer and schedule, a file and a picture."""
+    main(["--quick", "lora", "diabetes"], tmp_path)
+    rows = json.loads((tmp_path / "train_defaults_cpu_quick.json").read_text())["rows"]
+    assert len(rows) == 2 * 2 * 6
+    assert (tmp_path / "train_defaults_cpu_quick.png").stat().st_size > 0
+    assert "| lora | constant | kfs |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="Unknown: other"):
+        main(["other"], tmp_path)
+
+
+def test_adapters_change_nothing_at_first() -> None:
+    """Their product is zero, and they alone are trained."""
+    torch.manual_seed(0)
+    size = SIZES["quick"]
+    model, x = size.gpt(), torch.randint(256, (2, size.length))
+    before = model(x)
+    changed = adapted(model)
+    torch.testing.assert_close(changed(x), before)
+    trained = [name for name, p in changed.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * sum(isinstance(module, Adapted) for module in changed.modules())
+
+
+def test_prodigy_finds_a_learning_rate() -> None:
+    """On a parabola, its estimate grows from 1e-6 to the distance to the minimum, roughly, and the loss falls."""
+    p = nn.Parameter(torch.zeros(10))
+    optimizer = Prodigy([p])
+    losses = []
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss = 0.5 * (p - 2.0).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.05 * losses[0]
+    assert 0.1 < float(optimizer.d) < 20
