@@ -160,14 +160,18 @@ class Prodigy:
     The estimate is the distance to the solution, as far as gradients and the way so far prove it.
     """
 
-    betas, epsilon, first = (0.9, 0.999), 1e-8, 1e-6
+    betas = (0.9, 0.999)
+    epsilon = 1e-8
+    first = 1e-6  # estimate
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 1.0) -> None:
         """Remember where training starts."""
         self.params = [p for p in params if p.requires_grad]
         self.lr = lr
         self.start = [p.detach().clone() for p in self.params]
-        self.m, self.v, self.s = ([torch.zeros_like(p) for p in self.params] for _ in range(3))
+        self.m = [torch.zeros_like(p) for p in self.params]
+        self.v = [torch.zeros_like(p) for p in self.params]
+        self.s = [torch.zeros_like(p) for p in self.params]
         self.d = torch.full((), self.first, device=self.params[0].device)
         self.numerator = torch.zeros_like(self.d)
 
@@ -180,7 +184,9 @@ class Prodigy:
     def step(self) -> None:
         """Change the parameters, and the estimate."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        kept, d, lr = self.betas[1] ** 0.5, self.d, self.d * self.lr
+        kept = self.betas[1] ** 0.5
+        d = self.d
+        lr = d * self.lr
         way = sum((g * (x0 - p)).sum() for g, x0, p in zip(grads, self.start, self.params, strict=True))
         self.numerator = kept * self.numerator + d / self.first * lr * way
         for g, m, v, s in zip(grads, self.m, self.v, self.s, strict=True):

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from benchmarks import gpu_training
 from benchmarks.baseline_optimizers import Factory, Prodigy, factories
-from benchmarks.gpu_training import GpuTask, text_batches, train
-from benchmarks.long_runs import RecurrentModel, corpus
+from benchmarks.gpu_training import GpuTask, source_text, text_task, train
+from benchmarks.long_runs import RecurrentModel
 from benchmarks.report import RESULTS, save
 from benchmarks.training_tasks import (
     Batch,
@@ -40,9 +40,8 @@ from benchmarks.training_tasks import (
     half_squared_error,
     sentences,
     shuffled,
-    token_cross_entropy,
 )
-from kfs.losses import HalfSquaredError, TokenCrossEntropy
+from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
 from kfs.report.digits import load
 
@@ -102,32 +101,6 @@ class Size:
 SIZES = {"cuda": Size(256, 6, 128, 64, 400), "cpu": Size(64, 2, 64, 32, 400), "quick": Size(16, 1, 16, 4, 8)}
 
 
-def text_task(
-    name: str, model: Callable[[], nn.Module], texts: tuple[Tensor, Tensor], size: Size, steps: int
-) -> GpuTask:
-    """Predict the next byte of a text; another one is held out."""
-    training, other = texts
-    held_out = text_batches(other, 64, size.length, seed=0)
-    return GpuTask(
-        name=name,
-        model=model,
-        batches=lambda seed: text_batches(training, size.batch, size.length, seed),
-        check=[next(held_out) for _ in range(4)],
-        loss=token_cross_entropy,
-        description=TokenCrossEntropy(),
-        target=0.0,
-        steps=steps,
-    )
-
-
-@cache
-def source(device: str) -> tuple[Tensor, Tensor]:
-    """Return source text as bytes, and a part that is held out."""
-    text = corpus(4_700_000).to(torch.uint8).to(device)
-    cut = int(0.95 * len(text))
-    return text[:cut], text[cut:]
-
-
 @cache
 def facts(device: str) -> tuple[Tensor, Tensor]:
     """Return sentences as bytes, and others that are held out."""
@@ -139,7 +112,7 @@ def facts(device: str) -> tuple[Tensor, Tensor]:
 @cache
 def pretrained(device: str, size: Size) -> dict[str, Tensor]:
     """Return the parameters of a model that was trained on source text."""
-    task = text_task("pretraining", size.gpt, source(device), size, size.steps)
+    task = text_task("pretraining", size.gpt, source_text(device), size.batch, size.length, size.steps, checks=4)
     kept: list[nn.Module] = []
 
     def make(model: nn.Module, lr: float) -> KFAC:
@@ -159,7 +132,9 @@ def fine_tuning(device: str, size: Size, lora: bool) -> GpuTask:
         made.load_state_dict(state)
         return adapted(made) if lora else made
 
-    return text_task("lora" if lora else "full", model, facts(device), size, size.steps // 2)
+    return text_task(
+        "lora" if lora else "full", model, facts(device), size.batch, size.length, size.steps // 2, checks=4
+    )
 
 
 def table(name: str, device: str, steps: int) -> GpuTask:
@@ -216,13 +191,15 @@ def digits(name: str, device: str, steps: int) -> GpuTask:
 def lstm(device: str, size: Size) -> GpuTask:
     """Return a recurrent model of source text."""
     model = (lambda: RecurrentModel(256, 832)) if device == "cuda" else RecurrentModel
-    return text_task("lstm", model, source(device), size, size.steps)
+    return text_task("lstm", model, source_text(device), size.batch, size.length, size.steps, checks=4)
 
 
 TASKS: dict[str, Callable[[str, Size], GpuTask]] = {
     "full": lambda device, size: fine_tuning(device, size, lora=False),
     "lora": lambda device, size: fine_tuning(device, size, lora=True),
-    "gpt": lambda device, size: text_task("gpt", size.gpt, source(device), size, size.steps),
+    "gpt": lambda device, size: text_task(
+        "gpt", size.gpt, source_text(device), size.batch, size.length, size.steps, checks=4
+    ),
     "lstm": lstm,
     "deep": lambda device, size: digits("deep", device, size.steps),
     "cnn": lambda device, size: digits("cnn", device, size.steps),

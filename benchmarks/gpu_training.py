@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -95,16 +96,31 @@ def text_batches(text: Tensor, size: int, length: int, seed: int) -> Iterator[Ba
         yield chosen[:, :-1].contiguous(), chosen[:, 1:].contiguous()
 
 
-def text_task(name: str, model: Callable[[], nn.Module], device: str, size: int, length: int, steps: int) -> GpuTask:
-    """Predict the next byte of source text; the last twentieth is held out."""
+@cache
+def source_text(device: str) -> tuple[Tensor, Tensor]:
+    """Return source text as bytes, and its last twentieth, which is held out."""
     text = corpus(4_700_000).to(torch.uint8).to(device)
     cut = int(0.95 * len(text))
-    held_out = text_batches(text[cut:], 64, length, seed=0)
+    return text[:cut], text[cut:]
+
+
+def text_task(
+    name: str,
+    model: Callable[[], nn.Module],
+    texts: tuple[Tensor, Tensor],
+    size: int,
+    length: int,
+    steps: int,
+    checks: int = 8,
+) -> GpuTask:
+    """Predict the next byte of a text; so many batches of another one are held out."""
+    training, other = texts
+    held_out = text_batches(other, 64, length, seed=0)
     return GpuTask(
         name=name,
         model=model,
-        batches=lambda seed: text_batches(text[:cut], size, length, seed),
-        check=[next(held_out) for _ in range(8)],
+        batches=lambda seed: text_batches(training, size, length, seed),
+        check=[next(held_out) for _ in range(checks)],
         loss=token_cross_entropy,
         description=TokenCrossEntropy(),
         target=0.0,
@@ -114,20 +130,22 @@ def text_task(name: str, model: Callable[[], nn.Module], device: str, size: int,
 
 def gpt(device: str) -> GpuTask:
     """Return a byte-level GPT of 5 million parameters."""
-    return text_task("gpt", lambda: CharacterGPT(256, width=256, heads=8, depth=6, length=128), device, 64, 128, 400)
+    return text_task(
+        "gpt", lambda: CharacterGPT(256, width=256, heads=8, depth=6, length=128), source_text(device), 64, 128, 400
+    )
 
 
 def large(device: str) -> GpuTask:
     """Return a byte-level GPT of 86 million parameters, in bfloat16."""
     task = text_task(
-        "large", lambda: CharacterGPT(256, width=768, heads=12, depth=12, length=256), device, 16, 256, 300
+        "large", lambda: CharacterGPT(256, width=768, heads=12, depth=12, length=256), source_text(device), 16, 256, 300
     )
     return replace(task, autocast=torch.bfloat16)
 
 
 def lstm(device: str) -> GpuTask:
     """Return a recurrent model of 3.7 million parameters."""
-    return text_task("lstm", lambda: RecurrentModel(256, 832), device, 64, 64, 600)
+    return text_task("lstm", lambda: RecurrentModel(256, 832), source_text(device), 64, 64, 600)
 
 
 def deep_model() -> nn.Module:

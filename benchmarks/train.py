@@ -6,10 +6,10 @@ Every optimizer gets the same tuning: of the five values in `baseline_optimizers
 loss in the fewest steps with the seed `TUNING_SEED` is used for the seeds that are reported. The loss is checked every
 few steps; seconds are those of forward pass, backward pass and optimizer, without the checks.
 
-`cost` measures a step on the problems of the factor benchmark in units of a step of SGD: see `step_costs`. `cuda` does
-the same on a GPU, with larger tasks and a schedule: see `gpu_training`. `defaults` compares default settings with tuned
-optimizers: see `default_settings`. `--quick` shows in less than a minute that
-everything runs; its numbers mean nothing.
+`cost [MLP] [CNN] [GPT]` measures a step on problems of the factor benchmark, in units of a step of SGD: see
+`step_costs`. `cuda` does the same on a GPU, with larger tasks and a schedule: see `gpu_training`. `defaults` compares
+default settings with tuned optimizers: see `default_settings`. `--quick` shows in less than a minute that everything
+runs; its numbers mean nothing.
 """
 
 import math
@@ -196,7 +196,9 @@ def main(arguments: list[str], results: Path = RESULTS) -> None:
         return
     quick = "--quick" in arguments
     chosen = [argument for argument in arguments if argument != "--quick"] or ["all"]
-    if unknown := set(chosen) - {"all", "cost", *TASKS}:
+    problems = factor_problems(8 if quick else 1)
+    of_cost = [problem for problem in problems if problem.name in chosen]
+    if unknown := set(chosen) - {"all", "cost", *TASKS, *(problem.name for problem in problems)}:
         sys.exit(
             f"Unknown: {', '.join(sorted(unknown))}. Say {', '.join(TASKS)}, cost or all, and --quick if you like; "
             "cuda first for a GPU."
@@ -213,7 +215,7 @@ def main(arguments: list[str], results: Path = RESULTS) -> None:
             draw(task, found, file.with_suffix(".png"))
             print(f"Written: {file}, {file.with_suffix('.png')}")
         if {"all", "cost"} & set(chosen):
-            measured = step_costs.costs(factor_problems(8 if quick else 1), quick)
+            measured = step_costs.costs(of_cost or problems, quick)
             print(f"Written: {save(measured, f'train_cost{end}', {'block': step_costs.BLOCK}, results)}")
     finally:
         torch.set_num_threads(threads)

@@ -27,7 +27,7 @@ _MARGIN = 0.1
 _ERRORS = 4.0
 _FEW_LOSSES = 10  # Of fewer losses, the average is mostly noise.
 _WORSE_STEPS = 50  # A run gets worse if losses are far above the lowest one for so many steps.
-_MOST_SEEN = 2000  # so many losses are remembered
+_MOST_PAST_STEPS = 2000  # so many losses are remembered
 # What a usual size takes off refusals. Single spikes never add up, but sizes that come every other time do.
 _FORGOTTEN = 0.5
 
@@ -100,7 +100,7 @@ class LastFine:
         )
 
 
-class Seen(NamedTuple):
+class PastStep(NamedTuple):
     """A step of which the loss is known."""
 
     step: int
@@ -120,7 +120,7 @@ class LossTrend:
         mean: The loss of now; infinite if nobody knows.
     """
 
-    history: list[Seen] = field(default_factory=list)
+    history: list[PastStep] = field(default_factory=list)
     mean: float = inf
     _first: float = inf
     _lowest: float = inf
@@ -135,8 +135,8 @@ class LossTrend:
         """Take note of the loss of a step, and return what is to be said about it, if the run gets worse."""
         if not isfinite(loss):
             return ""
-        self.history.append(Seen(step, loss, scale))
-        if len(self.history) > _MOST_SEEN:
+        self.history.append(PastStep(step, loss, scale))
+        if len(self.history) > _MOST_PAST_STEPS:
             del self.history[1::2]
         if not isfinite(self.mean):
             self.mean = loss
@@ -178,7 +178,7 @@ class LossTrend:
     @classmethod
     def from_state(cls, state: Mapping[str, Any] | None) -> "LossTrend":
         """Undo `state`. Earlier versions did without: then everything begins again."""
-        return cls() if state is None else cls(**{**state, "history": [Seen(*one) for one in state["history"]]})
+        return cls() if state is None else cls(**{**state, "history": [PastStep(*one) for one in state["history"]]})
 
 
 @dataclass(eq=False)

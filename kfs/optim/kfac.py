@@ -63,8 +63,8 @@ class KFAC(Reported, Saved):
         weight_decay: Decoupled weight decay.
         trust: Limits each layer's step before it is multiplied by `lr`, in every direction: how much it may change
             outputs. `None` for no limit.
-        noise: Steps get shorter while those that were too long, be it because of noise or of curvature, cost more than
-            this share of the loss: see `step_scale`. `None` for steps that never do.
+        noise: Steps get shorter while their overshoot, be it because of noise or of curvature, is more than this share
+            of the loss: see `step_scale`. `None` for steps that never do.
         kl_clip: Limits the whole step: how much it may change predictions according to the curvature. `None` for no
             limit.
         fisher: Which curvature matrix: `"mc"` (one more backward pass, for labels drawn from the model's likelihood),

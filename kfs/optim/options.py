@@ -13,7 +13,7 @@ from kfs.optim.fully_sharded import is_fully_sharded
 # Half-open ranges of numbers. `None` is allowed, too: the signature says where it has a meaning.
 _RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("lr", "damping", "weight_decay"), (0, torch.inf)),
-    # Steps, or costs of steps, are divided by them; nothing moves at zero.
+    # Steps, or their overshoot, are divided by them; nothing moves at zero.
     **dict.fromkeys(("trust", "kl_clip", "noise"), (1e-12, torch.inf)),
     **dict.fromkeys(("momentum", "decay"), (0, 1)),
     "adamw_lr": (1e-12, torch.inf),  # Weight decay is divided by it.

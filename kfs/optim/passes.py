@@ -200,7 +200,7 @@ class Pass:
         del self._f, self._edge, self._arguments  # The graph and the inputs are large.
 
     def _deviance(self, f: Tensor, y: Tensor) -> Tensor:
-        """Return what the criterion is above its smallest value, summed over data; NaN if targets are not known."""
+        """Return the sum of deviances; NaN if targets are not known."""
         if y is self.targets.y or shows_targets(self.loss):
             return self.loss.deviance(f, y).sum()
         return f.new_full((), torch.nan)

@@ -14,7 +14,7 @@ from kfs.losses import Loss
 from kfs.optim.averages import Average
 from kfs.optim.costs import PARTS, Cost, Part
 from kfs.optim.curvature import Curvature, Events
-from kfs.optim.divergence import LossTrend, Seen
+from kfs.optim.divergence import LossTrend, PastStep
 from kfs.optim.outstanding import Outstanding
 from kfs.optim.parameters import Parameters
 from kfs.optim.quadratic import QuadraticModel
@@ -92,7 +92,7 @@ class Report(DescribedByTables):
     damping: tuple[float, ...]
     damping_scale: float
     step_scale: float
-    history: tuple[Seen, ...]
+    history: tuple[PastStep, ...]
 
     def plot(self, *, axes: "Axes | None" = None) -> "Axes":
         """Draw losses over steps, and how much of each step was taken.
@@ -103,9 +103,9 @@ class Report(DescribedByTables):
         Returns:
             Axes of matplotlib.
         """
-        steps, losses, scales = (
-            (list(column) for column in zip(*self.history, strict=True)) if self.history else ([], [], [])
-        )
+        steps = [past.step for past in self.history]
+        losses = [past.loss for past in self.history]
+        scales = [past.scale for past in self.history]
         return draw_training(steps, losses, scales, f"scale of steps: {self.step_scale:.3g}", axes)
 
     def describe(self) -> Description:

@@ -35,7 +35,7 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 _LARGEST = 30.0
 _HUGE = 1e6
 # Numbers `a, b, c, d`: `a + b * x + c / (x + d)` is `1 / sqrt(1 + x)` up to 13 %, from zero to `_LARGEST` squared, and
-# one at zero: short steps stay as they are. With one inverse and one product, nothing is closer.
+# one at zero: short steps stay as they are. No other four such numbers are closer.
 _RATIONAL = (0.0665864841, -4.54517679e-05, 3.11195134, 3.33394716)
 # Coefficients of odd polynomials of degree five. Applied one after the other, they move all numbers between
 # `1 / sqrt(1 + _LARGEST**2)` and one to one, up to 3 %; no others are closer (Amsel et al., 2025).
@@ -264,7 +264,7 @@ def _gram(S: Tensor) -> Tensor:
 
 def _largest(D: Tensor) -> Tensor:
     """Return the largest size of a matrix's entries."""
-    if D.device.type == "cpu":  # The other way takes ten times longer there.
+    if D.device.type == "cpu":  # Norms of this kind are slow there.
         return D.abs().amax((-2, -1), keepdim=True)
     result: Tensor = torch.linalg.vector_norm(D, torch.inf, (-2, -1), keepdim=True)
     return result
@@ -277,7 +277,7 @@ def total_size(tensors: Tensors) -> Tensor:
         >>> total_size([torch.ones(2), -torch.ones(3)])
         tensor(5.)
     """
-    if tensors and tensors[0].device.type == "cpu":  # The other way takes four times longer there.
+    if tensors and tensors[0].device.type == "cpu":  # Norms of this kind are slow there.
         return torch.stack([t.abs().sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]).sum()
     return torch.nn.utils.get_total_norm(list(tensors), 1.0)
 
@@ -302,7 +302,7 @@ def saturation(G: Tensor) -> Tensor:
 
 
 def _by_inverse(G: Tensor) -> Tensor:
-    """Return $(I + G)^{-1/2}$ to 13 %, for eigenvalues up to `_LARGEST` squared, by one inverse: fast on a CPU."""
+    """Return $(I + G)^{-1/2}$ to 13 %, for eigenvalues up to `_LARGEST` squared, by one inverse."""
     a, b, c, d = _RATIONAL
     shifted = G.clone()
     shifted.diagonal(dim1=-2, dim2=-1).add_(d)

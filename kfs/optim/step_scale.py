@@ -1,8 +1,8 @@
-r"""The scale of steps: how much of each step is taken, so that steps that are too long cost little.
+r"""The scale of steps: how much of each step is taken, so that steps that are too long do little harm.
 
 Let $\bar\theta$ be an average over the latest parameters, mostly over ten steps, and $g$ the gradient of the next
-batch at $\theta$, where the last step has ended. The *cost* of the latest steps is half the slope of the loss on the
-way from the average,
+batch at $\theta$, where the last step has ended. The *overshoot* of the latest steps is half the slope of the loss on
+the way from the average,
 
 $$
 c = \tfrac{1}{2}\, g^\top (\theta - \bar\theta).
@@ -13,10 +13,10 @@ because of noise in their gradients, so that the average is the better place: fo
 there, $c$ is what the loss would fall by. The next batch knows nothing of the noise of earlier ones, so that noise
 alone does not make $c$ positive.
 
-Steps that are a little too long are the price of progress. What they may cost is a share of the loss, the setting
-`noise`. The *scale* multiplies learning rates. While the average of $c$ over some steps exceeds that share, it falls,
-and otherwise it rises, up to one. If a schedule has lowered the learning rate, noise ends with it sooner or later, and
-may cost more: by the square of the factor.
+Steps that are a little too long are the price of progress. Overshoot may be a share of the loss, the setting `noise`.
+The *scale* multiplies learning rates. While the average of $c$ over some steps exceeds that share, it falls, and
+otherwise it rises, up to one. If a schedule has lowered the learning rate, noise ends with it sooner or later, and
+more is allowed: by the square of the factor.
 
 This is neither the longest nor the best step for the next batch. Such steps are too short in the long run, since they
 avoid all noise, and noise can be undone by shorter steps at the end (Wu et al., 2018, call it short-horizon bias).
@@ -33,11 +33,11 @@ from torch import Tensor
 from kfs.optim.rule import KEPT_OF_STEPS, Scalar, Tensors
 from kfs.waiting import numbers as read_numbers
 
-# How much the average of costs keeps in every step.
-_KEPT_OF_COSTS = 0.8
-# Costs are compared when their average has this share of its weight: after five steps.
+# How much the average of overshoots keeps in every step.
+_KEPT_OF_OVERSHOOTS = 0.8
+# They are compared when their average has this share of its weight: after five steps.
 _ENOUGH = 0.6
-# The scale changes by at most this share of itself if costs are zero, and by twice as much if they are far too large.
+# The scale rises by at most this share of itself in a step, and falls by at most twice as much.
 _RATE = 0.03
 _FASTEST_FALL = 2.0
 # Smaller tensors are put side by side before they are multiplied: there are many of them.
@@ -61,21 +61,21 @@ def inner_product(left: Tensors, right: Tensors) -> Tensor:
     return torch.stack(products).sum()
 
 
-def way_from_average(lr: Scalar) -> Scalar:
-    """Return what an average of steps is multiplied with to become the way from average parameters to the latest ones.
+def displacement_factor(lr: Scalar) -> Scalar:
+    """Return the factor between an average of steps and the displacement of parameters from their average.
 
     Both averages keep `KEPT_OF_STEPS`. Learning rates count as if they had always been the current one.
     """
     return -lr * KEPT_OF_STEPS / (1 - KEPT_OF_STEPS)
 
 
-def next_numbers(numbers: Tensor, cost: Tensor, allowed: Scalar) -> Tensor:
-    """Return what is known after another step: the average of costs, its weight, and the scale's logarithm.
+def next_numbers(numbers: Tensor, overshoot: Tensor, allowed: Scalar) -> Tensor:
+    """Return the numbers of a scale after another step: average overshoot, its weight, and the scale's logarithm.
 
     Args:
         numbers: The same before, `[3]`.
-        cost: That of the latest steps.
-        allowed: What it may be; infinite if nobody knows.
+        overshoot: That of the latest steps.
+        allowed: The largest one that is allowed; infinite if nobody knows.
 
     Example:
         >>> numbers = torch.zeros(3, dtype=torch.float64)
@@ -85,8 +85,8 @@ def next_numbers(numbers: Tensor, cost: Tensor, allowed: Scalar) -> Tensor:
         tensor(0.8353, dtype=torch.float64)
     """
     mean, weight, logarithm = numbers.unbind()
-    mean = _KEPT_OF_COSTS * mean + (1 - _KEPT_OF_COSTS) * cost
-    weight = _KEPT_OF_COSTS * weight + (1 - _KEPT_OF_COSTS)
+    mean = _KEPT_OF_OVERSHOOTS * mean + (1 - _KEPT_OF_OVERSHOOTS) * overshoot
+    weight = _KEPT_OF_OVERSHOOTS * weight + (1 - _KEPT_OF_OVERSHOOTS)
     change = _RATE * (1 - mean / (weight * allowed)).clamp(-_FASTEST_FALL, 1.0)
     logarithm = torch.where(weight > _ENOUGH, (logarithm + change).clamp(max=0.0), logarithm)
     return torch.stack([mean, weight, logarithm])
@@ -97,7 +97,7 @@ class StepScale:
     """How much of each step is taken.
 
     Attributes:
-        noise: What share of the loss steps that are too long may cost.
+        noise: The share of the loss that overshoot may be.
     """
 
     noise: float
@@ -105,14 +105,14 @@ class StepScale:
     _peak: float = 0.0  # the largest learning rate so far
 
     def numbers_on(self, device: torch.device) -> Tensor:
-        """Return what is known, on the device of parameters."""
+        """Return the numbers of the scale, on the device of parameters."""
         if self._numbers is None or self._numbers.device != device:
             before = torch.zeros(3, dtype=torch.float64) if self._numbers is None else self._numbers
             self._numbers = before.to(device)
         return self._numbers
 
     def allowed(self, loss: float, groups: Sequence[Mapping[str, Any]]) -> float:
-        """Return what the latest steps may cost.
+        """Return the largest overshoot that is allowed.
 
         Args:
             loss: The loss, above the smallest one that predictions could have; infinite if nobody knows.

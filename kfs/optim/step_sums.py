@@ -28,7 +28,7 @@ class StepSums:
     scales: list[tuple[float | None, float]] = field(default_factory=list)
     in_model: bool = False  # whether a model was given labels, so that it computes the loss itself
     square: float = 0.0  # squared length of the loss's gradients
-    deviance: float = 0.0  # what the criterion is above its smallest value, summed; NaN if targets are not known
+    deviance: float = 0.0  # sum over data; NaN if targets are not known
     blocks: dict[Key, BlockSums] = field(default_factory=dict)
     squares: dict[Key, Tensor] = field(default_factory=dict)  # squared per-datum gradients, in given bases
     uncovered: dict[str, str] = field(default_factory=dict)  # parameters without usable block, and why

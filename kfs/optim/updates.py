@@ -17,7 +17,7 @@ from kfs.optim.fully_sharded import part_of
 from kfs.optim.parameters import Parameters
 from kfs.optim.recorded_update import RecordedUpdate, recorder_for
 from kfs.optim.rule import Scalar, Share, Tensors, adamw_step, correction, natural_step, total_size
-from kfs.optim.step_scale import StepScale, inner_product, next_numbers, way_from_average
+from kfs.optim.step_scale import StepScale, displacement_factor, inner_product, next_numbers
 from kfs.optim.trials import Trial, try_step
 from kfs.precision import at_least_float32
 from kfs.sharded import is_sharded, sharded_like, whole
@@ -156,7 +156,7 @@ def _shorter(
     way: Everywhere,
     zero: Tensor,
 ) -> Tensor:
-    """Return what steps are multiplied with, such that predictions change by no more than the limit."""
+    """Return the factor for steps that keeps the change of predictions within the limit."""
     change = torch.stack([zero, *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
     result: Tensor = (kl_clip / way.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
     return result
@@ -165,9 +165,9 @@ def _shorter(
 def _scaled(
     scale: Tensor, shares: Iterable[Share], parts: Iterable[Together], way: Everywhere, allowed: Scalar, taken: Tensor
 ) -> Tensor:
-    """Return the numbers of the steps' scale with the cost of the latest steps; bad gradients tell nothing."""
-    cost = 0.5 * scale[2].exp() * way.sum_of_parts(_slope(shares, parts, way))
-    return torch.where(taken & cost.isfinite(), next_numbers(scale, cost, allowed), scale)
+    """Return the numbers of the steps' scale with the overshoot of the latest steps; bad gradients tell nothing."""
+    overshoot = 0.5 * scale[2].exp() * way.sum_of_parts(_slope(shares, parts, way))
+    return torch.where(taken & overshoot.isfinite(), next_numbers(scale, overshoot, allowed), scale)
 
 
 def _with_scale(share: Share, factor: Tensor) -> Share:
@@ -187,7 +187,7 @@ def _slope(shares: Iterable[Share], parts: Iterable[Together], way: Everywhere) 
         for name, g, step in zip(part.names, share.grads, share.mean_steps or (), strict=True):
             alike.setdefault(way.copies(name), []).append((g, step))
         for copies, pairs in alike.items():
-            slopes.append(way_from_average(share.lr) * inner_product(*zip(*pairs, strict=True)) / copies)
+            slopes.append(displacement_factor(share.lr) * inner_product(*zip(*pairs, strict=True)) / copies)
     return torch.stack(slopes).sum()
 
 
@@ -292,7 +292,7 @@ class Updates:
             finite: Whether all of them are. It is read on a GPU only; nobody has looked there.
             unit: The loss is this many times the average over examples.
             half: Whether gradients were computed in half precision. Then a GPU multiplies in TF32.
-            allowed: What the latest steps may cost, if steps have a scale.
+            allowed: The largest overshoot of the latest steps, if steps have a scale.
 
         Returns:
             What an accelerator decides about it; `None` where everything is known.

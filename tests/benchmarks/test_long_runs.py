@@ -60,6 +60,7 @@ def test_variants_of_the_trust_region() -> None:
     two = torch.full((1, 1, 1, 1), 2.0)
     results = [rule(D, 1.0, two, False)[0, 0].diagonal() for rule in LIMITS.values()]
     expected = [[1.0, 0.001], [0.5, 0.0005], [0.995, 0.01], [0.4994, 0.01]]
+    # In float32 on a CPU, the limit is good to 13 %.
     torch.testing.assert_close(torch.stack(results), torch.tensor(expected), rtol=0.13, atol=0.0)
 
 

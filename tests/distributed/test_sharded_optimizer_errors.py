@@ -137,7 +137,8 @@ def train_mixed(policy: dict[str, Any] | None) -> tuple[Tensor, Any]:
     model = model_of("mlp").float()
     if policy is not None:
         every_layer(model, mp_policy=MixedPrecisionPolicy(**policy))
-    optimizer = KFAC(model, LOSS, lr=0.3, factors_every=2, fisher="type-2", group=dist.group.WORLD)
+    # Little damping would multiply what bfloat16 rounds off in directions without curvature.
+    optimizer = KFAC(model, LOSS, lr=0.3, damping=0.1, factors_every=2, fisher="type-2", group=dist.group.WORLD)
     train(model, optimizer, 0, 20)
     assert all(p.dtype == torch.float32 for p in optimizer.param_groups[0]["params"])
     return result(model, optimizer).params, optimizer.audit
@@ -149,8 +150,7 @@ def test_mixed_precision(ranks: Pool) -> None:
     policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32}
     (found, audit), _ = ranks(2, train_mixed, policy)
     # bfloat16 has three digits. The parameters have moved by much more than that.
-    # Twenty steps multiply that, since the limit of singular values is a rough one in float32.
-    assert (found - expected).norm() / expected.norm() < 0.2
+    assert (found - expected).norm() / expected.norm() < 0.05
     assert 1e-6 < max(audit.gradients.values()) < 0.02
 
 

@@ -80,7 +80,7 @@ def test_deviance_is_the_distance_to_the_smallest_criterion(case: Case) -> None:
 
     optimizer.step(closure)
     smallest = loss.criterion(best.detach(), y)
-    # Labels have their smallest criterion, zero, at infinity. A hundred steps come close.
+    # Labels have their smallest criterion, zero, at infinity. Some hundred steps come as close as this.
     torch.testing.assert_close(loss.deviance(f, y), loss.criterion(f, y) - smallest, rtol=1e-5, atol=1e-5)
 
 

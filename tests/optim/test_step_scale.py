@@ -1,6 +1,7 @@
-"""The scale of steps: what steps that are too long cost, and that they become shorter until it is little."""
+"""The scale of steps: their overshoot, and that they become shorter until it is little."""
 
 import copy
+import math
 import warnings
 from itertools import pairwise
 from typing import Any
@@ -43,7 +44,7 @@ def noisy(seed: int, steps: int, size: int = 64) -> list[tuple[Tensor, Tensor]]:
     return batches
 
 
-def cost_by_definition(before: list[Tensor], gradient: Tensor) -> float:
+def overshoot_by_definition(before: list[Tensor], gradient: Tensor) -> float:
     """Half the slope of a loss at the last of all parameters so far, on the way from their average."""
     average = before[0]
     for theta in before[1:]:
@@ -52,8 +53,8 @@ def cost_by_definition(before: list[Tensor], gradient: Tensor) -> float:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_costs_are_those_of_the_definition(reduction: str) -> None:
-    """With a constant scale, what is measured is the average of costs over steps, by their definition."""
+def test_overshoot_is_that_of_the_definition(reduction: str) -> None:
+    """With a constant scale, what is measured is the average over steps, by the definition with explicit averages."""
     model, loss = Valley(), HalfSquaredError(reduction)
     optimizer = KFAC(model, loss, lr=0.5, noise=1e6, weight_decay=0.0)
     seen, mean, weight = [weights(model)], 0.0, 0.0
@@ -61,8 +62,8 @@ def test_costs_are_those_of_the_definition(reduction: str) -> None:
         train(model, optimizer, [(X, y)], loss)
         g = model.linear.weight.grad
         assert g is not None
-        cost = cost_by_definition(seen, g.flatten()) / (64 if reduction == "sum" else 1)
-        mean, weight = 0.8 * mean + 0.2 * cost, 0.8 * weight + 0.2
+        overshoot = overshoot_by_definition(seen, g.flatten()) / (64 if reduction == "sum" else 1)
+        mean, weight = 0.8 * mean + 0.2 * overshoot, 0.8 * weight + 0.2
         seen.append(weights(model))
     assert optimizer._scale is not None
     found = optimizer._scale.numbers_on(torch.device("cpu"))
@@ -70,26 +71,17 @@ def test_costs_are_those_of_the_definition(reduction: str) -> None:
     # Without the average of parameters, along the last step alone, it is another number.
     assert g is not None
     along_last_step = 0.5 * float(g.flatten() @ (seen[-2] - seen[-3]))
-    assert abs(along_last_step - cost) > 0.01 * abs(cost)
-
-
-def test_costs_of_a_parabola_are_what_the_average_saves() -> None:
-    """If an average of parameters is at the minimum, costs are the loss above it."""
-    H = torch.diag(torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64))
-    theta = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    minimum = torch.zeros(3, dtype=torch.float64)
-    gradient = H @ (theta - minimum)
-    assert 0.5 * float(gradient @ (theta - minimum)) == pytest.approx(float(0.5 * theta @ H @ theta))
+    assert abs(along_last_step - overshoot) > 0.01 * abs(overshoot)
 
 
 def test_scale_falls_and_rises() -> None:
-    """It falls while costs exceed what is allowed, rises again up to one, and never by more than its rates."""
+    """It falls while overshoot exceeds what is allowed, rises again up to one, and never by more than its rates."""
     numbers, scales = torch.zeros(3, dtype=torch.float64), [1.0]
-    for cost in [10.0] * 30 + [-1.0] * 90:
-        numbers = next_numbers(numbers, torch.tensor(cost, dtype=torch.float64), 1.0)
+    for overshoot in [10.0] * 30 + [-1.0] * 90:
+        numbers = next_numbers(numbers, torch.tensor(overshoot, dtype=torch.float64), 1.0)
         scales.append(float(numbers[2].exp()))
     changes = [after / before for before, after in pairwise(scales)]
-    assert scales[4] == 1.0  # too few costs are known
+    assert scales[4] == 1.0  # too few are known
     assert min(scales) < 0.25
     assert scales[-1] == 1.0
     assert min(changes) >= 0.94
@@ -120,13 +112,13 @@ def excess(noise: float | None, steps: int = 400) -> tuple[float, float]:
     return sum(distances[steps // 2 :]) / (steps // 2), optimizer.step_scale
 
 
-def test_noise_costs_no_more_than_asked_for() -> None:
-    """The smallest loss is one half, so noise may cost about a share of that; without the setting, it costs more."""
+def test_noise_does_no_more_harm_than_asked_for() -> None:
+    """The smallest loss is one half, so noise may raise it by about a share of that; without the setting, by more."""
     free, one = excess(None)
     limited, scale = excess(0.01)
     assert one == 1.0
     assert scale < 0.5
-    # What steps of the last ten cost is less than all that noise costs: a part of it is older.
+    # Overshoot of the last ten steps is less than all that noise does: a part of it is older.
     assert limited < 2 * 0.01 * 0.5
     assert free > 5 * limited
 
@@ -143,7 +135,7 @@ def test_training_without_noise_keeps_whole_steps() -> None:
 
 
 def test_weight_decay_has_the_same_scale() -> None:
-    """Weights decay by the learning rate that steps have; and decay is no step, so that it costs nothing."""
+    """Weights decay by the learning rate that steps have; and decay is no step, and is no overshoot."""
     model = mlp()
     optimizer = KFAC(model, LOSS, lr=0.5, weight_decay=0.1, noise=1e-6, fisher="type-2")
     assert optimizer._scale is not None
@@ -151,11 +143,7 @@ def test_weight_decay_has_the_same_scale() -> None:
     X, y = data()
     other = copy.deepcopy(model)
     train(model, optimizer, [(X, y)], LOSS)
-    plain = KFAC(
-        other, LOSS, lr=0.5 * torch.tensor(-1.0, dtype=torch.float64).exp().item(), weight_decay=0.1, noise=None
-    )
-    plain._settings = optimizer._settings
-    plain._watch.settings = optimizer._settings
+    plain = KFAC(other, LOSS, lr=0.5 * math.exp(-1), weight_decay=0.1, noise=None, fisher="type-2")
     train(other, plain, [(X, y)], LOSS)
     torch.testing.assert_close(weights(model), weights(other), rtol=1e-9, atol=1e-12)
 
@@ -167,7 +155,7 @@ def run(model: nn.Module, optimizer: KFAC, batches: list[tuple[Tensor, Tensor]])
 
 
 def test_resumed_training_has_the_scale() -> None:
-    """A state has averages of steps, costs, losses and their history: a resumed training equals one without a stop."""
+    """A state has averages of steps, overshoot and losses: a resumed training equals one without a stop."""
     batches = noisy(2, 60, size=8)
     torch.manual_seed(0)
     model = Valley()
@@ -202,7 +190,7 @@ def test_states_without_scale_are_read() -> None:
 
 
 def test_bad_batches_do_not_count() -> None:
-    """A step that is skipped leaves costs and averages of steps as they are."""
+    """A step that is skipped leaves overshoot and averages of steps as they are."""
     X, y = data()
     model = mlp()
     optimizer = KFAC(model, LOSS)
@@ -215,11 +203,9 @@ def test_bad_batches_do_not_count() -> None:
     assert all(torch.equal(a, s["mean_step"]) for a, s in zip(averages, optimizer.state.values(), strict=True))
 
 
-@pytest.mark.parametrize(("noise", "is_used"), [(0.05, False), (None, False)])
-def test_a_quadratic_model_has_steps_of_its_own(noise: float | None, is_used: bool) -> None:
-    optimizer = KFAC(mlp(), LOSS, quadratic_model=True, noise=noise)
-    assert (optimizer._scale is not None) == is_used
-    assert optimizer.step_scale == 1.0
+def test_a_quadratic_model_has_steps_of_its_own() -> None:
+    """Whatever `noise` is, steps are those that the model asks for."""
+    assert KFAC(mlp(), LOSS, quadratic_model=True, noise=1e-6)._scale is None
 
 
 @pytest.mark.parametrize("noise", [0.0, -1.0, torch.nan, "little"])
