@@ -1,9 +1,11 @@
 """KFAC as it is, with default settings, against others that are tuned: fine-tuning and training from scratch.
 
 `python -m benchmarks.train defaults [cuda] [names] [--quick]` trains with constant learning rates and with a cosine
-after 5 % of warm-up, and writes JSON and a plot to benchmarks/results. AdamW, Muon and SOAP get the best of `GRIDS` by
-their loss at the end, with one seed; Prodigy needs no learning rate. `kfs` has default settings and `SEEDS` seeds, and
-`kfs, fixed` is the same with `noise=None`, at the best of three learning rates.
+after 5 % of warm-up, and writes JSON for each task, and a plot of all, to benchmarks/results. AdamW, Muon and SOAP get
+the best of `GRIDS` by their loss at the end, with one seed; Prodigy needs no learning rate. `kfs` has default settings
+and `SEEDS` seeds, and `kfs-fixed` is the same with `noise=None`, at the best of three learning rates. Names are those
+of tasks, of schedules (`constant`, `cosine`) and of optimizers; results that are not named stay as they are, so that
+tasks can run at the same time in several processes.
 
 `full` and `lora` start from a byte-level GPT that was trained on source text, and learn sentences about an invented
 world; `lora` trains adapters of rank 8. On a GPU, the GPT has 5 million parameters, on a CPU 120 thousand. Losses are
@@ -11,10 +13,11 @@ held-out ones, except for `deep` and for the small data sets of scikit-learn, wh
 optimizers minimize these.
 """
 
+import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -48,10 +51,10 @@ from kfs.report.digits import load
 SEEDS = 3
 GRIDS: dict[str, tuple[float, ...]] = {
     "adamw": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
-    "muon": (0.002, 0.006, 0.02, 0.06),
-    "soap": (1e-3, 3e-3, 1e-2),
+    "muon": (6e-4, 0.002, 0.006, 0.02, 0.06),
+    "soap": (3e-4, 1e-3, 3e-3, 1e-2, 3e-2),
     "prodigy": (1.0,),
-    "kfs, fixed": (0.1, 0.3, 1.0),
+    "kfs-fixed": (0.1, 0.3, 1.0),
     "kfs": (1.0,),
 }
 
@@ -245,15 +248,19 @@ def makers(task: Task) -> dict[str, Factory]:
     return {
         **{name: made[name] for name in ("adamw", "muon", "soap")},
         "prodigy": lambda model, lr: Prodigy(model.parameters(), lr),
-        "kfs, fixed": lambda model, lr: KFAC(model, task.description, lr=lr, noise=None),
+        "kfs-fixed": lambda model, lr: KFAC(model, task.description, lr=lr, noise=None),
         "kfs": lambda model, lr: KFAC(model, task.description, lr=lr),
     }
 
 
-def compare(task: GpuTask, device: str, constant: bool, quick: bool) -> list[Result]:
-    """Train with all optimizers, and print a row for each."""
+def compare(
+    task: GpuTask, device: str, constant: bool, quick: bool, names: Collection[str] = tuple(GRIDS)
+) -> list[Result]:
+    """Train with some optimizers, and print a row for each."""
     found = []
     for name, make in makers(task).items():
+        if name not in names:
+            continue
         grid = GRIDS[name][:1] if quick else GRIDS[name]
         runs = {lr: train(task, name, make, lr, device, 0, constant) for lr in grid}
         lr = min(runs, key=lambda lr: runs[lr].end)
@@ -296,9 +303,11 @@ def draw(results: list[Result], file: Path) -> None:
             for place, name in enumerate(GRIDS):
                 for one in results:
                     if (one.task, one.schedule, one.optimizer) == (task, schedule, name) and one.history:
-                        points = [(step, loss) for step, _, loss in one.history if math.isfinite(loss)]
+                        points = [
+                            (step, loss) for step, _, loss in one.history if loss is not None and math.isfinite(loss)
+                        ]
                         label = name if name in {"kfs", "prodigy"} else f"{name}, tuned"
-                        width, style = (2.2, "-") if name == "kfs" else (1.1, "--" if name == "kfs, fixed" else "-")
+                        width, style = (2.2, "-") if name == "kfs" else (1.1, "--" if name == "kfs-fixed" else "-")
                         panel.plot(
                             *zip(*points, strict=True), color=f"C{place}", linewidth=width, linestyle=style, label=label
                         )
@@ -307,22 +316,41 @@ def draw(results: list[Result], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
+SCHEDULES = ("constant", "cosine")
+
+
+def known(file: Path) -> list[Result]:
+    """Return the results in a file, if there is one. Losses that are not finite are `None` there."""
+    return [Result(**row) for row in json.loads(file.read_text())["rows"]] if file.exists() else []
+
+
+def chosen_of(names: list[str], all_names: Iterable[str]) -> list[str]:
+    """Return which of all names were given; all of them if none was."""
+    return [name for name in all_names if name in names] or list(all_names)
+
+
 def main(arguments: list[str], results: Path = RESULTS) -> None:
     """Run what is named, everything by default."""
     quick, device = "--quick" in arguments, "cuda" if "cuda" in arguments else "cpu"
-    chosen = [argument for argument in arguments if argument not in {"--quick", "cuda"}] or list(TASKS)
-    if unknown := set(chosen) - set(TASKS):
-        sys.exit(f"Unknown: {', '.join(sorted(unknown))}. Say {', '.join(TASKS)}, cuda, and --quick if you like.")
+    names = [argument for argument in arguments if argument not in {"--quick", "cuda"}]
+    if unknown := set(names) - {*TASKS, *SCHEDULES, *GRIDS}:
+        choices = ", ".join([*TASKS, *SCHEDULES, *GRIDS])
+        sys.exit(f"Unknown: {', '.join(sorted(unknown))}. Say {choices}, cuda, and --quick if you like.")
+    optimizers = chosen_of(names, GRIDS)
+    start = f"train_defaults_{device}{'_quick' if quick else ''}"
     size = SIZES["quick" if quick else device]
     print("| task | schedule | optimizer | learning rate | at half | at the end | seconds |")
     print("|---|---|---|---|---|---|---|")
-    found: list[Result] = []
-    for name in chosen:
+    for name in chosen_of(names, TASKS):
         task = TASKS[name](device, size)
         task = replace(task, check=task.check[:1]) if quick else task
-        for constant in (True, False):
-            found += compare(task, device, constant, quick)
-            end = f"train_defaults_{device}{'_quick' if quick else ''}"
-            file = save(found, end, {"seeds": SEEDS}, results)
-    draw(found, file.with_suffix(".png"))
-    print(f"Written: {file}, {file.with_suffix('.png')}")
+        for schedule in chosen_of(names, SCHEDULES):
+            new = compare(task, device, schedule == "constant", quick, optimizers)
+            measured = {(one.schedule, one.optimizer) for one in new}
+            file = results / f"{start}_{name}.json"
+            old = [one for one in known(file) if (one.schedule, one.optimizer) not in measured]
+            found = sorted([*old, *new], key=lambda one: (SCHEDULES.index(one.schedule), [*GRIDS].index(one.optimizer)))
+            print(f"Written: {save(found, file.stem, {'seeds': SEEDS}, results)}")
+    picture = results / f"{start}.png"
+    draw([one for name in TASKS for one in known(results / f"{start}_{name}.json")], picture)
+    print(f"Written: {picture}")

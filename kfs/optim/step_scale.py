@@ -18,14 +18,19 @@ The *scale* multiplies learning rates. While the average of $c$ over some steps 
 otherwise it rises, up to one. If a schedule has lowered the learning rate, noise ends with it sooner or later, and
 more is allowed: by the square of the factor.
 
+Overshoot shows after the harm is done. So the first steps are short, whatever the learning rate is, and the scale
+rises fast while nothing speaks against it: a warm-up of seven steps. And after overshoot that was far too large,
+the scale rises slowly, since the same step length would do the same harm again: networks that learn their data by heart
+have no overshoot until their loss jumps up by orders of magnitude.
+
 This is neither the longest nor the best step for the next batch. Such steps are too short in the long run, since they
 avoid all noise, and noise can be undone by shorter steps at the end (Wu et al., 2018, call it short-horizon bias).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
-from typing import Any
+from dataclasses import dataclass, field
+from math import inf, log
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,11 +40,19 @@ from kfs.waiting import numbers as read_numbers
 
 # How much the average of overshoots keeps in every step.
 _KEPT_OF_OVERSHOOTS = 0.8
-# They are compared when their average has this share of its weight: after five steps.
+# The scale falls only if their average has this share of its weight: after five steps.
 _ENOUGH = 0.6
-# The scale rises by at most this share of itself in a step, and falls by at most twice as much.
+# The logarithm of the scale falls by at most twice this number in a step, and rises by at most this number; in early
+# steps by more: `_EARLY` over their number, up to `_FASTEST_RISE`.
 _RATE = 0.03
 _FASTEST_FALL = 2.0
+_EARLY = 3.0
+_FASTEST_RISE = 0.3
+# The first learning rate is at most this one, if `lr` is not smaller.
+_FIRST_LR = 0.2
+# Overshoot is far too large if it is this many times what is allowed. Then the scale rises slowly, by this number.
+_FAR_TOO_LARGE = 3.0
+_SLOW_RISE = 0.01
 # Smaller tensors are put side by side before they are multiplied: there are many of them.
 _SMALL = 2**16
 
@@ -69,27 +82,52 @@ def displacement_factor(lr: Scalar) -> Scalar:
     return -lr * KEPT_OF_STEPS / (1 - KEPT_OF_STEPS)
 
 
+class Numbers(NamedTuple):
+    """The numbers of a scale, on the device of parameters.
+
+    Attributes:
+        overshoot: Its average over the latest steps, times `weight`.
+        weight: Of that average: it starts at zero and tends to one.
+        logarithm: Of the scale.
+        ceiling: The largest logarithm for now.
+        steps: How many have been taken.
+    """
+
+    overshoot: Tensor
+    weight: Tensor
+    logarithm: Tensor
+    ceiling: Tensor
+    steps: Tensor
+
+
 def next_numbers(numbers: Tensor, overshoot: Tensor, allowed: Scalar) -> Tensor:
-    """Return the numbers of a scale after another step: average overshoot, its weight, and the scale's logarithm.
+    """Return the numbers of a scale after another step.
 
     Args:
-        numbers: The same before, `[3]`.
+        numbers: Those before it, `[5]`: see `Numbers`.
         overshoot: That of the latest steps.
         allowed: The largest one that is allowed; infinite if nobody knows.
 
     Example:
-        >>> numbers = torch.zeros(3, dtype=torch.float64)
+        >>> numbers = torch.zeros(5, dtype=torch.float64)
         >>> for _ in range(10):
         ...     numbers = next_numbers(numbers, torch.tensor(2.0), allowed=1.0)  # twice as much as allowed
         >>> numbers[2].exp()
         tensor(0.8353, dtype=torch.float64)
     """
-    mean, weight, logarithm = numbers.unbind()
-    mean = _KEPT_OF_OVERSHOOTS * mean + (1 - _KEPT_OF_OVERSHOOTS) * overshoot
-    weight = _KEPT_OF_OVERSHOOTS * weight + (1 - _KEPT_OF_OVERSHOOTS)
-    change = _RATE * (1 - mean / (weight * allowed)).clamp(-_FASTEST_FALL, 1.0)
-    logarithm = torch.where(weight > _ENOUGH, (logarithm + change).clamp(max=0.0), logarithm)
-    return torch.stack([mean, weight, logarithm])
+    old = Numbers(*numbers.unbind())
+    mean = _KEPT_OF_OVERSHOOTS * old.overshoot + (1 - _KEPT_OF_OVERSHOOTS) * overshoot
+    weight = _KEPT_OF_OVERSHOOTS * old.weight + (1 - _KEPT_OF_OVERSHOOTS)
+    steps = old.steps + 1
+    ratio = mean / (weight * allowed)
+    # There is no overshoot before the first step.
+    rise = (_EARLY / steps).clamp(_RATE, _FASTEST_RISE) * (old.steps > 0)
+    fall = _RATE * (weight > _ENOUGH)
+    change = torch.where(ratio < 1, rise * (1 - ratio).clamp(max=1.0), fall * (1 - ratio).clamp(min=-_FASTEST_FALL))
+    logarithm = torch.minimum(old.logarithm + change, old.ceiling)
+    is_far = (ratio > _FAR_TOO_LARGE) & (weight > _ENOUGH)
+    ceiling = torch.where(is_far, logarithm, (old.ceiling + _SLOW_RISE).clamp(max=0.0))
+    return torch.stack([mean, weight, logarithm, ceiling, steps])
 
 
 @dataclass(eq=False)
@@ -101,14 +139,12 @@ class StepScale:
     """
 
     noise: float
-    _numbers: Tensor | None = None  # see `next_numbers`; changed in place, where the device decides
+    _numbers: Tensor = field(default_factory=lambda: torch.zeros(len(Numbers._fields), dtype=torch.float64))
     _peak: float = 0.0  # the largest learning rate so far
 
     def numbers_on(self, device: torch.device) -> Tensor:
-        """Return the numbers of the scale, on the device of parameters."""
-        if self._numbers is None or self._numbers.device != device:
-            before = torch.zeros(3, dtype=torch.float64) if self._numbers is None else self._numbers
-            self._numbers = before.to(device)
+        """Return `Numbers`, on the device of parameters, where they change in place."""
+        self._numbers = self._numbers.to(device)
         return self._numbers
 
     def allowed(self, loss: float, groups: Sequence[Mapping[str, Any]]) -> float:
@@ -119,18 +155,19 @@ class StepScale:
             groups: Parameter groups, with the learning rates of now.
         """
         lr = max(float(group["lr"]) for group in groups)
+        if self._peak == 0 and lr > _FIRST_LR:
+            self._numbers[2] = log(_FIRST_LR / lr)
         self._peak = max(self._peak, lr)
         allowed = self.noise * loss * (self._peak / lr) ** 2 if lr else inf
         return allowed if allowed > 0 else inf
 
     def value(self) -> float:
         """Return the scale. This waits for the device."""
-        return 1.0 if self._numbers is None else read_numbers([self._numbers[2].exp()])[0]
+        return read_numbers([self._numbers[2].exp()])[0]
 
     def state(self) -> dict[str, Any]:
         """Return everything that changes, for a file. This waits for the device."""
-        known = [0.0, 0.0, 0.0] if self._numbers is None else read_numbers(list(self._numbers))
-        return {"numbers": known, "peak": self._peak}
+        return {"numbers": read_numbers(list(self._numbers)), "peak": self._peak}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Undo `state`."""

@@ -12,12 +12,22 @@ from benchmarks.default_settings import SIZES, Adapted, adapted, main
 
 
 def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row for each optimizer and schedule, a file and a picture."""
+    """A file for each task with a row for each optimizer and schedule, and a picture; what is not named stays."""
+
+    def rows(task: str) -> list[dict[str, object]]:
+        found: list[dict[str, object]] = json.loads((tmp_path / f"train_defaults_cpu_quick_{task}.json").read_text())[
+            "rows"
+        ]
+        return found
+
     main(["--quick", "lora", "diabetes"], tmp_path)
-    rows = json.loads((tmp_path / "train_defaults_cpu_quick.json").read_text())["rows"]
-    assert len(rows) == 2 * 2 * 6
+    before = rows("diabetes")
+    assert len(rows("lora")) == len(before) == 2 * 6
     assert (tmp_path / "train_defaults_cpu_quick.png").stat().st_size > 0
     assert "| lora | constant | kfs |" in capsys.readouterr().out
+    main(["--quick", "diabetes", "cosine", "kfs"], tmp_path)
+    after = rows("diabetes")
+    assert [one == other for one, other in zip(before, after, strict=True)] == 11 * [True] + [False]
     with pytest.raises(SystemExit, match="Unknown: other"):
         main(["other"], tmp_path)
 

@@ -61,7 +61,7 @@ def test_raised_damping_reaches_inverses_without_new_factors() -> None:
     options: dict[str, Any] = {"fisher": "type-2", "trust": None, "momentum": 0.0}
     options |= {"factors_every": 100, "inverses_every": 1}
     reference = Reference(copy.deepcopy(model), cross_entropy, **options)
-    optimizer = KFAC(model, LOSS, patience=1, **options)
+    optimizer = KFAC(model, LOSS, patience=1, noise=None, **options)
     train(model, optimizer, [GOOD, BAD, GOOD], LOSS)
     reference.step(*GOOD)
     reference.damping_scale = 10.0

@@ -13,7 +13,7 @@ from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
 from tests.optim.training import data, mlp, one_step, train, weights
 
-EXACT: dict[str, Any] = {"fisher": "type-2", "lr": 0.5, "factors_every": 1}
+EXACT: dict[str, Any] = {"fisher": "type-2", "lr": 0.5, "factors_every": 1, "noise": None}
 
 
 @pytest.mark.parametrize(

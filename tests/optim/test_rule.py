@@ -165,7 +165,7 @@ def test_embeddings_and_tables_change_by_their_limit(sharing: Any) -> None:
     torch.manual_seed(0)
     model, x = Tokens().double(), torch.randint(5, (20, 3))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = KFAC(model, nn.CrossEntropyLoss(), sharing=sharing, damping=1e-9, fisher="type-2")
+    optimizer = KFAC(model, nn.CrossEntropyLoss(), sharing=sharing, damping=1e-9, fisher="type-2", noise=None)
     train(model, optimizer, [(x, x[:, 0] % 2)], nn.CrossEntropyLoss())
     for name in ("tokens.weight", "places"):
         changes = (model.get_parameter(name).detach() - before[name]).square().mean(1).sqrt()
@@ -209,7 +209,7 @@ def test_one_step_minimises_over_a_layer(place: int, reduction: str, fisher: str
     X, y = torch.randn(20, 5, dtype=torch.float64), torch.randn(20, 2, dtype=torch.float64)
     model, loss = deep_linear(), nn.MSELoss(reduction=reduction)
     layer = model[place]
-    plain = {"lr": 1.0, "damping": 0.0, "momentum": 0.0, "trust": None, "damping_method": "exact"}
+    plain = {"lr": 1.0, "damping": 0.0, "momentum": 0.0, "trust": None, "noise": None, "damping_method": "exact"}
     optimizer = KFAC(model, loss, layer.parameters(), fisher=fisher, **plain)  # type: ignore[arg-type]
     before = layer_gradient(model, loss, X, y, layer).norm()
     loss(model(X), y).backward()
@@ -244,6 +244,7 @@ def test_exact_natural_gradient_for_one_datum(loss: nn.Module) -> None:
         damping_method="exact",
         momentum=0.0,
         trust=None,
+        noise=None,
         fisher="type-2",
     )
     loss(model(X), y).backward()

@@ -56,7 +56,7 @@ def overshoot_by_definition(before: list[Tensor], gradient: Tensor) -> float:
 def test_overshoot_is_that_of_the_definition(reduction: str) -> None:
     """With a constant scale, what is measured is the average over steps, by the definition with explicit averages."""
     model, loss = Valley(), HalfSquaredError(reduction)
-    optimizer = KFAC(model, loss, lr=0.5, noise=1e6, weight_decay=0.0)
+    optimizer = KFAC(model, loss, lr=0.2, noise=1e6, weight_decay=0.0)
     seen, mean, weight = [weights(model)], 0.0, 0.0
     for X, y in noisy(0, 12):
         train(model, optimizer, [(X, y)], loss)
@@ -67,27 +67,60 @@ def test_overshoot_is_that_of_the_definition(reduction: str) -> None:
         seen.append(weights(model))
     assert optimizer._scale is not None
     found = optimizer._scale.numbers_on(torch.device("cpu"))
-    torch.testing.assert_close(found, torch.tensor([mean, weight, 0.0], dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    expected = torch.tensor([mean, weight, 0.0, 0.0, 12.0], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     # Without the average of parameters, along the last step alone, it is another number.
     assert g is not None
     along_last_step = 0.5 * float(g.flatten() @ (seen[-2] - seen[-3]))
     assert abs(along_last_step - overshoot) > 0.01 * abs(overshoot)
 
 
+def scales_of(overshoots: list[float], start: float = 1.0, allowed: float = 1.0, age: float = 0.0) -> list[float]:
+    """Return the scale before and after each of some steps."""
+    numbers = torch.tensor([0.0, 0.0, math.log(start), 0.0, age], dtype=torch.float64)
+    scales = [start]
+    for overshoot in overshoots:
+        numbers = next_numbers(numbers, torch.tensor(overshoot, dtype=torch.float64), allowed)
+        scales.append(float(numbers[2].exp()))
+    return scales
+
+
 def test_scale_falls_and_rises() -> None:
     """It falls while overshoot exceeds what is allowed, rises again up to one, and never by more than its rates."""
-    numbers, scales = torch.zeros(3, dtype=torch.float64), [1.0]
-    for overshoot in [10.0] * 30 + [-1.0] * 90:
-        numbers = next_numbers(numbers, torch.tensor(overshoot, dtype=torch.float64), 1.0)
-        scales.append(float(numbers[2].exp()))
+    scales = scales_of([2.5] * 40 + [-1.0] * 90, age=100)
     changes = [after / before for before, after in pairwise(scales)]
     assert scales[4] == 1.0  # too few are known
-    assert min(scales) < 0.25
+    assert 0.1 < min(scales) < 0.25
     assert scales[-1] == 1.0
     assert min(changes) >= 0.94
-    assert max(changes) <= 1.031
-    unknown = next_numbers(numbers, torch.tensor(10.0, dtype=torch.float64), torch.inf)
-    assert float(unknown[2]) == 0.0  # Nobody knows what is allowed.
+    assert max(changes) == pytest.approx(math.exp(0.03))
+    assert scales_of([10.0] * 20, allowed=torch.inf)[-1] == 1.0  # Nobody knows what is allowed.
+
+
+def test_scale_rises_slowly_after_overshoot_that_was_far_too_large() -> None:
+    """Once it has been there, it returns by one percent in a step, from where it ended; otherwise by three."""
+    mild, severe = ([overshoot] * 40 + [-1.0] * 40 for overshoot in (2.5, 10.0))
+    rises = [scales_of(overshoots, age=100)[-20:] for overshoots in (mild, severe)]
+    for rise, rate in zip(rises, (0.03, 0.01), strict=True):
+        assert [b / a for a, b in pairwise(rise)] == pytest.approx([math.exp(rate)] * 19)
+
+
+def test_first_steps_are_short() -> None:
+    """A learning rate of one starts at 0.2 and is there in seven steps if nothing speaks against it."""
+    scale = StepScale(0.05)
+    scale.allowed(1.0, [{"lr": 1.0}, {"lr": 0.1}])
+    assert scale.value() == pytest.approx(0.2)
+    scales = scales_of([-1.0] * 8, start=0.2)
+    assert scales[1] == pytest.approx(0.2)  # Nothing is known about the first step before it is taken.
+    assert scales[2] == pytest.approx(0.2 * math.exp(0.3))
+    assert scales[6] < 1.0
+    assert scales[7] == 1.0
+    assert max(scales_of([1.5] * 8, start=0.2)) == 0.2
+    # A schedule that begins with smaller rates is a warm-up of its own, and its peak is no start.
+    for lr in (0.05, 0.2, 1.0):
+        warming = StepScale(0.05) if lr == 0.05 else warming
+        warming.allowed(1.0, [{"lr": lr}])
+        assert warming.value() == 1.0
 
 
 def test_more_is_allowed_when_a_schedule_has_lowered_the_learning_rate() -> None:
@@ -127,9 +160,9 @@ def test_training_without_noise_keeps_whole_steps() -> None:
     """Whole batches lead downhill: the same training as without the setting, to the bit."""
     X, y = data(num_data=64)
     one, other = mlp(), mlp()
-    optimizer = KFAC(one, LOSS, lr=0.3, fisher="type-2")
+    optimizer = KFAC(one, LOSS, lr=0.2, fisher="type-2")
     train(one, optimizer, [(X, y)] * 15, LOSS)
-    train(other, KFAC(other, LOSS, lr=0.3, fisher="type-2", noise=None), [(X, y)] * 15, LOSS)
+    train(other, KFAC(other, LOSS, lr=0.2, fisher="type-2", noise=None), [(X, y)] * 15, LOSS)
     assert optimizer.step_scale == 1.0
     assert torch.equal(weights(one), weights(other))
 
@@ -139,7 +172,7 @@ def test_weight_decay_has_the_same_scale() -> None:
     model = mlp()
     optimizer = KFAC(model, LOSS, lr=0.5, weight_decay=0.1, noise=1e-6, fisher="type-2")
     assert optimizer._scale is not None
-    optimizer._scale.restore({"numbers": [0.0, 0.0, -1.0], "peak": 0.5})
+    optimizer._scale.restore({"numbers": [0.0, 0.0, -1.0, 0.0, 0.0], "peak": 0.5})
     X, y = data()
     other = copy.deepcopy(model)
     train(model, optimizer, [(X, y)], LOSS)
