@@ -117,8 +117,8 @@ def test_first_steps_are_short() -> None:
     assert scales[7] == 1.0
     assert max(scales_of([1.5] * 8, start=0.2)) == 0.2
     # A schedule that begins with smaller rates is a warm-up of its own, and its peak is no start.
+    warming = StepScale(0.05)
     for lr in (0.05, 0.2, 1.0):
-        warming = StepScale(0.05) if lr == 0.05 else warming
         warming.allowed(1.0, [{"lr": lr}])
         assert warming.value() == 1.0
 
