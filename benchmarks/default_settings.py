@@ -2,10 +2,10 @@
 
 `python -m benchmarks.train defaults [cuda] [names] [--quick]` trains with constant learning rates and with a cosine
 after 5 % of warm-up, and writes JSON for each task, and a plot of all, to benchmarks/results. AdamW, Muon and SOAP get
-the best of `GRIDS` by their loss at the end, with one seed; Prodigy needs no learning rate. `kfs` has default settings
-and `SEEDS` seeds, and `kfs-fixed` is the same with `noise=None`, at the best of three learning rates. Names are those
-of tasks, of schedules (`constant`, `cosine`) and of optimizers; results that are not named stay as they are, so that
-tasks can run at the same time in several processes.
+the best of `GRIDS` by their loss at the end with the first seed; Prodigy needs no learning rate. `kfs` has default
+settings, and `kfs-fixed` is the same with `noise=None`, at the best of three learning rates. Each is then run with
+`SEEDS` seeds. Names are those of tasks, of schedules (`constant`, `cosine`) and of optimizers; results that are not
+named stay as they are, so that tasks can run at the same time in several processes.
 
 `full` and `lora` start from a byte-level GPT that was trained on source text, and learn sentences about an invented
 world; `lora` trains adapters of rank 8. On a GPU, the GPT has 5 million parameters, on a CPU 120 thousand. Losses are
@@ -265,7 +265,7 @@ def compare(
         runs = {lr: train(task, name, make, lr, device, 0, constant) for lr in grid}
         lr = min(runs, key=lambda lr: runs[lr].end)
         best = [runs[lr]]
-        if name == "kfs" and not quick:
+        if not quick:
             best += [train(task, name, make, lr, device, seed, constant) for seed in range(1, SEEDS)]
         halves = [run.history[len(run.history) // 2 - 1][2] for run in best]
         ends = [run.end for run in best]
