@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kfs import waiting
 from kfs.kfac.capture import Recorder
@@ -327,7 +326,7 @@ def _stacked(owners: Mapping[Layout, Average]) -> Iterator[Stacked]:
         stacks = [replace(stack, structure=_aligned(stack.structure)) for stack in stacked(parts)]
     else:
         # On a CPU, a few large operations are not faster than many small ones.
-        stacks = [Stack((layout,), inverse) for layout, inverse in parts]
+        stacks = [Stack((layout,), _aligned(inverse) if _is_slow(inverse) else inverse) for layout, inverse in parts]
     for stack in stacks:
         mine = [owners[layout] for layout in stack.layouts]
         # States of earlier versions do not have sizes. They are known with the next inverse.
@@ -365,9 +364,6 @@ def _aligned_factor(factor: Factor) -> Factor:
 def _product(stack: Stack, columns: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Multiply a stack with the parts of `columns` that belong to it, `[stack, 1, d_B, d_A]`; margins stay."""
     K = stack.structure
-    if isinstance(K, Kronecker) and _is_slow(K):
-        M = stack.read(columns).to(dtype)
-        return Kronecker(_padded(K.A), _padded(K.B)).multiply(pad(M, (0, -K.columns % _ALIGNED, 0, -K.rows % _ALIGNED)))
     if not isinstance(K, Kronecker) or not (_has_margin(K.A) or _has_margin(K.B)):
         return K.multiply(stack.read(columns).to(dtype))
     # Margins of zeros are multiplied as well.
@@ -387,16 +383,11 @@ def _product(stack: Stack, columns: Mapping[str, Tensor], dtype: torch.dtype) ->
     return Kronecker(A, B).multiply(M)
 
 
-def _is_slow(K: Kronecker) -> bool:
-    """Whether a product is much faster with margins, on a CPU: that of large matrices with odd numbers of columns."""
-    large = K.A.kind == K.B.kind == "dense" and min(K.rows, K.columns) > _LARGE
-    return large and K.like.device.type == "cpu" and bool(K.rows % _ALIGNED or K.columns % _ALIGNED)
-
-
-def _padded(factor: Factor) -> Factor:
-    """Return a copy with margins of zeros."""
-    margin = -factor.size % _ALIGNED
-    return replace(factor, values=pad(factor.values, (0, margin, 0, margin)))
+def _is_slow(K: Structure) -> bool:
+    """Whether products are much faster with margins, on a CPU: those of large matrices with odd numbers of columns."""
+    if not isinstance(K, Kronecker) or not K.A.kind == K.B.kind == "dense":
+        return False
+    return min(K.rows, K.columns) > _LARGE and bool(K.rows % _ALIGNED or K.columns % _ALIGNED)
 
 
 def _has_margin(factor: Factor) -> bool:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kfs.kfac.structures import computable
 from kfs.kfac.sums import add_gram, mirror
@@ -37,6 +38,9 @@ _HUGE = 1e6
 # Numbers `a, b, c, d`: `a + b * x + c / (x + d)` is `1 / sqrt(1 + x)` up to 13 %, from zero to `_LARGEST` squared, and
 # one at zero: short steps stay as they are. No other four such numbers are closer.
 _RATIONAL = (0.0665864841, -4.54517679e-05, 3.11195134, 3.33394716)
+# On a CPU, rows of matrices that are factorized must not be multiples of the first number long; the second one is added.
+_CONFLICT = 256
+_MARGIN = 16
 # Coefficients of odd polynomials of degree five. Applied one after the other, they move all numbers between
 # `1 / sqrt(1 + _LARGEST**2)` and one to one, up to 3 %; no others are closer (Amsel et al., 2025).
 # `tests/optim/test_rule_constants.py` computes these numbers, and those above, from what they are best at.
@@ -304,11 +308,16 @@ def saturation(G: Tensor) -> Tensor:
 def _by_inverse(G: Tensor) -> Tensor:
     """Return $(I + G)^{-1/2}$ to 13 %, for eigenvalues up to `_LARGEST` squared, by one inverse."""
     a, b, c, d = _RATIONAL
-    shifted = G.clone()
+    n = G.shape[-1]
+    # LAPACK is slow for rows whose length in memory is a multiple of a large power of two: a margin changes that.
+    margin = _MARGIN if n % _CONFLICT == 0 else 0
+    shifted = pad(G, (0, margin, 0, margin)) if margin else G.clone()
     shifted.diagonal(dim1=-2, dim2=-1).add_(d)
     # Of a step that is not finite, which somebody else has to look at, this is not finite either.
     factor, _ = torch.linalg.cholesky_ex(shifted)
-    result = torch.cholesky_inverse(factor).mul_(c).add_(G, alpha=b)
+    result = torch.cholesky_inverse(factor)[..., :n, :n].mul_(c)
+    # All matrices are symmetric. Inverses lie in memory column by column, and so does the transpose.
+    result.add_(G.mT, alpha=b)
     result.diagonal(dim1=-2, dim2=-1).add_(a)
     return result
 

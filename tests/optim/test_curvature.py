@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.kfac.structures.decompositions import BlockError
-from kfs.optim import KFAC
+from kfs.optim import KFAC, inverses
 from kfs.optim.averages import Average
 from kfs.optim.inverses import Inverses
 from tests.optim.training import data, mlp, train, weights
@@ -147,6 +147,20 @@ def test_inverses_are_spread_over_steps(monkeypatch: pytest.MonkeyPatch) -> None
         seen = [name for names in later[start : start + 4] for name in names]
         assert set(seen) == {f"{2 * i}.weight" for i in range(7)}
     assert min(map(len, later)) >= 1
+
+
+def test_inverses_of_large_layers_have_margins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are the same with margins of zeros around inverses."""
+    results = {}
+    for least in (2, 10**9):
+        monkeypatch.setattr(inverses, "_LARGE", least)
+        model, loss = mlp(), nn.CrossEntropyLoss()
+        optimizer = KFAC(model, loss)
+        train(model, optimizer, 25 * [data()], loss)
+        stacks = optimizer._curvature.inverses.stacks(optimizer._curvature.averages.values())
+        assert any(inverses._has_margin(one.stack.structure.A) for one in stacks) == (least == 2)
+        results[least] = weights(model)
+    torch.testing.assert_close(results[2], results[10**9], rtol=1e-9, atol=1e-12)
 
 
 def test_schedules_may_be_functions() -> None:

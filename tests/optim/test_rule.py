@@ -139,6 +139,18 @@ def test_limit_in_single_precision(by_products: bool, monkeypatch: pytest.Monkey
     assert torch.equal(no_step, torch.zeros(1, 1, 4, 3))
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(256, 300), (300, 256), (256, 256)])
+def test_limit_of_sizes_that_lapack_is_slow_for(rows: int, columns: int) -> None:
+    """A margin around Gram matrices of such sizes does not change the limit, on either side."""
+    torch.manual_seed(0)
+    D = torch.randn(rows, columns) / 8
+    short = limited(D.reshape(1, 1, rows, columns), 1.0, torch.ones(1, 1, 1, 1), by_column=False)[0, 0]
+    exact = by_svd(D.double(), max(1.0, rows / columns) ** 0.5)
+    # The error of one inverse and a linear term.
+    assert (short - exact).norm() < 0.13 * exact.norm()
+    assert (D - exact).norm() > 0.2 * exact.norm()
+
+
 def test_limited_columns() -> None:
     """Embeddings are limited token by token: a large step for one token does not shorten the others'."""
     D = torch.full((1, 1, 4, 3), 1e-3)
