@@ -38,7 +38,7 @@ _HUGE = 1e6
 # Numbers `a, b, c, d`: `a + b * x + c / (x + d)` is `1 / sqrt(1 + x)` up to 13 %, from zero to `_LARGEST` squared, and
 # one at zero: short steps stay as they are. No other four such numbers are closer.
 _RATIONAL = (0.0665864841, -4.54517679e-05, 3.11195134, 3.33394716)
-# On a CPU, rows of matrices that are factorized must not be multiples of the first number long; the second one is added.
+# Factorizations on a CPU are slow for rows of multiples of 256 numbers, which conflict in its cache. A margin helps.
 _CONFLICT = 256
 _MARGIN = 16
 # Coefficients of odd polynomials of degree five. Applied one after the other, they move all numbers between
