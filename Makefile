@@ -7,19 +7,35 @@ CONSTRAINTS ?= constraints.txt
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help tour test coverage lint format docs notebooks bench dist clean
+.PHONY: help tour test test-book test-tools test-ranks test-long test-all coverage lint format docs notebooks bench dist clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 tour: $(VENV)/.tour  ## run and verify everything, draw the figures, and write one page about it; QUICK=1 takes seconds
 	@$(BIN)/kfs tour $(if $(QUICK),--quick)
 
-test: $(VENV)/.dev  ## run all tests
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+test: $(VENV)/.dev  ## run all tests that notice an error in the library
+	@$(PYTEST) --tier library
+
+test-book: $(VENV)/.dev  ## build the book, and run the code of all pages
+	@$(PYTEST) --tier book
+
+test-tools: $(VENV)/.dev  ## test benchmarks, plots, reports, the tour, the wheel, trainers, and results that are stored
+	@$(PYTEST) --tier tools
+
+test-ranks: $(VENV)/.dev  ## test many processes and sharded models
+	@$(PYTEST) --tier ranks
+
+test-long: $(VENV)/.dev  ## run property-based tests with many examples
+	@$(PYTEST) --tier library -m hypothesis --hypothesis-profile long
+
+test-all: test test-book test-tools test-ranks test-long  ## run all tests
 
 coverage: $(VENV)/.dev  ## run all tests, and say which lines and branches of kfs they do not run
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --cov=kfs --cov-report=term-missing:skip-covered
+	@$(PYTEST) --cov=kfs --cov-report=term-missing:skip-covered
 
 lint: $(VENV)/.dev  ## check format, style, types and the layer rule
 	@$(BIN)/ruff format --check .

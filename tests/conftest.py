@@ -1,8 +1,9 @@
-"""Settings for all tests: repeatable property-based tests, and a check that no test leaves global state behind."""
+"""Settings for all tests: tiers, repeatable property-based tests, and a check that no test leaves state behind."""
 
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +20,53 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 # Derandomized: the same examples on every machine and in every run. No deadline: timing is no subject of unit tests.
-settings.register_profile("kfs", deadline=None, derandomize=True, max_examples=40)
-settings.load_profile("kfs")
+settings.register_profile("short", deadline=None, derandomize=True, max_examples=10)
+settings.register_profile("long", deadline=None, derandomize=True, max_examples=300)
+settings.load_profile("short")
+
+# Tiers, by the start of a path from the root of the repository; the longest one decides. All other tests notice errors
+# of the library: `make test` runs these, and `make test-all` runs everything.
+TIERS = {
+    "tests/docs/": "book",
+    "tests/test_contributing.py": "book",
+    "tests/test_readme.py": "book",
+    "tests/benchmarks/": "tools",
+    "tests/charts/": "tools",
+    "tests/conformance/test_wrong_kfacs.py": "tools",
+    "tests/mutants/": "tools",
+    "tests/optim/test_frameworks.py": "tools",
+    "tests/planning/": "tools",
+    "tests/plots/": "tools",
+    "tests/referee/": "tools",
+    "tests/report/": "tools",
+    "tests/test_project.py": "tools",
+    "tests/test_tour.py": "tools",
+    "tests/distributed/": "ranks",
+    "tests/distributed/test_factors.py": "library",
+}
+ROOT = Path(__file__).parents[1]
+
+
+def tier_of(path: Path) -> str:
+    """Return the tier of a test file, or of all files in a folder; "" if a folder has several."""
+    name = path.relative_to(ROOT).as_posix() + "/" * path.is_dir()
+    if path.is_dir() and any(start.startswith(name) and start != name for start in TIERS):
+        return ""
+    return TIERS[max(found, key=len)] if (found := [start for start in TIERS if name.startswith(start)]) else "library"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add an option for the tier. Without it, every test that is named runs."""
+    parser.addoption("--tier", choices=sorted({"library", *TIERS.values()}), help="run this tier of the tests only")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files and folders of other tiers, before they are imported."""
+    tier = config.getoption("--tier")
+    if not tier or not collection_path.is_relative_to(ROOT):
+        return None
+    return True if tier_of(collection_path) not in {tier, ""} else None
+
 
 # Small tensors gain nothing from threads, and lose much where other processes compete for the cores.
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -115,7 +115,6 @@ def file_of_ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_any_changed_byte_is_noticed(file_of_ours: Path, data: st.DataObject) -> None:
     whole = bytearray(file_of_ours.read_bytes())
@@ -128,7 +127,6 @@ def test_any_changed_byte_is_noticed(file_of_ours: Path, data: st.DataObject) ->
         load(path)
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_any_other_length_is_noticed(file_of_ours: Path, data: st.DataObject) -> None:
     whole = file_of_ours.read_bytes()
@@ -140,7 +138,6 @@ def test_any_other_length_is_noticed(file_of_ours: Path, data: st.DataObject) ->
             load(path)
 
 
-@settings(max_examples=100, deadline=None)
 @given(content=st.binary(max_size=200))
 def test_any_bytes_are_refused(file_of_ours: Path, content: bytes) -> None:
     path = file_of_ours.with_name("bytes")
@@ -195,7 +192,6 @@ def replaced(state: Any, path: tuple[Any, ...], value: Any) -> Any:
     return copy
 
 
-@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_a_valid_file_with_other_contents_loads_consistently_or_not_at_all(
     file_of_ours: Path, data: st.DataObject
