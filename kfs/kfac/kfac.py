@@ -343,8 +343,8 @@ class KFAC(ShowsFactors, BlockDiagonal):
         """Undo `_state`. If there are ranks, they own blocks, and each has its own ones only."""
         K = cls.__new__(cls)
         BlockDiagonal.__init__(K, space, None, ranks)
-        K._of = str(state.get("of", ""))  # older files do not say it
-        K.computed_at = str(state.get("computed_at", ""))  # nor this
+        K._of = str(state["of"])
+        K.computed_at = str(state["computed_at"])
         K.settings = Settings.from_state(state["settings"])
         if K.ranks.are_several:
             K.settings = replace(K.settings, placement="owner")

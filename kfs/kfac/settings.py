@@ -149,7 +149,7 @@ class Settings:
         state = asdict(self) | {"sharing": sharing, "factor_dtype": dtype}
         for name in _NO_RESULT:
             del state[name]
-        # Files of earlier versions do not have these, and checkpoints are compared with them.
+        # Files have these if they differ from the default, and checkpoints are compared with files.
         if self.first_sample == 0:
             del state["first_sample"]
         if self.products == "auto":

@@ -397,8 +397,8 @@ class Curvature:
         self.events = Events(**state["events"])
         self._troubles, self._successes, self._rises = map(int, state["in_a_row"])
         self._credit = float(state["credit"])
-        self.awaited = set(state.get("awaited", ()))  # Earlier versions did without.
-        self.sizes.restore(state.get("sizes"))
+        self.awaited = set(state["awaited"])
+        self.sizes.restore(state["sizes"])
         self.inverses.forget()
         self.inverses.forget_failures()
         self.unconfirmed = None
