@@ -172,7 +172,7 @@ class Curvature:
                     squares = torch.where(good, squares, average.eigen.values)
                 average.eigen.values.lerp_(squares, 1 - self.decay)
             pairs.append((average, block))
-            self.costs.add("factors", _operations(block_sums))
+            self.costs.add("factors", block_sums.work)
             self.awaited -= set(block.layout.params)
         add_factors(pairs, self.decay, good)
         self.forget(without)
@@ -402,9 +402,3 @@ class Curvature:
         self.inverses.forget()
         self.inverses.forget_failures()
         self.unconfirmed = None
-
-
-def _operations(block: BlockSums) -> float:
-    """Return the work of adding outer products to a block's factors, with one gradient for each position."""
-    roles = block.roles.values()
-    return sum(2 * role.terms * (role.input.total.numel() + role.gradient.total.numel()) for role in roles)

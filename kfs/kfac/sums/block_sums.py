@@ -188,6 +188,12 @@ class BlockSums:
         return sum(role.terms for role in self.roles.values())
 
     @property
+    def work(self) -> float:
+        """How many operations it took to add outer products to all sums, with one gradient for each position."""
+        roles = self.roles.values()
+        return sum(2 * role.terms * (role.input.total.numel() + role.gradient.total.numel()) for role in roles)
+
+    @property
     def inputs(self) -> float:
         """How many inputs the trace of `A`'s sum is the sum of squares of, if all have the size of an average one.
 
