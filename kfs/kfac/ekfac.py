@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
@@ -60,9 +60,6 @@ from kfs.progress import show_progress
 from kfs.risk import EmpiricalRisk
 from kfs.storage import UnfitError
 from kfs.waiting import numbers, waiting_allowed
-
-if TYPE_CHECKING:
-    pass
 
 
 @loadable

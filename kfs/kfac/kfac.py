@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 
@@ -32,9 +32,6 @@ from kfs.names import ByName, near
 from kfs.operators.checked_risk import check_risk
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
-
-if TYPE_CHECKING:
-    pass
 
 _SAME_SETTINGS = "Pass the same arguments in all processes."
 

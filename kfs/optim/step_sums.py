@@ -99,8 +99,6 @@ class FactorAndSquareSums(FactorSums):
 class _Both(Adder):
     """Adds a use to two sums."""
 
-    by_datum = True
-
     first: Adder
     second: Adder
 

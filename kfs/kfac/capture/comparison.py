@@ -1,6 +1,7 @@
 """Comparing passes, with capture and without, of some data and of more: are results the same, and if not, why?"""
 
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -34,22 +35,11 @@ class Results(TorchFunctionMode):
         return result
 
 
-class Both(AbstractContextManager[None]):
-    """Enters two contexts, the second one inside of the first."""
-
-    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        """Remember them."""
-        self._contexts = contexts
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        """Enter them."""
-        for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *_: object) -> None:
-        """Leave them."""
-        self._stack.close()
+@contextmanager
+def both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter two contexts, the second one inside of the first."""
+    with first, second:
+        yield
 
 
 def wrong_rule(plain: Results, captured: Results, difference: float, tolerance: float) -> ModelError:

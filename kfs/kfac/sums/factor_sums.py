@@ -305,8 +305,6 @@ class _Collected:
 class _Reduce(Adder):
     """Sums over shared positions first."""
 
-    by_datum = True
-
     plan: PlannedUse
     role: RoleSums
     forward_only: bool

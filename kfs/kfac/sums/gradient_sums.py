@@ -105,8 +105,6 @@ class GradientSums(Sums):
 class _Add(Adder):
     """Adds the uses of one plan."""
 
-    by_datum = True
-
     sums: GradientSums
     plan: PlannedUse
 

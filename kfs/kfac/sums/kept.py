@@ -149,8 +149,6 @@ class Captured:
 class _Keep(Adder):
     """Keeps the uses of one plan."""
 
-    by_datum = True
-
     plan: PlannedUse
     columns: list[dict[Key, list[Captured]]]
 
