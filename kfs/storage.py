@@ -41,7 +41,6 @@ class Elsewhere:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, fetch: Callable[[], Tensor]) -> None:
-        """Remember what it looks like."""
         self.shape = shape
         self.dtype = dtype
         self.fetch = fetch

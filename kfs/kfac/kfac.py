@@ -134,7 +134,6 @@ class KFAC(ShowsFactors, BlockDiagonal):
         checkpoint: str | Path | Checkpoint | None = None,
         **advanced: Unpack[Advanced],
     ) -> None:
-        """Compute all factors."""
         check_risk(risk)
         with risk.ranks.agreed("KFAC"):
             check_names(advanced, ("fisher", "sharing", "mc_samples", "seed", "max_dim", "uncovered", "checkpoint"))

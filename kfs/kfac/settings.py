@@ -124,7 +124,6 @@ class Settings:
     factor_memory: int | None = None
 
     def __post_init__(self) -> None:
-        """Check all settings."""
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             for one in value.values() if isinstance(value, Mapping) else [value]:

@@ -54,7 +54,6 @@ class Loss(ABC):
     """
 
     def __init__(self, name: str, reduction: str, scale: float = 1.0) -> None:
-        """Store name, reduction and scale."""
         if reduction not in {"mean", "sum"}:
             raise LossError(
                 f"{name} has reduction={reduction!r}, so it is not one number.",

@@ -99,7 +99,6 @@ class Curvature:
     _credit: float = 0.0  # work on inverses that was allowed in earlier steps and not used
 
     def __post_init__(self) -> None:
-        """Start without knowing sizes."""
         self.sizes = UsualSizes(_FACTORS_LIMIT, self.patience)
 
     @property

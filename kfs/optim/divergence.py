@@ -47,7 +47,6 @@ class Fine(NamedTuple):
         return cls(step, loss, group["lr"], group["damping"] * damping_scale)
 
     def __str__(self) -> str:
-        """Return a sentence about it."""
         loss = ""
         if isinstance(self.loss, (int, float)) or (isinstance(self.loss, Tensor) and self.loss.numel() == 1):
             loss = f"loss {float(self.loss):.4g}, "

@@ -73,7 +73,6 @@ class FactorAndSquareSums(FactorSums):
     """Adds inputs and gradients to factors, and per-datum gradients to squares, in one pass."""
 
     def __init__(self, settings: Settings, bases: Bases) -> None:
-        """Start with the bases of earlier steps."""
         super().__init__(settings)
         layouts = {key: layout for key, (layout, _) in bases.items()}
         squares = {key: squares for key, (_, squares) in bases.items()}

@@ -18,13 +18,11 @@ class Results(TorchFunctionMode):
     """Keeps results of all operations, in their order, with the parameters that they use."""
 
     def __init__(self, tracker: Tracker) -> None:
-        """Start without results."""
         super().__init__()
         self.tracker = tracker
         self.results: list[tuple[str, list[str], Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
         kwargs = kwargs or {}
         found = [self.tracker.find(t) for t in tensors_of((*args, *kwargs.values()))]
         result = func(*args, **kwargs)

@@ -73,7 +73,6 @@ class Journal:
         basis: Mapping[str, str] | None = None,
         blocks: Sequence[str] | None = None,
     ) -> None:
-        """Describe what the sums belong to."""
         path = Path(checkpoint.path)
         self.path = path if stage == "factors" else path.with_name(f"{path.name}.{stage}")
         self.ranks = risk.ranks

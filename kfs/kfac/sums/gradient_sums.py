@@ -31,7 +31,6 @@ class GradientSums(Sums):
     by_datum = True
 
     def __init__(self) -> None:
-        """Start without blocks."""
         super().__init__()
         self.operations: dict[str, set[str]] = {}
         self.conflicts: set[tuple[str, str]] = set()

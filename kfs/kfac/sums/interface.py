@@ -63,7 +63,6 @@ class Sums(ABC):
     counts_rows: bool = False
 
     def __init__(self, layouts: Iterable[Layout] = ()) -> None:
-        """Start with some known blocks, and without plans."""
         self.adders: dict[Any, Adder] = {}  # what adds the uses of each plan that is known
         self.placement = Placement(layouts)
 

@@ -261,7 +261,6 @@ class full_precision:  # noqa: N801 (used like a function; a generator would tak
         self.kind = "cpu" if kind == "meta" else kind
 
     def __enter__(self) -> None:
-        """Switch both off."""
         self.autocast = torch.is_autocast_enabled(self.kind)
         self.grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
@@ -269,7 +268,6 @@ class full_precision:  # noqa: N801 (used like a function; a generator would tak
             torch.set_autocast_enabled(self.kind, False)
 
     def __exit__(self, *_: object) -> None:
-        """Leave both as they were."""
         torch._C._set_grad_enabled(self.grad)
         if self.autocast:
             torch.set_autocast_enabled(self.kind, True)
