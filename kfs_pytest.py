@@ -45,7 +45,6 @@ class ConformanceItem(pytest.Item):
     """One check of one implementation."""
 
     def __init__(self, *, adapter: "Adapter", check: "Check", **kwargs: Any) -> None:
-        """Store both."""
         super().__init__(**kwargs)
         self.adapter, self.check = adapter, check
 

@@ -54,7 +54,6 @@ class Together:
     """Several optimizers for different parameters, as one."""
 
     def __init__(self, *parts: Stepper) -> None:
-        """Take the optimizers."""
         self.parts = parts
 
     def zero_grad(self) -> None:
@@ -165,7 +164,6 @@ class Prodigy:
     first = 1e-6  # estimate
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = 1.0) -> None:
-        """Remember where training starts."""
         self.params = [p for p in params if p.requires_grad]
         self.lr = lr
         self.start = [p.detach().clone() for p in self.params]

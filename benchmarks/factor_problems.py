@@ -38,7 +38,6 @@ class Residual(nn.Module):
     """Two 3x3 convolutions with BatchNorm, and a skip connection."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
-        """Make the layers."""
         super().__init__()
         self.conv1, self.norm1 = nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after)
         self.conv2, self.norm2 = nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after)
@@ -87,7 +86,6 @@ class ViT(nn.Module):
     """The encoder of a ViT-B/16 with a linear head on the mean token; it takes embedded tokens `[N, 197, 768]`."""
 
     def __init__(self, depth: int = 12, width: int = 768, heads: int = 12, classes: int = 1000) -> None:
-        """Make the layers."""
         super().__init__()
         self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)

@@ -32,7 +32,6 @@ class Fitted(influence_methods.Fitted):
     def __init__(
         self, damping: float | Relative, model: nn.Module, data: Data, seed: int, quantity: Quantity = negative_margins
     ) -> None:
-        """Compute factors."""
         if isinstance(damping, Relative):
             raise NotImplementedError("dattri knows absolute damping alone.")
 

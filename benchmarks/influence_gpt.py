@@ -88,7 +88,6 @@ class Logits(nn.Module):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Keep it."""
         super().__init__()
         self.model = model
 
@@ -216,7 +215,6 @@ class Ours:
     """
 
     def __init__(self, benchmark: Benchmark, layers: list[str]) -> None:
-        """Make risks."""
         self.size = benchmark.size
         self.model = benchmark.model
         self.params = [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]

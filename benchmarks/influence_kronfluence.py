@@ -34,7 +34,6 @@ class Task(kronfluence.Task):  # type: ignore[misc]
     """
 
     def __init__(self, measured: Quantity, layers: list[str] | None = None) -> None:
-        """Keep both."""
         self.measured = measured
         self.layers = layers
 
@@ -69,7 +68,6 @@ class Analysis:
     """
 
     def __init__(self, model: nn.Module, data: Data, task: Task, batch: int = BATCH, cpu: bool = True) -> None:
-        """Prepare the model."""
         self.files = tempfile.TemporaryDirectory()
         self.data = dataset(data)
         self.batch = batch
@@ -147,7 +145,6 @@ class Fitted(influence_methods.Fitted):
     """
 
     def __init__(self, damping: float | Relative, model: nn.Module, data: Data, seed: int) -> None:
-        """Compute factors."""
         if isinstance(damping, Relative) and damping.fraction != 0.1:
             raise NotImplementedError("Kronfluence knows 0.1 times the mean eigenvalue alone.")
         self.arguments = kronfluence.ScoreArguments(damping_factor=None if isinstance(damping, Relative) else damping)

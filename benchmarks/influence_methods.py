@@ -81,7 +81,6 @@ class Ours(Fitted):
         data: Data,
         seed: int,
     ) -> None:
-        """Compute factors and the inverse."""
         self.model = model
         self.train = self._risk(data)
         self.influence = Influence(kind(self.train, seed=seed, **settings), damping)
@@ -110,7 +109,6 @@ class DenseGGN(Fitted):
     """
 
     def __init__(self, damping: float | Relative, model: nn.Module, data: Data, seed: int) -> None:
-        """Compute the matrix and factorize it."""
         self.model = copy.deepcopy(model).double()
         self.data = data[0].double(), data[1]
         G = GGN(EmpiricalRisk(self.model, nn.CrossEntropyLoss(), self.data)).to_dense()
@@ -141,7 +139,6 @@ class Projected(Fitted):
     """
 
     def __init__(self, model: nn.Module, data: Data, seed: int) -> None:
-        """Project the gradients of training data."""
         self.model = model
         size = sum(p.numel() for p in model.parameters())
         self.P = torch.randn(size, PROJECTIONS, generator=torch.Generator().manual_seed(seed)) / PROJECTIONS**0.5
@@ -167,7 +164,6 @@ class LossAlone(Fitted):
     """
 
     def __init__(self, model: nn.Module, data: Data, seed: int) -> None:
-        """Keep them."""
         self.model = model
         self.data = data
 

@@ -99,7 +99,6 @@ class Benchmark:
     """
 
     def __init__(self, size: argparse.Namespace) -> None:
-        """Make model and data."""
         torch.manual_seed(0)
         self.device = torch.device(size.device)
         self.max_dim: int = size.max_dim

@@ -80,7 +80,6 @@ class Tokens(nn.Module):
     """An embedding, attention and a normalization."""
 
     def __init__(self) -> None:
-        """Make small layers."""
         super().__init__()
         self.embedding = nn.Embedding(7, 8)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)

@@ -89,7 +89,6 @@ class RecurrentModel(nn.Module):
     """Predicts the next byte of a text at every position, logits `[N, T, 256]`."""
 
     def __init__(self, embedded: int = 64, hidden: int = 128) -> None:
-        """Make the layers."""
         super().__init__()
         self.embedding = nn.Embedding(256, embedded)
         self.lstm = nn.LSTM(embedded, hidden, batch_first=True)

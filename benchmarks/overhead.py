@@ -70,7 +70,6 @@ class Chain(nn.Module):
     """
 
     def __init__(self, depth: int) -> None:
-        """Make the layers."""
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
         self.forward_spans: list[float] = []
@@ -102,7 +101,6 @@ class Positions(nn.Module):
     """Learned positions that are added to data `[N, length, width]`, and a linear head on the mean."""
 
     def __init__(self, length: int, width: int) -> None:
-        """Make the parameters."""
         super().__init__()
         self.positions = nn.Parameter(0.02 * torch.randn(1, length, width))
         self.head = nn.Linear(width, 10)

@@ -60,7 +60,6 @@ class Errors:
     worst: float
 
     def __str__(self) -> str:
-        """Return a cell of a table."""
         return f"{self.median:.1e} ({self.worst:.1e})"
 
 

@@ -20,7 +20,6 @@ class Block(nn.Module):
     """A pre-norm transformer block."""
 
     def __init__(self, width: int, heads: int, causal: bool = True) -> None:
-        """Make the layers."""
         super().__init__()
         self.causal = causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -42,7 +41,6 @@ class GPT(nn.Module):
     """A small language model; logits have their class axis second."""
 
     def __init__(self, vocabulary: int = 64, width: int = 64, heads: int = 4, depth: int = 2, length: int = 32) -> None:
-        """Make the layers."""
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(0.02 * torch.randn(length, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))

@@ -24,11 +24,10 @@ class MatrixProductFlops(TorchDispatchMode):
     """Counts the FLOPs of matrix products (PyTorch's own counter fails under nested torch.func transforms)."""
 
     def __init__(self) -> None:
-        """Start at zero."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: D105
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func in {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}:
             left, right = args[-2:]
             self.total += 2 * left.shape[0] * left.shape[1] * right.shape[1]

@@ -30,7 +30,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import kfs
 from benchmarks import compression
-from benchmarks.compression import Data, accuracy, identity_like, nll
+from benchmarks.compression import Data, accuracy, identity_like, nll, trained
 from benchmarks.report import save
 from kfs.compress import prune
 
@@ -121,28 +121,12 @@ def tasks() -> dict[str, Task]:
     """Return all tasks."""
     digits = compression.digits()
     flat = _flat(digits[0]), _flat(digits[1])
-    cnn: Callable[[], nn.Sequential] = compression.network  # type: ignore[assignment]
     return {
-        "digits, CNN": Task(*digits, cnn, 15),
+        "digits, CNN": Task(*digits, compression.network, 15),
         "digits, MLP": Task(*flat, lambda: _mlp(64, 96, 64, 10), 100),
         "table, MLP": Task(*table(), lambda: _mlp(54, 96, 64, 7, activation=nn.Tanh), 40),
         "series, CNN": Task(*series(), _convolutions, 20),
     }
-
-
-def trained(task: Task, seed: int, epochs: int) -> nn.Sequential:
-    """Train a network; the global random state is not touched."""
-    X, y = task.training
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = task.network()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-3)
-        for _ in range(epochs):
-            for batch in torch.randperm(len(X)).split(100):
-                optimizer.zero_grad()
-                F.cross_entropy(model(X[batch]), y[batch]).backward()
-                optimizer.step()
-    return model.eval()
 
 
 @torch.no_grad()
@@ -203,7 +187,7 @@ def measured(name: str, task: Task, seeds: int, shares: tuple[float, ...], epoch
     """Train and prune networks of one task."""
     found: dict[tuple[str, float], list[tuple[nn.Module, float | None]]] = {}
     for seed in range(seeds):
-        model = trained(task, seed, task.epochs if epochs is None else epochs)
+        model = trained(task.training, seed, task.epochs if epochs is None else epochs, task.network)
         found.setdefault(("", 1.0), []).append((model, None))
         batches = list(zip(*(part.split(400) for part in task.training), strict=True))
         risk = kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), batches, progress=False)

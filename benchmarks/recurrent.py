@@ -49,7 +49,6 @@ class Classifier(nn.Module):
     """
 
     def __init__(self, kind: type[nn.RNNBase], layers: int, width: int) -> None:
-        """Make the layers."""
         super().__init__()
         make: Callable[..., nn.RNNBase] = kind
         self.recurrent = make(width, width, num_layers=layers, batch_first=True)

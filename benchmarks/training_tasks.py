@@ -130,7 +130,6 @@ class Residual(nn.Module):
     """Two normalised convolutions beside an identity."""
 
     def __init__(self, channels: int) -> None:
-        """Make the layers."""
         super().__init__()
         self.layers = nn.Sequential(
             nn.Conv2d(channels, channels, 3, padding=1, bias=False),

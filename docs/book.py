@@ -104,7 +104,6 @@ class Words(SearchEnglish):
     """English for the search: each word loses its ending once, and not wherever it stands."""
 
     def __init__(self, options: dict[str, str]) -> None:
-        """Remember what is left of words."""
         super().__init__(options)
         self._stem = cache(super().stem)
 

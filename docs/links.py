@@ -33,7 +33,6 @@ class Modules:
     """
 
     def __init__(self, modules: Iterable[Module], defined: Iterable[str]) -> None:
-        """Index modules by their names."""
         self.all = list(modules)
         self._defined = set(defined)
         self._by_name = {m.dotted: m for m in self.all} | {m.path: m for m in self.all}

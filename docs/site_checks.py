@@ -25,7 +25,6 @@ class Page:
     """A page, read once."""
 
     def __init__(self, file: Path) -> None:
-        """Parse a page."""
         text = file.read_text(encoding="utf-8")
         parser = html5lib.HTMLParser(namespaceHTMLElements=False)
         # Code in colors is most of a page, has no links, and is known to be well-formed.

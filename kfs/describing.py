@@ -114,11 +114,9 @@ class Described:
         return Description(type(self).__name__)
 
     def __repr__(self) -> str:
-        """Return a few lines."""
         return self.describe().summary()
 
     def __str__(self) -> str:
-        """Return all of it as text."""
         return self.describe().text()
 
     def _repr_html_(self) -> str:
@@ -130,7 +128,6 @@ class DescribedByTables(Described):
     """Shows the tables also where an object is not printed: they are all that it consists of."""
 
     def __repr__(self) -> str:
-        """Return all of it as text."""
         return self.describe().text()
 
 

@@ -18,13 +18,11 @@ class KfsError(Exception):
     """
 
     def __init__(self, cause: str, way_out: str) -> None:
-        """Store both parts of the message."""
         super().__init__(cause, way_out)
         self.cause = cause
         self.way_out = way_out
 
     def __str__(self) -> str:
-        """Return the message: cause, then way out."""
         return f"{self.cause} {self.way_out}"
 
 

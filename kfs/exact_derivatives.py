@@ -95,7 +95,7 @@ class RightGradients(TorchFunctionMode):
     channels are last in memory. `F.instance_norm` makes one datum of all data, and calls the same function.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         replacement = _RIGHT_GRADIENTS.get(func, func)
         return replacement(*args, **kwargs or {})
 
@@ -117,7 +117,7 @@ class ExactDerivatives(TorchFunctionMode):
     - Reentrant checkpoints hide parameters from `torch.autograd.grad`; they are refused.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.is_grad_enabled():
             refuse_reentrant_checkpoint()
         replacement = _EXACT_DERIVATIVES.get(func, func)
@@ -136,11 +136,10 @@ class StopsForwardMode(TorchFunctionMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
-        """Leave forward mode as it was."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch._C._set_fwd_grad_enabled(self._before)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled:
             torch._C._set_fwd_grad_enabled(*args)
         return func(*args, **kwargs or {})
@@ -162,7 +161,7 @@ class RefuseMissedErrors(TorchFunctionMode):
     went through it for a constant. In an ordinary graph, the error is raised.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _ERRORS_MISSED:
             raise NotByFuncError(f"{func} is not differentiated twice by torch.func.")
         return func(*args, **kwargs or {})
@@ -317,7 +316,6 @@ class WithoutGraph:
     """Runs a model without recording a graph, unless the model itself differentiates: then it needs one."""
 
     def __init__(self) -> None:
-        """Expect that it does not."""
         self._differentiates = False
 
     def __call__(self, run: Callable[[], Tensor]) -> Tensor:

@@ -29,7 +29,6 @@ class Flags:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start without any."""
         self._first = torch.full((), _NONE, dtype=torch.int64, device=device)
 
     def clear(self) -> None:

@@ -29,7 +29,6 @@ class ByName(dict[str, Value]):
     """
 
     def __init__(self, values: Mapping[str, Value], noun: str) -> None:
-        """Take the items over."""
         super().__init__(values)
         self.noun = noun
 
@@ -39,7 +38,6 @@ class ByName(dict[str, Value]):
         return "\n".join([f"{len(self)} {self.noun}{'' if len(self) == 1 else 's'} by name", *lines])
 
     def __missing__(self, name: object) -> Value:
-        """Say what there is."""
         raise UnknownNameError(f"There is no {self.noun} {name!r}.", near([name], self))
 
 

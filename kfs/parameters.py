@@ -17,7 +17,6 @@ class Places:
     """Knows where parameters are in a model, so that it is fast to ask whether they are still there."""
 
     def __init__(self) -> None:
-        """Know nothing yet."""
         self._known: list[tuple[dict[str, Any], str, Any]] = []
 
     def have(self, model: nn.Module, params: Params) -> bool:

@@ -69,7 +69,6 @@ class Line:
     """
 
     def __init__(self, task: str, total: int | None = None, wanted: Wanted = None, unit: str = "") -> None:
-        """Start the clock."""
         self.task = task
         self.total = total
         self.wanted = wanted

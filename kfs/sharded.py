@@ -175,7 +175,6 @@ class WholeParameters:
     """
 
     def __init__(self, model: Any, ranks: Ranks) -> None:
-        """Gather nothing yet."""
         self._model = model
         self._ranks = ranks
         self._held: dict[int, tuple[Tensor, Tensor]] | None = None  # by identity: what is sharded, and all of it

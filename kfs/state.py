@@ -172,12 +172,11 @@ class ExtremeDraws(TorchFunctionMode):
     most = 1000
 
     def __init__(self, largest: bool) -> None:
-        """Start without draws."""
         super().__init__()
         self.largest = largest
         self.draws = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in {torch.rand, torch.rand_like}:
             self.draws += 1
@@ -222,7 +221,6 @@ class UnusedDraws:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Know nothing."""
         self._device = device
         self._known: list[Tensor] | None = None  # the random state after draws that are not used
 

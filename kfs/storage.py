@@ -4,8 +4,7 @@ The header is JSON that any safetensors tool shows. It has a digest of the whole
 or of which a single byte was changed, is refused. Reading a file never executes code from it.
 
 The digest is that of the header, followed by the digests of consecutive pieces of the tensors' bytes. Several threads
-compute those of pieces. The header names this way of computing it; older files do not name any, and have a digest of
-all bytes in a row.
+compute those of pieces. The header names this way of computing it, and a file with another one is refused.
 """
 
 import hashlib
@@ -42,7 +41,6 @@ class Elsewhere:
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, fetch: Callable[[], Tensor]) -> None:
-        """Remember what it looks like."""
         self.shape = shape
         self.dtype = dtype
         self.fetch = fetch
@@ -147,13 +145,13 @@ def read(path: str | Path, device: str | torch.device = "cpu", check_digest: boo
         with open(path, "rb") as file:
             header = _header(file, path)
             scheme = header.get("digest_scheme")
-            if scheme not in (None, _OF_PIECES):
+            if scheme != _OF_PIECES:
                 raise StorageError(
                     f"{path} has a digest that kfs {__version__} does not know: {scheme!r}.",
-                    "A newer version of kfs has written the file, or it is damaged. Install that version, or use "
-                    "another copy.",
+                    f"Another version of kfs has written the file ({header.get('kfs_version')}), or it is damaged. "
+                    "Install that version, use another copy, or compute and save it again.",
                 )
-            if check_digest and not _digest_is_right(file, in_pieces=scheme == _OF_PIECES):
+            if check_digest and not _digest_is_right(file):
                 raise _damaged(path)
         with safe_open(path, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
@@ -212,14 +210,14 @@ def _place_of_digest(header: bytes) -> int:
     return start
 
 
-def _digest_is_right(file: BinaryIO, in_pieces: bool) -> bool:
+def _digest_is_right(file: BinaryIO) -> bool:
     """Whether the digest in a file is that of its bytes."""
-    start, digest = _digest(file, in_pieces)
+    start, digest = _digest(file)
     file.seek(start)
     return file.read(64).decode(errors="replace") == digest
 
 
-def _digest(file: BinaryIO, in_pieces: bool) -> tuple[int, str]:
+def _digest(file: BinaryIO) -> tuple[int, str]:
     """Return where in a file its digest is, and what it should be; the digest itself counts as zeros."""
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
@@ -228,13 +226,9 @@ def _digest(file: BinaryIO, in_pieces: bool) -> tuple[int, str]:
     hashed = hashlib.blake2b(length.to_bytes(8, "little"), digest_size=32)
     hashed.update(header[:start] + _NO_DIGEST.encode() + header[start + 64 :])
     pieces = iter(lambda: file.read(_PIECE), b"")
-    if in_pieces:
-        with ThreadPoolExecutor(_THREADS) as threads:
-            for digest in _in_order(threads, _digest_of_piece, ([piece] for piece in pieces)):
-                hashed.update(digest)
-    else:
-        for piece in pieces:
-            hashed.update(piece)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for digest in _in_order(threads, _digest_of_piece, ([piece] for piece in pieces)):
+            hashed.update(digest)
     return 8 + start, hashed.hexdigest()
 
 

@@ -19,7 +19,6 @@ class tf32:  # noqa: N801 (used like a function)
     """Switch TF32 on or off in this context; `None` leaves it as it is."""
 
     def __init__(self, wanted: bool | None) -> None:
-        """Remember what is wanted."""
         self.wanted = wanted
 
     def __enter__(self) -> None:
@@ -30,6 +29,5 @@ class tf32:  # noqa: N801 (used like a function)
             setattr(_matmul, _SWITCH, _VALUES[bool(self.wanted)])
 
     def __exit__(self, *_: object) -> None:
-        """Leave the switch as it was."""
         if self.changes:
             setattr(_matmul, _SWITCH, self.before)

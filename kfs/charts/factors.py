@@ -97,7 +97,6 @@ def draw_matrix(title: str, matrix: Tensor, rows: Mapping[str, int], columns: Ma
 
 
 def _draw(axes: "Axes", title: str, one: Tensor) -> None:
-    """Draw one matrix."""
     entries = one.abs().flatten()
     entries = entries[entries > 0]
     # `Tensor.quantile` takes no more than 16 million numbers.

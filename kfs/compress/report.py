@@ -149,7 +149,6 @@ class Compressed(NamedTuple):
         )
 
     def __repr__(self) -> str:
-        """Show the report."""
         return f"Compressed {type(self.model).__name__}\n{self.report!r}"
 
 

@@ -162,7 +162,6 @@ class _OnKept(LinearOperator):
     symmetric = True
 
     def __init__(self, structure: Structure, damping: float, kept: Tensor) -> None:
-        """Store all three."""
         space = Space({"matrix": kept.shape}, torch.float64, kept.device)
         super().__init__(space, space)
         self.structure = structure

@@ -11,7 +11,6 @@ class Pool(nn.Module):
     """Sums or averages over some axes."""
 
     def __init__(self, kind: str, axes: tuple[int, ...]) -> None:
-        """Say how and over what."""
         super().__init__()
         self.kind, self.axes = kind, axes
 
@@ -54,7 +53,6 @@ class Rows(nn.Module):
     """
 
     def __init__(self, order: str, combine: str) -> None:
-        """Say how rows come and go."""
         super().__init__()
         self.linear = nn.Linear(4, 3)
         self.order, self.combine = order, combine
@@ -93,7 +91,6 @@ class Padded(nn.Module):
     """
 
     def __init__(self) -> None:
-        """Make two layers."""
         super().__init__()
         self.first = nn.Linear(4, 2)
         self.last = nn.Linear(2, 3)
@@ -115,7 +112,6 @@ class Table(nn.Module):
     """A learned table of positions that is repeated for every datum and added to inputs, before a layer."""
 
     def __init__(self) -> None:
-        """Make the table."""
         super().__init__()
         self.table = nn.Parameter(torch.randn(7, 4))
         self.linear = nn.Linear(4, 3)
@@ -144,7 +140,6 @@ class Hidden(nn.Module):
     """One weight that is used twice: by a layer, and inside a function of the author's own."""
 
     def __init__(self) -> None:
-        """Make the layer."""
         super().__init__()
         self.linear = nn.Linear(4, 3, bias=False)
 

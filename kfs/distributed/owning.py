@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfs.distributed.ranks import Ranks, connected
-from kfs.distributed.summing import buckets
+from kfs.distributed.summing import buckets, copy_back, flattened
 
 
 def add_up_at(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
@@ -31,11 +31,11 @@ def add_up_at(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
     if not ranks.are_several:
         return
     for some in buckets(list(parts)):
-        flat = _flat(ranks, some)
+        flat = flattened(ranks, some)
         with connected("sums for owners"):
             dist.reduce(flat, group=ranks.group, group_dst=owner)
         if ranks.rank == owner:
-            _copy_back(flat, some)
+            copy_back(flat, some)
         else:
             torch._foreach_zero_([part.detach() for part in some])
 
@@ -55,20 +55,8 @@ def copy_from(ranks: Ranks, owner: int, parts: Iterable[Tensor]) -> None:
     if not ranks.are_several:
         return
     for some in buckets(list(parts)):
-        flat = _flat(ranks, some)
+        flat = flattened(ranks, some)
         with connected("copies from owners"):
             dist.broadcast(flat, group=ranks.group, group_src=owner)
         if ranks.rank != owner:
-            _copy_back(flat, some)
-
-
-def _flat(ranks: Ranks, parts: list[Tensor]) -> Tensor:
-    """Return the numbers of all parts, where they can travel."""
-    flat = torch.cat([part.detach().reshape(-1) for part in parts])
-    return flat.to(ranks.device_for(flat.device))
-
-
-def _copy_back(flat: Tensor, parts: list[Tensor]) -> None:
-    """Undo `_flat`, in place."""
-    for part, numbers in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-        part.detach().copy_(numbers.view(part.shape))
+            copy_back(flat, some)

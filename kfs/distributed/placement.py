@@ -300,7 +300,6 @@ class _Room:
     """
 
     def __init__(self, parts: Iterable[Part], ranks: int, limit: float, first_fit: bool) -> None:
-        """Start with empty ranks."""
         parts = list(parts)
         self.limit = limit + 1e-9  # sums of shares are rounded
         self.first_fit = first_fit

@@ -65,7 +65,6 @@ class Ranks:
     """
 
     def __init__(self, group: Group | None = None) -> None:
-        """Find this process in the group."""
         self.group = _process_group(group)
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.size = 1 if self.group is None else dist.get_world_size(self.group)

@@ -34,7 +34,6 @@ class Shard:
     """
 
     def __init__(self, batches: Iterable[Any], ranks: Ranks, start: int, stop: int, num_data: int) -> None:
-        """Keep all of it."""
         self.batches = batches
         self.ranks = ranks
         self.start = start
@@ -42,11 +41,9 @@ class Shard:
         self.num_data = num_data
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the batches of this process."""
         return iter(self.batches)
 
     def __repr__(self) -> str:
-        """Say which data these are."""
         which = f"data {self.start} to {self.stop - 1}" if self.stop > self.start else "no data"
         return f"Shard of rank {self.ranks.rank} of {self.ranks.size}: {which} of {self.num_data}"
 

@@ -301,10 +301,21 @@ def buckets(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     yield from filter(None, waiting.values())
 
 
+def flattened(ranks: Ranks, parts: list[Tensor]) -> Tensor:
+    """Return a copy of the numbers of all parts, on a device from which they can travel."""
+    flat = torch.cat([part.detach().reshape(-1) for part in parts])
+    return flat.to(ranks.device_for(flat.device))
+
+
+def copy_back(flat: Tensor, parts: list[Tensor]) -> None:
+    """Undo `flattened`, in place."""
+    for part, numbers in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+        part.detach().copy_(numbers.view(part.shape))
+
+
 def _start(ranks: Ranks, parts: list[Tensor]) -> _Bucket:
     """Copy tensors into a bucket, and let it be added up."""
-    flat = torch.cat([part.detach().reshape(-1) for part in parts])
-    flat = flat.to(ranks.device_for(flat.device))
+    flat = flattened(ranks, parts)
     with connected("sums"):
         return _Bucket(parts, flat, dist.all_reduce(flat, group=ranks.group, async_op=True))
 
@@ -313,6 +324,4 @@ def _finish(bucket: _Bucket) -> None:
     """Wait for a bucket, and copy it back."""
     with connected("sums"):
         bucket.work.wait()
-    sizes = [part.numel() for part in bucket.parts]
-    for part, total in zip(bucket.parts, bucket.flat.split(sizes), strict=True):
-        part.detach().copy_(total.view(part.shape))
+    copy_back(bucket.flat, bucket.parts)

@@ -113,7 +113,6 @@ class Builder:
         known.check_all_seen()
 
     def _write(self, waiting: list[dict[str, Any]], known: "_Known") -> None:
-        """Write some batches."""
         errors = [one.pop("error") for one in waiting]
         error = [sum(parts) for parts in zip(*errors, strict=True)]
         state = {"start": waiting[0]["start"], "stop": waiting[-1]["stop"], "error": error, "batches": waiting}

@@ -77,7 +77,6 @@ class Influence(Described):
         *,
         weight_decay: float | None = None,
     ) -> None:
-        """Invert."""
         if not isinstance(K, BlockDiagonal):
             raise ModelError(
                 f"Influence takes an operator with blocks, and this is a {type(K).__name__}.",

@@ -65,7 +65,6 @@ class Best:
     """
 
     def __init__(self, k: int) -> None:
-        """Start with none."""
         self.k = k
         self._kept: Ranked | None = None
 

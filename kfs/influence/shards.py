@@ -38,7 +38,6 @@ class InMemory:
     """Keeps everything in memory."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._shards: list[dict[str, Any]] = []
 
     def open(self, belongs_to: dict[str, Any]) -> None:

@@ -56,7 +56,6 @@ class Queries:
     own: Tensor | None
 
     def __len__(self) -> int:
-        """Return the number of queries."""
         return self.stop - self.start
 
 

@@ -171,7 +171,6 @@ def compare(
 
 
 def _makers(structures: Iterable[str] | Mapping[str, Callable[..., BlockDiagonal]]) -> dict[str, Any]:
-    """Return functions by name."""
     if isinstance(structures, Mapping):
         return dict(structures)
     names = [structures] if isinstance(structures, str) else list(structures)

@@ -55,7 +55,6 @@ class GradientBatch(Described):
     shapes: Mapping[str, torch.Size]
 
     def __len__(self) -> int:
-        """Return the number of data."""
         return self.stop - self.start
 
     def describe(self) -> Description:

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
@@ -60,9 +60,6 @@ from kfs.progress import show_progress
 from kfs.risk import EmpiricalRisk
 from kfs.storage import UnfitError
 from kfs.waiting import numbers, waiting_allowed
-
-if TYPE_CHECKING:
-    pass
 
 
 @loadable
@@ -321,14 +318,13 @@ class EKFAC(ShowsFactors, BlockDiagonal):
 
     @classmethod
     def _from_state(cls, state: Any, space: Space, ranks: Ranks | None = None) -> Self:
-        """Undo `_state`. Older files do not say from how many data the factors come."""
+        """Undo `_state`."""
         E = cls.__new__(cls)
         BlockDiagonal.__init__(E, space, None, ranks)
         E.num_data = int(state["num_data"])
         E.audit = None
-        E._of = str(state.get("of", ""))
-        of_factors = state | {"num_data": state.get("num_data_of_factors", E.num_data)}
-        E.factors = KFAC._from_state(of_factors, space, ranks)
+        E._of = str(state["of"])
+        E.factors = KFAC._from_state(state | {"num_data": state["num_data_of_factors"]}, space, ranks)
         E.count = float(state["eigen_count"])
         E._sums = list(map(Stack.from_state, state["eigenvalues"]))
         check_coverage([layout for stack in E._sums for layout in stack.layouts], space)

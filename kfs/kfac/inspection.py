@@ -20,6 +20,7 @@ from kfs.kfac.coverage import not_covered, shared_with
 from kfs.kfac.layout import Side
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
+from kfs.kfac.structures.looking import kind_and_size
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.factor_sums import FactorSums
 from kfs.risk import EmpiricalRisk
@@ -284,7 +285,7 @@ def _row(name: str, p: Tensor, block: BlockSums, audit: Audit | None, num_data: 
     A = _structure_and_size(block, "A")
     B = _structure_and_size(block, "B")
     nbytes = block.nbytes if name == block.layout.weight else 0
-    cost = _operations(block) / num_data if name == block.layout.weight else 0.0
+    cost = block.work / num_data if name == block.layout.weight else 0.0
     row = Row(name, tuple(p.shape), tuple(sorted(block.operations)), block.layout.name, A, B, nbytes, cost)
     if audit is None:
         return row
@@ -292,15 +293,8 @@ def _row(name: str, p: Tensor, block: BlockSums, audit: Audit | None, num_data: 
     return replace(row, rows=", ".join(orders), difference=audit.gradients.get(name))
 
 
-def _operations(block: BlockSums) -> float:
-    """Return how many operations outer products of all positions take."""
-    roles = block.roles.values()
-    return sum(2 * role.terms * (role.input.total.numel() + role.gradient.total.numel()) for role in roles)
-
-
 def _structure_and_size(block: BlockSums, side: Side) -> str:
-    """Describe a factor, such as `"dense 4x4"` or `"diagonal 4"`."""
+    """Describe the sums on one side of a block."""
     diagonal = block.is_diagonal(side)
     total = next(s.total for s in block.on_side(side) if s.diagonal == diagonal)
-    shape = total.shape if block.layout.groups > 1 else total.shape[1:]
-    return f"{'diagonal' if diagonal else 'dense'} {'x'.join(map(str, shape))}"
+    return kind_and_size("diagonal" if diagonal else "dense", total.shape[-1], block.layout.groups)

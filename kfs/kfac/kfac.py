@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 
@@ -32,9 +32,6 @@ from kfs.names import ByName, near
 from kfs.operators.checked_risk import check_risk
 from kfs.operators.space import Space
 from kfs.risk import EmpiricalRisk
-
-if TYPE_CHECKING:
-    pass
 
 _SAME_SETTINGS = "Pass the same arguments in all processes."
 
@@ -137,7 +134,6 @@ class KFAC(ShowsFactors, BlockDiagonal):
         checkpoint: str | Path | Checkpoint | None = None,
         **advanced: Unpack[Advanced],
     ) -> None:
-        """Compute all factors."""
         check_risk(risk)
         with risk.ranks.agreed("KFAC"):
             check_names(advanced, ("fisher", "sharing", "mc_samples", "seed", "max_dim", "uncovered", "checkpoint"))
@@ -343,8 +339,8 @@ class KFAC(ShowsFactors, BlockDiagonal):
         """Undo `_state`. If there are ranks, they own blocks, and each has its own ones only."""
         K = cls.__new__(cls)
         BlockDiagonal.__init__(K, space, None, ranks)
-        K._of = str(state.get("of", ""))  # older files do not say it
-        K.computed_at = str(state.get("computed_at", ""))  # nor this
+        K._of = str(state["of"])
+        K.computed_at = str(state["computed_at"])
         K.settings = Settings.from_state(state["settings"])
         if K.ranks.are_several:
             K.settings = replace(K.settings, placement="owner")

@@ -10,6 +10,7 @@ from kfs.kfac.block import Block
 from kfs.kfac.layout import Side
 from kfs.kfac.settings import Settings
 from kfs.kfac.structures import chosen
+from kfs.kfac.structures.looking import kind_and_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,12 +70,12 @@ class ShowsFactors:
 
 
 def describe_side(block: Block, side: Side) -> str:
-    """Describe a factor, such as `"dense 4x4"` or `"diagonal 4"`."""
+    """Describe a factor of a block, whatever its number of groups."""
     _, rows, columns = block.layout.matrix_shape
-    size = columns if side == "A" else rows
+    kind = "diagonal" if block.is_diagonal(side) else "dense"
     if side == "B" and block.sums.forward_only:
-        return f"identity {size}"
-    return f"diagonal {size}" if block.is_diagonal(side) else f"dense {size}x{size}"
+        kind = "identity"
+    return kind_and_size(kind, columns if side == "A" else rows)
 
 
 def _settings(settings: Settings) -> str:

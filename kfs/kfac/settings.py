@@ -124,7 +124,6 @@ class Settings:
     factor_memory: int | None = None
 
     def __post_init__(self) -> None:
-        """Check all settings."""
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             for one in value.values() if isinstance(value, Mapping) else [value]:
@@ -149,7 +148,7 @@ class Settings:
         state = asdict(self) | {"sharing": sharing, "factor_dtype": dtype}
         for name in _NO_RESULT:
             del state[name]
-        # Files of earlier versions do not have these, and checkpoints are compared with them.
+        # Files have these if they differ from the default, and checkpoints are compared with files.
         if self.first_sample == 0:
             del state["first_sample"]
         if self.products == "auto":

@@ -8,7 +8,7 @@ for how their inputs and gradients are added up.
 
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -236,9 +236,9 @@ def passes(
         progress.reached |= capture.reached
 
     assumed: Flags | None = None
-    around_all, around_each = (_nothing, _surroundings) if pausing else (_surroundings, _nothing)
-    with around_all(risk, at_once) as check_values:
-        with around_each(risk, at_once):  # all parameters require gradients in there
+    # Surroundings are entered around all batches, or around each of them if the caller does other things in between.
+    with _surroundings(risk, at_once, entered=not pausing) as check_values:
+        with _surroundings(risk, at_once, entered=pausing):  # all parameters require gradients in there
             session = new_session(risk.params, settings.joint_bias)
             audits = Audits(
                 risk.model, session, settings.batch_axis, counts=Counts(risk.mask_source, risk.loss.class_axis)
@@ -250,7 +250,7 @@ def passes(
                 if skip is not None and skip(place, batch):
                     continue
                 for part in [batch] if journal is None else journal.rest_of(batch):
-                    with around_each(risk, at_once) as check_this:
+                    with _surroundings(risk, at_once, entered=pausing) as check_this:
                         replays.run(part)
                         check_this()
                     # Step 4: what the loss's reduction divides by.
@@ -278,8 +278,13 @@ def _assumed(ignored: Flags | None, risk: EmpiricalRisk, batch: Batch) -> Flags 
         return ignored if targets is None or bool(targets.all()) else None
 
 
+def _surroundings(risk: EmpiricalRisk, at_once: int, entered: bool) -> AbstractContextManager[Callable[[], None]]:
+    """Return everything that passes need; where it is entered elsewhere, there is nothing to enter, nor to check."""
+    return _needed_by_passes(risk, at_once) if entered else nullcontext(lambda: None)
+
+
 @contextmanager
-def _surroundings(risk: EmpiricalRisk, at_once: int) -> Iterator[Callable[[], None]]:
+def _needed_by_passes(risk: EmpiricalRisk, at_once: int) -> Iterator[Callable[[], None]]:
     """Enter everything that passes need, and leave it again. What is yielded checks values that were not looked at."""
     # vmap does not know the faster attention kernels.
     attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
@@ -291,9 +296,3 @@ def _surroundings(risk: EmpiricalRisk, at_once: int) -> Iterator[Callable[[], No
         risk.checking_later() as check_values,
     ):
         yield check_values
-
-
-@contextmanager
-def _nothing(risk: EmpiricalRisk, at_once: int) -> Iterator[Callable[[], None]]:  # noqa: ARG001
-    """Enter nothing, where `_surroundings` are entered elsewhere."""
-    yield lambda: None

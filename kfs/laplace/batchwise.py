@@ -26,7 +26,6 @@ class Handed:
     """Data that are handed over one batch at a time, each right before it is asked for."""
 
     def __init__(self) -> None:
-        """Start without a batch."""
         self.batch: tuple[Any, Tensor] | None = None
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
@@ -51,7 +50,6 @@ class ByBatch(ABC):
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module, names: Sequence[str], settings: Settings) -> None:
-        """Start without a pass."""
         self._handed = Handed()
         self._risk = EmpiricalRisk(model, loss, self._handed, names, progress=False)
         self.settings = settings

@@ -16,7 +16,6 @@ class BinaryCrossEntropy(Elementwise):
     """`BCEWithLogitsLoss`, with `weight` and `pos_weight` (both may be broadcast over data)."""
 
     def __init__(self, module: nn.BCEWithLogitsLoss) -> None:
-        """Take reduction and weights over."""
         super().__init__("BCEWithLogitsLoss", module.reduction)
         self.weight, self.pos_weight = module.weight, module.pos_weight
 

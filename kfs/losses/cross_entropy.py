@@ -28,7 +28,6 @@ class CrossEntropy(Loss):
     """`CrossEntropyLoss`: logits `[N, C, ...]`, labels `[N, ...]` (int64) or probabilities `[N, C, ...]`."""
 
     def __init__(self, module: nn.CrossEntropyLoss) -> None:
-        """Take all settings over."""
         super().__init__("CrossEntropyLoss", module.reduction)
         self.weight, self.ignore_index = module.weight, module.ignore_index
         self.label_smoothing = module.label_smoothing

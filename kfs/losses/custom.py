@@ -49,7 +49,6 @@ class Custom(Loss):
         likelihood: Callable[[Tensor], Distribution] | None = None,
         negative: Literal["refuse", "clip"] = "refuse",
     ) -> None:
-        """Store the function and what is known about it."""
         super().__init__(getattr(function, "__name__", type(function).__name__), reduction)
         if not callable(function):
             raise LossError(

@@ -27,7 +27,6 @@ class Gaussian(Loss):
     """`GaussianNLLLoss` for a prediction that stacks mean and variance along axis 1."""
 
     def __init__(self, module: nn.GaussianNLLLoss) -> None:
-        """Take all settings over."""
         super().__init__("GaussianNLLLoss", module.reduction)
         self.full, self.eps = module.full, module.eps
 

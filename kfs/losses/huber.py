@@ -15,7 +15,6 @@ class Huber(Elementwise):
     """`HuberLoss` and `SmoothL1Loss`: they differ by a factor `delta`, which goes into the reduction factor."""
 
     def __init__(self, module: nn.HuberLoss | nn.SmoothL1Loss) -> None:
-        """Take reduction and threshold over."""
         name = type(module).__name__
         if isinstance(module, nn.HuberLoss):
             self.delta, scale = module.delta, 1.0

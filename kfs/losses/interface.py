@@ -27,7 +27,7 @@ except for `criterion`, which is PyTorch's.
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from kfs import waiting
 from kfs.errors import DtypeError, LossError, ShapeError
 from kfs.losses.counter import Draws
 
-Reduction = Literal["mean", "sum"]
 # Copies of settings on other devices: for each setting, by device, the version that was copied and the copy.
 _COPIES = WeakTensorKeyDictionary()
 
@@ -55,7 +54,6 @@ class Loss(ABC):
     """
 
     def __init__(self, name: str, reduction: str, scale: float = 1.0) -> None:
-        """Store name, reduction and scale."""
         if reduction not in {"mean", "sum"}:
             raise LossError(
                 f"{name} has reduction={reduction!r}, so it is not one number.",

@@ -26,7 +26,6 @@ class Poisson(Elementwise):
     """`PoissonNLLLoss`; the constant that `full=True` adds has no derivatives."""
 
     def __init__(self, module: nn.PoissonNLLLoss) -> None:
-        """Take all settings over."""
         super().__init__("PoissonNLLLoss", module.reduction)
         self.module = module
 

@@ -10,7 +10,6 @@ class Square(Elementwise):
     """`MSELoss`. Its criterion is half the squared distance; the two is in the reduction factor."""
 
     def __init__(self, module: nn.MSELoss) -> None:
-        """Take the reduction over."""
         super().__init__("MSELoss", module.reduction, scale=2.0)
 
     def criterion(self, f: Tensor, y: Tensor) -> Tensor:
@@ -48,7 +47,6 @@ class HalfSquaredError(Square):
     """
 
     def __init__(self, reduction: str = "mean") -> None:
-        """Store the reduction."""
         Loss.__init__(self, "HalfSquaredError", reduction)
 
     def count(self, y: Tensor) -> float:

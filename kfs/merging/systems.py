@@ -73,7 +73,6 @@ class DampedBlocks:
     """
 
     def __init__(self, K: BlockDiagonal, damping: Damping, method: Method | None, weight: float) -> None:
-        """Find out how much is added."""
         numbers = damping_by_name(damping, set(K.structures))
         self.method = method
         self.weight = weight
@@ -118,7 +117,6 @@ class DampedOperator:
     """
 
     def __init__(self, C: LinearOperator, damping: Damping, weight: float, progress: bool | None) -> None:
-        """Find out how much is added."""
         delta = damping_by_name(damping, {ALL})[ALL]
         if isinstance(delta, Relative):
             if isinstance(C, BlockDiagonal):

@@ -42,11 +42,10 @@ class CountBytes(TorchDispatchMode):
     """Collects the sizes of all tensors that are made, by their addresses: views do not count."""
 
     def __init__(self) -> None:
-        """Start with nothing."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for t in tensors_in(result):
             self.bytes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()

@@ -74,7 +74,6 @@ class Curvature(LinearOperator):
         memory: int | None = None,
         replay: bool = True,
     ) -> None:
-        """Set up the space of the risk's parameters."""
         space = parameter_space(risk)
         super().__init__(space, space)
         with risk.ranks.agreed(type(self).__name__):
@@ -94,7 +93,6 @@ class Curvature(LinearOperator):
 
     @property
     def _ranks(self) -> Ranks:
-        """Those of the risk."""
         return self.risk.ranks
 
     def multiply(self, columns: Columns) -> Columns:
@@ -201,7 +199,6 @@ class Sandwich(Curvature):
         memory: int | None = None,
         replay: bool = True,
     ) -> None:
-        """Start without any graph."""
         check_risk(risk)
         with risk.ranks.agreed(type(self).__name__):
             chunk_size = choose_chunk_size(risk, chunk_size, memory, reuse)
@@ -362,7 +359,6 @@ class Fisher(Sandwich):
         memory: int | None = None,
         replay: bool = True,
     ) -> None:
-        """Check the settings."""
         check_risk(risk)
         with risk.ranks.agreed("Fisher"):
             super().__init__(

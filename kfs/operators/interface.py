@@ -53,7 +53,6 @@ class LinearOperator(DescribedOperator, ABC):
     _parts: "tuple[LinearOperator, ...]" = ()
 
     def __init__(self, domain: Space, codomain: Space, *parts: "LinearOperator") -> None:
-        """Store the spaces, and the operators that products are computed with."""
         self.domain, self.codomain, self._parts = domain, codomain, parts
 
     @abstractmethod
@@ -141,7 +140,6 @@ class LinearOperator(DescribedOperator, ABC):
         return self if self.symmetric else Transposed(self)
 
     def __add__(self, other: "LinearOperator") -> "LinearOperator":
-        """Add two operators."""
         return Sum(self, other)
 
     def __radd__(self, other: object) -> "LinearOperator":
@@ -149,24 +147,20 @@ class LinearOperator(DescribedOperator, ABC):
         return self if isinstance(other, Real) and other == 0 else Sum(self, other)  # type: ignore[arg-type]
 
     def __sub__(self, other: "LinearOperator") -> "LinearOperator":
-        """Subtract an operator."""
         return self + (-1.0 * other)
 
     def __mul__(self, factor: float) -> "LinearOperator":
-        """Scale by a number."""
         return Scaled(self, factor)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: float) -> "LinearOperator":
-        """Divide by a number."""
         number = _number(divisor)
         if number == 0:
             raise DtypeError("An operator cannot be divided by zero.", "Divide by another number.")
         return self * (1 / number)
 
     def __neg__(self) -> "LinearOperator":
-        """Change the sign."""
         return self * -1.0
 
     def shift(self, delta: float) -> "LinearOperator":
@@ -273,7 +267,6 @@ class Identity(LinearOperator):
     symmetric = True
 
     def __init__(self, space: Space) -> None:
-        """Map a space to itself."""
         super().__init__(space, space)
 
     def multiply(self, columns: Columns) -> Columns:
@@ -291,7 +284,6 @@ class Transposed(LinearOperator):
     template = "{base}.T"
 
     def __init__(self, base: LinearOperator) -> None:
-        """Swap the spaces."""
         super().__init__(base.codomain, base.domain, base)
         self.base, self.chunk_size = base, base.chunk_size
 
@@ -315,7 +307,6 @@ class Scaled(LinearOperator):
     template = "{factor:g} * {base}"
 
     def __init__(self, base: LinearOperator, factor: float) -> None:
-        """Store both."""
         super().__init__(base.domain, base.codomain, base)
         self.base, self.factor = base, _number(factor)
         self.symmetric, self.chunk_size = base.symmetric, base.chunk_size
@@ -335,7 +326,6 @@ class Sum(LinearOperator):
     template = "{one} + {other}"
 
     def __init__(self, one: LinearOperator, other: LinearOperator) -> None:
-        """Check that the sum exists."""
         if not isinstance(other, LinearOperator):
             raise DtypeError(
                 f"A {type(other).__name__} cannot be added to an operator, or subtracted from it.",
@@ -365,7 +355,6 @@ class Product(LinearOperator):
     template = "{left} @ {right}"
 
     def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
-        """Check that the product exists."""
         check_same(left.domain, right.codomain, "multiplied")
         super().__init__(right.domain, left.codomain, left, right)
         self.left, self.right = left, right
@@ -386,7 +375,6 @@ class Submatrix(LinearOperator):
     template = "{base}[{codomain.listed}; {domain.listed}]"
 
     def __init__(self, base: LinearOperator, rows: Iterable[str], columns: Iterable[str]) -> None:
-        """Choose the parameters."""
         super().__init__(base.domain.subspace(columns), base.codomain.subspace(rows), base)
         self.base, self.chunk_size = base, base.chunk_size
         self.symmetric = base.symmetric and self.domain == self.codomain
@@ -408,7 +396,6 @@ class IndexedSubmatrix(LinearOperator):
     template = "{base}[rows; columns]"
 
     def __init__(self, base: LinearOperator, rows: Tensor, columns: Tensor) -> None:
-        """Store the places."""
         domain = Space({"entries": (len(columns),)}, base.domain.dtype, base.domain.device)
         super().__init__(domain, Space({"entries": (len(rows),)}, base.codomain.dtype, base.codomain.device), base)
         self.base = base

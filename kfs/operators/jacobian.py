@@ -49,7 +49,6 @@ class Jacobian(LinearOperator):
 
     @property
     def _ranks(self) -> Ranks:
-        """Those of the risk."""
         return self.risk.ranks
 
     def multiply(self, columns: Columns) -> Columns:

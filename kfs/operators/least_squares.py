@@ -104,7 +104,6 @@ class _State:
     """
 
     def __init__(self, A: LinearOperator, B: Tensor, damp: float) -> None:
-        """Start at zero."""
         self.A, self.damp = A, damp
         self.u, beta = _normalized(B)
         self.v, self.alpha = _normalized(product(A.T, self.u))

@@ -30,7 +30,6 @@ class Dense(LinearOperator):
     """
 
     def __init__(self, matrix: Tensor, domain: Space | None = None, codomain: Space | None = None) -> None:
-        """Check that it fits."""
         if not isinstance(matrix, Tensor) or matrix.ndim != 2:
             found = f"shape {list(matrix.shape)}" if isinstance(matrix, Tensor) else f"a {type(matrix).__name__}"
             raise ShapeError(f"The matrix is {found}.", "Pass a tensor of shape [rows, columns].")
@@ -80,7 +79,6 @@ class OuterProducts(LinearOperator):
     symmetric = True
 
     def __init__(self, vectors: Vector, weights: Tensor | None = None, space: Space | None = None) -> None:
-        """Check that everything fits."""
         space = space or _space_of(vectors)
         super().__init__(space, space)
         columns, form = space.read(vectors)

@@ -130,7 +130,6 @@ class RecordedProducts:
     """
 
     def __init__(self, replay: bool) -> None:
-        """Start without recordings."""
         self._replay = replay
         self._recorder: Recorder | None = None
         self._kinds: dict[Hashable, RecordedKind] = {}

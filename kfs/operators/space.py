@@ -55,14 +55,12 @@ class Space:
     """
 
     def __init__(self, shapes: Mapping[str, Iterable[int]], dtype: torch.dtype, device: torch.device) -> None:
-        """Store the shapes."""
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         self.sizes = {name: prod(shape) for name, shape in self.shapes.items()}
         self.size = sum(self.sizes.values())
         self.dtype, self.device = dtype, device
 
     def __repr__(self) -> str:
-        """Return names, size, dtype and device."""
         return f"Space of {self.listed}: {counted(self.size, 'number')}, {kind(self.dtype, self.device)}"
 
     @property
@@ -79,7 +77,6 @@ class Space:
         )
 
     def __hash__(self) -> int:
-        """Hash names, shapes and dtype."""
         return hash((tuple(self.shapes.items()), self.dtype))
 
     def subspace(self, names: Iterable[str]) -> "Space":

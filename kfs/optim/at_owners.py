@@ -57,7 +57,6 @@ class Everywhere:
     """
 
     def __init__(self, like: Mapping[str, Tensor], ranks: Ranks) -> None:
-        """Exchange nothing yet."""
         self.like = like
         self._ranks = ranks
         self._are_sharded = ranks.are_several and any(map(is_sharded, like.values()))

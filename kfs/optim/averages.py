@@ -93,11 +93,14 @@ class Average:
             self.uses = self.before.uses
         self.before = None
 
+    @classmethod
+    def stored(cls) -> set[str]:
+        """Return the names of all attributes that a file has."""
+        return {field.name for field in fields(cls)} - {"before", "owner"}
+
     def state(self) -> dict[str, Any]:
         """Return all attributes, for a file. The host must know about the last factors."""
-        state = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in {"before", "owner"}
-        }
+        state = {name: getattr(self, name) for name in self.stored()}
         for name, value in state.items():
             if isinstance(value, Structure):
                 state[name] = Stack((self.layout,), value).state()

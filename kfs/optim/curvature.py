@@ -99,7 +99,6 @@ class Curvature:
     _credit: float = 0.0  # work on inverses that was allowed in earlier steps and not used
 
     def __post_init__(self) -> None:
-        """Start without knowing sizes."""
         self.sizes = UsualSizes(_FACTORS_LIMIT, self.patience)
 
     @property
@@ -172,7 +171,7 @@ class Curvature:
                     squares = torch.where(good, squares, average.eigen.values)
                 average.eigen.values.lerp_(squares, 1 - self.decay)
             pairs.append((average, block))
-            self.costs.add("factors", _operations(block_sums))
+            self.costs.add("factors", block_sums.work)
             self.awaited -= set(block.layout.params)
         add_factors(pairs, self.decay, good)
         self.forget(without)
@@ -397,14 +396,8 @@ class Curvature:
         self.events = Events(**state["events"])
         self._troubles, self._successes, self._rises = map(int, state["in_a_row"])
         self._credit = float(state["credit"])
-        self.awaited = set(state.get("awaited", ()))  # Earlier versions did without.
-        self.sizes.restore(state.get("sizes"))
+        self.awaited = set(state["awaited"])
+        self.sizes.restore(state["sizes"])
         self.inverses.forget()
         self.inverses.forget_failures()
         self.unconfirmed = None
-
-
-def _operations(block: BlockSums) -> float:
-    """Return the work of adding outer products to a block's factors, with one gradient for each position."""
-    roles = block.roles.values()
-    return sum(2 * role.terms * (role.input.total.numel() + role.gradient.total.numel()) for role in roles)

@@ -47,7 +47,6 @@ class Fine(NamedTuple):
         return cls(step, loss, group["lr"], group["damping"] * damping_scale)
 
     def __str__(self) -> str:
-        """Return a sentence about it."""
         loss = ""
         if isinstance(self.loss, (int, float)) or (isinstance(self.loss, Tensor) and self.loss.numel() == 1):
             loss = f"loss {float(self.loss):.4g}, "
@@ -176,9 +175,9 @@ class LossTrend:
         return asdict(self) | {"history": [tuple(one) for one in self.history]}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any] | None) -> "LossTrend":
-        """Undo `state`. Earlier versions did without: then everything begins again."""
-        return cls() if state is None else cls(**{**state, "history": [PastStep(*one) for one in state["history"]]})
+    def from_state(cls, state: Mapping[str, Any]) -> "LossTrend":
+        """Undo `state`."""
+        return cls(**{**state, "history": [PastStep(*one) for one in state["history"]]})
 
 
 @dataclass(eq=False)
@@ -253,11 +252,11 @@ class UsualSizes:
         refusals = values.pop("")
         return {"most": {name: most for name, most in values.items() if isfinite(most)}, "refusals": refusals}
 
-    def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Undo `state`. Earlier versions did without: then everything begins again."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Undo `state`."""
         self._most = None
-        self._others = {} if state is None else dict(state["most"])
-        self._refusals = 0.0 if state is None else float(state["refusals"])
+        self._others = dict(state["most"])
+        self._refusals = float(state["refusals"])
 
 
 def _as_tensor(size: Tensor | float, like: Tensor) -> Tensor:

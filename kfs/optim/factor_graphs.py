@@ -207,7 +207,6 @@ class FactorGraphs:
     """Decides which passes are recorded, and keeps recordings."""
 
     def __init__(self, loss: Loss, settings: Settings, replay: bool) -> None:
-        """Start without recordings."""
         self._loss = loss
         self._settings = settings
         # With these, the user's passes are enough: no vectors are sent back.
@@ -268,7 +267,6 @@ class FactorGraphs:
         self._times.clear()
 
     def _free(self, key: PassKey) -> None:
-        """Free a recording."""
         self._graphs.pop(key).graph.reset()
         self._times.pop(key, None)
 

@@ -329,9 +329,7 @@ def _stacked(owners: Mapping[Layout, Average]) -> Iterator[Stacked]:
         stacks = [Stack((layout,), _aligned(inverse) if _is_slow(inverse) else inverse) for layout, inverse in parts]
     for stack in stacks:
         mine = [owners[layout] for layout in stack.layouts]
-        # States of earlier versions do not have sizes. They are known with the next inverse.
-        unknown = torch.ones_like(stack.structure.like.flatten()[:1])
-        sizes = torch.cat([unknown.expand(a.layout.groups) if a.input_size is None else a.input_size for a in mine])
+        sizes = torch.cat([a.input_size for a in mine if a.input_size is not None])
         for layout, part in stack.slices():
             # Views: everything is stored once.
             owners[layout].inverse = stack.structure[part]

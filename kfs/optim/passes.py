@@ -72,7 +72,6 @@ class Pass:
     to_record: tuple[PassKey, FactorPass, Data | None] | None = None
 
     def __post_init__(self, session: Session | None, known: Known | None, arguments: tuple[Any, Any]) -> None:
-        """Find the number of data."""
         self.audited = known
         axis = self.settings.batch_axis or 0
         num_data = number_of_data(arguments, axis, self.place)

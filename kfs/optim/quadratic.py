@@ -45,7 +45,6 @@ class QuadraticModel:
     """
 
     def __init__(self, model: nn.Module, loss: Loss, exchange: Exchange) -> None:
-        """Start without a last step."""
         self._exchange = exchange
         self.previous: Step = {}
         self._model = model

@@ -45,7 +45,6 @@ class RecordedUpdate:
     """
 
     def __init__(self, new_recorder: Callable[[], Recorder] | None, what: str = "updates") -> None:
-        """Start without a graph."""
         self._new_recorder = new_recorder
         self._what = what
         self._key: Hashable = None  # of the last update

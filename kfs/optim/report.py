@@ -250,7 +250,6 @@ class Reported(Described):
 
 
 def _row(average: Average) -> BlockRow:
-    """Describe a block."""
     layout, K = average.layout, average.factors
     nbytes = sum(
         structure.nbytes

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kfs.data import mapped
-from kfs.errors import DistributedError, ModelError
+from kfs.errors import DistributedError, ModelError, StorageError
 from kfs.optim.averages import Average, copied_to
 from kfs.optim.curvature import Curvature
 from kfs.optim.divergence import LossTrend, UsualSizes
@@ -222,6 +222,18 @@ class Saved(Optimizer):
             "Copy its state: KFAC(other_model, ...).load_state_dict(optimizer.state_dict()).",
         )
 
+    def _check_complete(self, mine: Mapping[str, Any]) -> None:
+        """Refuse a state that lacks something, before anything is changed."""
+        own = self._own_state(())
+        missing = (own.keys() - mine.keys()) | (own["curvature"].keys() - mine["curvature"].keys())
+        for average in mine["curvature"]["averages"]:
+            missing |= Average.stored() - average.keys()
+        if missing:
+            raise StorageError(
+                f"The state has no {', '.join(sorted(missing))}: another version of kfs has written it.",
+                "Load it with that version, or train on without it: averages are known again after a few steps.",
+            )
+
     @torch.no_grad()
     @agreed("load_state_dict()")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -231,12 +243,13 @@ class Saved(Optimizer):
         may be sharded themselves, in any way.
 
         Raises:
-            StorageError: If the state is that of another optimizer, or of another model.
+            StorageError: If the state is that of another optimizer, of another model, or of another version of kfs.
         """
         self._params.check_open()
         state_dict = self._from_checkpoint(state_dict)
         self._params.check_state(state_dict)
         mine = state_dict["kfac"]
+        self._check_complete(mine)
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
         read_state(self.state, self.param_groups, state_dict)
         device = next(iter(self._params.tensors.values())).device
@@ -248,9 +261,9 @@ class Saved(Optimizer):
         self.uncovered = dict(mine["uncovered"])
         self._watch.first_datum = mine["first_datum"]
         self._unit = mine["unit"]
-        self._gradient_sizes.restore(mine.get("gradient_sizes"))
-        self._trend = LossTrend.from_state(mine.get("losses"))
-        if self._scale is not None and mine.get("step_scale") is not None:
+        self._gradient_sizes.restore(mine["gradient_sizes"])
+        self._trend = LossTrend.from_state(mine["losses"])
+        if self._scale is not None and mine["step_scale"] is not None:
             self._scale.restore(mine["step_scale"])
         self._tracked = frozenset(mine["tracked"])
         if self._quadratic is not None:

@@ -73,7 +73,6 @@ class FactorAndSquareSums(FactorSums):
     """Adds inputs and gradients to factors, and per-datum gradients to squares, in one pass."""
 
     def __init__(self, settings: Settings, bases: Bases) -> None:
-        """Start with the bases of earlier steps."""
         super().__init__(settings)
         layouts = {key: layout for key, (layout, _) in bases.items()}
         squares = {key: squares for key, (_, squares) in bases.items()}
@@ -98,8 +97,6 @@ class FactorAndSquareSums(FactorSums):
 @dataclass
 class _Both(Adder):
     """Adds a use to two sums."""
-
-    by_datum = True
 
     first: Adder
     second: Adder

@@ -264,7 +264,6 @@ class Updates:
     def __init__(
         self, params: Parameters, curvature: Curvature, kl_clip: float | None, replay: bool, scale: StepScale | None
     ) -> None:
-        """Start without anything recorded."""
         self._params = params
         self._curvature = curvature
         self._kl_clip = kl_clip

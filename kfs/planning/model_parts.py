@@ -61,7 +61,6 @@ def source_of(model: Any, sample: Any, max_dim: int | None, eigen: bool) -> Sour
 
 
 def _of_module(model: Module, sample: Any, max_dim: int | None, eigen: bool) -> Source:
-    """Inspect a module."""
     if sample is None:
         raise ModelError("Blocks of a module depend on how it uses its parameters.", "Pass a batch of inputs: sample=.")
     found = inspect(model, sample, max_dim=max_dim, audit=False)
@@ -71,7 +70,6 @@ def _of_module(model: Module, sample: Any, max_dim: int | None, eigen: bool) -> 
 
 
 def _shape(name: str, shape: Any) -> BlockShape:
-    """Check a shape."""
     valid = isinstance(shape, tuple | list | torch.Size) and len(shape) == 2
     if not valid or not all(type(size) is int and size > 0 for size in shape):
         raise ModelError(f"The shape of {name!r} is {shape!r}.", "Use (d_B, d_A): outputs, then inputs and bias.")

@@ -175,7 +175,6 @@ class Plan(DescribedByTables):
         return Table("divided among owners", columns, rows, columns[1:])
 
     def _sent(self) -> Table:
-        """Show what is sent."""
         other = next(sent.nbytes for sent in self.traffic if sent.what == _OTHER)
         rows = []
         for sent in self.traffic:

@@ -16,7 +16,6 @@ class Reads(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        """Hold nothing."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: set[int] = set()
         self._held: dict[int, Any] = {}
@@ -26,7 +25,7 @@ class Reads(TorchDispatchMode):
         # PyTorch asks. Otherwise it wraps what is below, and imports its compiler for that, which takes two seconds.
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: D105
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for t in tree_iter((args, kwargs)):
             if isinstance(t, Tensor) and t.layout is torch.strided:

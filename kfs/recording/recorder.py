@@ -46,7 +46,6 @@ class CudaRecorder:  # pragma: no cover (tested on a GPU)
     """
 
     def __init__(self, device: torch.device, memory: int | None = None) -> None:
-        """Make a stream to record on."""
         self._device = device
         self._memory = memory
         self._stream = torch.cuda.Stream(device)

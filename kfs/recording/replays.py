@@ -115,7 +115,6 @@ class Replays:
         log: logging.Logger | None = None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Start without graphs."""
         self._run = run
         self._model = model if isinstance(model, Module) else Module()
         self._sums = sums
@@ -172,7 +171,6 @@ class Replays:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Free all graphs."""
         self.close()
 
     def close(self) -> None:

@@ -237,7 +237,6 @@ def _group(words: str, data: Sequence[str]) -> str:
 
 
 def _datum(datum: Datum, shape: Sequence[int] | None, score: str, note: str) -> str:
-    """Show one datum."""
     image = as_image(datum.x, shape)
     words = f"datum {datum.index}"
     if image is None:

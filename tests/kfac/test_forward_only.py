@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from shutil import copy
 from typing import Any
 
 import pytest
@@ -14,13 +13,18 @@ from kfs import GGN, KFAC, EmpiricalRisk
 from kfs.kfac import Checkpoint
 from kfs.optim import KFAC as Optimizer  # noqa: N811 (both have this name)
 from tests.kfac.models import Apply
-from tests.kfac.test_old_files import FOLDER, eighths
 from tests.operators.contract import close
 from tests.optim.training import train
 
 
 def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
+
+
+def eighths(*shape: int, step: int = 5) -> Tensor:
+    """Return multiples of 1/8 between -1 and 1 that look irregular."""
+    count = torch.Size(shape).numel()
+    return ((step * torch.arange(count) ** 2 + 3 * torch.arange(count)) % 17 - 8).double().reshape(shape) / 8
 
 
 def pooled(layer: nn.Module, axes: Any = 1) -> nn.Module:
@@ -117,29 +121,6 @@ def test_more_data(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         KFAC(of_sequences(Interrupted()), **settings, checkpoint=checkpoint)
     close(KFAC(of_sequences(batches), **settings, checkpoint=checkpoint).to_dense(), whole.to_dense())
-
-
-def test_old_files_stay_as_they_were(tmp_path: Path) -> None:
-    """An earlier version had the identity itself, also with reduce. More data do not mix both.
-
-    Its files are `KFAC(of_sequences(sequences(4, 2)), "forward-only", "reduce")`, and a checkpoint of the same after
-    the first batch.
-    """
-    name = "kfac_forward_only_reduce"
-    K = kfs.load(FOLDER / f"{name}.safetensors")
-    assert isinstance(K, KFAC)
-    new = KFAC(of_sequences(sequences(4, 2)), "forward-only", "reduce")
-    close(K.blocks["0"].A, new.blocks["0"].A)
-    identity = torch.ones(3, dtype=torch.float64)
-    assert torch.equal(K.blocks["0"].B, identity)
-    K.save(tmp_path / "k")
-    again = kfs.load(tmp_path / "k")
-    assert isinstance(again, KFAC)
-    for more in (again, K.update(of_sequences(sequences(3))), new.merge(K)):
-        assert torch.equal(more.blocks["0"].B, identity)
-    checkpoint = Checkpoint(copy(FOLDER / f"{name}.checkpoint", tmp_path), batches=1)
-    resumed = KFAC(of_sequences(sequences(4, 2)), "forward-only", "reduce", checkpoint=checkpoint)
-    assert torch.equal(resumed.blocks["0"].B, identity)
 
 
 def test_the_optimizer_averages_numbers_of_positions() -> None:

@@ -82,7 +82,7 @@ def test_files_continue_with_the_same_draws(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_eigenvalues_from_the_draws_of_factors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier version wrote such checkpoints. They are not continued, but those without draws are."""
+    """They are not continued, but those without draws are."""
     risk = risk_of()
     with monkeypatch.context() as earlier:
         earlier.setattr(Settings, "with_fresh_draws", lambda self: self)
@@ -100,7 +100,7 @@ def test_checkpoints_of_eigenvalues_from_the_draws_of_factors(tmp_path: Path, mo
 
 def test_settings() -> None:
     settings = Settings(fisher="mc", mc_samples=3)
-    assert "first_sample" not in settings.state()  # as in files of earlier versions
+    assert "first_sample" not in settings.state()
     fresh = settings.with_fresh_draws()
     assert fresh == replace(settings, first_sample=3)
     for one in (settings, fresh):

@@ -295,9 +295,6 @@ def test_inverse_squares_stay_where_they_are() -> None:
     role.add_positions(torch.tensor([2.0]))
     assert role.inverse_squares is where
     assert float(where) == 0.5 + 1 + 0.25 + 0.25
-    without = RoleSums(role.input, role.gradient, inverse_squares=None)
-    without.add_positions(torch.tensor([1.0]))
-    assert without.inverse_squares is None
 
 
 def test_a_role_without_inputs() -> None:

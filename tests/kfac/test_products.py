@@ -170,7 +170,6 @@ def test_files(tmp_path: Path) -> None:
     assert isinstance(again, KFAC)
     assert again.settings == K.settings == Settings(products="bf16")
     assert torch.equal(again.to_dense(), K.to_dense())
-    # Checkpoints of earlier versions are compared with this.
     assert "products" not in Settings().state()
     assert Settings.from_state(Settings().state()).products == "auto"
 

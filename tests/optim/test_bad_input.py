@@ -371,6 +371,22 @@ def test_states_of_others() -> None:
     assert optimizer.steps == 0
 
 
+def test_states_of_other_versions() -> None:
+    """A state that lacks something is refused before anything changes."""
+    X, y = data()
+    model = mlp()
+    optimizer = KFAC(model, LOSS)
+    train(model, optimizer, [(X, y)], LOSS)
+    state = optimizer.state_dict()
+    new = KFAC(mlp(), LOSS)
+    del state["kfac"]["losses"]
+    del state["kfac"]["curvature"]["sizes"]
+    del state["kfac"]["curvature"]["averages"][1]["uses"]
+    with pytest.raises(StorageError, match=r"has no losses, sizes, uses: another version of kfs.*Load it with that"):
+        new.load_state_dict(state)
+    assert (new.steps, len(new.state)) == (0, 0)
+
+
 def test_copies() -> None:
     """An optimizer is not copied, since both would watch the model."""
     optimizer = KFAC(mlp(), LOSS)

@@ -25,7 +25,7 @@ from torch import Tensor
 from kfs.data import can_be_cut, cut, mapped
 from kfs.errors import ModelError
 from kfs.kfac.capture.audit_report import Audit, AuditedUse, percent
-from kfs.kfac.capture.comparison import Both, Results, difference_of, mixing_error, wrong_rule
+from kfs.kfac.capture.comparison import Results, both, difference_of, mixing_error, wrong_rule
 from kfs.kfac.capture.counted_rows import ALL, RowRule
 from kfs.kfac.capture.hidden_uses import hidden_uses
 from kfs.kfac.capture.mode import Capture
@@ -408,7 +408,7 @@ class _Audit:
                 "Remove what it draws or counts outside of PyTorch. If you know what you do, pass audit=False.",
             )
         capture = Capture(self.session, GradientSums(), self.num_data, self.batch_axis, self.known, measuring=True)
-        self._forward(capture, Both(capture, captured))
+        self._forward(capture, both(capture, captured))
         return wrong_rule(plain, captured, difference, tolerance)
 
     def _mixing(self, capture: Capture) -> ModelError:

@@ -63,11 +63,9 @@ class Audit:
         )
 
     def __repr__(self) -> str:
-        """Return it as text."""
         return str(self)
 
     def __str__(self) -> str:
-        """Say it in a few lines."""
         uses: dict[tuple[str, str, str], int] = {}
         for use in self.uses:
             what = (use.parameter, use.operation, use.rows)

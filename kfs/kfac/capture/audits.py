@@ -99,7 +99,6 @@ class Audits:
         halves: bool = True,
         counts: Counts | None = None,
     ) -> None:
-        """Describe the model."""
         self._counts = counts
         self.report: Audit | None = None
         self.session = session

@@ -1,6 +1,7 @@
 """Comparing passes, with capture and without, of some data and of more: are results the same, and if not, why?"""
 
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,13 +18,11 @@ class Results(TorchFunctionMode):
     """Keeps results of all operations, in their order, with the parameters that they use."""
 
     def __init__(self, tracker: Tracker) -> None:
-        """Start without results."""
         super().__init__()
         self.tracker = tracker
         self.results: list[tuple[str, list[str], Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation."""
         kwargs = kwargs or {}
         found = [self.tracker.find(t) for t in tensors_of((*args, *kwargs.values()))]
         result = func(*args, **kwargs)
@@ -34,22 +33,11 @@ class Results(TorchFunctionMode):
         return result
 
 
-class Both(AbstractContextManager[None]):
-    """Enters two contexts, the second one inside of the first."""
-
-    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        """Remember them."""
-        self._contexts = contexts
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        """Enter them."""
-        for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *_: object) -> None:
-        """Leave them."""
-        self._stack.close()
+@contextmanager
+def both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter two contexts, the second one inside of the first."""
+    with first, second:
+        yield
 
 
 def wrong_rule(plain: Results, captured: Results, difference: float, tolerance: float) -> ModelError:

@@ -96,7 +96,6 @@ class BatchMasks:
         device: torch.device | str = "cpu",
         beyond: bool = False,
     ) -> None:
-        """Remember them."""
         self.beyond = beyond
         self.pending = pending
         self.mask = mask

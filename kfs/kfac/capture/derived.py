@@ -32,7 +32,6 @@ class Spread:
     def __init__(
         self, shape: tuple[int, ...], index: Tensor, source: tuple[int, ...], own: tuple[int, ...] | None = None
     ) -> None:
-        """Remember all of them."""
         self.shape = shape
         self.index = index
         self.source = source

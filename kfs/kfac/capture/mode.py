@@ -100,7 +100,6 @@ class Capture(TorchFunctionMode):
         masks: BatchMasks | None = None,
         padding: Flags | None = None,
     ) -> None:
-        """Start without any tap."""
         super().__init__()
         # Plans die if parameters have other storages than before, or if ever new shapes have made too many of them.
         if session.tracker.has_moved() or len(session.plans) > _MOST_PLANS:

@@ -47,7 +47,6 @@ class Session:
         mixing: bool = False,
         model: Module | None = None,
     ) -> None:
-        """Start without plans."""
         self.tracker = Tracker(params, model)
         self.device = next((p.device for p in params.values() if not p.is_meta), torch.device("cpu"))
         # Whose `autocast` counts. There is none on `meta`.

@@ -214,7 +214,6 @@ class Unknown(Owners):
     """Rows of which one does not know whose they are: an error as soon as it matters."""
 
     def __init__(self, error: DataError, num_data: int) -> None:
-        """Remember what to say."""
         self.error = error
         self.num_data = num_data
 
@@ -266,7 +265,6 @@ class Sites:
         mixing: bool = False,
         masks: BatchMasks | None = None,
     ) -> None:
-        """Start at the beginning of a pass."""
         self.masks = masks or BatchMasks()
         self.counting_rows = False  # whether vectors are sent back that show which rows count
         self.num_data = num_data

@@ -231,7 +231,7 @@ def pass_derived(capture: CapturedPass) -> None:
 
 
 def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-    """Say of every chunk of vectors whether it is the last capture."""
+    """Yield each chunk of vectors, and whether it is the last one."""
     chunk = next(vectors, None)
     while chunk is not None:
         following = next(vectors, None)

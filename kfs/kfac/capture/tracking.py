@@ -58,7 +58,6 @@ class Derived:
     """
 
     def __init__(self, add_use: Callable[[], Callable[[Tensor], None]]) -> None:
-        """Decide nothing yet."""
         self._add_use = add_use
         self._receive: Callable[[Tensor], None] | None = None
         self._arrived: list[Tensor] = []
@@ -86,7 +85,6 @@ class Tracker:
     """
 
     def __init__(self, params: Mapping[str, Tensor], model: Module | None = None) -> None:
-        """Start with parameters."""
         self.params = dict(params)
         self.model = model
         self._by_storage: dict[int, list[Tracked]] = {}
@@ -205,7 +203,6 @@ class Marks:
         constants: Collection[int] = (),
         known: Sequence[bool] = (),
     ) -> None:
-        """Start without marks."""
         self.inputs: list[tuple[tuple[int, ...], bool]] = []
         self.tracker = tracker
         self.num_data = num_data

@@ -238,7 +238,6 @@ class _Change:
         return cls(func, args, kwargs, tracked[0], parameters[0])
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor, parameter: Tracked) -> None:
-        """Remember what was there before."""
         self.func = func
         self.args = args
         self.kwargs = kwargs

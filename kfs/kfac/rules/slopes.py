@@ -41,7 +41,6 @@ class Slopes(ABC):
     gates: ClassVar[int]  # how many p and q there are for each feature of a state
 
     def __init__(self, tensors: tuple[Tensor, ...], states: Tensor, last_cell: Tensor | None = None) -> None:
-        """Remember them."""
         self.tensors = tensors
         self.states = states
         self.last_cell = last_cell

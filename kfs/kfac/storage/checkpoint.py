@@ -119,6 +119,6 @@ class Progress:
     def from_state(cls, state: Any) -> "Progress":
         """Undo `state`."""
         unexplained = {(str(name), str(why)) for name, why in state["unexplained"]}
-        reached = set(map(str, state.get("reached", ())))  # earlier versions did without
+        reached = set(map(str, state["reached"]))
         counts = int(state["batches"]), int(state["num_data"]), float(state["count"])
         return cls(*counts, unexplained, reached=reached)

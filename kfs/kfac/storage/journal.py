@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kfs import storage
-from kfs.data import Batch, cut, plain, tensors_in
+from kfs.data import Batch, cut
 from kfs.distributed.states import joined, write_joined
 from kfs.errors import StorageError
 from kfs.kfac.settings import Settings
@@ -46,12 +46,10 @@ class _File:
     Attributes:
         name: Its name.
         seen: The data in it.
-        in_a_row: In a file of an earlier version, the digest of all its batches in a row; otherwise empty.
     """
 
     name: str
     seen: SeenData
-    in_a_row: str = ""
 
 
 class Journal:
@@ -75,7 +73,6 @@ class Journal:
         basis: Mapping[str, str] | None = None,
         blocks: Sequence[str] | None = None,
     ) -> None:
-        """Describe what the sums belong to."""
         path = Path(checkpoint.path)
         self.path = path if stage == "factors" else path.with_name(f"{path.name}.{stage}")
         self.ranks = risk.ranks
@@ -120,8 +117,6 @@ class Journal:
         self._others: list[_File] = []  # of these, those that this process adds in the end
         self._checked: dict[str, SeenData] = {}  # what this process has met of the data in each file
         self._digests: dict[int, int] = {}  # of parts of the present batch, by the index of their first datum
-        self._in_a_row = hashlib.blake2b(digest_size=32)
-        self._is_same_row = False
         self._written_at = time.monotonic()
 
     def resume(self, sums: Sums) -> Progress:
@@ -158,12 +153,8 @@ class Journal:
                 mine = json.loads(json.dumps(self.belongs_to))
                 differs = [name for name in mine | theirs if theirs.get(name) != mine.get(name)]
                 found = state["progress"]
-                if "ranges" in found:
-                    ranges = [(int(start), int(stop)) for start, stop in found["ranges"]]
-                    file = _File(path.name, SeenData(ranges, int(found["digest"], 16)))
-                else:  # an earlier version has written it
-                    file = _File(path.name, SeenData([(0, int(found["num_data"]))]), str(found["digest"]))
-                files.append(file)
+                ranges = [(int(start), int(stop)) for start, stop in found["ranges"]]
+                files.append(_File(path.name, SeenData(ranges, int(found["digest"], 16))))
             if differs:
                 raise StorageError(
                     f"The checkpoint {path} belongs to another computation: {', '.join(differs)} differ.",
@@ -193,23 +184,11 @@ class Journal:
             checked = self._checked[file.name]
             for start, stop in file.seen.common(whole):
                 checked.add((start, stop), sum(digests[start - batch.first : stop - batch.first]))
-            if file.in_a_row:
-                self._check_in_a_row(file, batch)
-            elif checked.number == file.seen.number and checked.digest != file.seen.digest:
+            if checked.number == file.seen.number and checked.digest != file.seen.digest:
                 raise self._other_data(file)
         gaps = self._done.gaps(whole)
         self._digests = {start: sum(digests[start - batch.first : stop - batch.first]) for start, stop in gaps}
         return [batch] if gaps == [whole] else [self._part(batch, start, stop) for start, stop in gaps]
-
-    def _check_in_a_row(self, file: _File, batch: Batch) -> None:
-        """Compare data with the digest that an earlier version has written."""
-        for t in (*tensors_in(batch.x), batch.y):
-            self._in_a_row.update(bytes_of(t))
-        self._in_a_row.update(text_of(plain(batch.x)).encode())
-        if batch.first + len(batch.y) == file.seen.number:
-            self._is_same_row = self._in_a_row.hexdigest() == file.in_a_row
-            if not self._is_same_row:
-                raise self._other_data(file)
 
     def _part(self, batch: Batch, start: int, stop: int) -> Batch:
         """Return some data of a batch. What has no batch axis was the same in another batch, by the digests."""
@@ -249,8 +228,7 @@ class Journal:
             total = SeenData()
             for one in met:
                 total.add_all(one[file.name])
-            is_same = total.digest == file.seen.digest or self._is_same_row
-            if total.number != file.seen.number or not is_same:
+            if total.number != file.seen.number or total.digest != file.seen.digest:
                 raise self._other_data(file)
         if self._seen.number not in {self._in_file, 0}:
             self.write(progress, sums)

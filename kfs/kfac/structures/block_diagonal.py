@@ -99,7 +99,6 @@ class BlockDiagonal(OwnedBlocks):
         return super().__add__(other) if made is None else made.made_of(self, "+", other)
 
     def __mul__(self, factor: float) -> LinearOperator:
-        """Scale all blocks."""
         self._check_same(factor=factor)
         scaled = super().__mul__(factor)  # checks the number
         made = self._map_structures(lambda structure: structure.scaled(scaled.factor))  # type: ignore[attr-defined]

@@ -74,7 +74,6 @@ class Relative(Described):
     fraction: float
 
     def __post_init__(self) -> None:
-        """Check the number."""
         _check_number(self.fraction, "A relative damping")
 
     def describe(self) -> Description:

@@ -35,7 +35,6 @@ class BlockError(Exception):
     """
 
     def __init__(self, index: int, cause: str) -> None:
-        """Store both."""
         super().__init__(index, cause)
         self.index = index
         self.cause = cause

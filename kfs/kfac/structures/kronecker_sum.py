@@ -50,7 +50,6 @@ class KroneckerSum(Structure):
     field_shapes: ClassVar = {}
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
         return len(self.terms[0])
 
     @classmethod

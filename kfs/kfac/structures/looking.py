@@ -167,8 +167,14 @@ def kind_of(structure: Structure) -> str:
 
 
 def describe_factor(factor: Factor) -> str:
-    """Describe a factor, such as `"dense 4x4"` or `"diagonal 4"`."""
-    return f"{factor.kind} {factor.size}x{factor.size}" if factor.kind == "dense" else f"{factor.kind} {factor.size}"
+    """Describe a factor of one block of a stack."""
+    return kind_and_size(factor.kind, factor.size)
+
+
+def kind_and_size(kind: str, size: int, groups: int = 1) -> str:
+    """Describe a factor, such as `"dense 4x4"` or `"diagonal 4"`; `"dense 2x4x4"` for two groups."""
+    shape = [groups] * (groups > 1) + [size] * (2 if kind == "dense" else 1)
+    return f"{kind} {'x'.join(map(str, shape))}"
 
 
 def shown(damping: object) -> str:

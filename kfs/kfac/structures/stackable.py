@@ -35,7 +35,6 @@ class Stackable:
         return _combined(lambda tensors: tensors[0][part], [self])
 
     def __len__(self) -> int:
-        """Return the number of blocks."""
         return len(getattr(self, fields(self)[0].name))
 
     def __repr__(self) -> str:

@@ -47,7 +47,7 @@ class _Role:
     gradient: _Stored
     counted: float
     ones: tuple[float, float]
-    inverse_squares: float | None
+    inverse_squares: float
     positions: float
 
 
@@ -193,5 +193,4 @@ def _set_counts(role: RoleSums, found: list[_Role]) -> None:
     role.positions = sum(one.positions for one in found)
     role.input.ones = sum(one.ones[0] for one in found)
     role.gradient.ones = sum(one.ones[1] for one in found)
-    squares = [one.inverse_squares for one in found]
-    role.inverse_squares = None if None in squares else sum(one for one in squares if one is not None)
+    role.inverse_squares = sum(one.inverse_squares for one in found)

@@ -33,7 +33,7 @@ class RoleSums:
         gradient: Outer products of gradients.
         counted: Number of positions (or data), as far as the host knows it.
         inverse_squares: Sum over data of `1 / S^2`, for their numbers `S` of positions, if the identity stands in for
-            gradients (forward-only) and sharing is `reduce`. `None` for sums of an earlier version, which did without.
+            gradients (forward-only) and sharing is `reduce`.
         positions: Number of positions that were summed over, if data are counted (`reduce`).
         terms_on_device: What is to be added to `counted`, in float64; `None` if there never was anything. It is changed
             in place.
@@ -44,7 +44,7 @@ class RoleSums:
     input: OuterProductSum
     gradient: OuterProductSum
     counted: float = 0.0
-    inverse_squares: Tensor | float | None = 0.0
+    inverse_squares: Tensor | float = 0.0
     positions: float = 0.0
     terms_on_device: Tensor | None = None
     positions_on_device: Tensor | None = None
@@ -85,8 +85,6 @@ class RoleSums:
 
     def add_positions(self, counts: Tensor) -> None:
         """Add the numbers of positions of some data, `[batch]`. The device is not asked for a result."""
-        if self.inverse_squares is None:
-            return
         # The gradients of a datum without any position have a sum of zero.
         squares = counts.to(at_least_float32(self.input.total.dtype)).square()
         more = torch.where(squares > 0, 1 / squares, 0.0).sum()
@@ -97,9 +95,7 @@ class RoleSums:
     def plus(self, other: "RoleSums") -> "RoleSums":
         """Return the sums over both."""
         input_sum, gradient_sum = self.input.plus(other.input), self.gradient.plus(other.gradient)
-        squares = None
-        if self.inverse_squares is not None and other.inverse_squares is not None:
-            squares = self.inverse_squares + other.inverse_squares
+        squares = self.inverse_squares + other.inverse_squares
         positions = self.positions + other.positions
         return RoleSums(input_sum, gradient_sum, self.terms + other.terms, squares, positions)
 
@@ -114,8 +110,7 @@ class RoleSums:
         self.gradient.merge_in(other.gradient)
         self.counted = self.terms + other.terms
         self.positions += other.positions
-        squares = [self.inverse_squares, other.inverse_squares]
-        self.inverse_squares = None if any(one is None for one in squares) else sum(squares)  # type: ignore[arg-type]
+        self.inverse_squares = self.inverse_squares + other.inverse_squares
 
     def complete(self, dtype: torch.dtype | None = None) -> None:
         """Complete all sums, and let the host know their counts; nothing is kept on a device for further ones."""
@@ -193,6 +188,12 @@ class BlockSums:
         return sum(role.terms for role in self.roles.values())
 
     @property
+    def work(self) -> float:
+        """How many operations it took to add outer products to all sums, with one gradient for each position."""
+        roles = self.roles.values()
+        return sum(2 * role.terms * (role.input.total.numel() + role.gradient.total.numel()) for role in roles)
+
+    @property
     def inputs(self) -> float:
         """How many inputs the trace of `A`'s sum is the sum of squares of, if all have the size of an average one.
 
@@ -210,10 +211,9 @@ class BlockSums:
         With `reduce`, their sums over positions are, as if positions were averaged. These sums are divided by `S`, and
         `B` is the average over data of `1 / S^2` times the identity.
         """
-        squares = [role.inverse_squares for role in self.roles.values()]
-        if self.sharing == "expand" or not self.terms or any(one is None for one in squares):
+        if self.sharing == "expand" or not self.terms:
             return 1.0
-        return sum(squares) / self.terms  # type: ignore[arg-type]
+        return sum(role.inverse_squares for role in self.roles.values()) / self.terms
 
     def on_side(self, side: Side) -> list[OuterProductSum]:
         """Return the sums on one side of the block: inputs of one role, gradients of the other."""
@@ -308,8 +308,8 @@ class BlockSums:
                     OuterProductSum.from_state(pair["input"], input_size, layout.groups, products),
                     OuterProductSum.from_state(pair["gradient"], gradient_size, layout.groups, products),
                     float(pair["terms"]),
-                    None if (squares := pair.get("inverse_squares")) is None else float(squares),
-                    float(pair.get("positions", pair["terms"])),  # earlier versions did without
+                    float(pair["inverse_squares"]),
+                    float(pair["positions"]),
                 )
         if not block.roles or set(state["pairs"]) - set(sizes):
             raise UnfitError(f"the block {layout.name!r} has no factors")

@@ -53,7 +53,6 @@ class FactorSums(Sums):
         chosen: Collection[str] | None = None,
         owners: Mapping[str, int] | None = None,
     ) -> None:
-        """Start without blocks."""
         super().__init__()
         self.settings = settings
         self.dry = dry
@@ -304,8 +303,6 @@ class _Collected:
 @dataclass
 class _Reduce(Adder):
     """Sums over shared positions first."""
-
-    by_datum = True
 
     plan: PlannedUse
     role: RoleSums

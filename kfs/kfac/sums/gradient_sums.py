@@ -31,7 +31,6 @@ class GradientSums(Sums):
     by_datum = True
 
     def __init__(self) -> None:
-        """Start without blocks."""
         super().__init__()
         self.operations: dict[str, set[str]] = {}
         self.conflicts: set[tuple[str, str]] = set()
@@ -104,8 +103,6 @@ class GradientSums(Sums):
 @dataclass
 class _Add(Adder):
     """Adds the uses of one plan."""
-
-    by_datum = True
 
     sums: GradientSums
     plan: PlannedUse

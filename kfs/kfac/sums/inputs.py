@@ -158,7 +158,6 @@ class Vectors(Inputs):
     """Vectors that are there: `x` of shape `[*leading, features]`."""
 
     def __init__(self, size: int) -> None:
-        """Remember the number of features."""
         self.size = size
 
     def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
@@ -235,7 +234,6 @@ class OneHot(Inputs):
     unit = True
 
     def __init__(self, size: int, dtype: torch.dtype, padding: int | None = None) -> None:
-        """Remember all of them."""
         self.size = size
         self.padding = padding
         self.dtype = at_least_float32(dtype)
@@ -373,7 +371,6 @@ class Rows(Inputs):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Count the places."""
         self.rows_used = rows
         self.size = size
         self._leading = leading

@@ -31,13 +31,7 @@ class PlannedUse(Protocol):
 
 
 class Adder(ABC):
-    """Adds the uses of one plan to sums.
-
-    Attributes:
-        by_datum: Whether it matters which datum a row belongs to. If not, owners may be `None`.
-    """
-
-    by_datum: bool = False
+    """Adds the uses of one plan to sums. Owners may be `None` if sums are not `by_datum`."""
 
     @abstractmethod
     def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
@@ -69,7 +63,6 @@ class Sums(ABC):
     counts_rows: bool = False
 
     def __init__(self, layouts: Iterable[Layout] = ()) -> None:
-        """Start with some known blocks, and without plans."""
         self.adders: dict[Any, Adder] = {}  # what adds the uses of each plan that is known
         self.placement = Placement(layouts)
 

@@ -35,7 +35,6 @@ class KeptGradients(Sums):
     by_datum = True
 
     def __init__(self, layouts: Mapping[Key, Layout] | None = None) -> None:
-        """Start without gradients."""
         known = layouts or {}
         super().__init__(known.values())
         self.layouts: dict[Key, Layout] = dict(known)
@@ -148,8 +147,6 @@ class Captured:
 @dataclass
 class _Keep(Adder):
     """Keeps the uses of one plan."""
-
-    by_datum = True
 
     plan: PlannedUse
     columns: list[dict[Key, list[Captured]]]

@@ -229,27 +229,22 @@ class OuterProductSum:
 
     @classmethod
     def from_state(cls, state: Any, size: int, groups: int, products: Products = "auto") -> "OuterProductSum":
-        """Undo `state`, for vectors of a size (without the bias); further ones are multiplied in a given precision.
-
-        Older files have no axis of length one for a single group.
-        """
+        """Undo `state`, for vectors of a size (without the bias); further ones are multiplied in a given precision."""
         total, diagonal, bias = state["total"], bool(state["diagonal"]), bool(state["bias"])
         result = cls.zeros(size, groups, diagonal, bias, total.dtype, total.device, products)
         result.computed = None
         shape = result.total.shape
-        if total.shape not in {shape, shape[1:]} or total.numel() != shape.numel():
-            expected = shape if groups > 1 else shape[1:]
-            raise UnfitError(f"a factor has shape {list(total.shape)} instead of {list(expected)}")
+        if total.shape != shape:
+            raise UnfitError(f"a factor has shape {list(total.shape)} instead of {list(shape)}")
         if not total.is_floating_point():
             raise UnfitError(f"a factor has dtype {total.dtype}")
         if total.dtype == result.total.dtype:
             # Rows start where they did before, so that results are the same to the last bit.
-            result.total.copy_(total.reshape(shape))
+            result.total.copy_(total)
         else:
-            result.total = total.reshape(shape)
+            result.total = total
         result.ones = float(state["ones"])
-        # Older files do not have it.
-        result.eps = max(float(state.get("eps", 0.0)), torch.finfo(total.dtype).eps)
+        result.eps = max(float(state["eps"]), torch.finfo(total.dtype).eps)
         return result
 
 
@@ -266,7 +261,6 @@ class full_precision:  # noqa: N801 (used like a function; a generator would tak
         self.kind = "cpu" if kind == "meta" else kind
 
     def __enter__(self) -> None:
-        """Switch both off."""
         self.autocast = torch.is_autocast_enabled(self.kind)
         self.grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
@@ -274,7 +268,6 @@ class full_precision:  # noqa: N801 (used like a function; a generator would tak
             torch.set_autocast_enabled(self.kind, False)
 
     def __exit__(self, *_: object) -> None:
-        """Leave both as they were."""
         torch._C._set_grad_enabled(self.grad)
         if self.autocast:
             torch.set_autocast_enabled(self.kind, True)

@@ -153,7 +153,6 @@ class Listed(Owners):
     """
 
     def __init__(self, owners: Tensor, num_data: int) -> None:
-        """Remember them."""
         self.num_data = num_data
         with waiting.waiting_allowed():
             self.complete = bool((owners >= 0).all())

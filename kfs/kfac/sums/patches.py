@@ -55,7 +55,6 @@ class Patches(Inputs):
         groups: int,
         mirrored: bool = False,
     ) -> None:
-        """Count output positions."""
         self.kernel = kernel
         self.stride = stride
         self.dilation = dilation

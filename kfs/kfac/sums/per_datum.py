@@ -195,8 +195,6 @@ class PerDatumSums(Sums):
 class _Show(Adder):
     """Shows gradients at once if a parameter is used once in a batch; otherwise collects those of all its uses."""
 
-    by_datum = True
-
     plan: PlannedUse
     statistic: Statistic
     times_used: dict[Key, int]

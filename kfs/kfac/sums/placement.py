@@ -18,7 +18,6 @@ class Placement:
     """
 
     def __init__(self, layouts: Iterable[Layout] = ()) -> None:
-        """Start with known blocks."""
         self.both_ways: set[str] = set()
         self._layouts: dict[Key, Layout] = {}
         self._blocks_of: dict[str, list[Layout]] = {}

@@ -78,7 +78,6 @@ class PlainVectors(RowVectors):
     last: float | None = None
 
     def __post_init__(self) -> None:
-        """Count."""
         shape = self.values.shape
         counts = {
             "groups": shape[0],
@@ -158,7 +157,6 @@ class UnitVectors(RowVectors):
     work = 1
 
     def __post_init__(self) -> None:
-        """Count."""
         num_data, shared = self.index.shape
         for name, number in {"num_data": num_data, "shared": shared, "numbers": shared}.items():
             object.__setattr__(self, name, number)
