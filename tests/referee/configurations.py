@@ -663,7 +663,7 @@ add("merge/KFAC", merged, kfs.KFAC)
 add("merge/EKFAC", merged, kfs.EKFAC, damping=0.1)
 add("merge/factored", merged, kfs.KFAC, damping=kfs.Relative(0.1), method="factored")
 # Conjugate gradients are iterated until the residual is small, and iterations amplify round-off.
-add("merge/GGN", merged, kfs.GGN, damping=0.1, tolerance=1e-6)
+add("merge/GGN", merged, kfs.GGN, damping=0.1, tolerance=1e-9)
 add("compress/prune", compressed, kfs.compress.prune, keep=0.5)
 add("compress/prune without update", compressed, kfs.compress.prune, keep=0.5, update=False)
 add("compress/prune units", compressed, kfs.compress.prune, keep=0.6, structured=True, damping=0.01)
