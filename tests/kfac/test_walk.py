@@ -1,15 +1,19 @@
-"""How much Python runs for a batch: calls of our functions, through how many files, and how deep.
+"""How much Python runs for a batch and for three calls that readers follow: functions, files, and depth.
 
 One can read an engine only if the way of a batch through it is short, and for small layers that way is what takes time.
 """
 
+import gc
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +24,8 @@ ROOT = Path(kfs.__file__).parent
 MAX_CALLS, MAX_ENGINE_FILES, MAX_FILES = 150, 9, 22
 # Calls of their own until Python 3.11, and part of the function around them since.
 COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
+# Modules of PyTorch that other tests may have imported; `kfs` asks for more where they are.
+MODULES = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo")
 
 
 @dataclass
@@ -137,3 +143,84 @@ def test_calls_of_the_backward_pass_are_seen() -> None:
     walk = watched(model)
     assert sum(watcher is walk for watcher in model.watchers) == 1  # in one of five batches
     assert len(model.watchers) >= 5
+
+
+class Limits(NamedTuple):
+    """Upper limits of a route.
+
+    Attributes:
+        files: Files of `kfs` that it visits.
+        functions: Distinct functions that it calls.
+        depth: The largest number of frames of `kfs` on the stack at a time.
+    """
+
+    files: int
+    functions: int
+    depth: int
+
+
+def linear_risk(model: nn.Module, num_data: int = 8) -> kfs.EmpiricalRisk:
+    """Return the cross-entropy of one batch."""
+    data = torch.randn(num_data, 4), torch.randint(3, (num_data,))
+    return kfs.EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
+
+
+def factors_route() -> Callable[[], object]:
+    """Compute the factors of one linear layer, with audit."""
+    risk = linear_risk(nn.Linear(4, 3))
+    return lambda: kfs.KFAC(risk)
+
+
+def step_route() -> Callable[[], object]:
+    """Take the first step of training one linear layer: forward and backward pass, and `step()`."""
+    model, loss = nn.Linear(4, 3), nn.CrossEntropyLoss()
+    optimizer = kfs.optim.KFAC(model, loss)
+    x, y = torch.randn(8, 4), torch.randint(3, (8,))
+
+    def step() -> None:
+        loss(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def scores_route() -> Callable[[], object]:
+    """Score training data for queries. Factors are computed before."""
+    model = nn.Linear(4, 3)
+    train, queries = linear_risk(model), linear_risk(model, 2)
+    E = kfs.EKFAC(train)
+    return lambda: kfs.Influence(E).scores(queries, train)
+
+
+ROUTES: dict[Callable[[], Callable[[], object]], Limits] = {
+    factors_route: Limits(files=64, functions=392, depth=30),
+    step_route: Limits(files=82, functions=555, depth=22),
+    scores_route: Limits(files=71, functions=433, depth=24),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.__name__)
+def test_routes_get_shorter(route: Callable[[], Callable[[], object]]) -> None:
+    """These numbers may only fall: where a change makes a route shorter, lower its limits to what is measured then.
+
+    The route is taken twice, with two models. The first time imports modules and fills caches.
+    """
+    for module in MODULES:
+        import_module(module)
+    route()()
+    run, walk = route(), Walk()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.collect()
+    gc.disable()  # callbacks of objects that are freed are not part of the route
+    sys.setprofile(walk)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+        if collects:
+            gc.enable()
+    limits = ROUTES[route]
+    assert walk.calls
+    assert len(walk.files) <= limits.files, str(walk)
+    assert len(walk.calls) <= limits.functions, str(walk)
+    assert walk.depth <= limits.depth, str(walk)

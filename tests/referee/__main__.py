@@ -1,0 +1,59 @@
+"""Store results of all configurations, or compare with them.
+
+    python -m tests.referee store
+    python -m tests.referee compare [--tolerant] [names]
+
+A name stands for all configurations that begin with it. `compare` exits with 1 if anything differs. On the processor
+and with the version of PyTorch that results were stored with, every bit must agree; elsewhere, or with `--tolerant`,
+numbers may differ by the tolerance of their configuration.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+
+from tests.referee.configurations import CONFIGURATIONS
+from tests.referee.results import FOLDER, compare, compute, is_same_machine, store, stored, stored_digests
+
+
+def chosen(beginnings: Sequence[str]) -> list[str]:
+    """Return the names of configurations with one of these beginnings; all of them if there are none.
+
+    Raises:
+        SystemExit: If no configuration begins so.
+    """
+    for beginning in beginnings:
+        if not any(name.startswith(beginning) for name in CONFIGURATIONS):
+            raise SystemExit(f"No configuration begins with {beginning!r}.")
+    return [name for name in CONFIGURATIONS if not beginnings or name.startswith(tuple(beginnings))]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command, and return the exit status."""
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    match list(arguments):
+        case ["store"]:
+            store(compute())
+            size = sum(file.stat().st_size for file in FOLDER.iterdir())
+            print(f"{len(CONFIGURATIONS)} configurations, {size:,} bytes, {time.perf_counter() - start:.0f} s")
+            return 0
+        case ["compare", *rest]:
+            names = chosen([one for one in rest if one != "--tolerant"])
+            bitwise = is_same_machine() and "--tolerant" not in rest
+            differences = compare(compute(names), stored(), stored_digests() if bitwise else None)
+            for difference in differences:
+                print(difference)
+            how = "bit for bit" if bitwise else "within tolerances"
+            found = f"{len(differences)} of {len(names)} configurations differ"
+            print(f"{found} ({how}, {time.perf_counter() - start:.0f} s)")
+            return 1 if differences else 0
+        case _:
+            print(__doc__)
+            return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
