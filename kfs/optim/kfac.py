@@ -317,7 +317,10 @@ class KFAC(Reported, Saved):
         if self._quadratic is None or batch is None:
             with self._curvature.costs.timed("products"):
                 half = self._watch.in_half_precision
-                allowed = inf if self._scale is None else self._scale.allowed(self._trend.mean, self.param_groups)
+                trend = self._trend
+                allowed = inf
+                if self._scale is not None:
+                    allowed = self._scale.allowed(trend.mean, trend.progress, self.param_groups)
                 taken = self._updates.take(self.state, natural, rest, good, self._unit, half, allowed)
         else:
             natural = {n: g / self._unit for n, g in natural.items()}

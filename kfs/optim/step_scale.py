@@ -13,8 +13,9 @@ because of noise in their gradients, so that the average is the better place: fo
 there, $c$ is what the loss would fall by. The next batch knows nothing of the noise of earlier ones, so that noise
 alone does not make $c$ positive.
 
-Steps that are a little too long are the price of progress. Overshoot may be a share of the loss, the setting `noise`.
-The *scale* multiplies learning rates. While the average of $c$ over some steps exceeds that share, it falls, and
+Steps that are a little too long are the price of progress. Overshoot may be a share of the loss, the setting `noise`,
+as long as the loss falls. Where it does not, most of it may be noise of the data that no step removes, and overshoot
+may be no more than twice what the loss has fallen by lately. The *scale* multiplies learning rates. While the average of $c$ over some steps exceeds that share, it falls, and
 otherwise it rises, up to one. If a schedule has lowered the learning rate, noise ends with it sooner or later, and
 more is allowed: by the square of the factor.
 
@@ -50,6 +51,9 @@ _EARLY = 3.0
 _FASTEST_RISE = 0.3
 # The first learning rate is at most this one, if `lr` is not smaller.
 _FIRST_LR = 0.2
+# Overshoot may be this many times the progress of the loss, and in any case this part of the share `noise`.
+_PER_PROGRESS = 2.0
+_LEAST = 0.03
 # Overshoot is far too large if it is this many times what is allowed. Then the scale rises slowly, by this number.
 _FAR_TOO_LARGE = 3.0
 _SLOW_RISE = 0.01
@@ -147,18 +151,21 @@ class StepScale:
         self._numbers = self._numbers.to(device)
         return self._numbers
 
-    def allowed(self, loss: float, groups: Sequence[Mapping[str, Any]]) -> float:
+    def allowed(self, loss: float, progress: float, groups: Sequence[Mapping[str, Any]]) -> float:
         """Return the largest overshoot that is allowed.
 
         Args:
             loss: The loss, above the smallest one that predictions could have; infinite if nobody knows.
+            progress: How much it has fallen lately; infinite if nobody knows.
             groups: Parameter groups, with the learning rates of now.
         """
         lr = max(float(group["lr"]) for group in groups)
         if self._peak == 0 and lr > _FIRST_LR:
             self._numbers[2] = log(_FIRST_LR / lr)
         self._peak = max(self._peak, lr)
-        allowed = self.noise * loss * (self._peak / lr) ** 2 if lr else inf
+        share = self.noise * loss
+        share = min(share, max(_PER_PROGRESS * progress, _LEAST * share))
+        allowed = share * (self._peak / lr) ** 2 if lr else inf
         return allowed if allowed > 0 else inf
 
     def value(self) -> float:

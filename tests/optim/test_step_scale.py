@@ -108,7 +108,7 @@ def test_scale_rises_slowly_after_overshoot_that_was_far_too_large() -> None:
 def test_first_steps_are_short() -> None:
     """A learning rate of one starts at 0.2 and is there in seven steps if nothing speaks against it."""
     scale = StepScale(0.05)
-    scale.allowed(1.0, [{"lr": 1.0}, {"lr": 0.1}])
+    scale.allowed(1.0, math.inf, [{"lr": 1.0}, {"lr": 0.1}])
     assert scale.value() == pytest.approx(0.2)
     scales = scales_of([-1.0] * 8, start=0.2)
     assert scales[1] == pytest.approx(0.2)  # Nothing is known about the first step before it is taken.
@@ -119,18 +119,67 @@ def test_first_steps_are_short() -> None:
     # A schedule that begins with smaller rates is a warm-up of its own, and its peak is no start.
     warming = StepScale(0.05)
     for lr in (0.05, 0.2, 1.0):
-        warming.allowed(1.0, [{"lr": lr}])
+        warming.allowed(1.0, math.inf, [{"lr": lr}])
         assert warming.value() == 1.0
 
 
 def test_more_is_allowed_when_a_schedule_has_lowered_the_learning_rate() -> None:
     scale = StepScale(0.05)
-    assert scale.allowed(2.0, [{"lr": 0.5}]) == pytest.approx(0.1)  # warm-up
-    assert scale.allowed(2.0, [{"lr": 1.0}]) == pytest.approx(0.1)
-    assert scale.allowed(2.0, [{"lr": 0.5}, {"lr": 0.1}]) == pytest.approx(0.4)
-    assert scale.allowed(2.0, [{"lr": 0.0}]) == torch.inf
-    assert scale.allowed(-1.0, [{"lr": 1.0}]) == torch.inf
-    assert scale.allowed(torch.inf, [{"lr": 1.0}]) == torch.inf
+    assert scale.allowed(2.0, math.inf, [{"lr": 0.5}]) == pytest.approx(0.1)  # warm-up
+    assert scale.allowed(2.0, math.inf, [{"lr": 1.0}]) == pytest.approx(0.1)
+    assert scale.allowed(2.0, math.inf, [{"lr": 0.5}, {"lr": 0.1}]) == pytest.approx(0.4)
+    assert scale.allowed(2.0, math.inf, [{"lr": 0.0}]) == torch.inf
+    assert scale.allowed(-1.0, math.inf, [{"lr": 1.0}]) == torch.inf
+    assert scale.allowed(torch.inf, math.inf, [{"lr": 1.0}]) == torch.inf
+
+
+def test_less_is_allowed_where_the_loss_does_not_fall() -> None:
+    """Twice what the loss has fallen by lately, or a small part of the share if it has risen."""
+    scale = StepScale(0.05)
+    groups = [{"lr": 1.0}]
+    assert scale.allowed(2.0, 1.0, groups) == pytest.approx(0.1)
+    assert scale.allowed(2.0, 0.02, groups) == pytest.approx(0.04)
+    assert scale.allowed(2.0, -1.0, groups) == pytest.approx(0.003)
+    assert scale.allowed(2.0, 0.0, [{"lr": 0.1}]) == pytest.approx(0.3)  # The schedule ends noise.
+
+
+def test_progress_is_the_fall_over_the_last_steps() -> None:
+    """Averages by their definition, with weights that grow with the number of a loss; none before some losses."""
+    trend = LossTrend()
+    means, progress = [], []
+    for step in range(60):
+        trend.note(step, 1 + 2 / (1 + step), 1.0)
+        means.append(trend.mean)
+        progress.append(trend.progress)
+    assert not any(math.isfinite(one) for one in progress[:14])
+
+    def average(power: int) -> float:
+        # The weights for which the n-th loss enters an average with the share `(power + 1) / (power + n)`.
+        weight = [math.comb(n + power, power) for n in range(len(means))]
+        return sum(w * m for w, m in zip(weight, means, strict=True)) / sum(weight)
+
+    assert progress[-1] == pytest.approx(average(5) - average(15))
+    assert 0 < progress[-1] < progress[20]
+    again = LossTrend.from_state(trend.state())
+    assert again.progress == trend.progress
+    for one in (trend, again):
+        one.note(60, 5.0, 1.0)
+    assert again.progress == trend.progress < 0
+
+
+def test_steps_get_shorter_where_noise_is_all_that_is_left() -> None:
+    """Labels are random, so there is nothing to learn after a while: default settings end far below whole steps."""
+    excess_of = {}
+    for noise in (0.05, None):
+        torch.manual_seed(0)
+        model = Valley()
+        optimizer = KFAC(model, HalfSquaredError(), noise=noise, trust=None)
+        distances = []
+        for X, y in noisy(1, 400, size=4):
+            train(model, optimizer, [(X, y)], HalfSquaredError())
+            distances.append(0.5 * float((weights(model) - 1).square().sum()))
+        excess_of[noise] = sum(distances[200:]) / 200
+    assert excess_of[0.05] < 0.3 * excess_of[None]
 
 
 def excess(noise: float | None, steps: int = 400) -> tuple[float, float]:
