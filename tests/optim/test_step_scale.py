@@ -167,19 +167,27 @@ def test_progress_is_the_fall_over_the_last_steps() -> None:
     assert again.progress == trend.progress < 0
 
 
-def test_steps_get_shorter_where_noise_is_all_that_is_left() -> None:
-    """Labels are random, so there is nothing to learn after a while: default settings end far below whole steps."""
-    excess_of = {}
-    for noise in (0.05, None):
-        torch.manual_seed(0)
-        model = Valley()
-        optimizer = KFAC(model, HalfSquaredError(), noise=noise, trust=None)
-        distances = []
-        for X, y in noisy(1, 400, size=4):
-            train(model, optimizer, [(X, y)], HalfSquaredError())
-            distances.append(0.5 * float((weights(model) - 1).square().sum()))
-        excess_of[noise] = sum(distances[200:]) / 200
-    assert excess_of[0.05] < 0.3 * excess_of[None]
+def test_the_optimizer_knows_loss_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is allowed as much overshoot as the losses before it say."""
+    given: list[tuple[float, float]] = []
+    allowed = StepScale.allowed
+
+    def spy(self: StepScale, loss: float, progress: float, groups: Any) -> float:
+        given.append((loss, progress))
+        return allowed(self, loss, progress, groups)
+
+    monkeypatch.setattr(StepScale, "allowed", spy)
+    model = mlp()
+    optimizer = KFAC(model, LOSS, factors_every=1)
+    train(model, optimizer, [data()] * 20, LOSS)
+    losses = [one.loss for one in optimizer.report().history]
+    trend = LossTrend()
+    expected = []
+    for step, loss in enumerate(losses):
+        trend.note(step, loss, 1.0)
+        expected.append((trend.mean, trend.progress))
+    assert given == expected
+    assert 0 < given[-1][1] < given[-1][0]
 
 
 def excess(noise: float | None, steps: int = 400) -> tuple[float, float]:
