@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from math import inf, isfinite, sqrt
+from math import inf, isfinite, log, sqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ _KEPT_OF_LOSSES = 0.9
 # A loss is far above the lowest one if it is so by this share, and by so many standard errors.
 _MARGIN = 0.1
 _ERRORS = 4.0
+_LOSSES_FOR_VARIANCE = 20
 _FEW_LOSSES = 10  # Of fewer losses, the average is mostly noise.
 _WORSE_STEPS = 50  # A run gets worse if losses are far above the lowest one for so many steps.
 _MOST_PAST_STEPS = 2000  # so many losses are remembered
@@ -133,7 +134,8 @@ class LossTrend:
     _first: float = inf
     _lowest: float = inf
     _lowest_at: int = 0
-    _variance: float = 0.0  # of losses around their mean
+    _variance: float = 0.0  # of losses around their trend
+    _previous: float = inf  # the last loss
     _weight: float = 0.0  # share of the average that does not come from its start
     _last: int = 0  # step of the last loss
     _count: int = 0  # of losses
@@ -153,7 +155,12 @@ class LossTrend:
         self._weight = kept * self._weight + 1 - kept
         new = (1 - kept) / self._weight
         distance = loss - self.mean
-        self._variance = (1 - new) * (self._variance + new * distance**2)
+        # By differences, which a trend changes little, and over more losses than the mean: few of them may be close to
+        # each other by chance.
+        if isfinite(self._previous):
+            square = (loss - self._previous) ** 2 / 2
+            self._variance += (square - self._variance) / min(self._count - 1, _LOSSES_FOR_VARIANCE)
+        self._previous = loss
         self.mean += new * distance
         self._last = step
         self._earlier += (self.mean - self._earlier) * (_EARLIER + 1) / (_EARLIER + self._count)
@@ -168,7 +175,9 @@ class LossTrend:
             self._lowest = self.mean
             self._lowest_at = step
         noise = sqrt(self._variance * (1 - kept) / (1 + kept))
-        margin = max((self._first - self._lowest) / 2, _MARGIN * self._lowest, _ERRORS * noise)
+        # The lowest of many averages is below their mean by chance, by about so many standard errors.
+        errors = _ERRORS + sqrt(2 * log(self._count))
+        margin = max((self._first - self._lowest) / 2, _MARGIN * self._lowest, errors * noise)
         if self.mean <= self._lowest + margin:
             self._worse_since = None
             return ""

@@ -54,6 +54,8 @@ _FIRST_LR = 0.2
 # Overshoot may be this many times the progress of the loss, and in any case this part of the share `noise`.
 _PER_PROGRESS = 2.0
 _LEAST = 0.03
+# A learning rate that is this small, relative to the largest so far, counts as zero.
+_TINY = 1e-6
 # Overshoot is far too large if it is this many times what is allowed. Then the scale rises slowly, by this number.
 _FAR_TOO_LARGE = 3.0
 _SLOW_RISE = 0.01
@@ -165,7 +167,8 @@ class StepScale:
         self._peak = max(self._peak, lr)
         share = self.noise * loss
         share = min(share, max(_PER_PROGRESS * progress, _LEAST * share))
-        allowed = share * (self._peak / lr) ** 2 if lr else inf
+        # A schedule that ends in rates of zero, or nearly so, ends noise.
+        allowed = share * (self._peak / lr) ** 2 if lr > _TINY * self._peak else inf
         return allowed if allowed > 0 else inf
 
     def value(self) -> float:

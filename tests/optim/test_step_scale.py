@@ -129,6 +129,7 @@ def test_more_is_allowed_when_a_schedule_has_lowered_the_learning_rate() -> None
     assert scale.allowed(2.0, math.inf, [{"lr": 1.0}]) == pytest.approx(0.1)
     assert scale.allowed(2.0, math.inf, [{"lr": 0.5}, {"lr": 0.1}]) == pytest.approx(0.4)
     assert scale.allowed(2.0, math.inf, [{"lr": 0.0}]) == torch.inf
+    assert scale.allowed(2.0, math.inf, [{"lr": 1e-200}]) == torch.inf  # The square of one over it overflows.
     assert scale.allowed(-1.0, math.inf, [{"lr": 1.0}]) == torch.inf
     assert scale.allowed(torch.inf, math.inf, [{"lr": 1.0}]) == torch.inf
 
@@ -165,6 +166,18 @@ def test_progress_is_the_fall_over_the_last_steps() -> None:
     for one in (trend, again):
         one.note(60, 5.0, 1.0)
     assert again.progress == trend.progress < 0
+
+
+def test_noise_around_a_constant_loss_is_no_rise() -> None:
+    """The lowest of many noisy losses is low by chance. A loss that rises by as much as noise does, and stays, is one."""
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        trend = LossTrend()
+        noise = (0.05 * torch.randn(1500, generator=generator)).tolist()
+        flat = [trend.note(10 * n, 1 + noise[n], 1.0) for n in range(1000)]
+        assert not any(flat), seed
+        risen = [trend.note(10 * n, 1.6 + noise[n], 1.0) for n in range(1000, 1020)]
+        assert any(risen), seed
 
 
 def test_the_optimizer_knows_loss_and_progress(monkeypatch: pytest.MonkeyPatch) -> None:
