@@ -66,6 +66,11 @@ def rename_key(A: Any) -> None:
     A.risk.model.factors = {"unused": 0.5}
 
 
+def add_attribute(A: Any) -> None:
+    head = A.risk.model.head  # the last module, so that all that was there before is still in its place
+    head.forward = lambda x: 2 * nn.functional.linear(x, head.weight, head.bias)
+
+
 def replace_module(A: Any) -> None:
     A.risk.model.norm.forward = lambda x: x
 
@@ -90,6 +95,7 @@ CHANGES: dict[Callable[[Any], None], bool] = {
     replace_parameter: False,
     change_attribute: False,
     rename_key: False,
+    add_attribute: False,
     replace_module: False,
     change_loss: False,
     change_weights: False,
