@@ -111,6 +111,21 @@ def test_a_single_number(place: int) -> None:
     close(K.to_dense(), exact)
 
 
+@pytest.mark.parametrize("equation", ["nj,ij->ni", "nj,ij->in"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_einsum_with_a_transposed_weight(equation: str, size: int) -> None:
+    """Inputs belong to rows of the parameter then, and outputs to its columns; square ones tell by values only."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out = torch.einsum(equation, x, m.W.T)
+        return (out if equation.endswith("ni") else out.T).tanh()
+
+    risk = one_datum(Function(forward, W=normal(size, 3)), size, 3)
+    K = KFAC(risk)
+    assert "einsum" in K.blocks["W"].sums.operations
+    close(K.to_dense(), GGN(risk).to_dense())
+
+
 @pytest.mark.parametrize("beta", [1.0, 0.5])
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
 def test_scaled_addmm(alpha: float, beta: float) -> None:

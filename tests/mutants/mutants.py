@@ -380,7 +380,13 @@ _MUTANTS = [
         "missing transpose of the weight",
     ),
     rules("kfac/rules/linear.py", "if beta != 1 or alpha != 1 or", "if", "condition dropped: scaled products"),
-    rules("kfac/rules/linear.py", "axes = w[::-1] if view.transposed else w", "axes = w", "transposed views"),
+    rules(
+        "kfac/rules/linear.py",
+        "axes = w[::-1] if view.transposed else w",
+        "axes = w",
+        "transposed views",
+        ("tests/kfac/test_rows.py",),
+    ),
     rules(
         "kfac/rules/linear.py",
         "joins = view.is_whole if whole else same_rows",
@@ -450,11 +456,11 @@ _MUTANTS = [
         ("tests/kfac/test_padded_rows.py", "tests/kfac/test_rows.py"),
     ),
     capture(
-        "kfac/capture/counted_rows.py",
-        " or _may_be_false(self.mask))",
-        ")",
-        "condition dropped: padding counts if all targets do",
-        ("tests/kfac/test_padded_rows.py", "tests/kfac/test_rows.py"),
+        "kfac/capture/ownership.py",
+        "found: Tensor = (size > 0) & (distance",
+        "found: Tensor = (distance",
+        "condition dropped: rows without gradient count",
+        ("tests/kfac/test_padded_rows.py",),
     ),
     capture(
         "kfac/capture/ownership.py",
