@@ -398,6 +398,7 @@ _MUTANTS = [
         "around = tuple((total // 2, total - total // 2) for total in totals)",
         "around = tuple((total - total // 2, total // 2) for total in totals)",
         "padding on the wrong side",
+        ("tests/kfac/test_definition.py",),
     ),
     rules(
         "kfac/rules/convolution.py",
@@ -413,6 +414,7 @@ _MUTANTS = [
         '"channels": (x.shape[0], prod(x.shape[2:])) if x.ndim > 2 else x.shape[:1]',
         '"channels": (x.shape[0], 1) if x.ndim > 2 else x.shape[:1]',
         "positions missing",
+        ("tests/kfac/test_normalization.py", "tests/kfac/test_definition.py", "tests/kfac/test_kfac.py"),
     ),
     rules(
         "kfac/rules/normalization.py",
@@ -438,7 +440,7 @@ _MUTANTS = [
         "z = z if alpha == beta else alpha / beta * z",
         "z = z if alpha == beta else alpha * z",
         "wrong scale",
-        ("tests/kfac/test_experts.py", "tests/kfac/test_rules.py"),
+        ("tests/kfac/test_mixtures.py",),
     ),
     # Capture: the datum of each row, and which rows count.
     capture(
