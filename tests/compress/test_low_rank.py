@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 import kfs
 from kfs.compress import low_rank, prune
-from kfs.compress.factorization import chosen, lower_hull
+from kfs.compress.factorization import chosen, decomposed, lower_hull
+from kfs.compress.layers import layers_of
 from kfs.kfac import optimal_kronecker
 from tests.compress.problems import cnn, flat, image_risk, mlp, mlp_risk
 
@@ -197,6 +198,23 @@ def test_choices_are_the_best_at_their_size() -> None:
             if all(place in lower_hull(of_layer) for of_layer, place in zip(options, places, strict=True)):
                 same = [combination for combination in product(*options) if sum(s for s, _ in combination) <= size]
                 assert total <= min(sum(c for _, c in combination) for combination in same) + 1e-12
+
+
+def test_costs_of_options() -> None:
+    """Layers compete by how much the quadratic model rises with each rank, and by the numbers that are left."""
+    model = mlp()
+    K = kfs.KFAC(mlp_risk(model))
+    for layer in layers_of(model, K, 0.5, 0.0):
+        part = decomposed(layer)
+        (size, cost), *options = part.options
+        assert (size, cost) == (layer.size, 0.0)
+        for rank, (size, cost) in zip(part.ranks, options, strict=True):
+            small, report = low_rank(model, K, {layer.name: size / layer.size}, damping=0.0)
+            assert report.rows[0].matrix == f"rank {rank}"
+            assert size == sum(p.numel() for p in small.get_submodule(layer.name).parameters())
+            change = matrix_of(small.get_submodule(layer.name)) - layer.matrix[0]
+            C = torch.kron(K.blocks[layer.name].B, K.blocks[layer.name].A)
+            assert cost == pytest.approx(float(0.5 * change.flatten() @ C @ change.flatten()), rel=1e-8)
 
 
 def test_no_more_is_removed_than_needed() -> None:

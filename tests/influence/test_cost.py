@@ -73,6 +73,19 @@ def expected_scores(problem: Any, rank: int | None) -> tuple[Tensor, Tensor]:
     return total, left_out.sqrt()
 
 
+def relative_norms_left_out(problem: Any, rank: int) -> dict[str, float]:
+    """Compare all products of a block with the nearest ones of a rank."""
+    queries, _, influence = problem
+    found = {}
+    for stack in influence.inverse.stacks:
+        G = dense_gradients(queries)[stack.layouts[0].name]
+        P = (G.flatten(1) @ stack.structure.to_dense()[0]).reshape(G.shape)
+        U, s, Vh = torch.linalg.svd(P, full_matrices=False)
+        nearest = (U[..., :rank] * s[:, None, :rank]) @ Vh[:, :rank]
+        found[stack.layouts[0].name] = float((P - nearest).norm() / P.norm())
+    return found
+
+
 @pytest.mark.parametrize("rank", [1, 3])
 def test_compressed_queries(problem: Any, rank: int) -> None:
     queries, train, influence = problem
@@ -89,6 +102,7 @@ def test_compressed_queries(problem: Any, rank: int) -> None:
     error = influence.query_error(queries, train, rank)
     assert isinstance(error, QueryError)
     assert list(error.left_out) == ["0", "2"]
+    assert error.left_out == pytest.approx(relative_norms_left_out(problem, rank), rel=1e-8, abs=1e-12)
     close(error.bound, left_out)
     first = slice(0, 200)  # the first batch
     measured = (expected - full)[:, first].norm() / full[:, first].norm()
@@ -156,6 +170,29 @@ def test_work_by_phase() -> None:
     for way in ("rows", "matrices", "rotated", "low rank"):
         found = work(way, sizes)
         assert found.total == multiplications(way, sizes) == found.queries + found.train + found.products
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 7])
+def test_queries_of_several_batches_stay_within_memory(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are split and joined, so that as many queries are kept at a time as memory allows, and no more."""
+    _, train = both()
+    X, y = (torch.cat([getattr(batch, part) for batch in train.batches()]) for part in ("x", "y"))
+    queries = kfs.EmpiricalRisk(train.model, nn.CrossEntropyLoss(), list(zip(X.split(2), y.split(2), strict=True)))
+    influence = kfs.Influence(kfs.EKFAC(train))
+    expected = influence.scores(queries, train)
+    cost = influence.cost(queries, train)
+    each = {phase.name: phase for phase in cost.phases}["queries times the inverse"].nbytes // queries.num_data
+    sizes: list[int] = []
+    original = Stream.chunks
+
+    def noted(self: Stream) -> Any:
+        for chunk in original(self):
+            sizes.append(len(chunk))
+            yield chunk
+
+    monkeypatch.setattr(Stream, "chunks", noted)
+    close(influence.scores(queries, train, memory=most * each), expected)
+    assert sizes == [min(most, 6 - start) for start in range(0, 6, most)]
 
 
 @pytest.mark.parametrize("memory", [1, 5_000, 2**30])

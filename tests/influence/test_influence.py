@@ -253,15 +253,15 @@ def test_normalization(normalize: Any) -> None:
     assert not nothing.any()
 
 
-@pytest.mark.parametrize("of", ["loss", "margin"])
+@pytest.mark.parametrize(("of", "of_train"), [("loss", "loss"), ("margin", "loss"), ("loss", "margin")])
 @pytest.mark.parametrize("memory", [1, 2**32])
-def test_top(of: Any, memory: int) -> None:
+def test_top(of: Any, of_train: Any, memory: int) -> None:
     """More of a margin is better, so that helpful data have negative scores for it."""
     queries, train = both()
     influence = Influence(kfs.EKFAC(train), 0.1)
-    scores = influence.scores(queries, train, of=of)
-    top = influence.top(queries, train, 4, of=of, memory=memory)
-    best = scores.argsort(1, descending=of == "loss")
+    scores = influence.scores(queries, train, of=of, of_train=of_train)
+    top = influence.top(queries, train, 4, of=of, of_train=of_train, memory=memory)
+    best = scores.argsort(1, descending=of == of_train)
     assert torch.equal(top.helpful.indices, best[:, :4])
     assert torch.equal(top.harmful.indices, best.flip(1)[:, :4])
     close(top.helpful.values, scores.gather(1, best[:, :4]))

@@ -137,6 +137,16 @@ def test_models_without_tokens() -> None:
             return logits
 
     assert "Block 'c' has 1 rows for each datum" in refused(Pooled(), T, D)
+
+    class Twice(Pooled):
+        """Sees every position twice in its last layer. Two of three layers say how many positions there are."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.b(self.a(x).tanh()).tanh()
+            logits: Tensor = self.c(torch.cat([h, h.square()], 1)).mean(1)
+            return logits
+
+    assert f"Block 'c' has {2 * T} rows for each datum" in refused(Twice(), T, D)
     assert "no rows, since no rule covers it" in refused(
         Function(
             lambda m, x: (x @ m.W @ torch.linalg.inv(m.V + 3 * torch.eye(D))).mean(1),

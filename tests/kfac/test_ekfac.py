@@ -374,3 +374,14 @@ def test_what_cannot_be_corrected_is_refused() -> None:
     risk = risk_of(*SHARED["convolution"])
     with pytest.raises(ModelError, match="forward-only"):
         EKFAC(risk, "forward-only")
+
+
+@pytest.mark.filterwarnings("ignore:Factors wider than max_dim")
+@pytest.mark.parametrize("joint_bias", [True, False])
+def test_diagonal_factors(joint_bias: bool) -> None:
+    """Without eigenvectors, eigenvalues are the diagonal of the exact curvature, also of the bias."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    data = torch.randn(N, 3, dtype=torch.float64), torch.randn(N, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(model, nn.MSELoss(), data)
+    E = EKFAC(risk, max_dim=1, joint_bias=joint_bias)
+    close(E.to_dense(), GGN(risk).to_dense().diagonal().diag())

@@ -108,6 +108,18 @@ def test_contract_and_numbers(name: str) -> None:
         close(scaled.inverse().to_dense(), -0.5 * damped)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(3, 3), (3, 4)])
+def test_determinants_of_negative_multiples(rows: int, columns: int) -> None:
+    """The determinant is negative if the matrix has an odd number of rows."""
+    K = total(*(one_block(definite(columns, seed), definite(rows, 10 + seed)) for seed in range(3)))
+    assert isinstance(K.inverse().structures["W"], IterativeInverse)
+    negative: Any = -2 * K.inverse()
+    dense = -2 * torch.linalg.inv(K.to_dense())
+    close(negative.to_dense(), dense)
+    close(negative.det(), torch.linalg.det(dense))
+    assert (float(negative.det()) < 0) == (rows * columns % 2 == 1)
+
+
 @pytest.mark.parametrize("num", [2, 3])
 def test_inverse_and_determinant_of_definite_sums(num: int) -> None:
     """Two terms have a closed form; the inverse of three is applied by conjugate gradients."""

@@ -287,3 +287,13 @@ def test_few_directions_tell_rows_apart(features: int) -> None:
     same = torch.cdist(found, found) == 0
     assert same.tolist() == (torch.cdist(g.flatten(0, 1), g.flatten(0, 1)) == 0).tolist()
     assert found.shape[1] <= 4
+
+
+@pytest.mark.parametrize("num_data", [1, 5, 8])
+def test_digits_beyond_the_number_of_data(num_data: int) -> None:
+    """A row whose gradients belong to a datum that does not exist belongs to several data."""
+    g = torch.randn(1, 3, dtype=torch.float64)
+    for n in range(ownership.BASE):
+        (found,) = ownership.measured([g, 2**n * g], [1], num_data, torch.float64)
+        assert found.mixes == (n >= num_data)
+        assert found.owners.tolist() == [n if n < num_data else -1]

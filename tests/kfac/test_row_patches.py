@@ -77,11 +77,12 @@ def test_when_it_pays(kernel: int, stride: int, height: int, out: int, pays: boo
     assert rows_pay(windows, height) == pays
 
 
-def test_kernel_higher_than_image() -> None:
-    """No row has a partner at the distance of the kernel's outermost rows."""
-    P = Patches((2, 1, 2), (3,), (1,), ((2, 2),), (1,), 1)
+@pytest.mark.parametrize(("kernel", "padding"), [(3, 2), (7, 3)])
+def test_kernel_higher_than_image(kernel: int, padding: int) -> None:
+    """No row has a partner at the distance of the kernel's outermost rows, some of which see zeros only."""
+    P = Patches((2, 1, 2), (kernel,), (1,), ((padding, padding),), (1,), 1)
     x = torch.randn(2, 1, 2, dtype=torch.float64)
-    total = OuterProductSum.zeros(3, 1, False, False, torch.float64, "cpu")
+    total = OuterProductSum.zeros(kernel, 1, False, False, torch.float64, "cpu")
     P.add_to(total, x, ones=False)
     total.complete()
     vectors = written_down(x, P)

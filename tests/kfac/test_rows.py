@@ -98,6 +98,34 @@ def test_rows_that_are_repeated(num_data: int) -> None:
     close(K.diagonal(), GGN(risk).diagonal())
 
 
+@pytest.mark.parametrize("place", [0, 2, 4])
+def test_a_single_number(place: int) -> None:
+    """A part of one number belongs to its parameter, also if it is the last one in memory."""
+    model = Function(
+        lambda m, x: (F.linear(x, m.W) * m.scales[place : place + 1]).tanh(), W=normal(2, 3), scales=normal(5)
+    )
+    risk = one_datum(model, 3, 2)
+    K = KFAC(risk, sharing="reduce")
+    exact = GGN(risk, block_diagonal=True).to_dense()
+    assert exact.diagonal()[6 + place] > 0
+    close(K.to_dense(), exact)
+
+
+@pytest.mark.parametrize("equation", ["nj,ij->ni", "nj,ij->in"])
+@pytest.mark.parametrize("size", [3, 4])
+def test_einsum_with_a_transposed_weight(equation: str, size: int) -> None:
+    """Inputs belong to rows of the parameter then, and outputs to its columns; square ones tell by values only."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        out = torch.einsum(equation, x, m.W.T)
+        return (out if equation.endswith("ni") else out.T).tanh()
+
+    risk = one_datum(Function(forward, W=normal(size, 3)), size, 3)
+    K = KFAC(risk)
+    assert "einsum" in K.blocks["W"].sums.operations
+    close(K.to_dense(), GGN(risk).to_dense())
+
+
 @pytest.mark.parametrize("beta", [1.0, 0.5])
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
 def test_scaled_addmm(alpha: float, beta: float) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kfs import GGN, EmpiricalRisk, Fisher
 from kfs.errors import DataError
 from kfs.losses import TokenCrossEntropy
-from kfs.recording import surroundings
+from kfs.recording import has_hooks, surroundings
 from tests.kfac.tape import Tapes
 from tests.operators.recorded import Net, columns_for, make_risk, recorded, recordings, same
 
@@ -25,9 +25,10 @@ class Tokens(Net):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scales", torch.tensor([1.0, 2.0, 3.0]))
+        self.factors = {"scale": 0.5}
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).unsqueeze(1) * self.scales.reshape(1, 3, 1)
+        return super().forward(x).unsqueeze(1) * self.scales.reshape(1, 3, 1) * self.factors.get("scale", 1.0)
 
 
 def make_tokens() -> EmpiricalRisk:
@@ -61,6 +62,15 @@ def change_attribute(A: Any) -> None:
     A.risk.model.temperature = 0.5
 
 
+def rename_key(A: Any) -> None:
+    A.risk.model.factors = {"unused": 0.5}
+
+
+def add_attribute(A: Any) -> None:
+    head = A.risk.model.head  # the last module, so that all that was there before is still in its place
+    head.forward = lambda x: 2 * nn.functional.linear(x, head.weight, head.bias)
+
+
 def replace_module(A: Any) -> None:
     A.risk.model.norm.forward = lambda x: x
 
@@ -84,6 +94,8 @@ CHANGES: dict[Callable[[Any], None], bool] = {
     replace_tensor: False,
     replace_parameter: False,
     change_attribute: False,
+    rename_key: False,
+    add_attribute: False,
     replace_module: False,
     change_loss: False,
     change_weights: False,
@@ -145,6 +157,46 @@ class TestSurroundings:
         with torch.backends.cudnn.flags(**{switch: not getattr(torch.backends.cudnn, switch)}):
             assert surroundings(device) != before
         assert surroundings(device) == before
+
+    def test_default_dtype(self) -> None:
+        device = torch.device("cpu")
+        before = surroundings(device)
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert surroundings(device) != before
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert surroundings(device) == before
+
+    def test_dtype_of_autocast(self) -> None:
+        device = torch.device("cpu")
+        found = []
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                found.append(surroundings(device))
+        assert found[0] != found[1]
+
+    @pytest.mark.parametrize(
+        "register",
+        [
+            "register_forward_pre_hook",
+            "register_forward_hook",
+            "register_full_backward_pre_hook",
+            "register_full_backward_hook",
+        ],
+    )
+    def test_hooks(self, register: str, tapes: list[Tapes]) -> None:
+        """A replay would not call them, so that models with hooks are not recorded."""
+        risk = make_risk()
+        assert isinstance(risk.model, nn.Module)
+        hook = getattr(risk.model.get_submodule("head"), register)(lambda *_: None)
+        assert has_hooks(risk.model)
+        recorded(GGN(risk))
+        assert recordings(tapes) == 0
+        hook.remove()
+        assert not has_hooks(risk.model)
+        recorded(GGN(risk))
+        assert recordings(tapes) == 2
 
 
 class TestErrors:

@@ -1,6 +1,7 @@
 """A run that has diverged says so once, with what was last fine, and events are logged less and less often."""
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -39,6 +40,19 @@ def test_parameters_that_are_not_finite(both: bool) -> None:
             p.nan_to_num_(0.0, 0.0, 0.0)
     train(model, optimizer, [GOOD], LOSS)
     assert optimizer.steps == 4
+
+
+def test_damping_of_the_last_fine_step() -> None:
+    """It is the one that was used, after steps that were skipped have raised it."""
+    model = mlp()
+    optimizer = KFAC(model, LOSS, patience=1)
+    train(model, optimizer, [GOOD, *[BAD] * 3, GOOD], LOSS)
+    (used,) = set(optimizer.report().damping)
+    assert used > optimizer.param_groups[0]["damping"]
+    with torch.no_grad():
+        model[0].weight[0, 0] = torch.inf
+    with pytest.raises(SolverError, match=re.escape(f"damping {used:.3g}).")):
+        train(model, optimizer, [BAD], LOSS)
 
 
 @pytest.mark.parametrize("patience", [1, 3])

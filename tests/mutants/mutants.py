@@ -1,0 +1,1246 @@
+"""One-line mistakes in `kfs`, each of which some test must notice.
+
+A mutant is a fragment of a line and what replaces it. All of them change results, messages or limits, not only speed.
+The fragment identifies the place: if its file was moved, it is looked for in all files of `kfs`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A mistake.
+
+    Attributes:
+        room: The part of `kfs` that it is in.
+        file: Where it is expected, relative to `kfs/`.
+        old: A fragment of a line that occurs once in the file, or once after `near`.
+        new: What replaces the fragment.
+        error: What kind of mistake it is.
+        tests: Files and folders of `tests/` that are most likely to notice it.
+        near: A text that occurs once in the file, if the fragment occurs several times. The first one after it counts.
+        name: The room and a number.
+    """
+
+    room: str
+    file: str
+    old: str
+    new: str
+    error: str
+    tests: tuple[str, ...]
+    near: str = ""
+    name: str = ""
+
+    def apply(self, root: Path = ROOT) -> tuple[Path, str]:
+        """Return the file and its text with the mistake. Nothing is written.
+
+        Raises:
+            ValueError: If the fragment is not found exactly once.
+        """
+        expected = root / "kfs" / self.file
+        candidates = [expected] if expected.is_file() and self._count(expected) == 1 else _sources(root)
+        found = [path for path in candidates for _ in range(self._count(path))]
+        if len(found) != 1:
+            raise ValueError(
+                f"Mutant {self.name} ({self.error}): {self.old!r} occurs {len(found)} times in kfs, expected once. "
+                "If the line was rewritten, rewrite the mutant in tests/mutants/mutants.py; if it was removed, "
+                "replace the mutant by another one."
+            )
+        text = found[0].read_text(encoding="utf-8")
+        start = text.index(self.old, text.index(self.near))
+        return found[0], text[:start] + self.new + text[start + len(self.old) :]
+
+    def _count(self, path: Path) -> int:
+        """Return how many places of a file are meant. With `near`, it is the first one after that."""
+        text = path.read_text(encoding="utf-8")
+        if not self.near:
+            return text.count(self.old)
+        return text.count(self.near) * (self.old in text.partition(self.near)[2])
+
+
+def _sources(root: Path) -> list[Path]:
+    return sorted((root / "kfs").rglob("*.py"))
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Collects the mutants of a part of `kfs`."""
+
+    name: str
+    tests: tuple[str, ...]  # for mutants that name none
+
+    def mutant(self, file: str, old: str, new: str, error: str, tests: Sequence[str] = (), near: str = "") -> Mutant:
+        return Mutant(self.name, file, old, new, error, tuple(tests) or self.tests, near)
+
+
+def _numbered(mutants: Sequence[Mutant]) -> Iterator[Mutant]:
+    """Name mutants by their room and a number."""
+    seen: Counter[str] = Counter()
+    for one in mutants:
+        seen[one.room] += 1
+        name = f"{one.room.replace(' ', '-')}-{seen[one.room]}"
+        yield Mutant(one.room, one.file, one.old, one.new, one.error, one.tests, one.near, name)
+
+
+basics = _Room("basics", ("tests/basics",)).mutant
+losses = _Room("losses", ("tests/losses",)).mutant
+data = _Room("risk and data", ("tests/test_risk.py", "tests/test_data.py", "tests/test_outputs.py")).mutant
+operators = _Room("operators", ("tests/operators/test_operators.py", "tests/operators/test_algorithms.py")).mutant
+rules = _Room("kfac rules", ("tests/kfac/test_rules.py", "tests/kfac/test_operations.py")).mutant
+capture = _Room("kfac capture", ("tests/kfac/test_ownership.py", "tests/kfac/test_audit.py")).mutant
+sums = _Room("kfac sums", ("tests/kfac/test_definition.py", "tests/kfac/test_kfac.py")).mutant
+structures = _Room("kfac structures", ("tests/kfac/test_kronecker.py", "tests/kfac/test_kronecker_sum.py")).mutant
+kfac = _Room("kfac", ("tests/kfac/test_kfac.py", "tests/kfac/test_ekfac.py")).mutant
+recording = _Room("recording", ("tests/operators/test_recorded_changes.py",)).mutant
+optim = _Room("optim", ("tests/optim/test_rule.py", "tests/optim/test_trajectory.py")).mutant
+influence = _Room("influence", ("tests/influence",)).mutant
+laplace = _Room("laplace", ("tests/laplace",)).mutant
+merging = _Room("merging", ("tests/merging",)).mutant
+compress = _Room("compress", ("tests/compress",)).mutant
+distributed = _Room("distributed", ("tests/distributed/test_placement.py", "tests/distributed/test_summing.py")).mutant
+storage = _Room("storage", ("tests/test_storage.py", "tests/kfac/test_files.py")).mutant
+conformance = _Room("conformance", ("tests/conformance",)).mutant
+
+_MUTANTS = [
+    # The definitions.
+    basics(
+        "basics/emp_fishers.py",
+        "return reduction_factor(loss, y) * E",
+        "return E",
+        "wrong scale: reduction factor missing",
+    ),
+    basics("basics/exact_fishers.py", "* sqrt(dim):", "* dim:", "wrong scale: labels too far from the prediction"),
+    basics("basics/exact_fishers.py", "F += weight * tensordot", "F += tensordot", "missing weights of labels"),
+    basics(
+        "basics/mc_fishers.py",
+        "return reduction_factor(loss, y) / mc_samples * F",
+        "return reduction_factor(loss, y) * F",
+        "wrong scale: sum instead of mean over draws",
+    ),
+    basics(
+        "basics/_per_datum.py",
+        "total += g1 * (g2 * v.detach()).sum()",
+        "total += g2 * (g1 * v.detach()).sum()",
+        "swapped sides of an outer product",
+    ),
+    basics("basics/ggns.py", "(J1.T @ H @ J2)", "(J1.T @ H.T @ J1)", "wrong Jacobian of columns"),
+    basics(
+        "basics/flattening.py",
+        "return vec(vec(t, 0, row_ndim - 1), 1, -1)",
+        "return rvec(vec(t, 0, row_ndim - 1), 1, -1)",
+        "columns flattened in another order than rows",
+    ),
+    basics("basics/hessians.py", "mixed_hvp(c, a2, a1, one_hot)", "mixed_hvp(c, a1, a2, one_hot)", "swapped arguments"),
+    basics(
+        "basics/reduction_factors.py",
+        'return 2.0 if loss.reduction == "sum" else 2.0 / target.numel()',
+        'return 2.0 if loss.reduction == "sum" else 2.0 / len(target)',
+        "mean over data instead of entries",
+    ),
+    basics(
+        "basics/reduction_factors.py",
+        "return target.numel() / target.shape[1]",
+        "return target.shape[0]",
+        "positions of probabilities not counted",
+    ),
+    basics(
+        "basics/label_sampling.py",
+        "return torch.where(target == loss.ignore_index, target, label)",
+        "return label",
+        "ignored labels drawn like others",
+    ),
+    # Losses.
+    losses(
+        "losses/binary.py",
+        "return root(self._mass(f, y)) * (probability - label)",
+        "return self._mass(f, y) * (probability - label)",
+        "weight instead of its root",
+    ),
+    losses(
+        "losses/binary.py",
+        "return self._mass(f, y) * f.sigmoid() - self._yes(f, y)",
+        "return f.sigmoid() - self._yes(f, y)",
+        "missing weights",
+    ),
+    losses(
+        "losses/binary.py",
+        "return (2 * y.to(f.dtype) - 1).expand_as(f)",
+        "return (1 - 2 * y.to(f.dtype)).expand_as(f)",
+        "sign of the margin",
+    ),
+    losses(
+        "losses/categorical.py",
+        "product.sum(axis, keepdim=True), value=-1)",
+        "product.sum(axis, keepdim=True), value=1)",
+        "sign in the covariance of labels",
+    ),
+    losses(
+        "losses/categorical.py", "reached = u * cumulative[..., -1:]", "reached = u", "draws not scaled to the total"
+    ),
+    losses(
+        "losses/counter.py",
+        "first // at_a_time, first + num_data",
+        "first // at_a_time, num_data",
+        "off by the first datum",
+    ),
+    losses(
+        "losses/counter.py",
+        "torch.sqrt(-2 * torch.log(radius))",
+        "torch.sqrt(-torch.log(radius))",
+        "variance of normal draws",
+    ),
+    losses(
+        "losses/cross_entropy.py",
+        "expected = f.shape[:1] + f.shape[2:] if labels else f.shape",
+        "expected = f.shape[:2] + f.shape[2:] if labels else f.shape",
+        "wrong expected shape",
+    ),
+    losses(
+        "losses/cross_entropy.py",
+        "values *= root_of_mass[:, :, p]",
+        "values *= root_of_mass[:, :, p] ** 2",
+        "weight instead of its root",
+    ),
+    losses(
+        "losses/cross_entropy.py",
+        "p = (1 - self.label_smoothing) * p + self.label_smoothing / f.shape[1]",
+        "p = (1 - self.label_smoothing) * p",
+        "smoothing of labels half missing",
+    ),
+    losses(
+        "losses/cross_entropy.py",
+        "return y[:, 1:] if self.shift else y",
+        "return y[:, :-1] if self.shift else y",
+        "off by one: labels not shifted",
+    ),
+    losses("losses/gaussian.py", "r**2 / var**3 - 0.5 / var**2", "r**2 / var**3 + 0.5 / var**2", "sign"),
+    losses("losses/gaussian.py", "+ v.sqrt() * noise)", "+ v * noise)", "variance instead of standard deviation"),
+    losses("losses/huber.py", "scale = 1 / self.delta", "scale = self.delta", "inverted scale"),
+    losses(
+        "losses/poisson.py",
+        "return self.second_derivative(f, self._rate(f)) * v",
+        "return self.second_derivative(f, y) * v",
+        "targets instead of expected targets",
+    ),
+    losses(
+        "losses/custom.py",
+        "Q * eigenvalues.clamp(min=0).sqrt().unsqueeze(1)",
+        "Q * eigenvalues.clamp(min=0).unsqueeze(1)",
+        "missing root",
+    ),
+    # Risk, data and outputs.
+    data("risk.py", "return {name: (self.reduction_factor * g)", "return {name: g", "missing reduction factor"),
+    data("risk.py", "return self.reduction_factor * total", "return total", "missing reduction factor"),
+    data(
+        "risk.py",
+        "first += len(y)",
+        "first += 1",
+        "wrong index of the first datum of a batch",
+        ("tests/test_risk.py", "tests/test_draws.py"),
+    ),
+    data("data.py", "position += 1", "position += 0", "every batch drawn with the same seed", ("tests/test_data.py",)),
+    data(
+        "data.py",
+        "preferred = [axis for axis in (batch_axis, 0) if axis in axes]",
+        "preferred = [axis for axis in (0, batch_axis) if axis in axes]",
+        "wrong preference of axes",
+        ("tests/test_data.py", "tests/kfac/test_positions.py", "tests/kfac/test_audits.py"),
+    ),
+    data(
+        "data.py",
+        'rest = {key: value for key, value in batch.items() if key != "labels"}',
+        "rest = dict(batch)",
+        "labels passed to the model",
+        ("tests/test_data.py", "tests/test_inputs.py"),
+    ),
+    data(
+        "data.py",
+        "return not any(few <= number < num_data for number in largest)",
+        "return True",
+        "condition dropped: indices into a batch that is cut",
+        ("tests/test_data.py", "tests/operators/test_one_derivative.py"),
+    ),
+    data(
+        "data.py",
+        "torch.arange(_SAMPLE, device=device) * shape.numel() // _SAMPLE",
+        "torch.arange(_SAMPLE, device=device)",
+        "a sample of the first numbers only",
+        ("tests/test_data.py", "tests/test_num_data.py", "tests/test_inputs.py"),
+    ),
+    data(
+        "outputs.py",
+        "found = [t for t in parts_of(output) if t.ndim > 0]",
+        "found = parts_of(output)",
+        "a loss taken for predictions",
+        ("tests/test_outputs.py",),
+    ),
+    # Operators.
+    operators(
+        "operators/curvature.py",
+        "u[:, n] = S[start : start + self.chunk_size, n]",
+        "u[:, n] = S[start : start + self.chunk_size, 0]",
+        "wrong datum",
+    ),
+    operators(
+        "operators/curvature.py",
+        "return gradients.div(self.mc_samples**0.5)",
+        "return gradients.div(self.mc_samples)",
+        "wrong scale of draws",
+        ("tests/operators/test_operators.py", "tests/test_draws.py"),
+    ),
+    operators(
+        "operators/curvature.py",
+        "wanted = [name for name in names if name in rows]",
+        "wanted = rows",
+        "blocks coupled that are not",
+    ),
+    operators(
+        "operators/curvature.py",
+        "batch.y[some], batch.first + some.start",
+        "batch.y[some], batch.first",
+        "draws of the first datum",
+        ("tests/operators/test_many_columns.py", "tests/operators/test_memory_of_products.py"),
+    ),
+    operators(
+        "operators/estimators.py",
+        "return samples.std(-1).div(samples.shape[-1] ** 0.5)",
+        "return samples.std(-1)",
+        "deviation instead of standard error",
+        ("tests/operators/test_estimators.py",),
+    ),
+    operators(
+        "operators/estimators.py",
+        "samples = H.trace() - (S * (H @ S)).sum(0) + (X * AX).sum(0)",
+        "samples = H.trace() + (X * AX).sum(0)",
+        "biased estimate",
+        ("tests/operators/test_estimators.py",),
+    ),
+    operators(
+        "operators/estimators.py",
+        "Z = _product(A.T, Q, line) / size",
+        "Z = _product(A, Q, line) / size",
+        "missing transpose",
+        ("tests/operators/test_estimators.py",),
+    ),
+    operators(
+        "operators/solve.py",
+        "return torch.where(B.abs().amax(0) > 0, X / size, 0.0)",
+        "return torch.where(B.abs().amax(0) > 0, X, 0.0)",
+        "start not scaled",
+        ("tests/operators/test_solvers.py",),
+    ),
+    operators(
+        "operators/solve.py",
+        "if residuals[-1] > 0.5 * before:",
+        "if residuals[-1] > 2.0 * before:",
+        "no end of a stalled iteration",
+        ("tests/operators/test_solvers.py",),
+    ),
+    operators(
+        "operators/solve.py", "X = X + scale * Z", "X = X + Z", "missing scale", ("tests/operators/test_solvers.py",)
+    ),
+    operators(
+        "operators/least_squares.py",
+        "state = _State(A, B, damping**0.5)",
+        "state = _State(A, B, damping)",
+        "damping instead of its root",
+        ("tests/operators/test_solvers.py",),
+    ),
+    operators(
+        "operators/spectrum.py",
+        "return nodes, vectors[0] ** 2",
+        "return nodes, vectors[:, 0] ** 2",
+        "swapped axes of eigenvectors",
+    ),
+    operators(
+        "operators/spectrum.py", "torch.cat(weights) / num_vectors", "torch.cat(weights)", "weights do not sum to one"
+    ),
+    operators(
+        "operators/spectrum.py",
+        'which = ("L" if largest else "S")',
+        'which = ("S" if largest else "L")',
+        "smallest for largest",
+    ),
+    operators(
+        "operators/space.py",
+        "return self.unflatten(flat.index_add_(1, places, entries))",
+        "return self.unflatten(flat.index_copy_(1, places, entries))",
+        "repeated entries not added up",
+    ),
+    # Rules: which rows a layer multiplies.
+    rules(
+        "kfac/rules/linear.py",
+        'return multiply(call, "matmul", a, b, flip=True)',
+        'return multiply(call, "matmul", a, b)',
+        "missing transpose of the weight",
+    ),
+    rules("kfac/rules/linear.py", "if beta != 1 or alpha != 1 or", "if", "condition dropped: scaled products"),
+    rules(
+        "kfac/rules/linear.py",
+        "axes = w[::-1] if view.transposed else w",
+        "axes = w",
+        "transposed views",
+        ("tests/kfac/test_rows.py",),
+    ),
+    rules(
+        "kfac/rules/linear.py",
+        "joins = view.is_whole if whole else same_rows",
+        "joins = True",
+        "part of a bias joined to a weight",
+    ),
+    rules(
+        "kfac/rules/convolution.py",
+        "around = tuple((total // 2, total - total // 2) for total in totals)",
+        "around = tuple((total - total // 2, total // 2) for total in totals)",
+        "padding on the wrong side",
+        ("tests/kfac/test_definition.py",),
+    ),
+    rules(
+        "kfac/rules/convolution.py",
+        "(d * (k - 1) - p + more, d * (k - 1) - p)",
+        "(d * (k - 1) - p, d * (k - 1) - p)",
+        "missing output padding",
+    ),
+    rules(
+        "kfac/rules/convolution.py", "return sparse.flip(*range(2, dims + 2))", "return sparse", "kernel not mirrored"
+    ),
+    rules(
+        "kfac/rules/normalization.py",
+        '"channels": (x.shape[0], prod(x.shape[2:])) if x.ndim > 2 else x.shape[:1]',
+        '"channels": (x.shape[0], 1) if x.ndim > 2 else x.shape[:1]',
+        "positions missing",
+        ("tests/kfac/test_normalization.py", "tests/kfac/test_definition.py", "tests/kfac/test_kfac.py"),
+    ),
+    rules(
+        "kfac/rules/normalization.py",
+        "statistics = () if training else (running_mean, running_var)",
+        "statistics = ()",
+        "statistics of the batch for running ones",
+        ("tests/kfac/test_normalization.py", "tests/kfac/test_rules.py"),
+    ),
+    rules(
+        "kfac/rules/normalization.py",
+        "lambda x: x.clamp(max=0), along)",
+        "lambda x: x.clamp(min=0), along)",
+        "min for max in PReLU",
+    ),
+    rules(
+        "kfac/rules/embedding.py",
+        "padding = None if padding_idx is None else padding_idx % rows",
+        "padding = None",
+        "padding counted",
+    ),
+    rules(
+        "kfac/rules/experts.py",
+        "z = z if alpha == beta else alpha / beta * z",
+        "z = z if alpha == beta else alpha * z",
+        "wrong scale",
+        ("tests/kfac/test_mixtures.py",),
+    ),
+    # Capture: the datum of each row, and which rows count.
+    capture(
+        "kfac/capture/counted_rows.py",
+        "(T.flip(1).cumsum(1) > 0).flip(1)",
+        "(T.cumsum(1) > 0)",
+        "rows after instead of before a target",
+        ("tests/kfac/test_padded_rows.py", "tests/kfac/test_rows.py"),
+    ),
+    capture(
+        "kfac/capture/counted_rows.py",
+        "several = M.sum(1, keepdim=True) > 1",
+        "several = M.sum(1, keepdim=True) > 0",
+        "off by one: data of a single row",
+        ("tests/kfac/test_padded_rows.py", "tests/kfac/test_rows.py"),
+    ),
+    capture(
+        "kfac/capture/ownership.py",
+        "found: Tensor = (size > 0) & (distance",
+        "found: Tensor = (distance",
+        "condition dropped: rows without gradient count",
+        ("tests/kfac/test_padded_rows.py",),
+    ),
+    capture(
+        "kfac/capture/ownership.py",
+        "torch.equal(voters // inner % num_data, owners[voters])",
+        "torch.equal(voters // inner, owners[voters])",
+        "missing modulus",
+    ),
+    capture(
+        "kfac/capture/ownership.py",
+        "misfit[owners >= num_data] = torch.inf",
+        "misfit[owners > num_data] = torch.inf",
+        "off by one",
+    ),
+    capture(
+        "kfac/capture/ownership.py",
+        "while BASE**digits < num_data:",
+        "while BASE ** (digits + 1) < num_data:",
+        "too few digits for many data",
+    ),
+    capture(
+        "kfac/capture/ownership.py",
+        "misfit = torch.maximum(misfit, distance.nan_to_num(nan=0.0))",
+        "misfit = torch.minimum(misfit, distance.nan_to_num(nan=0.0))",
+        "min for max",
+    ),
+    capture(
+        "kfac/capture/tap.py",
+        "for derived in reversed(capture.derived):",
+        "for derived in capture.derived:",
+        "derived parameters in the wrong order",
+        ("tests/kfac/test_composites.py", "tests/kfac/test_gradient_streams.py"),
+    ),
+    capture(
+        "kfac/capture/tracking.py",
+        "torch.stack(self._arrived).sum(0)",
+        "torch.stack(self._arrived).mean(0)",
+        "mean for sum of gradients",
+        ("tests/kfac/test_composites.py", "tests/kfac/test_gradient_streams.py"),
+    ),
+    capture(
+        "kfac/capture/tracking.py",
+        "self.stop = self.start + (reach + 1) * t.element_size()",
+        "self.stop = self.start + reach * t.element_size()",
+        "off by one: last number of a parameter",
+        ("tests/kfac/test_rows.py", "tests/kfac/test_composites.py"),
+    ),
+    capture(
+        "kfac/capture/derived.py",
+        "strides = tuple(0 if n == 1 else stride for n, stride in zip(padded, strides, strict=True))",
+        "strides = tuple(strides)",
+        "axes of length one that are expanded",
+        ("tests/kfac/test_composites.py", "tests/kfac/test_constants.py"),
+    ),
+    # Sums: both factors.
+    sums(
+        "kfac/sums/factor_sums.py",
+        "averages = collected.gradients / collected.counts.clamp(min=1).unsqueeze(-1)",
+        "averages = collected.gradients",
+        "sum instead of mean over positions",
+    ),
+    sums(
+        "kfac/sums/factor_sums.py",
+        "last = counts if self.plan.ones else torch.zeros_like(counts)",
+        "last = torch.ones_like(counts)",
+        "bias counted once instead of at every position",
+    ),
+    sums(
+        "kfac/sums/block_sums.py",
+        'scale = ratio.sqrt() if side == "A" else ratio.rsqrt()',
+        "scale = ratio.sqrt()",
+        "inverted scale of the second factor",
+        (
+            "tests/kfac/test_sparse_and_nested.py",
+            "tests/kfac/test_repeated_tables.py",
+            "tests/kfac/test_traps.py",
+            "tests/kfac/test_mixtures.py",
+        ),
+    ),
+    sums(
+        "kfac/sums/block_sums.py",
+        "return sum(squares) / self.terms",
+        "return sum(squares)",
+        "missing mean",
+        ("tests/kfac/test_forward_only.py",),
+    ),
+    sums(
+        "kfac/sums/block_sums.py",
+        "return sum(role.positions**2 / role.terms",
+        "return sum(role.positions / role.terms",
+        "missing square of positions",
+        ("tests/optim/test_rule.py",),
+    ),
+    sums(
+        "kfac/sums/outer_products.py",
+        "self.ones += len(x)",
+        "self.ones += 1",
+        "bias counted once",
+        near="self.inner.addmm_(transposed, x)",
+    ),
+    sums("kfac/sums/outer_products.py", "self.total[..., -1, :-1] = self._last_column", "pass", "bias row missing"),
+    sums(
+        "kfac/sums/inputs.py",
+        "gradients = gradients if Q_B is None else Q_B[0].T @ gradients",
+        "gradients = gradients if Q_B is None else Q_B[0] @ gradients",
+        "missing transpose",
+        ("tests/kfac/test_ekfac.py",),
+    ),
+    sums(
+        "kfac/sums/inputs.py",
+        "total[0, :, -1] += weights.sum(0)",
+        "total[0, :, -1] += 1",
+        "wrong squares of a bias",
+        ("tests/kfac/test_ekfac.py",),
+    ),
+    sums(
+        "kfac/sums/inputs.py",
+        "return index != self.padding",
+        "return index == self.padding",
+        "negated condition",
+        ("tests/kfac/test_padding.py",),
+    ),
+    sums(
+        "kfac/sums/patches.py",
+        "(n + sum(pad) - d * (k - 1) - 1) // s + 1",
+        "(n + sum(pad) - d * (k - 1)) // s",
+        "off by one: number of patches",
+    ),
+    sums(
+        "kfac/sums/patches.py",
+        "owners.counts(len(x), sums) * prod(self.out)",
+        "owners.counts(len(x), sums)",
+        "positions of images not counted",
+    ),
+    sums(
+        "kfac/sums/patches.py",
+        "return positions.flip(1) if self.mirrored else positions",
+        "return positions",
+        "patches of mirrored images in the wrong order",
+        ("tests/kfac/test_ekfac.py", "tests/kfac/test_padded_rows.py"),
+    ),
+    sums(
+        "kfac/sums/row_patches.py",
+        "yield max(first + count, 0), rows",
+        "yield first + count, rows",
+        "negative start of a range",
+        ("tests/kfac/test_row_patches.py",),
+    ),
+    sums(
+        "kfac/sums/row_patches.py",
+        "blocks[:, a, :, :, a + step].sub_(border)",
+        "blocks[:, a, :, :, a + step].add_(border)",
+        "sign of the border",
+        ("tests/kfac/test_row_patches.py",),
+    ),
+    # Structures: algebra of Kronecker products.
+    structures(
+        "kfac/structures/kronecker.py",
+        "return sign, self.rows * log_a + self.columns * log_b",
+        "return sign, self.columns * log_a + self.rows * log_b",
+        "swapped sizes",
+    ),
+    structures(
+        "kfac/structures/kronecker.py",
+        "product = self.B.values[0] @ M[0, 0] @ self.A.values[0].T",
+        "product = self.B.values[0] @ M[0, 0] @ self.A.values[0]",
+        "missing transpose",
+    ),
+    structures(
+        "kfac/structures/kronecker.py",
+        "self.B.scaled(self.A.scale).plus(other.B.scaled(other.A.scale))",
+        "self.B.plus(other.B)",
+        "scales lost in a sum",
+    ),
+    structures(
+        "kfac/structures/factor.py",
+        "return sign * self.scale.sign() ** self.size,",
+        "return sign,",
+        "sign of a negative scale",
+    ),
+    structures(
+        "kfac/structures/factor.py",
+        "return replace(self, values=values, scale=1 / self.scale.to(values.dtype))",
+        "return replace(self, values=values)",
+        "scale not inverted",
+    ),
+    structures(
+        "kfac/structures/factor.py",
+        "return self.values.square().flatten(1).sum(1) * self.scale.square()",
+        "return self.values.square().flatten(1).sum(1) * self.scale",
+        "missing square",
+    ),
+    structures(
+        "kfac/structures/damping.py",
+        "return Kronecker(A.shift(pi * root), B.shift(root / pi))",
+        "return Kronecker(A.shift(root / pi), B.shift(pi * root))",
+        "swapped factors",
+        ("tests/kfac/test_damping.py",),
+    ),
+    structures(
+        "kfac/structures/damping.py",
+        "mean_A = structure.A.trace() / structure.columns",
+        "mean_A = structure.A.trace()",
+        "trace for mean eigenvalue",
+        ("tests/kfac/test_damping.py",),
+    ),
+    structures(
+        "kfac/structures/damping.py",
+        "means = torch.where(means == 0, torch.as_tensor(mean).to(relative), means)",
+        "pass",
+        "no fallback for blocks without curvature",
+        ("tests/kfac/test_damping.py",),
+    ),
+    structures(
+        "kfac/structures/damping.py",
+        'part = damping if method == "per-factor" else damping / len(structure.terms)',
+        "part = damping",
+        "damping of every term",
+        ("tests/kfac/test_kronecker_sum.py", "tests/kfac/test_damping.py"),
+    ),
+    structures(
+        "kfac/structures/eigenbasis.py",
+        "noise=abs(factor) * self.noise",
+        "noise=factor * self.noise",
+        "sign of noise",
+        ("tests/kfac/test_round_off.py", "tests/kfac/test_kronecker.py"),
+    ),
+    structures(
+        "kfac/structures/dense.py",
+        "(self.matrix @ M.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(M.shape)",
+        "(self.matrix.transpose(1, 2) @ M.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(M.shape)",
+        "extra transpose",
+    ),
+    structures(
+        "kfac/structures/kronecker_sum.py",
+        "torch.where(singular, -torch.inf, log - 2 * volume)",
+        "torch.where(singular, -torch.inf, log - volume)",
+        "wrong factor of a determinant",
+    ),
+    structures(
+        "kfac/structures/kronecker_sum.py",
+        "return sign * self.scale.sign() ** size,",
+        "return sign,",
+        "sign of a determinant with negative scale",
+    ),
+    # KFAC, EKFAC and their settings.
+    kfac(
+        "kfac/ekfac.py",
+        "mine.structure.like.add_(theirs.structure.like.to(mine.structure.like))",
+        "pass",
+        "merge adds nothing",
+    ),
+    kfac(
+        "kfac/ekfac.py",
+        "R = self.factors.loss.reduction_factor(self.count)",
+        "R = self.factors.loss.reduction_factor(self.factors.count)",
+        "count of other data",
+    ),
+    kfac("kfac/kfac.py", "self.num_data += num_data", "self.num_data = num_data", "data of before forgotten"),
+    kfac(
+        "kfac/kfac.py",
+        "block.reduction_factor = self.loss.reduction_factor(self.count)",
+        "block.reduction_factor = self.loss.scale",
+        "mean not divided",
+    ),
+    kfac(
+        "kfac/settings.py",
+        "return self.max_dim is not None and size > self.max_dim",
+        "return self.max_dim is not None and size >= self.max_dim",
+        "off by one",
+        ("tests/kfac/test_kfac.py", "tests/kfac/test_edges.py"),
+    ),
+    kfac(
+        "kfac/settings.py",
+        "first_sample=self.first_sample + self.mc_samples",
+        "first_sample=self.first_sample",
+        "the same draws twice",
+        ("tests/kfac/test_fresh_draws.py",),
+    ),
+    kfac(
+        "kfac/settings.py",
+        'self.sharing.get(name, self.sharing.get(name.rpartition(".")[0], "expand"))',
+        'self.sharing.get(name.rpartition(".")[0], "expand")',
+        "settings of single parameters ignored",
+    ),
+    kfac(
+        "kfac/layout.py",
+        "b.copy_(M[..., -1].reshape(b.shape))",
+        "b.copy_(M[..., 0].reshape(b.shape))",
+        "wrong column of the bias",
+        ("tests/kfac/test_kfac.py", "tests/kfac/test_layout.py", "tests/kfac/test_products.py"),
+    ),
+    # Recorded computations.
+    recording(
+        "recording/model_state.py", '"_backward_hooks", "_backward_pre_hooks")', '"_backward_hooks")', "hooks ignored"
+    ),
+    recording("recording/model_state.py", "yield from value", "pass", "keys of dictionaries ignored"),
+    recording(
+        "recording/model_state.py",
+        "if len(before) != len(now):",
+        "if len(before) > len(now):",
+        "new attributes ignored",
+    ),
+    recording("recording/surroundings.py", "torch.get_default_dtype(),", "", "default dtype ignored"),
+    recording("recording/surroundings.py", "torch.get_autocast_dtype(device.type),", "", "dtype of autocast ignored"),
+    recording(
+        "recording/replays.py",
+        "self.batch.recorded.fill_(batch.first)",
+        "pass",
+        "index of the first datum not updated",
+        ("tests/operators/test_recorded_products.py", "tests/kfac/test_replay.py"),
+    ),
+    recording(
+        "recording/replays.py",
+        "sums.add_counts({key: -value for key, value in added.items()})",
+        "pass",
+        "recorded batch counted twice",
+        ("tests/kfac/test_replay.py",),
+    ),
+    # The optimizer.
+    optim("optim/rule.py", "1 - share.momentum**2)", "1 - share.momentum)", "missing look-ahead"),
+    optim("optim/rule.py", "return float(1 / (1 - decay**age))", "return 1.0", "no correction of the start at zero"),
+    optim(
+        "optim/rule.py",
+        "radius = trust * sqrt(max(1.0, rows / columns))",
+        "radius = trust * sqrt(min(1.0, rows / columns))",
+        "min for max",
+    ),
+    optim("optim/rule.py", "result: Tensor = P * shrink.sqrt()", "result: Tensor = P * shrink", "missing root"),
+    optim(
+        "optim/rule.py",
+        "1 - kept_squares)",
+        "kept_squares)",
+        "old and new swapped",
+        ("tests/optim/test_kfac.py", "tests/optim/test_trajectory.py", "tests/optim/test_rule.py"),
+    ),
+    optim(
+        "optim/averages.py",
+        "inputs = K.A.trace() / (K.A.size * uses)",
+        "inputs = K.A.trace() / K.A.size",
+        "inputs of all positions together",
+        ("tests/optim/test_rule.py",),
+    ),
+    optim(
+        "optim/averages.py",
+        "average.weight = decay * average.weight + 1 - decay",
+        "average.weight = 1.0",
+        "no correction of the start at zero",
+        ("tests/optim/test_curvature.py", "tests/optim/test_trajectory.py"),
+    ),
+    optim(
+        "optim/averages.py",
+        "self.uses = self.before.uses",
+        "pass",
+        "a refused batch counts",
+        (
+            "tests/optim/test_curvature.py",
+            "tests/optim/test_watched_factors.py",
+            "tests/optim/test_safety.py",
+            "tests/optim/test_outstanding.py",
+        ),
+    ),
+    optim(
+        "optim/averages.py",
+        "return replace(factor, values=factor.values.square())",
+        "return factor",
+        "rotation of eigenvalues without squares",
+        ("tests/optim/test_curvature.py", "tests/optim/test_trajectory.py"),
+    ),
+    optim(
+        "optim/inverses.py",
+        "limits = tuple(trust if limit and trust is not None else torch.inf for trust in trusts)",
+        "limits = tuple(torch.inf for trust in trusts)",
+        "steps not limited",
+        ("tests/optim/test_trajectory.py", "tests/optim/test_kfac.py"),
+    ),
+    optim(
+        "optim/step_scale.py",
+        "return -lr * KEPT_OF_STEPS / (1 - KEPT_OF_STEPS)",
+        "return -lr / (1 - KEPT_OF_STEPS)",
+        "wrong mean age of steps",
+        ("tests/optim/test_step_scale.py",),
+    ),
+    optim(
+        "optim/step_scale.py",
+        "logarithm = torch.minimum(old.logarithm + change, old.ceiling)",
+        "logarithm = torch.maximum(old.logarithm + change, old.ceiling)",
+        "max for min",
+        ("tests/optim/test_step_scale.py",),
+    ),
+    optim(
+        "optim/step_scale.py",
+        "(self._peak / lr) ** 2",
+        "(self._peak / lr)",
+        "missing square",
+        ("tests/optim/test_step_scale.py",),
+    ),
+    optim(
+        "optim/divergence.py",
+        'group["damping"] * damping_scale)',
+        'group["damping"])',
+        "damping scale missing in a message",
+        ("tests/optim/test_divergence.py",),
+    ),
+    optim(
+        "optim/divergence.py",
+        "forgotten = (refusals - _FORGOTTEN * good).clamp(min=0)",
+        "forgotten = refusals * ~good",
+        "one usual size forgets all refusals",
+        ("tests/optim/test_safety.py", "tests/optim/test_events.py", "tests/optim/test_divergence.py"),
+    ),
+    optim(
+        "optim/updates.py",
+        "numbers: tuple[float, ...] = (lr, 1 - lr * decay,",
+        "numbers: tuple[float, ...] = (lr, 1 - decay,",
+        "weight decay without learning rate",
+        ("tests/optim/test_kfac.py", "tests/optim/test_trajectory.py"),
+    ),
+    optim(
+        "optim/updates.py",
+        "lrs[n] ** 2 * (v * D[n]).sum()",
+        "lrs[n] * (v * D[n]).sum()",
+        "missing square in KL clipping",
+        ("tests/optim/test_kfac.py", "tests/optim/test_trajectory.py"),
+    ),
+    optim(
+        "optim/updates.py",
+        "overshoot = 0.5 * scale[2].exp()",
+        "overshoot = scale[2].exp()",
+        "missing half",
+        ("tests/optim/test_step_scale.py",),
+    ),
+    optim(
+        "optim/watch.py",
+        "first_datum = self.first_datum + sum(waiting.all_data for waiting in self._complete)",
+        "first_datum = self.first_datum",
+        "the same draws in every pass of a step",
+        ("tests/optim/test_passes.py", "tests/optim/test_curvature.py", "tests/optim/test_watched_factors.py"),
+    ),
+    optim(
+        "optim/watch.py",
+        "call.depth += 1",
+        "pass",
+        "end of an inner call taken for the outer one's",
+        ("tests/optim/test_call.py", "tests/optim/test_passes.py", "tests/optim/test_integration.py"),
+    ),
+    optim(
+        "optim/announcement.py",
+        "return over_each or all(_same(s, scale / (total / self.ranks)) for s, _ in parts)",
+        "return over_each",
+        "mean over several passes refused",
+        ("tests/optim/test_announcement.py",),
+    ),
+    optim(
+        "optim/announcement.py",
+        "[(sums.square / (2 * value), sums.count)]",
+        "[(sums.square / value, sums.count)]",
+        "wrong factor of the square loss",
+        ("tests/optim/test_announcement.py",),
+    ),
+    # Influence.
+    influence(
+        "influence/query_error.py",
+        "total[1] += float(product.squared_norms().sum())",
+        "total[1] += float(block.squared_norms().sum())",
+        "wrong denominator",
+        ("tests/influence/test_cost.py",),
+    ),
+    influence(
+        "influence/stream.py",
+        "start + most - sum(map(len, waiting)))",
+        "start + most)",
+        "more memory than allowed",
+        ("tests/influence/test_cost.py", "tests/influence/test_influence.py"),
+    ),
+    influence(
+        "influence/tokens.py",
+        "key=lambda count: (counts[count], count)",
+        "key=lambda count: count",
+        "largest instead of most frequent number",
+        ("tests/influence/test_tokens.py",),
+    ),
+    influence(
+        "influence/stream.py",
+        "scale if queries.own is None else scale * _inverse_root(queries.own).unsqueeze(1)",
+        "scale",
+        "cosine not divided by the query's norm",
+        ("tests/influence/test_influence.py",),
+    ),
+    influence(
+        "influence/low_rank.py",
+        "left_out = s[..., rank:].square().sum((0, 2)).sqrt()",
+        "left_out = s[..., rank + 1 :].square().sum((0, 2)).sqrt()",
+        "off by one",
+        ("tests/influence/test_cost.py",),
+    ),
+    influence(
+        "influence/ranking.py",
+        "indices = torch.arange(first, first + values.shape[1]",
+        "indices = torch.arange(0, values.shape[1]",
+        "indices within batches",
+        ("tests/influence/test_influence.py",),
+    ),
+    influence(
+        "influence/scoring.py",
+        "sign = sign_of(request.of) * sign_of(request.of_train)",
+        "sign = sign_of(request.of)",
+        "sign of the training data's quantity",
+        ("tests/influence/test_influence.py",),
+    ),
+    influence(
+        "influence/cost.py",
+        "passes = -(-queries // most)",
+        "passes = queries // most",
+        "rounded down",
+        ("tests/influence/test_cost.py",),
+    ),
+    influence(
+        "influence/building.py",
+        "if self.place + 1 < len(self._identities):",
+        "if self.place < len(self._identities):",
+        "off by one",
+        ("tests/influence/test_index_files.py", "tests/influence/test_index.py"),
+    ),
+    # Laplace.
+    laplace(
+        "laplace/evidence.py",
+        "risk.value() / risk.reduction_factor",
+        "risk.value()",
+        "mean for sum",
+        ("tests/laplace/test_evidence.py",),
+        near="def log_likelihood(",
+    ),
+    laplace(
+        "laplace/evidence.py",
+        "log(likelihood.noise * (2 * pi) ** 0.5)",
+        "log(likelihood.noise * (2 * pi))",
+        "missing root",
+        ("tests/laplace/test_evidence.py",),
+    ),
+    laplace(
+        "laplace/evidence.py",
+        "return 2 * criteria / variance + effective - num_targets",
+        "return 2 * criteria / variance - num_targets",
+        "effective parameters ignored",
+        ("tests/laplace/test_evidence.py",),
+    ),
+    laplace(
+        "laplace/likelihood.py",
+        "(self.noise or 1.0) ** 2 * self.temperature)",
+        "(self.noise or 1.0) ** 2)",
+        "temperature ignored",
+        ("tests/laplace/test_posterior.py",),
+    ),
+    laplace(
+        "laplace/links.py",
+        "(1 + pi / 8 * variance).sqrt()",
+        "(1 + pi / 8 * variance)",
+        "missing root",
+        ("tests/laplace/test_posterior.py",),
+    ),
+    laplace(
+        "laplace/links.py",
+        "- 2 * log(classes)",
+        "- log(classes)",
+        "missing square",
+        ("tests/laplace/test_posterior.py",),
+    ),
+    laplace(
+        "laplace/posterior.py",
+        "add_((self.likelihood.noise or 0.0) ** 2)",
+        "add_(self.likelihood.noise or 0.0)",
+        "standard deviation for variance",
+        ("tests/laplace/test_posterior.py",),
+    ),
+    laplace(
+        "laplace/variance.py",
+        "weights = x.square() @ structure.values.transpose(1, 2)",
+        "weights = x @ structure.values.transpose(1, 2)",
+        "missing square",
+        ("tests/laplace/test_posterior.py",),
+    ),
+    # Merging.
+    merging(
+        "merging/systems.py",
+        "return max(damping[block] for block, params",
+        "return min(damping[block] for block, params",
+        "min for max",
+        ("tests/merging/test_merge.py",),
+    ),
+    merging(
+        "merging/systems.py",
+        "(stack.layouts[0], stack.apply(damped, added, self.method).scaled(self.weight))",
+        "(stack.layouts[0], stack.apply(damped, added, self.method))",
+        "weights ignored",
+        ("tests/merging/test_merge.py",),
+    ),
+    merging(
+        "merging/systems.py",
+        "delta = delta.fraction * total / C.shape[0]",
+        "delta = delta.fraction * total",
+        "trace for mean eigenvalue",
+        ("tests/merging/test_merge.py",),
+    ),
+    merging(
+        "merging/systems.py",
+        "found = {key: start[key] + solution.x[key] for key in start}",
+        "found = {key: solution.x[key] for key in start}",
+        "average missing after an iteration",
+        ("tests/merging/test_merge.py",),
+    ),
+    merging(
+        "merging/models.py",
+        "share = {i: weight / sum(weights.values()) for i, weight in weights.items()}",
+        "share = dict(weights)",
+        "weights not normalized",
+        ("tests/merging/test_merge.py",),
+    ),
+    merging(
+        "merging/entries.py",
+        "total += weight / sum(weights) * t.to(first.device, wide)",
+        "total += t.to(first.device, wide) / len(weights)",
+        "weights ignored",
+        ("tests/merging/test_entries.py",),
+    ),
+    # Compression.
+    compress(
+        "compress/channels.py",
+        "(float(channels.costs[place]) / channels.saved, number, place)",
+        "(float(channels.costs[place]), number, place)",
+        "cost not divided by numbers saved",
+        ("tests/compress/test_channels.py",),
+    ),
+    compress(
+        "compress/channels.py",
+        "row = columns_in(source) + (source.bias is not None)",
+        "row = columns_in(source)",
+        "bias not counted",
+        ("tests/compress/test_channels.py",),
+    ),
+    compress(
+        "compress/eigen.py",
+        "return rows * int(kept.any(2).sum()) + columns * int(kept.any(1).sum())",
+        "return columns * int(kept.any(2).sum()) + rows * int(kept.any(1).sum())",
+        "swapped sizes of bases",
+        ("tests/compress/test_eigen.py",),
+    ),
+    compress(
+        "compress/factorization.py",
+        "places[layer] = fitting[0] if fitting else after",
+        "places[layer] = fitting[-1] if fitting else after",
+        "more removed than needed",
+        ("tests/compress/test_low_rank.py",),
+    ),
+    compress(
+        "compress/factorization.py",
+        "lost = [0.5 * float(self.costs[rank:].sum())",
+        "lost = [0.5 * float(self.costs[:rank].sum())",
+        "cost of what is kept",
+        ("tests/compress/test_low_rank.py",),
+    ),
+    compress(
+        "compress/surgery.py",
+        "system.diagonal().add_(layer.damping)",
+        "pass",
+        "damping missing",
+        ("tests/compress/test_weights.py",),
+    ),
+    compress(
+        "compress/surgery.py",
+        "return layer.matrix.square() * (layer.structure.diagonal() + layer.damping)",
+        "return layer.matrix.square() * layer.structure.diagonal()",
+        "damping missing",
+        ("tests/compress/test_weights.py",),
+    ),
+    compress(
+        "compress/layers.py",
+        "mean = float(self.structure.trace().sum()) / self.size",
+        "mean = float(self.structure.trace().sum())",
+        "trace for mean eigenvalue",
+        ("tests/compress/test_weights.py", "tests/compress/test_channels.py"),
+    ),
+    compress(
+        "compress/graph.py",
+        "if targets.count(name) == 1 and name not in read}",
+        "if name not in read}",
+        "layers that are used twice",
+        ("tests/compress/test_channels.py",),
+    ),
+    compress(
+        "compress/pruning.py",
+        "surgeon(layer, matrix) if update else damage(layer), -1.0)",
+        "surgeon(layer, matrix) if update else damage(layer), torch.inf)",
+        "removed weights may come back",
+        ("tests/compress/test_weights.py",),
+    ),
+    # Several processes.
+    distributed(
+        "distributed/placement.py",
+        "return self.itemsize * self.groups * self.size**2",
+        "return self.itemsize * self.size**2",
+        "groups not counted",
+        ("tests/distributed/test_placement.py",),
+    ),
+    distributed(
+        "distributed/placement.py",
+        "return max(held) * self.ranks / sum(held)",
+        "return max(held) / sum(held)",
+        "wrong scale of imbalance",
+        ("tests/distributed/test_placement.py",),
+    ),
+    distributed(
+        "distributed/placement.py",
+        "room[subset] -= sizes[name]",
+        "pass",
+        "room never used up",
+        ("tests/distributed/test_placement.py", "tests/kfac/test_placement.py", "tests/kfac/test_memory.py"),
+    ),
+    distributed(
+        "distributed/summing.py",
+        "copies = {name: t.detach().clone(memory_format=torch.contiguous_format)",
+        "copies = {name: t.detach()",
+        "arguments are overwritten",
+        ("tests/distributed/test_summing.py", "tests/distributed/test_risk.py"),
+    ),
+    distributed(
+        "distributed/owning.py",
+        "torch._foreach_zero_([part.detach() for part in some])",
+        "pass",
+        "sums of others are kept",
+        ("tests/distributed/test_owners.py",),
+    ),
+    # Files.
+    storage(
+        "storage.py",
+        "(-tensors[name].dtype.itemsize, name)",
+        "(tensors[name].dtype.itemsize, name)",
+        "order of tensors",
+    ),
+    storage("storage.py", "room -= len(part)", "room -= 1", "pieces too large"),
+    storage(
+        "storage.py", 'return file.read(64).decode(errors="replace") == digest', "return True", "damage goes unnoticed"
+    ),
+    storage("storage.py", 'name += "\'"', "break", "two tensors of one name"),
+    storage(
+        "kfac/storage/journal.py",
+        "if not file.seen.overlaps(self._done):",
+        "if True:",
+        "data in two files count twice",
+        ("tests/kfac/test_checkpoint.py", "tests/distributed/test_resume.py"),
+    ),
+    # The conformance kit.
+    conformance(
+        "conformance/checks.py",
+        'for reduction, factor in (("mean", 1.0), ("sum", 2.0)):',
+        'for reduction, factor in (("mean", 1.0), ("sum", 1.0)):',
+        "wrong relation",
+    ),
+    conformance("conformance/checks.py", "if not error <= tolerance:", "if error > tolerance:", "NaN accepted"),
+    conformance(
+        "conformance/checks.py",
+        "changed = [name for name, value in before.items() if after[name] != value]",
+        "changed = []",
+        "changes of state accepted",
+    ),
+    conformance("conformance/diagnosis.py", '(1 / value, "too small")', '(value, "too small")', "wrong diagnosis"),
+    conformance("conformance/tolerances.py", "MC = 0.2", "MC = 2.0", "tolerance too large"),
+    conformance(
+        "conformance/runner.py",
+        'elif reason is not None and status == "passed":',
+        'elif reason is None and status == "xpassed":',
+        "unexpected passes accepted",
+    ),
+    conformance(
+        "conformance/suspects.py",
+        'power = 2 if sharing == "reduce" else 1',
+        "power = 1",
+        "wrong suspect of padded rows",
+    ),
+]
+
+MUTANTS = tuple(_numbered(_MUTANTS))
