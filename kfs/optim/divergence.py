@@ -148,25 +148,7 @@ class LossTrend:
         self.history.append(PastStep(step, loss, scale))
         if len(self.history) > _MOST_PAST_STEPS:
             del self.history[1::2]
-        if not isfinite(self.mean):
-            self.mean = loss
-        self._count += 1
-        kept = _KEPT_OF_LOSSES ** max(1, step - self._last)
-        self._weight = kept * self._weight + 1 - kept
-        new = (1 - kept) / self._weight
-        distance = loss - self.mean
-        # By differences, which a trend changes little, and over more losses than the mean: few of them may be close to
-        # each other by chance.
-        if isfinite(self._previous):
-            square = (loss - self._previous) ** 2 / 2
-            self._variance += (square - self._variance) / min(self._count - 1, _LOSSES_FOR_VARIANCE)
-        self._previous = loss
-        self.mean += new * distance
-        self._last = step
-        self._earlier += (self.mean - self._earlier) * (_EARLIER + 1) / (_EARLIER + self._count)
-        self._later += (self.mean - self._later) * (_LATER + 1) / (_LATER + self._count)
-        if self._count >= _FEW_FOR_PROGRESS:
-            self.progress = self._earlier - self._later
+        noise = self._average(step, loss)
         if self._count < _FEW_LOSSES:
             return ""
         if not isfinite(self._first):
@@ -174,7 +156,6 @@ class LossTrend:
         if self.mean < self._lowest:
             self._lowest = self.mean
             self._lowest_at = step
-        noise = sqrt(self._variance * (1 - kept) / (1 + kept))
         # The lowest of many averages is below their mean by chance, by about so many standard errors.
         errors = _ERRORS + sqrt(2 * log(self._count))
         margin = max((self._first - self._lowest) / 2, _MARGIN * self._lowest, errors * noise)
@@ -191,6 +172,28 @@ class LossTrend:
             f"the loss has been rising: it is {self.mean:.3g} at step {step} and has been far above its lowest value, "
             f"{self._lowest:.3g} at step {self._lowest_at}, for {steps} steps (it began at {self._first:.3g})"
         )
+
+    def _average(self, step: int, loss: float) -> float:
+        """Let a loss enter all averages, and return the standard error of their mean."""
+        if self._count == 0:
+            self.mean = self._previous = loss
+        # The mean.
+        self._count += 1
+        kept = _KEPT_OF_LOSSES ** max(1, step - self._last)
+        self._weight = kept * self._weight + 1 - kept
+        self.mean += (1 - kept) / self._weight * (loss - self.mean)
+        self._last = step
+        # The variance: by differences, which a trend changes little, and over more losses than the mean, since few of
+        # them may be close to each other by chance.
+        square = (loss - self._previous) ** 2 / 2
+        self._variance += (square - self._variance) / min(max(1, self._count - 1), _LOSSES_FOR_VARIANCE)
+        self._previous = loss
+        # Progress.
+        self._earlier += (self.mean - self._earlier) * (_EARLIER + 1) / (_EARLIER + self._count)
+        self._later += (self.mean - self._later) * (_LATER + 1) / (_LATER + self._count)
+        if self._count >= _FEW_FOR_PROGRESS:
+            self.progress = self._earlier - self._later
+        return sqrt(self._variance * (1 - kept) / (1 + kept))
 
     def state(self) -> dict[str, Any]:
         """Return everything, for a file."""

@@ -15,9 +15,9 @@ alone does not make $c$ positive.
 
 Steps that are a little too long are the price of progress. Overshoot may be a share of the loss, the setting `noise`,
 as long as the loss falls. Where it does not, most of it may be noise of the data that no step removes, and overshoot
-may be no more than twice what the loss has fallen by lately. The *scale* multiplies learning rates. While the average of $c$ over some steps exceeds that share, it falls, and
-otherwise it rises, up to one. If a schedule has lowered the learning rate, noise ends with it sooner or later, and
-more is allowed: by the square of the factor.
+may be no more than twice what the loss has fallen by lately. The *scale* multiplies learning rates. While the average
+of $c$ over some steps exceeds what is allowed, it falls, and otherwise it rises, up to one. If a schedule has lowered
+the learning rate, noise ends with it sooner or later, and more is allowed: by the square of the factor.
 
 Overshoot shows after the harm is done. So the first steps are short, whatever the learning rate is, and the scale
 rises fast while nothing speaks against it: a warm-up of seven steps. And after overshoot that was far too large,

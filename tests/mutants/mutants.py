@@ -543,8 +543,8 @@ _MUTANTS = [
     ),
     sums(
         "kfac/sums/block_sums.py",
-        "return sum(squares) / self.terms",
-        "return sum(squares)",
+        "return sum(role.inverse_squares for role in self.roles.values()) / self.terms",
+        "return sum(role.inverse_squares for role in self.roles.values())",
         "missing mean",
         ("tests/kfac/test_forward_only.py",),
     ),

@@ -169,7 +169,7 @@ def test_progress_is_the_fall_over_the_last_steps() -> None:
 
 
 def test_noise_around_a_constant_loss_is_no_rise() -> None:
-    """The lowest of many noisy losses is low by chance. A loss that rises by as much as noise does, and stays, is one."""
+    """The lowest of many noisy losses is low by chance. A rise by far more than noise is told."""
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         trend = LossTrend()
