@@ -18,7 +18,7 @@ tour: $(VENV)/.tour  ## run and verify everything, draw the figures, and write o
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test: $(VENV)/.dev  ## run all tests that notice an error in the library
-	@$(PYTEST) --tier library
+	@$(PYTEST) --tier library --products covering
 
 test-book: $(VENV)/.dev  ## build the book, and run the code of all pages
 	@$(PYTEST) --tier book
@@ -29,8 +29,8 @@ test-tools: $(VENV)/.dev  ## test benchmarks, plots, reports, the tour, the whee
 test-ranks: $(VENV)/.dev  ## test many processes and sharded models
 	@$(PYTEST) --tier ranks
 
-test-long: $(VENV)/.dev  ## run property-based tests with many examples
-	@$(PYTEST) --tier library -m hypothesis --hypothesis-profile long
+test-long: $(VENV)/.dev  ## test all other combinations of parameters, and property-based tests with many examples
+	@$(PYTEST) --tier library --products rest --hypothesis-profile long
 
 test-all: test test-book test-tools test-ranks test-long  ## run all tests
 

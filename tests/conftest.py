@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import combinations as combinations_of
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,12 @@ def tier_of(path: Path) -> str:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add an option for the tier. Without it, every test that is named runs."""
     parser.addoption("--tier", choices=sorted({"library", *TIERS.values()}), help="run this tier of the tests only")
+    parser.addoption(
+        "--products",
+        choices=["all", "covering", "rest"],
+        default="all",
+        help="of tests with several parameters, run all combinations, a covering part of them, or the others",
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -70,6 +77,49 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 # Small tensors gain nothing from threads, and lose much where other processes compete for the cores.
 torch.set_num_threads(1)
+
+
+def covering(combinations: Sequence[tuple[int, ...]]) -> set[int]:
+    """Choose combinations of values of several parameters, so that all values of all parameters but one meet.
+
+    Of three parameters, each pair of values is there, of two, each value. Greedy: the first one with the most news.
+
+    Example:
+        >>> sorted(covering([(0, 0), (0, 1), (1, 0), (1, 1)]))
+        [0, 3]
+    """
+    columns = {
+        tuple(column): None for column in zip(*combinations, strict=True)
+    }  # those of one `parametrize` are alike
+    rows = list(zip(*columns, strict=True))
+    if len(columns) < 2:
+        return set(range(len(rows)))
+    meetings = [set(combinations_of(enumerate(row), len(columns) - 1)) for row in rows]
+    chosen, missing = set[int](), set[Any]().union(*meetings)
+    while missing:
+        best = max(range(len(rows)), key=lambda place: (len(meetings[place] & missing), -place))
+        chosen.add(best)
+        missing -= meetings[best]
+    return chosen
+
+
+@pytest.hookimpl(trylast=True)  # Hypothesis marks its tests before.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out combinations of parameters, if asked for. Property-based tests run with the others, too."""
+    products = config.getoption("--products")
+    if products == "all":
+        return
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept: set[pytest.Item] = set()
+    for same in functions.values():
+        indices = [tuple(item.callspec.indices.values()) if hasattr(item, "callspec") else () for item in same]
+        kept |= {same[place] for place in covering(indices)}
+    if products == "rest":
+        kept = {item for item in items if item not in kept or item.get_closest_marker("hypothesis")}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True)
