@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from kfs import EKFAC, KFAC
 from kfs import risk as risk_module
-from kfs.data import fingerprint, values_digest
+from kfs.data import can_be_cut, cut, fingerprint, values_digest
 from kfs.errors import DataError
 from kfs.operators import GGN, Fisher, Hessian, Jacobian
 from kfs.risk import EmpiricalRisk
@@ -304,3 +304,47 @@ def test_values_of_parameters_are_told_apart() -> None:
     assert values_digest([a, b]) == values_digest([a.double(), nn.Parameter(b)])
     assert len({values_digest(tensors) for tensors in ([a, b], [b, a], [a], [a, b + 1])}) == 4
     assert values_digest([a.to("meta")]) == values_digest([a.as_subclass(Special)]) == ""
+
+
+def test_batches_have_random_numbers_of_their_own() -> None:
+    """Random numbers of a data set are the same in every pass, and not the same in every batch."""
+
+    class Noisy:
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            for _ in range(3):
+                yield torch.rand(2, 3), torch.zeros(2, 1)
+
+    risk = EmpiricalRisk(nn.Linear(3, 1), nn.MSELoss(), Noisy())
+    first, second = ([batch.x for batch in risk.batches()] for _ in range(2))
+    assert all(map(torch.equal, first, second))
+    assert len({tuple(x.flatten().tolist()) for x in first}) == 3
+
+
+@pytest.mark.parametrize("length", [1021, 1022, 5000])
+def test_fingerprints_see_all_parts_of_large_tensors(length: int) -> None:
+    """Of many numbers, some are looked at, which are spread over all of them."""
+    y = torch.zeros(2)
+    x = torch.arange(float(length))
+    digests = {fingerprint(x, y).digest}
+    for part in torch.arange(length).chunk(10):
+        other = x.clone()
+        other[part] += 1
+        digests.add(fingerprint(other, y).digest)
+    assert len(digests) == 11
+
+
+def test_the_given_batch_axis_is_cut() -> None:
+    """If several axes are as long as there are data, it is the given one, or else the first."""
+    x = torch.arange(9).reshape(3, 3)
+    assert torch.equal(cut(x, 3, [2, 0]), x[[2, 0]])
+    assert torch.equal(cut(x, 3, [2, 0], batch_axis=1), x[:, [2, 0]])
+    assert torch.equal(cut(x[:2], 3, [2, 0]), x[:2, [2, 0]])
+
+
+def test_indices_of_data_are_not_cut() -> None:
+    """Few data cannot be taken from a batch whose inputs point to data, as the edges of a graph do."""
+    X = torch.randn(6, 2)
+    assert can_be_cut(X, 6, 4)
+    assert can_be_cut((X, torch.tensor([[0, 3], [1, 2]]).flatten()), 6, 4)
+    assert not can_be_cut((X, torch.tensor([[0, 3], [1, 5]]).flatten()), 6, 4)
+    assert not can_be_cut(torch.randn(5, 2), 6, 4)

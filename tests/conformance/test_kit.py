@@ -396,3 +396,15 @@ def test_padding_is_left_out_by_whoever_removes_it() -> None:
     for check in chosen:
         result = run_one(adapter, check)
         assert result.status == "passed", result.message
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_numbers_that_are_not_finite_are_wrong(wrong: float) -> None:
+    """Comparisons with NaN are false, which must not count as agreement."""
+
+    def broken(*args: Any) -> Any:
+        return {name: (torch.full_like(A, wrong), B) for name, (A, B) in compute(*args).items()}
+
+    result = run_one(Adapter("broken", broken), ONE)
+    assert result.status == "silently wrong"
+    assert "NaN or infinity" in result.message

@@ -159,6 +159,8 @@ def test_sharing_by_name() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), Apply(lambda f: f.mean(1))).double()
     risk = risk_of(model, normal(5, 3, 3), torch.randint(2, (5,)))
+    by_parameter = KFAC(risk, sharing={"0.weight": "reduce"})
+    assert {name: block.sharing for name, block in by_parameter.blocks.items()} == {"0": "reduce", "2": "expand"}
     mixed = KFAC(risk, sharing={"0": "reduce", "2.weight": "expand"})
     reduced, expanded = KFAC(risk, sharing="reduce"), KFAC(risk)
     close(mixed.blocks["0"].A, reduced.blocks["0"].A)

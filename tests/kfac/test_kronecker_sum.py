@@ -111,13 +111,15 @@ def test_contract_and_numbers(name: str) -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(3, 3), (3, 4)])
 def test_determinants_of_negative_multiples(rows: int, columns: int) -> None:
     """The determinant is negative if the matrix has an odd number of rows."""
-    K = total(*(one_block(definite(columns, seed), definite(rows, 10 + seed)) for seed in range(3)))
+    blocks = [one_block(definite(columns, seed), definite(rows, 10 + seed)) for seed in range(3)]
+    K = total(*blocks)
     assert isinstance(K.inverse().structures["W"], IterativeInverse)
-    negative: Any = -2 * K.inverse()
-    dense = -2 * torch.linalg.inv(K.to_dense())
-    close(negative.to_dense(), dense)
-    close(negative.det(), torch.linalg.det(dense))
-    assert (float(negative.det()) < 0) == (rows * columns % 2 == 1)
+    for operator in (blocks[0], total(*blocks[:2]), K, K.inverse()):
+        negative: Any = -2 * operator
+        dense = -2 * operator.to_dense()
+        close(negative.det(), torch.linalg.det(dense))
+        close(operator.logdet(), operator.to_dense().logdet())
+        assert (float(negative.det()) < 0) == (rows * columns % 2 == 1)
 
 
 @pytest.mark.parametrize("num", [2, 3])

@@ -336,9 +336,9 @@ _MUTANTS = [
     ),
     operators(
         "operators/solve.py",
-        "if residuals[-1] > 0.5 * before:",
-        "if residuals[-1] > 2.0 * before:",
-        "no end of a stalled iteration",
+        "limit = _ITERATIONS_PER_ROW * A.shape[0] if max_iterations is None else max_iterations",
+        "limit = _ITERATIONS_PER_ROW * A.shape[0]",
+        "limit of iterations ignored",
         ("tests/operators/test_solvers.py",),
     ),
     operators(
@@ -1237,8 +1237,8 @@ _MUTANTS = [
     ),
     conformance(
         "conformance/suspects.py",
-        'power = 2 if sharing == "reduce" else 1',
-        "power = 1",
+        "B = block.B * float((lengths**power).sum() / places)",
+        "B = block.B",
         "wrong suspect of padded rows",
     ),
 ]
