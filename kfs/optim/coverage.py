@@ -30,6 +30,12 @@ def lost_parameters(
     new = [block for key, block in sorted(sums.blocks.items()) if key not in known and block.terms]
     # Such as the blocks of a second head, whose output has a loss of its own.
     flat = _without_curvature([block for block in new if not block.forward_only], ranks)
+    if flat:
+        # If there is no curvature anywhere, it is the loss that has none here, such as Huber's far from its targets.
+        used = [block for _, block in sorted(sums.blocks.items()) if block.terms and not block.forward_only]
+        everywhere = _without_curvature(used, ranks)
+        if len(everywhere) == sum(len(block.layout.params) for block in used):
+            flat = []
     beside = dict.fromkeys(flat, "the loss depends on it, but predictions do not")
     reasons = {n: why for n, why in (beside | sums.uncovered).items() if n in trained and n in grads}
     unused = _all_vanish([[grads[n]] for n in reasons], ranks)

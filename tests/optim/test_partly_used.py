@@ -123,3 +123,19 @@ def test_layers_without_gradients_at_first_are_covered() -> None:
         optimizer.step()
     assert optimizer.uncovered == {}
     assert not torch.equal(model.body.weight, before)
+
+
+def test_a_loss_without_curvature_at_first() -> None:
+    """Far from its targets, Huber's loss is linear. Parameters stay covered, and get curvature when there is some."""
+    torch.manual_seed(0)
+    X = torch.randn(64, 4)
+    y = 5 + torch.sin(2 * X[:, :1])
+    model, loss = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)), nn.HuberLoss()
+    optimizer = KFAC(model, loss, fisher="ggn")
+    for _ in range(100):
+        optimizer.zero_grad()
+        value = loss(model(X), y)
+        value.backward()
+        optimizer.step()
+        assert not optimizer.uncovered
+    assert value < 0.1  # 4.5 at first
