@@ -21,13 +21,13 @@ test: $(VENV)/.dev  ## run all tests that notice an error in the library
 	@$(PYTEST) --tier library --products covering
 
 test-book: $(VENV)/.dev  ## build the book, and run the code of all pages
-	@$(PYTEST) --tier book
+	@$(PYTEST) --tier book tests
 
 test-tools: $(VENV)/.dev  ## test benchmarks, plots, reports, the tour, the wheel, trainers, and results that are stored
-	@$(PYTEST) --tier tools
+	@$(PYTEST) --tier tools tests
 
 test-ranks: $(VENV)/.dev  ## test many processes and sharded models
-	@$(PYTEST) --tier ranks
+	@$(PYTEST) --tier ranks tests
 
 test-long: $(VENV)/.dev  ## test all other combinations of parameters, and property-based tests with many examples
 	@$(PYTEST) --tier library --products rest --hypothesis-profile long
