@@ -2,8 +2,7 @@
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
-from itertools import combinations as combinations_of
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from xdist.scheduler import LoadFileScheduling
 
 from kfs.recording import Recorded
+from tests.tiers import ROOT, TIERS, covering, tier_of
 
 # On some CPUs oneDNN chooses instructions for bfloat16 products that they do not have.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -24,36 +24,6 @@ os.environ.setdefault("MPLBACKEND", "agg")
 settings.register_profile("short", deadline=None, derandomize=True, max_examples=10)
 settings.register_profile("long", deadline=None, derandomize=True, max_examples=300)
 settings.load_profile("short")
-
-# Tiers, by the start of a path from the root of the repository; the longest one decides. All other tests notice errors
-# of the library: `make test` runs these, and `make test-all` runs everything.
-TIERS = {
-    "tests/docs/": "book",
-    "tests/test_contributing.py": "book",
-    "tests/test_readme.py": "book",
-    "tests/benchmarks/": "tools",
-    "tests/charts/": "tools",
-    "tests/conformance/test_wrong_kfacs.py": "tools",
-    "tests/mutants/": "tools",
-    "tests/optim/test_frameworks.py": "tools",
-    "tests/planning/": "tools",
-    "tests/plots/": "tools",
-    "tests/referee/": "tools",
-    "tests/report/": "tools",
-    "tests/test_project.py": "tools",
-    "tests/test_tour.py": "tools",
-    "tests/distributed/": "ranks",
-    "tests/distributed/test_factors.py": "library",
-}
-ROOT = Path(__file__).parents[1]
-
-
-def tier_of(path: Path) -> str:
-    """Return the tier of a test file, or of all files in a folder; "" if a folder has several."""
-    name = path.relative_to(ROOT).as_posix() + "/" * path.is_dir()
-    if path.is_dir() and any(start.startswith(name) and start != name for start in TIERS):
-        return ""
-    return TIERS[max(found, key=len)] if (found := [start for start in TIERS if name.startswith(start)]) else "library"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,30 +49,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 torch.set_num_threads(1)
 
 
-def covering(combinations: Sequence[tuple[int, ...]]) -> set[int]:
-    """Choose combinations of values of several parameters, so that all values of all parameters but one meet.
-
-    Of three parameters, each pair of values is there, of two, each value. Greedy: the first one with the most news.
-
-    Example:
-        >>> sorted(covering([(0, 0), (0, 1), (1, 0), (1, 1)]))
-        [0, 3]
-    """
-    columns = {
-        tuple(column): None for column in zip(*combinations, strict=True)
-    }  # those of one `parametrize` are alike
-    rows = list(zip(*columns, strict=True))
-    if len(columns) < 2:
-        return set(range(len(rows)))
-    meetings = [set(combinations_of(enumerate(row), len(columns) - 1)) for row in rows]
-    chosen, missing = set[int](), set[Any]().union(*meetings)
-    while missing:
-        best = max(range(len(rows)), key=lambda place: (len(meetings[place] & missing), -place))
-        chosen.add(best)
-        missing -= meetings[best]
-    return chosen
-
-
 @pytest.hookimpl(trylast=True)  # Hypothesis marks its tests before.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out combinations of parameters, if asked for. Property-based tests run with the others, too."""
@@ -114,8 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept: set[pytest.Item] = set()
     for same in functions.values():
-        indices = [tuple(item.callspec.indices.values()) if hasattr(item, "callspec") else () for item in same]
-        kept |= {same[place] for place in covering(indices)}
+        # One name for each `parametrize`; pytest has no public one.
+        names = [tuple(item.callspec._idlist) if hasattr(item, "callspec") else () for item in same]
+        kept |= {same[place] for place in covering(names)}
     if products == "rest":
         kept = {item for item in items if item not in kept or item.get_closest_marker("hypothesis")}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])

@@ -1,0 +1,60 @@
+"""Which tests `make test` runs: the tier of each file, and a covering part of all combinations of parameters."""
+
+from collections.abc import Sequence
+from itertools import combinations as combinations_of
+from pathlib import Path
+from typing import Any
+
+# Tiers, by the start of a path from the root of the repository; the longest one decides. All other tests notice errors
+# of the library: `make test` runs these, and `make test-all` runs everything.
+TIERS = {
+    "tests/docs/": "book",
+    "tests/test_contributing.py": "book",
+    "tests/test_readme.py": "book",
+    "tests/benchmarks/": "tools",
+    "tests/charts/": "tools",
+    "tests/conformance/test_wrong_kfacs.py": "tools",
+    "tests/mutants/": "tools",
+    "tests/optim/test_frameworks.py": "tools",
+    "tests/planning/": "tools",
+    "tests/plots/": "tools",
+    "tests/referee/": "tools",
+    "tests/report/": "tools",
+    "tests/test_project.py": "tools",
+    "tests/test_tour.py": "tools",
+    "tests/distributed/": "ranks",
+    "tests/distributed/test_factors.py": "library",
+}
+ROOT = Path(__file__).parents[1]
+
+
+def tier_of(path: Path) -> str:
+    """Return the tier of a test file, or of all files in a folder; "" if a folder has several."""
+    name = path.relative_to(ROOT).as_posix() + "/" * path.is_dir()
+    if path.is_dir() and any(start.startswith(name) and start != name for start in TIERS):
+        return ""
+    return TIERS[max(found, key=len)] if (found := [start for start in TIERS if name.startswith(start)]) else "library"
+
+
+def covering(combinations: Sequence[tuple[object, ...]]) -> set[int]:
+    """Choose combinations of values of several parameters, so that all pairs of values are there.
+
+    Of two parameters, each value is there. Greedy: the first combination with the most that is missing.
+
+    Example:
+        >>> sorted(covering([(0, 0), (0, 1), (1, 0), (1, 1)]))
+        [0, 3]
+    """
+    columns = {
+        tuple(column): None for column in zip(*combinations, strict=True)
+    }  # those of one `parametrize` are alike
+    rows = list(zip(*columns, strict=True))
+    if len(columns) < 2:
+        return set(range(len(combinations)))
+    meetings = [set(combinations_of(enumerate(row), len(columns) - 1)) for row in rows]
+    chosen, missing = set[int](), set[Any]().union(*meetings)
+    while missing:
+        best = max(range(len(rows)), key=lambda place: (len(meetings[place] & missing), -place))
+        chosen.add(best)
+        missing -= meetings[best]
+    return chosen
