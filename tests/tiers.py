@@ -37,9 +37,9 @@ def tier_of(path: Path) -> str:
 
 
 def covering(combinations: Sequence[tuple[object, ...]]) -> set[int]:
-    """Choose combinations of values of several parameters, so that all pairs of values are there.
+    """Choose combinations of values of several parameters, so that all values of all parameters but one meet.
 
-    Of two parameters, each value is there. Greedy: the first combination with the most that is missing.
+    Of three parameters, all pairs of values are there, of two, all values. Greedy: the first one with the most news.
 
     Example:
         >>> sorted(covering([(0, 0), (0, 1), (1, 0), (1, 1)]))
