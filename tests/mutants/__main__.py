@@ -23,7 +23,18 @@ from tests.mutants.mutants import MUTANTS, ROOT, Mutant
 Outcome = Literal["noticed", "SURVIVED"]
 ENOUGH = 0.9
 # Tests of mutants would notice every one of them, because its line is not there any more.
-PYTEST = ("-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--ignore=tests/mutants")
+PYTEST = (
+    "-m",
+    "pytest",
+    "-x",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "--no-header",
+    "--ignore=tests/mutants",
+    "--tier=library",
+    "--products=covering",
+)
 # A mistake may make a loop endless. The whole suite takes less than half of this on one core.
 SECONDS = 3600
 # Exit codes of pytest: all passed, some failed, interrupted by an error while tests were collected.
