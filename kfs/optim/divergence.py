@@ -30,7 +30,7 @@ _FEW_LOSSES = 10  # Of fewer losses, the average is mostly noise.
 _WORSE_STEPS = 50  # A run gets worse if losses are far above the lowest one for so many steps.
 _MOST_PAST_STEPS = 2000  # so many losses are remembered
 # Progress is the difference of two averages over all losses, in which the n-th one counts as n to these powers: most of
-# the weight is around 86 % and around 94 % of the steps so far, however many these are.
+# the weight is around 86 % and around 94 % of the losses so far, however many these are.
 _EARLIER = 5
 _LATER = 15
 _FEW_FOR_PROGRESS = 15

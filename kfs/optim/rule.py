@@ -309,7 +309,6 @@ def _by_inverse(G: Tensor) -> Tensor:
     """Return $(I + G)^{-1/2}$ to 13 %, for eigenvalues up to `_LARGEST` squared, by one inverse."""
     a, b, c, d = _RATIONAL
     n = G.shape[-1]
-    # LAPACK is slow for rows whose length in memory is a multiple of a large power of two: a margin changes that.
     margin = _MARGIN if n % _CONFLICT == 0 else 0
     shifted = pad(G, (0, margin, 0, margin)) if margin else G.clone()
     shifted.diagonal(dim1=-2, dim2=-1).add_(d)
