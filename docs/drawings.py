@@ -3,7 +3,13 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from kfs.plots import linearized_rosenbrock, structure_errors, synthetic_fisher, synthetic_hessian, synthetic_kfac
+from kfs.plots import (
+    linearized_rosenbrock,
+    structure_errors,
+    synthetic_fisher,
+    synthetic_hessian,
+    synthetic_kfac,
+)
 
 SMALL_NET = "a network 5-4-4-3 with ReLU, square loss and 100 data; lines mark parameters"
 

@@ -22,7 +22,6 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfs import waiting
-from kfs.basics._checks import check_no_inference_mode
 from kfs.data import (
     Batch,
     Fingerprint,
@@ -35,7 +34,6 @@ from kfs.data import (
     fingerprint,
     moved,
     repeatably,
-    tensors_in,
     unpacked,
 )
 from kfs.describing import Described, Description, batches_and_data, vector
@@ -44,13 +42,31 @@ from kfs.errors import DataError
 from kfs.exact_derivatives import ExactDerivatives, WithoutGraph, explained, no_hooks_on_saved_tensors
 from kfs.flags import Flags, not_finite, refuse_not_finite
 from kfs.losses import Loss, describe
+from kfs.nested import tensors_in
 from kfs.outputs import check_batch_axis, prediction_in
-from kfs.parameters import Params, Places, check_not_meta, function_params, leaves_of, module_params, switched_on
+from kfs.parameters import (
+    Params,
+    Places,
+    check_not_meta,
+    function_params,
+    leaves_of,
+    module_params,
+    switched_on,
+)
 from kfs.precision import at_least_float32
 from kfs.progress import tracked
 from kfs.same_data import SameData
 from kfs.sharded import WholeParameters, check_same_data, model_to_run
-from kfs.state import UnusedDraws, check_module, evaluating, exchanged, random_state, restored, unchanged
+from kfs.state import (
+    UnusedDraws,
+    check_module,
+    check_no_inference_mode,
+    evaluating,
+    exchanged,
+    random_state,
+    restored,
+    unchanged,
+)
 
 _COPY = "Copy those of rank 0: for {0} in model.{1}(): torch.distributed.broadcast({0}.detach(), 0)."
 

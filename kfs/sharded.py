@@ -19,10 +19,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from kfs.data import fingerprint, mapped, repeatably, unpacked
+from kfs.data import fingerprint, repeatably, unpacked
 from kfs.distributed import Ranks
 from kfs.distributed.sharding import Unpack
 from kfs.errors import DistributedError, ModelError
+from kfs.nested import mapped
 from kfs.parameters import Params, checked
 
 # PyTorch 2.8 divides rows in the wrong order if two axes of a mesh shard one dimension; 2.13 does not.

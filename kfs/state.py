@@ -11,14 +11,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_inference_mode_enabled
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from kfs.errors import ModelError
+from kfs.errors import GraphError, ModelError
 
 
 def check_module(model: Module) -> None:
@@ -196,21 +196,6 @@ def exchanged(owner: Any, params: dict[str, Tensor]) -> Iterator[None]:
         owner.params = before
 
 
-@contextmanager
-def unchanged_attributes(model: Module) -> Iterator[None]:
-    """Restore what a model's modules keep in attributes, such as the last state of a recurrent network.
-
-    What is changed in place, such as a list, is not restored.
-    """
-    before = [(module, dict(module.__dict__)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-
-
 class UnusedDraws:
     """Finds out whether predictions depend on random numbers that a model draws.
 
@@ -312,3 +297,12 @@ def evaluating() -> Iterator[None]:
 def is_evaluating() -> bool:
     """Whether a model is running for a risk, so that nobody trains with what it computes."""
     return getattr(_evaluations, "number", 0) > 0
+
+
+def check_no_inference_mode() -> None:
+    """Refuse to work inside of inference mode, where PyTorch records no graph and derivatives would be zero."""
+    if is_inference_mode_enabled():
+        raise GraphError(
+            "torch.inference_mode() is on, in which PyTorch records nothing to differentiate.",
+            "Leave it; torch.no_grad() is fine around calls of kfs.",
+        )

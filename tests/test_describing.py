@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import kfs
-from kfs.describing import Described, Description, Table, matrix, number, readable_count, readable_size, vector
+from kfs.describing import (
+    Described,
+    Description,
+    Table,
+    matrix,
+    number,
+    readable_count,
+    readable_size,
+    vector,
+)
 from kfs.kfac import exact_blocks, exact_diagonal
 from kfs.operators import (
     Dense,

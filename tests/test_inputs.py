@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from kfs import GGN, KFAC, EmpiricalRisk, inspect
-from kfs.data import arguments, mapped, move, plain, with_values
+from kfs.data import arguments, move
 from kfs.errors import DataError
+from kfs.nested import mapped, plain, with_values
 from kfs.optim import KFAC as Optimizer  # noqa: N811 (both are called KFAC)
 from tests.operators.contract import close
 

@@ -14,7 +14,16 @@ from torch import nn
 
 import kfs
 from kfs import progress
-from kfs.operators import diagonal, eigenvalues, lsmr, neumann, solve, spectral_density, squared_frobenius_norm, trace
+from kfs.operators import (
+    diagonal,
+    eigenvalues,
+    lsmr,
+    neumann,
+    solve,
+    spectral_density,
+    squared_frobenius_norm,
+    trace,
+)
 from kfs.progress import Line, show_progress, tracked
 
 

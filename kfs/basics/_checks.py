@@ -3,9 +3,10 @@
 Checks of losses live with the losses (`reduction_factors`), those of models and data in `_per_datum`.
 """
 
-from torch import Tensor, is_inference_mode_enabled
+from torch import Tensor
 
 from kfs.errors import DtypeError, GraphError, ShapeError
+from kfs.state import check_no_inference_mode
 
 
 def check_tensor(name: str, t: Tensor) -> None:
@@ -38,15 +39,6 @@ def check_node(name: str, t: Tensor) -> None:
         raise GraphError(
             f"{name} has hooks, which may change the derivatives that pass through it.",
             "Remove them: call remove() on what register_hook returned.",
-        )
-
-
-def check_no_inference_mode() -> None:
-    """Refuse to work inside of inference mode, where PyTorch records no graph and derivatives would be zero."""
-    if is_inference_mode_enabled():
-        raise GraphError(
-            "torch.inference_mode() is on, in which PyTorch records nothing to differentiate.",
-            "Leave it; torch.no_grad() is fine around calls of kfs.",
         )
 
 

@@ -23,8 +23,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
-from kfs.basics._checks import check_no_inference_mode
 from kfs.errors import ModelError
+from kfs.state import check_no_inference_mode
 
 
 class Intermediates(NamedTuple):

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from kfs.data import as_batches, axis_to_cut, default_unpack, fingerprint, mapped, repeatably, tensors_in, unpacked
+from kfs.data import as_batches, axis_to_cut, default_unpack, fingerprint, repeatably, unpacked
 from kfs.distributed.ranks import Group, Ranks
 from kfs.errors import DataError, DistributedError
+from kfs.nested import mapped, tensors_in
 
 Unpack = Callable[[Any], tuple[Any, Tensor]]
 _SAME_DATA = (

@@ -8,23 +8,17 @@ import torch
 from torch import Tensor
 
 from kfs import storage
-from kfs.data import Batch, tensors_in
+from kfs.data import Batch
 from kfs.errors import StorageError
 from kfs.influence.identity import batch_identity
 from kfs.influence.shards import Shards
-from kfs.influence.stored import (
-    Compression,
-    Stored,
-    basis_of,
-    choose_form,
-    leading_coordinates,
-    restored,
-)
+from kfs.influence.stored import Compression, Stored, basis_of, choose_form, leading_coordinates, restored
 from kfs.influence.ways import choose, self_products
 from kfs.kfac.block_gradients import BlockGradients
 from kfs.kfac.datum_gradients import GradientBatch, per_datum
 from kfs.kfac.structures import BlockDiagonal, Structure
 from kfs.losses.quantities import Quantity
+from kfs.nested import tensors_in
 from kfs.risk import EmpiricalRisk
 
 # Compressed scores of this many data of a batch are compared with full ones.

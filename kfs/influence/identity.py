@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
-from kfs.data import Batch, Fingerprint, fingerprint, tensors_in
+from kfs.data import Batch, Fingerprint, fingerprint
 from kfs.kfac.storage.function_digest import function_digest
 from kfs.kfac.storage.journal import details
 from kfs.kfac.storage.seen_data import digest
 from kfs.kfac.structures import BlockDiagonal
 from kfs.losses.quantities import Quantity
+from kfs.nested import tensors_in
 from kfs.risk import EmpiricalRisk
 
 # Details that people read in a message. Of all others, only that they differ is said.

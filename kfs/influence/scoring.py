@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kfs.data import fingerprint, tensors_in
+from kfs.data import fingerprint
 from kfs.distributed import Same, check_same
 from kfs.errors import DataError
 from kfs.influence.checks import (
@@ -25,6 +25,7 @@ from kfs.kfac.block_gradients import BlockGradients
 from kfs.kfac.datum_gradients import GradientBatch
 from kfs.kfac.structures import BlockDiagonal
 from kfs.losses.quantities import gradient_of, sign_of
+from kfs.nested import tensors_in
 from kfs.operators.computed_at import warn_of_other_values
 
 By = Literal["block", "layer", "token"]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kfs import storage
-from kfs.data import tensors_in
 from kfs.errors import StorageError
 from kfs.influence.identity import differences
+from kfs.nested import tensors_in
 
 
 class Shards(Protocol):

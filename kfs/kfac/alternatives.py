@@ -27,7 +27,15 @@ from kfs.kfac.block import Block
 from kfs.kfac.kfac import KFAC
 from kfs.kfac.layout import Side
 from kfs.kfac.settings import Settings
-from kfs.kfac.structures import BlockDiagonal, Dense, Eigenbasis, Factor, Kronecker, Structure, stacked_with_zeros
+from kfs.kfac.structures import (
+    BlockDiagonal,
+    Dense,
+    Eigenbasis,
+    Factor,
+    Kronecker,
+    Structure,
+    stacked_with_zeros,
+)
 from kfs.kfac.sums import PerDatumSums, Squares, Statistic, Use
 from kfs.kfac.sums.inputs import Vectors
 from kfs.kfac.sweep import sweep

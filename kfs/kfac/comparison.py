@@ -12,7 +12,13 @@ from torch import Tensor
 from kfs.charts import draw_errors
 from kfs.describing import DescribedByTables, Description, Table, readable_size
 from kfs.errors import ModelError
-from kfs.kfac.alternatives import exact_blocks, exact_diagonal, exact_matrices, optimal_kronecker, trace_scaled
+from kfs.kfac.alternatives import (
+    exact_blocks,
+    exact_diagonal,
+    exact_matrices,
+    optimal_kronecker,
+    trace_scaled,
+)
 from kfs.kfac.ekfac import EKFAC
 from kfs.kfac.kfac import KFAC
 from kfs.kfac.structures import BlockDiagonal, Structure

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from kfs.data import Batch, tensors_in
+from kfs.data import Batch
 from kfs.describing import Described, Description, Table, counted, kind, times
 from kfs.errors import DataError, ModelError, ShapeError
 from kfs.kfac.block_gradients import BlockGradients
@@ -29,6 +29,7 @@ from kfs.kfac.sums import Captured, KeptGradients
 from kfs.kfac.sweep import Vectors, passes
 from kfs.losses.quantities import Quantity, gradient_of
 from kfs.names import ByName, few, near
+from kfs.nested import tensors_in
 from kfs.operators.checked_risk import check_risk
 from kfs.operators.derivatives import leaves_and_rest, pull_back
 from kfs.risk import EmpiricalRisk

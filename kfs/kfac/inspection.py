@@ -11,7 +11,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from kfs.charts import draw_bars
-from kfs.data import Batch, can_be_cut, cut, tensors_in
+from kfs.data import Batch, can_be_cut, cut
 from kfs.describing import DescribedByTables, Description, Table, counted, readable_count, readable_size
 from kfs.errors import DataError, KfsError, ModelError
 from kfs.exact_derivatives import explained
@@ -23,6 +23,7 @@ from kfs.kfac.settings import Settings
 from kfs.kfac.structures.looking import kind_and_size
 from kfs.kfac.sums.block_sums import BlockSums
 from kfs.kfac.sums.factor_sums import FactorSums
+from kfs.nested import tensors_in
 from kfs.risk import EmpiricalRisk
 
 if TYPE_CHECKING:

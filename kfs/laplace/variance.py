@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.data import tensors_in
 from kfs.errors import DataError
 from kfs.kfac.block_gradients import Basis, BlockGradients, sides_of
 from kfs.kfac.datum_gradients import GradientBatch, per_datum_columns
 from kfs.kfac.structures import BlockDiagonal, Structure
 from kfs.kfac.sums import PlainVectors
 from kfs.losses import Custom
+from kfs.nested import tensors_in
 from kfs.risk import EmpiricalRisk
 
 # Jacobians that are formed together have about this many numbers.

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from kfs.data import arguments, as_batches, default_unpack, mapped, repeatably
+from kfs.data import arguments, as_batches, default_unpack, repeatably
 from kfs.errors import DataError, DtypeError, ModelError
+from kfs.nested import mapped
 from kfs.precision import at_least_float32
 from kfs.progress import tracked
 

@@ -23,7 +23,15 @@ from kfs.merging.checks import (
 )
 from kfs.merging.entries import all_equal, average, check_buffers, merged_buffer, not_saved, recomputed
 from kfs.merging.report import MergedBlock, MergeReport
-from kfs.merging.systems import Damped, DampedBlocks, DampedOperator, Options, approximation, solve_system, systems
+from kfs.merging.systems import (
+    Damped,
+    DampedBlocks,
+    DampedOperator,
+    Options,
+    approximation,
+    solve_system,
+    systems,
+)
 from kfs.names import few
 from kfs.operators import LinearOperator
 from kfs.operators.space import Space

@@ -7,8 +7,8 @@ from torch.nn import Module
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfs.data import tensors_in
 from kfs.errors import ModelError
+from kfs.nested import tensors_in
 from kfs.risk import EmpiricalRisk
 
 

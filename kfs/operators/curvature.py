@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from kfs.data import Batch, tensors_in
+from kfs.data import Batch
 from kfs.distributed import Ranks, added_up
 from kfs.errors import LossError
 from kfs.exact_derivatives import explained
 from kfs.losses.counter import Draws
+from kfs.nested import tensors_in
 from kfs.operators.checked_risk import check_risk
 from kfs.operators.chunks import choose_chunk_size
 from kfs.operators.derivatives import (

@@ -21,9 +21,10 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from kfs.data import Batch, can_be_cut, cut, tensors_in
+from kfs.data import Batch, can_be_cut, cut
 from kfs.errors import ModelError
 from kfs.exact_derivatives import RefuseMissedErrors, StopsForwardMode
+from kfs.nested import tensors_in
 from kfs.operators.space import Columns
 from kfs.parameters import Params
 from kfs.precision import tolerance_for

@@ -24,7 +24,16 @@ from kfs.data import Batch
 from kfs.flags import Flags
 from kfs.losses import Custom, Loss
 from kfs.operators.space import Columns
-from kfs.recording import CudaRecorder, ModelState, Nothing, Recorder, Replays, has_hooks, is_watched, surroundings
+from kfs.recording import (
+    CudaRecorder,
+    ModelState,
+    Nothing,
+    Recorder,
+    Replays,
+    has_hooks,
+    is_watched,
+    surroundings,
+)
 from kfs.risk import EmpiricalRisk
 from kfs.state import same_random_state
 

@@ -12,11 +12,20 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kfs.data import mapped
 from kfs.kfac.block import Block
 from kfs.kfac.layout import Layout, Side
-from kfs.kfac.structures import Eigenbasis, Factor, Kronecker, Method, Stack, Structure, computable, damped_inverse
+from kfs.kfac.structures import (
+    Eigenbasis,
+    Factor,
+    Kronecker,
+    Method,
+    Stack,
+    Structure,
+    computable,
+    damped_inverse,
+)
 from kfs.kfac.sums import Squares
+from kfs.nested import mapped
 
 Unit = Literal["relative", "absolute"]
 # The smallest damping. It makes blocks without any curvature, which have no gradient either, invertible.

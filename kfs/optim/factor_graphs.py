@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kfs.data import Batch, MaskSource, mapped, tensors_in
+from kfs.data import Batch, MaskSource
 from kfs.kfac.capture import (
     BatchMasks,
     Capture,
@@ -40,19 +40,13 @@ from kfs.kfac.structures import computable
 from kfs.kfac.sums import BlockSums, FactorSums, settle_counts
 from kfs.kfac.vectors import backpropagated_vectors, columns_at_once
 from kfs.losses import Loss
+from kfs.nested import mapped, tensors_in
 from kfs.optim.hooks import has_other_hooks
 from kfs.optim.model_state import ModelState
 from kfs.optim.recorded_update import SHARE, memory_of, recorder_for
 from kfs.outputs import prediction_in
-from kfs.state import (
-    evaluating,
-    is_same,
-    other_random_state,
-    random_state,
-    restored,
-    unchanged_attributes,
-    uncompiled,
-)
+from kfs.recording.model_state import unchanged_attributes
+from kfs.state import evaluating, is_same, other_random_state, random_state, restored, uncompiled
 from kfs.tf32 import uses_tf32
 from kfs.waiting import waiting_allowed
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from kfs import waiting
-from kfs.data import MaskSource, mapped, tensors_in
+from kfs.data import MaskSource
 from kfs.errors import DataError, KfsError
 from kfs.flags import Flags
 from kfs.kfac.capture import BatchMasks, Capture, Known, Session, measure_rows, pass_derived, send_back
@@ -21,6 +21,7 @@ from kfs.kfac.structures import computable
 from kfs.kfac.sums import FactorSums
 from kfs.kfac.vectors import backpropagated_vectors
 from kfs.losses import Loss
+from kfs.nested import mapped, tensors_in
 from kfs.optim.costs import Costs
 from kfs.optim.factor_graphs import Data, FactorGraph, FactorPass, FactorResult, PassKey
 from kfs.optim.other_losses import shows_targets

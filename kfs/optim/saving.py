@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kfs.data import mapped
 from kfs.errors import DistributedError, ModelError, StorageError
+from kfs.nested import mapped
 from kfs.optim.averages import Average, copied_to
 from kfs.optim.curvature import Curvature
 from kfs.optim.divergence import LossTrend, UsualSizes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kfs import waiting
-from kfs.data import mapped
+from kfs.nested import mapped
 from kfs.optim.at_owners import AtOwners, Everywhere
 from kfs.optim.averages import copied_to
 from kfs.optim.curvature import Curvature

@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
-from kfs.data import MaskSource, tensors_in
+from kfs.data import MaskSource
 from kfs.distributed import Ranks
 from kfs.errors import KfsWarning, ModelError
 from kfs.kfac.capture import Audit, Audits, Capture, Counts, Known, NotRepeatableError, Session, distrust
 from kfs.kfac.rules import new_session
 from kfs.kfac.settings import Settings
 from kfs.losses import Loss
+from kfs.nested import tensors_in
 from kfs.optim.costs import Costs
 from kfs.optim.exchange import Exchange
 from kfs.optim.factor_graphs import Autocast, FactorGraphs, FactorPass
@@ -40,8 +41,9 @@ from kfs.optim.outputs import passes_behind
 from kfs.optim.passes import Pass, number_of_data
 from kfs.optim.step_sums import Bases, StepSums
 from kfs.outputs import prediction_in
+from kfs.recording.model_state import unchanged_attributes
 from kfs.sharded import WholeParameters
-from kfs.state import evaluating, is_evaluating, restored, unchanged_attributes
+from kfs.state import evaluating, is_evaluating, restored
 
 
 @dataclass

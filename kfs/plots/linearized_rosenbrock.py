@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from kfs.basics.ggn_rosenbrock import linearized_rosenbrock, rosenbrock_ggn, rosenbrock_inner, rosenbrock_outer
+from kfs.basics.ggn_rosenbrock import (
+    linearized_rosenbrock,
+    rosenbrock_ggn,
+    rosenbrock_inner,
+    rosenbrock_outer,
+)
 from kfs.charts.canvas import INK, quiet
 from kfs.plots.heatmaps import FORMATS, run, save
 

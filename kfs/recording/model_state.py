@@ -1,10 +1,12 @@
 """What a recorded computation takes for granted of a model, and whether that still holds."""
 
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
 from torch import nn
+from torch.nn import Module
 
 # What all modules have: parameters, buffers, children and modes, which others look at, and hooks.
 _KNOWN = frozenset(nn.Module().__dict__)
@@ -88,3 +90,18 @@ def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
 
 def _is_same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and type(a) in _PLAIN and a == b)
+
+
+@contextmanager
+def unchanged_attributes(model: Module) -> Iterator[None]:
+    """Restore what a model's modules keep in attributes, such as the last state of a recurrent network.
+
+    What is changed in place, such as a list, is not restored.
+    """
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)

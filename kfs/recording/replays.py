@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from kfs.data import Batch, mapped, tensors_in
-from kfs.recording.model_state import has_hooks
+from kfs.data import Batch
+from kfs.nested import mapped, tensors_in
+from kfs.recording.model_state import has_hooks, unchanged_attributes
 from kfs.recording.reads import Reads
 from kfs.recording.recorder import Graph, Recorder, why_not
-from kfs.state import unchanged_attributes
 
 # A recording pays if at least so many further batches are expected. It takes as long as a few of them that run as they
 # are (`python -m benchmarks.factors cuda`), and small models gain most of that with each batch.

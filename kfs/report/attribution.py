@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from kfs.data import cut, tensors_in
+from kfs.data import cut
 from kfs.describing import times
 from kfs.errors import ModelError
 from kfs.influence import Influence, Ranked, Top
+from kfs.nested import tensors_in
 from kfs.report.pictures import as_image, data_uri
 from kfs.report.play import asset
 from kfs.risk import EmpiricalRisk

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kfs.conformance.cases import EXACT
-from kfs.plots import linearized_rosenbrock, structure_errors, synthetic_fisher, synthetic_hessian, synthetic_kfac
+from kfs.plots import (
+    linearized_rosenbrock,
+    structure_errors,
+    synthetic_fisher,
+    synthetic_hessian,
+    synthetic_kfac,
+)
 from kfs.report import digits, mislabelled, play
 from kfs.tour import Report, by_claim, chapters
 from kfs.version import __version__

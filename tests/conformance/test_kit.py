@@ -13,7 +13,19 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from kfs.cli import app
-from kfs.conformance import Adapter, CheckError, Result, built_in, checks, find, report, run, run_one, script, select
+from kfs.conformance import (
+    Adapter,
+    CheckError,
+    Result,
+    built_in,
+    checks,
+    find,
+    report,
+    run,
+    run_one,
+    script,
+    select,
+)
 from kfs.conformance.adapter import UnreadableError, read
 from kfs.conformance.adapters.kfs import compute
 from kfs.conformance.case import Setting

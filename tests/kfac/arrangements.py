@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from kfs.data import mapped, tensors_in
+from kfs.nested import mapped, tensors_in
 from kfs.risk import EmpiricalRisk
 from tests.kfac.models import Function
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 import kfs
 from kfs.cli import app
-from kfs.data import mapped
 from kfs.errors import DataError
 from kfs.kfac import inspect, inspection
+from kfs.nested import mapped
 from tests.kfac.models import Function
 from tests.kfac.test_meta import CASES
 

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from kfs.basics.hessian_factorizations import hessian_factor
 from kfs.basics.reduction_factors import reduction_factor
-from kfs.data import mapped
 from kfs.errors import ModelError
 from kfs.kfac import EKFAC, KFAC
 from kfs.kfac.capture import ownership
+from kfs.nested import mapped
 from tests.kfac.arrangements import (
     ARRANGEMENTS,
     SUMS,

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import kfs
-from kfs.laplace import functional_variance, log_marginal_likelihood, posterior, tune_prior, tune_prior_and_noise
+from kfs.laplace import (
+    functional_variance,
+    log_marginal_likelihood,
+    posterior,
+    tune_prior,
+    tune_prior_and_noise,
+)
 from kfs.laplace.backend import make_backend
 from tests.laplace import stand_in
 from tests.laplace.problems import PROBLEMS, Problem, classification, regression, vectors

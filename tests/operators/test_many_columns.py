@@ -14,7 +14,14 @@ from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, Fisher, Hessian
 from kfs.errors import ModelError
 from kfs.kfac.structures import block_diagonal
 from kfs.kfac.structures.factor import Factor
-from kfs.operators import LinearOperator, diagonal, eigenvalues, spectral_density, squared_frobenius_norm, trace
+from kfs.operators import (
+    LinearOperator,
+    diagonal,
+    eigenvalues,
+    spectral_density,
+    squared_frobenius_norm,
+    trace,
+)
 from kfs.operators.space import Columns, Space
 from tests.operators.contract import check_contract, close
 

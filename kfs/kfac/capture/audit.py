@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.data import can_be_cut, cut, mapped
+from kfs.data import can_be_cut, cut
 from kfs.errors import ModelError
 from kfs.kfac.capture.audit_report import Audit, AuditedUse, percent
 from kfs.kfac.capture.comparison import Results, both, difference_of, mixing_error, wrong_rule
@@ -36,6 +36,7 @@ from kfs.kfac.capture.sites import Known, Placed, Question, Site, What
 from kfs.kfac.capture.tap import backward, measure_rows, pass_derived
 from kfs.kfac.sums.gradient_sums import GradientSums
 from kfs.kfac.sums.outer_products import full_precision
+from kfs.nested import mapped
 from kfs.precision import IN_HALF_PRECISION, tolerance_for
 from kfs.state import uncompiled
 

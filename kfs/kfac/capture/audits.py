@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from kfs.data import Batch, axis_to_cut, tensors_in, without_tensors
+from kfs.data import Batch, axis_to_cut
 from kfs.kfac.capture.audit import FEW, Audited, Run, audit
 from kfs.kfac.capture.audit_report import Audit
 from kfs.kfac.capture.comparison import compare_whole
 from kfs.kfac.capture.row_rules import Counts
 from kfs.kfac.capture.session import Session
 from kfs.kfac.capture.sites import Known
+from kfs.nested import tensors_in, without_tensors
 from kfs.recording import attributes_of
 from kfs.risk import EmpiricalRisk
 

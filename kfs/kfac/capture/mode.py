@@ -20,13 +20,23 @@ from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 
-from kfs.data import Batch, mapped, without_tensors
+from kfs.data import Batch
 from kfs.exact_derivatives import refuse_reentrant_checkpoint
 from kfs.flags import Flags
 from kfs.kfac.capture.counted_rows import ALL, MEASURED, BatchMasks, RowRule
 from kfs.kfac.capture.derived import tap_broadcast, track_copy
 from kfs.kfac.capture.hidden_uses import hidden_uses
-from kfs.kfac.capture.plan import Broadcast, Call, Copy, Plan, Read, Rewrite, argument_at, describe, with_argument
+from kfs.kfac.capture.plan import (
+    Broadcast,
+    Call,
+    Copy,
+    Plan,
+    Read,
+    Rewrite,
+    argument_at,
+    describe,
+    with_argument,
+)
 from kfs.kfac.capture.session import Session, no_rule
 from kfs.kfac.capture.sites import EVERYTHING, Counting, Known, Sites, What
 from kfs.kfac.capture.tap import apply_tap
@@ -34,6 +44,7 @@ from kfs.kfac.capture.tracking import FIRST_ONLY, SHAPES_ONLY, Derived, Marks, T
 from kfs.kfac.sums.interface import Adder, Receiver, Sums
 from kfs.kfac.sums.outer_products import full_precision
 from kfs.kfac.sums.owners import Owners, Regular
+from kfs.nested import mapped, without_tensors
 from kfs.risk import EmpiricalRisk
 from kfs.state import uncompiled
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.data import MaskSource, mapped, tensors_in
+from kfs.data import MaskSource
 from kfs.kfac.capture.counted_rows import ALL, MEASURED, BatchMasks, RowRule, matching_rule
 from kfs.kfac.capture.mode import Capture, Used
 from kfs.kfac.capture.ownership import MULTIPLE, has_gradient, probes
@@ -28,6 +28,7 @@ from kfs.kfac.capture.sites import Known, What
 from kfs.kfac.capture.tap import backward, measure_rows
 from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.owners import Owners, Regular
+from kfs.nested import mapped, tensors_in
 
 log = logging.getLogger("kfs.kfac")
 # So many times targets are left out. Each time another part of a datum's targets is; see `_targets`.

@@ -13,7 +13,16 @@ from torch.nn import Module
 
 from kfs.kfac.capture.plan import Call, Planned
 from kfs.kfac.capture.session import Rule, Session
-from kfs.kfac.rules import attention, convolution, elementwise, embedding, experts, linear, normalization, recurrent
+from kfs.kfac.rules import (
+    attention,
+    convolution,
+    elementwise,
+    embedding,
+    experts,
+    linear,
+    normalization,
+    recurrent,
+)
 from kfs.kfac.rules.fallback import without_rule
 
 RULES = {

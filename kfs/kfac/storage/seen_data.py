@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.data import Batch, axis_to_cut, plain, tensors_in
+from kfs.data import Batch, axis_to_cut
+from kfs.nested import plain, tensors_in
 
 Range = tuple[int, int]
 _MODULUS = 2**128

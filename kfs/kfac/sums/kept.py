@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs.data import mapped
 from kfs.kfac.layout import Key, Layout
 from kfs.kfac.sums.inputs import Rows, Use
 from kfs.kfac.sums.interface import Adder, Ignore, PlannedUse, Receiver, Sums
 from kfs.kfac.sums.owners import Owners, Regular
 from kfs.kfac.sums.row_products import RowProducts
 from kfs.kfac.sums.row_vectors import PlainVectors
+from kfs.nested import mapped
 from kfs.precision import at_least_float32
 
 

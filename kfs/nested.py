@@ -1,0 +1,120 @@
+"""Walks through nested containers of tensors: tuples, lists, named tuples and mappings of any type.
+
+Containers keep their types. What a batch is lives in `kfs.problem.data`.
+"""
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def mapped(x: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to all tensors in a batch's input."""
+    if isinstance(x, Tensor):
+        return function(x)
+    if isinstance(x, Mapping):
+        return with_values(x, {key: mapped(value, function) for key, value in x.items()})
+    if type(x) in {tuple, list}:
+        return type(x)(mapped(value, function) for value in x)
+    return type(x)(*(mapped(value, function) for value in x)) if is_named_tuple(x) else x
+
+
+def with_values(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Return a mapping of the same type, with the same attributes, that has other values; `x` is not changed.
+
+    Args:
+        x: A mapping of any type.
+        values: Its values. Keys of `x` that are not in here are left out.
+
+    Returns:
+        The mapping; the dictionary `values` itself if another one of this type cannot be made.
+    """
+    if type(x) is dict:
+        return values
+    for make in (_refilled, _constructed):
+        try:
+            new = make(x, values)
+            if type(new) is type(x) and set(new) == set(values) and all(new[key] is values[key] for key in values):
+                return new
+        except Exception:  # noqa: BLE001 (a class of the user may raise anything; there is another way)
+            continue
+    return values
+
+
+def plain(x: Any) -> Any:
+    """Return a batch's input as dictionaries and tuples, without values of tensors: what else it consists of."""
+    if isinstance(x, Mapping):
+        return {key: plain(value) for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        return tuple(map(plain, x))
+    return torch.empty(0) if isinstance(x, Tensor) else x
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    """Return all tensors in a batch's input."""
+    parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
+    return [x] if isinstance(x, Tensor) else [t for part in parts for t in tensors_in(part)]
+
+
+def without_tensors(x: Any) -> Any:
+    """Return what identifies all arguments that are not tensors, such that it can be hashed."""
+    if isinstance(x, Tensor):
+        return Tensor  # `None` is another argument
+    if isinstance(x, Mapping):
+        return tuple((key, without_tensors(value)) for key, value in x.items())
+    if isinstance(x, (tuple, list)):
+        return tuple(map(without_tensors, x))
+    try:
+        hash(x)
+    except TypeError:
+        return repr(x)
+    return x
+
+
+def is_named_tuple(x: Any) -> bool:
+    """Whether something is an instance of `typing.NamedTuple`, or the like."""
+    return isinstance(x, tuple) and hasattr(x, "_fields")
+
+
+def _refilled(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Copy a mapping, and replace its values."""
+    new = _copied(x, values)
+    for key in x:
+        if key not in values and key in new:
+            del new[key]
+    for key, value in values.items():
+        if new[key] is not value:
+            new[key] = value
+    # Some have their items also as attributes.
+    attributes = getattr(new, "__dict__", {})
+    for name in [name for name, part in attributes.items() if name in values and part is x[name]]:
+        attributes[name] = values[name]
+    if getattr(x, "__dict__", None) is x:  # or only as attributes
+        new.__dict__ = new
+    return new
+
+
+def _copied(x: Any, values: dict[Any, Any]) -> Any:
+    """Copy a mapping such that changing the copy does not change it."""
+    if isinstance(x, (dict, UserDict)) or hasattr(type(x), "__copy__"):
+        return copy.copy(x)
+    if hasattr(x, "copy"):
+        return x.copy()
+    # Python's copy shares what the attributes refer to. One of them has the items.
+    new = copy.copy(x)
+    (holder,) = [name for name, part in vars(x).items() if type(part) is dict and _are_items_of(part, x)]
+    vars(new)[holder] = dict(values)
+    return new
+
+
+def _are_items_of(part: dict[Any, Any], x: Mapping[Any, Any]) -> bool:
+    return part.keys() == x.keys() and all(part[key] is x[key] for key in x)
+
+
+def _constructed(x: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """Make a mapping of the same type anew: one that cannot be changed, or copied."""
+    return type(x)(values)  # type: ignore[call-arg]
