@@ -26,9 +26,9 @@ from kfs.compress import Compressed, low_rank, prune
 from kfs.compress.factorization import decomposed
 from kfs.compress.layers import layers_of
 from kfs.errors import KfsWarning
-from kfs.kfac import BlockDiagonal, Relative, exact_diagonal
-from kfs.kfac.structures import Factor, Kronecker, Stack
-from kfs.report.digits import load
+from kfs.factors import BlockDiagonal, Relative, exact_diagonal
+from kfs.factors.blocks import Factor, Kronecker, Stack
+from kfs.tour.digits import load
 
 TABLE = 0.3  # the share for which a table has sizes and times
 NUM_TRAIN = 1200

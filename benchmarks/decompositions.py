@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.replayed_factors import seconds_of
 from benchmarks.report import RESULTS, Row, save
-from kfs.kfac.structures.decompositions import inverse_by_halves
+from kfs.factors.blocks.decompositions import inverse_by_halves
 
 SIZES = (256, 513, 768, 1024, 2305, 3073)
 STACK = 12

@@ -46,7 +46,7 @@ from benchmarks.training_tasks import (
 )
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
-from kfs.report.digits import load
+from kfs.tour.digits import load
 
 SEEDS = 3
 GRIDS: dict[str, tuple[float, ...]] = {

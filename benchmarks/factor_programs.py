@@ -18,8 +18,8 @@ from benchmarks.report import medians, synchronize
 from kfs import KFAC, EmpiricalRisk
 from kfs.conformance import Adapter, find
 from kfs.errors import ModelError
-from kfs.kfac.capture import Audits, forget_audits
-from kfs.kfac.rules import new_session
+from kfs.factors.audit import Audits, forget_audits
+from kfs.factors.rules import new_session
 
 PATIENCE = 20  # peers that take longer than so many forward+backwards are not measured again
 ADAPTERS = ("backpack", "kronfluence", "laplace", "nngeometry")  # curvlinops has arguments of its own, below

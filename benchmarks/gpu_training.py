@@ -27,7 +27,7 @@ from benchmarks.long_runs import RecurrentModel, corpus, places_of_lr, share_of_
 from benchmarks.report import RESULTS, save, synchronize
 from benchmarks.training_tasks import Batch, CharacterGPT, Task, token_cross_entropy
 from kfs.losses import TokenCrossEntropy
-from kfs.report.digits import load
+from kfs.tour.digits import load
 
 EVALUATIONS = 20  # in a run
 GRIDS: dict[str, tuple[float, ...]] = {

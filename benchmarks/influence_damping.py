@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from benchmarks.influence_digits import Data, Recipe, Sizes, retrained_margins, subsets, trained
 from benchmarks.influence_quality import ScoreRow, spearman
 from kfs import EKFAC, KFAC, EmpiricalRisk, Influence, Relative
-from kfs.kfac import exact_blocks
-from kfs.kfac.structures import BlockDiagonal
+from kfs.factors import exact_blocks
+from kfs.factors.blocks import BlockDiagonal
 
 # Training data and queries of each data set.
 COUNTS = {

@@ -24,7 +24,7 @@ from benchmarks.influence_digits import (
     trained,
 )
 from benchmarks.influence_methods import RELATIVE, Method, detectors, in_words, predictors
-from kfs.report.mislabelled import area_under_curve
+from kfs.tour.mislabelled import area_under_curve
 
 LEAST_LDS = {"KFAC type-2": 0.67, "EKFAC type-2": 0.67, "EKFAC mc": 0.62}
 LEAST_AUROC = 0.96

@@ -31,7 +31,7 @@ from benchmarks.problems import GPT
 from benchmarks.replayed_factors import cost, device_name, marginal_without_replay, replay_settings, seconds_of
 from benchmarks.report import RESULTS, save
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, inspect
-from kfs.kfac.capture import forget_audits
+from kfs.factors.audit import forget_audits
 from kfs.losses import TokenCrossEntropy
 
 GIB = 2**30

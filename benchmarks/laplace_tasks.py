@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import kfs
-from kfs.kfac.structures import BlockDiagonal
-from kfs.report.digits import load
+from kfs.factors.blocks import BlockDiagonal
+from kfs.tour.digits import load
 
 Data = tuple[Tensor, Tensor]
 LossFunction = Callable[[Tensor, Tensor], Tensor]

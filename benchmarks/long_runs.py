@@ -41,8 +41,8 @@ from benchmarks.training_tasks import (
 )
 from kfs.losses import HalfSquaredError, TokenCrossEntropy
 from kfs.optim import KFAC, inverses
-from kfs.optim.rule import limited
-from kfs.report.digits import load
+from kfs.optim.update_rule import limited
+from kfs.tour.digits import load
 
 CORPUS = 4_700_000  # bytes
 WARMUP = 0.05  # of all steps

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 import kfs
 from benchmarks.report import save
-from kfs.charts.canvas import INK, open_frame
+from kfs.display.charts import INK, open_frame
 from kfs.operators import LinearOperator, solve
-from kfs.report.digits import load
+from kfs.tour.digits import load
 
 Data = tuple[Tensor, Tensor]
 DAMPING = kfs.Relative(0.01)
@@ -70,7 +70,7 @@ class Merge:
     """One way to merge: which curvature of a risk, how it is damped, and how systems are solved."""
 
     curvature: Callable[[kfs.EmpiricalRisk], LinearOperator]
-    method: kfs.kfac.structures.Method = "exact"
+    method: kfs.factors.blocks.Method = "exact"
     preconditioned: bool = False
     tolerance: float | None = None
 
@@ -109,7 +109,7 @@ class MergeRow:
 QUICK = Start(20, 1, 1, 1, 200)
 STARTS = {"strong": Start(200, 60, 8), "weak": Start(60, 12, 25)}
 WAYS: dict[str, Merge] = {
-    "diagonal (Fisher merging)": Merge(kfs.kfac.exact_diagonal),
+    "diagonal (Fisher merging)": Merge(kfs.factors.exact_diagonal),
     REGMEAN: Merge(lambda risk: kfs.KFAC(risk, "forward-only")),
     KFAC: Merge(kfs.KFAC),
     "KFAC, factored damping": Merge(kfs.KFAC, "factored"),

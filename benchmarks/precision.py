@@ -37,7 +37,7 @@ from benchmarks.replayed_factors import device_name, device_of
 from benchmarks.report import RESULTS, save
 from kfs import KFAC
 from kfs.errors import SolverError
-from kfs.tf32 import tf32
+from kfs.runtime.precision import tf32
 
 DAMPINGS = (1e-1, 1e-2, 1e-3)  # in units of the mean eigenvalue
 SMALL = 16  # by how much the encoder's batch is smaller on a CPU

@@ -1,6 +1,6 @@
 """Cost of recurrent layers while their parameters are watched: `python -m benchmarks.recurrent [cpu|cuda]`.
 
-Watched, a recurrent layer does not run as PyTorch's one operation alone: see `kfs.kfac.rules.recurrent`. Rows have
+Watched, a recurrent layer does not run as PyTorch's one operation alone: see `kfs.factors.rules.recurrent`. Rows have
 ratios to one training step of SGD, with momentum, of the same model with PyTorch's own operation:
 
 - watched pass: forward and backward pass with gradients of all parameters while every use is captured. Nothing is done
@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.report import RESULTS, Row, medians, save
-from kfs.kfac.capture import forward
-from kfs.kfac.rules import new_session
-from kfs.kfac.settings import Settings
-from kfs.kfac.sums import FactorSums
+from kfs.factors.accumulate import FactorSums
+from kfs.factors.capture import forward
+from kfs.factors.rules import new_session
+from kfs.factors.settings import Settings
 from kfs.optim import KFAC
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
 
 KINDS: dict[str, type[nn.RNNBase]] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 WIDTH, TIMES, CLASSES = 256, 64, 10

@@ -22,7 +22,7 @@ from benchmarks.problems import GPT
 from benchmarks.report import RESULTS, medians, save
 from benchmarks.training_tasks import Batch
 from kfs.optim import KFAC
-from kfs.tf32 import tf32
+from kfs.runtime.precision import tf32
 
 BLOCK = 20  # steps over which a cost is averaged: a multiple of every interval at which something is refreshed
 BLOCKS = 2

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.problems import GPT
 from kfs.losses import HalfSquaredError, TokenCrossEntropy
-from kfs.report.digits import load
+from kfs.tour.digits import load
 
 Batch = tuple[Tensor, Tensor]
 WIDTHS = (64, 256, 128, 64, 16, 64, 128, 256, 64)

@@ -17,7 +17,7 @@ from kfs.errors import ModelError
 PACKAGES = (
     "kfs",
     "kfs.operators",
-    "kfs.kfac",
+    "kfs.factors",
     "kfs.optim",
     "kfs.influence",
     "kfs.laplace",

@@ -13,8 +13,8 @@ from sphinx.util.docutils import SphinxDirective
 from docs import api, blocks, links, notebooks, results, runs
 from docs.modules import module_page, read_module, toctree
 from docs.sidebar import use_sidebar
-from kfs.report import play
-from kfs.tour import chapters
+from kfs.tour import play
+from kfs.tour.run import chapters
 
 ROOT = Path(__file__).parent.parent
 

@@ -82,8 +82,8 @@ mathjax3_config = {
 html_theme = "furo"
 html_static_path = [
     "static",
-    "../kfs/report/assets/play.js",
-    "../kfs/report/assets/play.css",
+    "../kfs/tour/assets/play.js",
+    "../kfs/tour/assets/play.css",
     str(Path(_mathjax.origin).parent / "static" / "mathjax" / mathjax_path),
 ]
 html_css_files = ["book.css"]

@@ -10,7 +10,7 @@ from sphinx.util.nodes import make_refnode
 
 from docs.api import addresses
 from docs.modules import Module, all_modules
-from kfs.tour import definitions
+from kfs.tour.run import definitions
 
 # Modules of PyTorch that define what another one exports.
 PYTORCH = {
@@ -58,7 +58,7 @@ class Modules:
             module for module in same if here and module.path in {f"{folder}/{stem}.py", f"{folder}/{stem}/__init__.py"}
         ]
         defined = [module for module in same if module.path in self._defined]
-        # Packages consist of rooms: `kfs.kfac.structures` may mention a module of `kfs.kfac.sums` by its name alone.
+        # Packages consist of rooms: `kfs.factors.blocks` may mention one of `kfs.factors.rows` by its name alone.
         family = [module for module in same if here and module.path.split("/")[:2] == here.split("/")[:2]]
         return next(iter([*near, *defined, *family]), None)
 
@@ -129,7 +129,7 @@ def resolve_pytorch(app: Any, env: Any, node: Any, content: nodes.Element) -> no
 
 
 def resolve_ours(app: Any, _env: Any, node: Any, content: nodes.Element) -> nodes.Node | None:
-    """Resolve a type of ours in a signature: `kfs.kfac.kfac.KFAC` is explained as `kfs.KFAC`."""
+    """Resolve a type of ours in a signature: `kfs.factors.kfac.KFAC` is explained as `kfs.KFAC`."""
     target = node.get("reftarget", "")
     if node.get("refdomain") != "py" or not target:
         return None

@@ -92,7 +92,7 @@ def tests_of(path: str) -> list[str]:
     """Return the test file that is named after a module; tests of a subfolder may lie beside those of its package."""
     inner = Path(path).relative_to("kfs")
     folders = [inner.parent, *inner.parent.parents]
-    # A name at the top, such as tests/test_state.py, is about the module kfs.state and no other one.
+    # A name at the top, such as tests/test_state.py, is about the module kfs.problem.isolation and no other one.
     inside = [folder for folder in folders if folder.parts] or folders
     candidates = [f"{Path('tests') / folder}/test_{inner.stem.lower()}.py" for folder in inside]
     return [name for name in candidates if (ROOT / name).is_file()][:1]

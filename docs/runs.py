@@ -67,7 +67,7 @@ def definition_job(path: str) -> Job:
 
 def all_jobs() -> list[Job]:
     """Return all jobs; those that take long come first, so that processes end together."""
-    from kfs.tour import definitions  # noqa: PLC0415 (imports PyTorch, which a look at results does not need)
+    from kfs.tour.run import definitions  # noqa: PLC0415 (imports PyTorch, which a look at results does not need)
 
     pages = [page.stem for page in sorted(DOCS.glob("*.md")) if blocks.blocks(page)]
     jobs = [Job("page", name) for name in pages]
@@ -120,7 +120,7 @@ def _run_definition(job: Job) -> list[tuple[str, str, float | None]]:
     Raises:
         RuntimeError: If it fails: the book shows only what holds.
     """
-    from kfs.tour import run_definition  # noqa: PLC0415
+    from kfs.tour.run import run_definition  # noqa: PLC0415
 
     report = run_definition(ROOT / job.name)
     if report.failure is not None:
@@ -129,7 +129,7 @@ def _run_definition(job: Job) -> list[tuple[str, str, float | None]]:
 
 
 def _play_data(_: Job) -> Any:
-    from kfs.report import play  # noqa: PLC0415
+    from kfs.tour import play  # noqa: PLC0415
 
     return play.play_data()
 

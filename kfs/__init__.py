@@ -8,18 +8,18 @@ Start with `EmpiricalRisk` (model, loss, data), the linear operators on it, and 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kfs.display.suggestions import near
 from kfs.errors import UnknownAttributeError
-from kfs.names import near
 from kfs.version import __version__
 
 if TYPE_CHECKING:
     from kfs import basics, compress, distributed, laplace, losses, operators, optim  # noqa: F401
-    from kfs.distributed import shard
+    from kfs.factors import EKFAC, KFAC, Checkpoint, Relative, compare, inspect, load, per_datum
     from kfs.influence import Influence
-    from kfs.kfac import EKFAC, KFAC, Checkpoint, Relative, compare, inspect, load, per_datum
     from kfs.merging import merge
     from kfs.operators import GGN, Fisher, Hessian, Jacobian
-    from kfs.risk import EmpiricalRisk
+    from kfs.problem.data_shards import shard
+    from kfs.problem.risk import EmpiricalRisk
 
 __all__ = [
     "EKFAC",
@@ -43,12 +43,12 @@ __all__ = [
 _PACKAGES = ("basics", "compress", "distributed", "laplace", "losses", "operators", "optim")
 # Where names come from. They are imported when they are used first, so that `import kfs` takes no time.
 _FROM = {
-    "kfs.distributed": ("shard",),
     "kfs.influence": ("Influence",),
-    "kfs.kfac": ("EKFAC", "KFAC", "Checkpoint", "Relative", "compare", "inspect", "load", "per_datum"),
+    "kfs.factors": ("EKFAC", "KFAC", "Checkpoint", "Relative", "compare", "inspect", "load", "per_datum"),
     "kfs.merging": ("merge",),
     "kfs.operators": ("GGN", "Fisher", "Hessian", "Jacobian"),
-    "kfs.risk": ("EmpiricalRisk",),
+    "kfs.problem.data_shards": ("shard",),
+    "kfs.problem.risk": ("EmpiricalRisk",),
 }
 
 

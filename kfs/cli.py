@@ -15,12 +15,13 @@ from kfs import __version__
 from kfs.conformance import Result, checks, find, report, run_one, script, select
 from kfs.distributed import plan as plan_ranks
 from kfs.errors import KfsError, ModelError, StorageError
+from kfs.factors import EKFAC, Relative
+from kfs.factors import inspect as inspect_model
 from kfs.influence import Influence
-from kfs.kfac import EKFAC, Relative
-from kfs.kfac import inspect as inspect_model
-from kfs.report import attribution, left_out, write_report
-from kfs.risk import EmpiricalRisk
-from kfs.tour import one_thread, run_tour
+from kfs.problem.risk import EmpiricalRisk
+from kfs.tour import attribution
+from kfs.tour.page import left_out, write_report
+from kfs.tour.run import one_thread, run_tour
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 

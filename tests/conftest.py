@@ -12,7 +12,7 @@ from hypothesis import settings
 from torch.overrides import TorchFunctionMode
 from xdist.scheduler import LoadFileScheduling
 
-from kfs.recording import Recorded
+from kfs.runtime.cuda_graphs import Recorded
 from tests.tiers import ROOT, TIERS, covering, tier_of
 
 # On some CPUs oneDNN chooses instructions for bfloat16 products that they do not have.

@@ -3,7 +3,7 @@
 from functools import cache
 from pathlib import Path
 
-from kfs import tour
+from kfs.tour import run as tour
 
 
 @cache

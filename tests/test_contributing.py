@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from kfs.kfac import rules
-from tests.kfac import models, test_ekfac, test_operations, test_rules
+from kfs.factors import rules
+from tests.factors import models, test_ekfac, test_operations, test_rules
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -125,7 +125,7 @@ def test_layers_are_those_of_the_contract() -> None:
 def test_rooms_are_those_of_the_contract() -> None:
     """The list of rooms is that of the import contract, line by line."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    (contract,) = [c for c in settings["tool"]["importlinter"]["contracts"] if c.get("containers") == ["kfs.kfac"]]
+    (contract,) = [c for c in settings["tool"]["importlinter"]["contracts"] if c.get("containers") == ["kfs.factors"]]
     expected = [set(re.split(r" [:|] ", layer)) for layer in contract["layers"]]
     listed = section("The rooms of kfac").partition("```\n")[2].partition("\n```")[0].splitlines()
     short = {"expand_*": {"expand_Conv", "expand_Linear"}, "reduce_*": {"reduce_Conv", "reduce_Linear"}}

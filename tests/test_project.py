@@ -47,7 +47,7 @@ def test_wheel_has_the_package_and_nothing_else(built: tuple[Path, Path]) -> Non
         names = set(wheel.namelist())
     information = f"kfs-{__version__}.dist-info/"
     assert {name for name in names if not name.startswith(information)} == sources()
-    assert {"kfs/py.typed", "kfs/report/assets/play.js", f"{information}licenses/LICENSE"} <= names
+    assert {"kfs/py.typed", "kfs/tour/assets/play.js", f"{information}licenses/LICENSE"} <= names
 
 
 def test_sdist_has_what_a_wheel_is_built_from(built: tuple[Path, Path]) -> None:

@@ -48,14 +48,14 @@ def test_only_public_names_are_listed() -> None:
         "optim",
     }
     assert all(getattr(kfs, name) is not None for name in dir(kfs))
-    assert kfs.risk.EmpiricalRisk is kfs.EmpiricalRisk  # other modules can be used, too
+    assert kfs.problem.risk.EmpiricalRisk is kfs.EmpiricalRisk  # other modules can be used, too
 
 
 def test_names_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KFACC", "_KFAC"):
         with pytest.raises(AttributeError, match=f"kfs has no '{name}'. Did you mean 'KFAC'"):
             getattr(kfs, name)
-    for name in ("Kfac", "kfAc", "KFac"):  # `kfs.kfac` is a package
+    for name in ("Kfac", "kfAc", "KFac"):  # `kfs.factors` is a package
         with pytest.raises(AttributeError, match=f"kfs has no '{name}'. Did you mean 'KFAC'?"):
             getattr(kfs, name)
     for name, meant in (("ekfac", "EKFAC"), ("ggn", "GGN"), ("Ekfacs", "EKFAC"), ("empirical_risk", "EmpiricalRisk")):

@@ -18,7 +18,7 @@ def test_the_longest_start_decides() -> None:
     assert tier_of(ROOT / "tests/distributed/test_resume.py") == "ranks"
     assert tier_of(ROOT / "tests/distributed") == ""
     assert tier_of(ROOT / "tests/docs") == "book"
-    assert tier_of(ROOT / "tests/kfac/test_kfac.py") == tier_of(ROOT / "kfs/data.py") == "library"
+    assert tier_of(ROOT / "tests/factors/test_kfac.py") == tier_of(ROOT / "kfs/problem/data.py") == "library"
 
 
 def test_every_pair_of_three_parameters_is_there() -> None:

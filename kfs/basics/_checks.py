@@ -6,7 +6,7 @@ Checks of losses live with the losses (`reduction_factors`), those of models and
 from torch import Tensor
 
 from kfs.errors import DtypeError, GraphError, ShapeError
-from kfs.state import check_no_inference_mode
+from kfs.problem.isolation import check_no_inference_mode
 
 
 def check_tensor(name: str, t: Tensor) -> None:

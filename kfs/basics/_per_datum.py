@@ -15,7 +15,7 @@ from kfs.basics._checks import check_floating, check_like, check_same_kind, chec
 from kfs.basics.jacobian_products import pull_back
 from kfs.basics.reduction_factors import Loss, check_datum, reduction_factor
 from kfs.errors import DataError, GraphError, ModelError
-from kfs.state import check_no_inference_mode, no_randomness, restored
+from kfs.problem.isolation import check_no_inference_mode, no_randomness, restored
 
 # A parameter of the model or its name; two of them for the block with rows from the first and columns from the second.
 Param: TypeAlias = Tensor | str

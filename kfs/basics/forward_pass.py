@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from kfs.errors import ModelError
-from kfs.state import check_no_inference_mode
+from kfs.problem.isolation import check_no_inference_mode
 
 
 class Intermediates(NamedTuple):

@@ -10,8 +10,8 @@ from torch import nn
 
 from kfs.compress.layers import Keep, Layer
 from kfs.errors import DataError, ModelError, SolverError
-from kfs.kfac import Relative
-from kfs.risk import EmpiricalRisk
+from kfs.factors import Relative
+from kfs.problem.risk import EmpiricalRisk
 
 # Shares such as 0.29 are no binary fractions: 0.29 * 100 is a little less than 29.
 _ROUND_OFF = 1e-9

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from kfs.compress.choosing import allowed, shortest, some_of
-from kfs.compress.layers import Layer
-from kfs.compress.replacing import in_a_row, replace_module, write_weights
+from kfs.compress.layers import Layer, in_a_row, replace_module, write_weights
 from kfs.compress.report import LayerRow, unchanged
 from kfs.errors import ModelError
-from kfs.kfac.structures import Eigenbasis
+from kfs.factors.blocks import Eigenbasis
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from kfs.compress.choosing import allowed, groups
-from kfs.compress.layers import Keep, Layer, layers_of
-from kfs.compress.replacing import in_a_row, replace_module
+from kfs.compress.layers import Keep, Layer, in_a_row, layers_of, replace_module
 from kfs.compress.report import Compressed, LayerRow, make_report, unchanged
 from kfs.errors import ModelError
-from kfs.kfac import EKFAC, BlockDiagonal, Relative
-from kfs.kfac.structures import Kronecker, Stack, damped_inverse
+from kfs.factors import EKFAC, BlockDiagonal, Relative
+from kfs.factors.blocks import Kronecker, Stack, damped_inverse
 
 Option = tuple[int, float]  # how many numbers it takes, and what it costs
 
@@ -88,7 +87,7 @@ def low_rank(
             were others when it was computed.
         keep: The share of all numbers in these layers that is kept, above 0 and at most 1. Or shares of some layers, by
             name, and others stay as they are.
-        damping: What is added to the curvature, factored (see `kfs.kfac.structures.damping`).
+        damping: What is added to the curvature, factored (see `kfs.factors.blocks.damping`).
         sample: Input of a forward pass, with its batch axis, for which operations are counted; a tuple for several
             arguments.
 
@@ -151,7 +150,7 @@ def decomposed(layer: Layer) -> Decomposition:
     if not isinstance(layer.structure, Kronecker):
         raise ModelError(
             f"The block of layer {layer.name!r} is not a Kronecker product, so it is no metric for low rank.",
-            "Pass a kfs.KFAC, or kfs.kfac.optimal_kronecker(risk).",
+            "Pass a kfs.KFAC, or kfs.factors.optimal_kronecker(risk).",
         )
     inverse = Stack((layer.layout,), layer.structure).apply(_inverse, layer.damping)
     root_A, root_B = (factor.power(-0.5).to_dense()[0] for factor in (inverse.A, inverse.B))

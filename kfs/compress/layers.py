@@ -1,26 +1,23 @@
-"""Which layers of a model are compressed, with what curvature; all checks of arguments.
+"""Which layers of a model are compressed, with what curvature, and how smaller ones replace them."""
 
-A *layer* is a linear layer or a convolution. Its weight, and its bias if both share a block, is one matrix for each
-group of channels, `[groups, d_B, d_A]`, as everywhere in `kfs.kfac`. Everything is computed in float64.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import skip_init
 
+from kfs.display.suggestions import few, near
 from kfs.errors import DtypeError, ModelError, SolverError
-from kfs.kfac import BlockDiagonal, Relative
-from kfs.kfac.layout import Layout
-from kfs.kfac.structures import Dense, Factor, Kronecker, Stack, Structure
-from kfs.names import few, near
-from kfs.operators.computed_at import warn_of_other_values
-from kfs.operators.same_parameters import check_parameters
-from kfs.sharded import refuse_sharded
+from kfs.factors import BlockDiagonal, Relative
+from kfs.factors.blocks import Dense, Factor, Kronecker, Stack, Structure
+from kfs.factors.layout import Layout
+from kfs.operators.match import check_parameters, warn_of_other_values
+from kfs.problem.whole_parameters import refuse_sharded
 
 Keep = float | Mapping[str, float]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -295,3 +292,75 @@ def _check_shares(keep: object) -> None:
 def _check_share(share: object, what: str) -> None:
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ModelError(f"{what} is {share!r}.", "Use a number above 0 and at most 1, such as 0.2; or one per layer.")
+
+
+def write_weights(model: nn.Module, layer: Layer, matrix: Tensor) -> None:
+    """Write matrices `[groups, d_B, d_A]` into the layer's parameters, in place."""
+    module = model.get_submodule(layer.name)
+    prefix = f"{layer.name}." if layer.name else ""
+    params = {f"{prefix}{leaf}": p for leaf, p in module.named_parameters(recurse=False)}
+    columns = {name: params[name].detach().double().unsqueeze(0) for name in layer.layout.params}
+    layer.layout.write(matrix.unsqueeze(0), columns)
+    with torch.no_grad():
+        for name, values in columns.items():
+            params[name].copy_(values.squeeze(0))
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """Put a module in the place of another one, and return the model: the module itself, if the name is empty."""
+    if not name:
+        return module
+    path, _, leaf = name.rpartition(".")
+    parent = model.get_submodule(path)
+    setattr(parent, leaf, module)
+    if isinstance(parent, nn.TransformerEncoderLayer) and not isinstance(module, nn.Linear):
+        # In evaluation mode, one fused kernel would read the weight of a single layer here. Not for other activations.
+        parent.activation_relu_or_gelu = 0
+        for outer in model.modules():
+            if isinstance(outer, nn.TransformerEncoder):
+                outer.use_nested_tensor = False
+    return model
+
+
+def in_a_row(layer: Layer, factors: Sequence[Tensor], fixed: Sequence[bool]) -> nn.Sequential:
+    """Make plain layers that multiply with several matrices, one after the other.
+
+    Args:
+        layer: The layer that they replace. The first one reads the same patches; all others have one pixel.
+        factors: Matrices from input to output, of which the first has the columns of the layer's matrix.
+        fixed: Which of them are no longer trained.
+    """
+    old: Any = layer.module
+    modules = []
+    for place, (factor, is_fixed) in enumerate(zip(factors, fixed, strict=True)):
+        weight, bias = factor, None
+        if place == 0 and layer.layout.bias is not None:
+            weight, bias = factor[:, :-1], factor[:, -1]
+        elif place == len(factors) - 1 and layer.layout.bias is None and old.bias is not None:
+            bias = old.bias.detach()  # it has no part in the matrix, and is added at the end, as before
+        modules.append(_plain(layer, weight, bias, first=place == 0, trainable=not is_fixed))
+    return nn.Sequential(*modules).train(old.training)
+
+
+def _plain(layer: Layer, weight: Tensor, bias: Tensor | None, first: bool, trainable: bool) -> nn.Module:
+    """Make a linear layer or a convolution with a weight `[out, in * pixels]`."""
+    old: Any = layer.module
+    kind: dict[str, Any] = {"bias": bias is not None, "dtype": old.weight.dtype, "device": old.weight.device}
+    rows, columns = weight.shape
+    # Initial values would be overwritten. They are not drawn, so that the caller's random state stays as it was.
+    new: nn.Linear | nn.Conv2d
+    if not layer.is_convolution:
+        new = skip_init(nn.Linear, columns, rows, **kind)
+    elif first:
+        same = {name: getattr(old, name) for name in ("stride", "padding", "dilation", "padding_mode")}
+        new = skip_init(type(old), old.in_channels, rows, old.kernel_size, **same, **kind)
+    else:
+        new = skip_init(type(old), columns, rows, 1, **kind)
+    with torch.no_grad():
+        new.weight.copy_(weight.reshape(new.weight.shape))
+        if bias is not None and new.bias is not None:
+            new.bias.copy_(bias)
+    new.weight.requires_grad_(trainable and old.weight.requires_grad)
+    if new.bias is not None:
+        new.bias.requires_grad_(trainable and old.bias.requires_grad)
+    return new

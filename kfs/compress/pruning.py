@@ -15,16 +15,15 @@ from torch import nn
 from kfs.compress.channels import prune_channels
 from kfs.compress.choosing import WITHOUT_DATA, TrainingLoss, allowed, best, groups, some_of, steps
 from kfs.compress.eigen import prune_coefficients, prune_rows_and_columns
-from kfs.compress.layers import Keep, Layer, layers_of
-from kfs.compress.replacing import write_weights
+from kfs.compress.layers import Keep, Layer, layers_of, write_weights
 from kfs.compress.report import Compressed, LayerRow, make_report, unchanged
 from kfs.compress.surgery import adapted, damage, surgeon
+from kfs.display.suggestions import few
 from kfs.distributed import Ranks, Same, check_same
-from kfs.distributed.sharding import part_of
 from kfs.errors import DtypeError, KfsWarning, ModelError
-from kfs.kfac import EKFAC, KFAC, BlockDiagonal, Relative
-from kfs.names import few
-from kfs.risk import EmpiricalRisk
+from kfs.factors import EKFAC, KFAC, BlockDiagonal, Relative
+from kfs.problem.data_shards import part_of
+from kfs.problem.risk import EmpiricalRisk
 
 Basis = Literal["parameters", "eigen"]
 _BASES = ("parameters", "eigen")
@@ -64,7 +63,7 @@ def prune(
 
     Args:
         model: A model in evaluation mode. It is not changed.
-        K: Its curvature: `KFAC`, `EKFAC`, or another operator with blocks, such as `kfs.kfac.exact_diagonal(risk)`.
+        K: Its curvature: `KFAC`, `EKFAC`, or another operator with blocks, such as `kfs.factors.exact_diagonal(risk)`.
             Names and shapes of parameters are checked; a warning says if their values were others when it was computed.
         keep: The share of all numbers in these layers that is kept, above 0 and at most 1. Or shares of some layers, by
             name: each ranks alone, and others stay as they are. With channels, these are shares of a layer's input

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from kfs.compress.layers import Layer
-from kfs.describing import Described, Description, Table, counted, number, readable_count
+from kfs.display.describe import Described, Description, Table, counted, number, readable_count
 from kfs.errors import DtypeError
-from kfs.kfac import Relative
+from kfs.factors import Relative
 
 _COLUMNS = ("layer", "before", "kept", "share", "bases", "matrix", "form", "loss")
 _SAME_SIZE = ("unchanged", "masked", "one layer")  # forms that have all numbers that the layer had

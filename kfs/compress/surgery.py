@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kfs.compress.layers import Layer
 from kfs.errors import SolverError
-from kfs.kfac.structures import Eigenbasis, Kronecker, Structure
+from kfs.factors.blocks import Eigenbasis, Kronecker, Structure
 from kfs.operators import LinearOperator, solve
 from kfs.operators.space import Columns, Space
 

@@ -1,8 +1,4 @@
-"""Checks: what an implementation of KFAC must satisfy, generated from the cases, with tags and hints.
-
-`exact` checks compare with definitions where KFAC has no error, `draws` checks do so for the Monte Carlo Fisher.
-`relation` checks compare an implementation with itself. `state` checks look at what it leaves behind.
-"""
+"""What the kit checks of an implementation: factors where KFAC is exact, invariances, errors, and the user's state."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +14,41 @@ from kfs.conformance import tolerances
 from kfs.conformance.adapter import Adapter, Answer, UnreadableError, read
 from kfs.conformance.case import Case, Setting
 from kfs.conformance.cases import APPROXIMATE, EXACT, PADDED
-from kfs.conformance.diagnosis import Facts, diagnose
+from kfs.conformance.diagnosis import Facts, diagnose, padding_counted, suspects
 from kfs.conformance.exact import exact_empirical_fisher, exact_ggn
-from kfs.conformance.state import fingerprint
-from kfs.conformance.suspects import padding_counted, suspects
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+)
+
+
+def fingerprint(model: nn.Module, with_random_state: bool) -> dict[str, Any]:
+    """Return everything that must be the same before and after a call, by what it is."""
+    modules, params = dict(model.named_modules()), dict(model.named_parameters())
+    found: dict[str, Any] = {
+        "modules (layers were wrapped or replaced)": {name: id(module) for name, module in modules.items()},
+        "train and eval modes": {name: module.training for name, module in modules.items()},
+        "hooks of modules": {name: [len(getattr(module, kind)) for kind in _HOOKS] for name, module in modules.items()},
+        "hooks of parameters": {name: len(p._backward_hooks or ()) for name, p in params.items()},
+        "requires_grad of parameters": {name: p.requires_grad for name, p in params.items()},
+        "values of parameters": {name: _content(p) for name, p in params.items()},
+        "values of buffers": {name: _content(b) for name, b in model.named_buffers()},
+        "gradients": {name: None if p.grad is None else _content(p.grad) for name, p in params.items()},
+        "attributes of modules": {name: sorted(vars(module)) for name, module in modules.items()},
+        "grad mode": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+    }
+    if with_random_state:
+        found["random state (nothing random was asked for)"] = _content(torch.get_rng_state())
+    return found
+
+
+def _content(t: torch.Tensor) -> Any:
+    return t.detach().cpu().flatten().tolist()
 
 
 class CheckError(Exception):

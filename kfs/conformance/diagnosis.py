@@ -1,15 +1,210 @@
-"""Diagnosis: from a wrong block to the bug that probably made it.
+"""The probable cause of a wrong factor: known mistakes, and the factors that each of them would give."""
 
-Every guess is a question with a number as an answer: is the block that one would get from this bug the one that we see?
-"""
-
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from kfs.conformance.case import Case, Setting
 from kfs.conformance.tolerances import SINGLE
+from kfs.factors import KFAC, Block
+from kfs.problem.risk import EmpiricalRisk
+
+
+def suspects(case: Case, setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> dict[str, Tensor]:
+    """Return wrong blocks by the bug that makes them."""
+    found: dict[str, Tensor] = {}
+    right = _block(setting, params, fisher, sharing)
+    others = {"type-2": "empirical", "empirical": "type-2"}
+    words = {
+        "empirical": "This is the empirical Fisher: labels at hand were used, where the loss's Hessian (or labels "
+        "drawn from the model) belong.",
+        "type-2": "This is the type-II Fisher, where gradients for the labels at hand belong.",
+    }
+    other = others[fisher]
+    found[words[other]] = _block(setting, params, other, sharing)
+    if case.positions > 1:
+        another = "reduce" if sharing == "expand" else "expand"
+        found[f"This is weight sharing '{another}', but '{sharing}' was asked for."] = _block(
+            setting, params, fisher, another
+        )
+    found |= _other_reduction(setting, right)
+    found |= _behind_activations_in_place(setting, params, fisher, sharing)
+    if case.layer == "padding":
+        found |= padding_counted(setting, params, fisher, sharing)
+    elif isinstance(setting.loss, nn.CrossEntropyLoss):
+        y = torch.cat([y for _, y in setting.data])
+        counted = int((y != setting.loss.ignore_index).sum())
+        if counted < y.numel():
+            found["Data with ignored labels contribute as if their labels counted."] = right * y.numel() / counted
+    shape = setting.model.get_parameter(params[0]).shape
+    weights = shape.numel()
+    if len(params) == 2:
+        without = right.clone()
+        without[weights:], without[:, weights:] = 0, 0
+        found["Entries of the bias are missing: no one was appended to the inputs."] = without
+        apart = right.clone()
+        apart[:weights, weights:], apart[weights:, :weights] = 0, 0
+        found["Weight and bias are right, but nothing is between them, though they are in one block."] = apart
+    if len(shape) > 2:
+        found |= _convolution_suspects(case, setting, params, fisher, sharing, right, shape)
+    if len(shape) == 2:
+        order = torch.arange(weights).reshape(shape).T.flatten()
+        order = torch.cat([order, torch.arange(weights, len(right))])
+        found["Entries are flattened column by column, and not row by row."] = right[order][:, order]
+    return found
+
+
+def _other_reduction(setting: Setting, right: Tensor) -> dict[str, Tensor]:
+    """Return the curvature of the mean if the sum was asked for, and the other way round."""
+    loss = copy.deepcopy(setting.loss)
+    is_mean = loss.reduction == "mean"
+    loss.reduction = "sum" if is_mean else "mean"  # type: ignore[assignment]
+    one_datum = sum(len(X) for X, _ in setting.data) == 1
+    if isinstance(loss, nn.MSELoss) and is_mean and one_datum:
+        return {}  # whoever divides by the number of data, and not by all entries, gets the same
+    factor = _risk(Setting(setting.model, loss, setting.data)).reduction_factor / _risk(setting).reduction_factor
+    asked, other = ("mean", "summed") if is_mean else ("sum", "averaged")
+    words = (
+        f"The reduction was ignored: this is the curvature of the {other} loss, and reduction='{asked}' was asked for."
+    )
+    return {} if abs(factor - 1) < SINGLE else {words: factor * right}
+
+
+def padding_counted(setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> dict[str, Tensor]:
+    """Return the factors if inputs of padded positions are added up, or these are counted, or both.
+
+    No gradient comes back to them. So the gradient-based factor is divided by too many positions, and has a right sum.
+    """
+    name = params[0].rpartition(".")[0]
+    inputs: list[Tensor] = []
+    model = copy.deepcopy(setting.model)
+    hook = model.get_submodule(name).register_forward_hook(lambda _, x, __: inputs.append(x[0].detach()))
+    for X, _ in setting.data:
+        model(X)
+    hook.remove()
+    short = setting.unpadded()
+    joint = len(params) == 2
+    K = KFAC(_risk(short), fisher, sharing, joint_bias=joint)  # type: ignore[arg-type]
+    block = next(block for block in K.blocks.values() if block.layout.weight == params[0])
+    x = torch.cat(inputs)  # [batch, positions, features]
+    x = torch.cat([x, torch.ones_like(x[..., :1])], 2) if joint else x
+    x = x.sum(1) if sharing == "reduce" else x.flatten(0, 1)
+    A = _risk(short).reduction_factor * x.T @ x
+    lengths = torch.tensor([y.shape[1] for _, y in short.data])
+    power = 2 if sharing == "reduce" else 1
+    places = sum(X.shape[0] * X.shape[1] ** power for X, _ in setting.data)
+    B = block.B * float((lengths**power).sum() / places)
+    return {
+        words: _weight_first(a.unsqueeze(0), b.unsqueeze(0), joint)
+        for words, a, b in (
+            (
+                "Padded rows are counted: their inputs are in the input-based factor, and their number is in the "
+                "gradient-based one.",
+                A,
+                B,
+            ),
+            ("Padded rows are counted: their inputs are in the input-based factor.", A, block.B),
+            ("Padded rows are counted: their number is in the gradient-based factor.", block.A, B),
+        )
+    }
+
+
+class _WithoutDerivative(nn.Module):
+    """An activation whose derivative is taken to be one."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Change values, and leave gradients as they are."""
+        out: Tensor = self.activation(x.clone())
+        return x + (out - x).detach()
+
+
+def _behind_activations_in_place(
+    setting: Setting, params: Sequence[str], fisher: str, sharing: str
+) -> dict[str, Tensor]:
+    """Return the factors if the gradient is taken after an activation has overwritten the layer's output."""
+    model = copy.deepcopy(setting.model)
+    names = [name for name, _ in model.named_children()]
+    layer = params[0].partition(".")[0]
+    after = names[names.index(layer) + 1 :][:1] if layer in names and isinstance(model, nn.Sequential) else []
+    if not after or not getattr(model.get_submodule(after[0]), "inplace", False):
+        return {}
+    setattr(model, after[0], _WithoutDerivative(model.get_submodule(after[0])))
+    words = (
+        "The activation behind the layer overwrites its output, and the gradient is that of what was written: the "
+        "derivative of the activation is missing. Take the gradient of the output as it was before."
+    )
+    return {words: _block(Setting(model, setting.loss, setting.data), params, fisher, sharing)}
+
+
+def _convolution_suspects(
+    case: Case,
+    setting: Setting,
+    params: Sequence[str],
+    fisher: str,
+    sharing: str,
+    right: Tensor,
+    shape: torch.Size,
+) -> dict[str, Tensor]:
+    """Return what bugs with patches and groups would give."""
+    found = {}
+    weights, channels, kernel = shape.numel(), shape[1], shape[2:].numel()
+    places = torch.arange(weights).reshape(shape[0], channels, kernel)
+    order = torch.cat([places.transpose(1, 2).flatten(), torch.arange(weights, len(right))])
+    found["Patches are unfolded in another order: kernel places come before channels, and not after them."] = right[
+        order
+    ][:, order]
+    if case.within_groups > 1:
+        joint = len(params) == 2
+        blocks = KFAC(_risk(setting), fisher, sharing, joint_bias=joint).blocks.values()  # type: ignore[arg-type]
+        block = next(block for block in blocks if block.layout.weight == params[0])
+        average = block.A.mean(0).expand_as(block.A)
+        found["Input-based factors of different groups of channels are averaged; each group needs its own."] = (
+            _weight_first(average, block.B, joint)
+        )
+        if joint:
+            found["Inputs of different groups of channels are averaged; each group needs its own factor."] = (
+                _weight_first(_of_average_input(block).expand_as(block.A), block.B, joint)
+            )
+    padded = copy.deepcopy(setting.model)
+    circular = [m for m in padded.modules() if isinstance(m, nn.Conv2d) and m.padding_mode != "zeros"]
+    for module in circular:
+        module.padding_mode = "zeros"
+    if circular:
+        zeros = Setting(padded, setting.loss, setting.data)
+        found["Images are padded with zeros, whatever padding_mode says."] = _block(zeros, params, fisher, sharing)
+    return found
+
+
+def _of_average_input(block: Block) -> Tensor:
+    """Return the input-based factor of one datum if one input, the mean of all groups', were that of each of them."""
+    values, vectors = torch.linalg.eigh(block.A)
+    inputs = vectors[..., -1] * values[:, -1:].sqrt()
+    mean = (inputs * inputs[:, -1:].sign()).mean(0)  # the bias coordinate is positive
+    return torch.outer(mean, mean)
+
+
+def _weight_first(A: Tensor, B: Tensor, joint: bool) -> Tensor:
+    """Multiply out all groups' factors, and bring entries of the bias to the end."""
+    dense: Tensor = torch.block_diag(*(torch.kron(b, a) for a, b in zip(A, B, strict=True)))
+    index = torch.arange(len(dense)).reshape(B[..., 0].numel(), -1)
+    order = torch.cat([index[:, :-1].flatten(), index[:, -1]]) if joint else index.flatten()
+    return dense[order][:, order]
+
+
+def _risk(setting: Setting) -> EmpiricalRisk:
+    return EmpiricalRisk(copy.deepcopy(setting.model), setting.loss, setting.data)
+
+
+def _block(setting: Setting, params: Sequence[str], fisher: str, sharing: str) -> Tensor:
+    """Return a block of our own."""
+    return KFAC(_risk(setting), fisher, sharing).submatrix(params).to_dense()  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

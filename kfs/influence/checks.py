@@ -7,11 +7,11 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
+from kfs.display.suggestions import few, near
 from kfs.errors import DistributedError, KfsWarning, ModelError, SolverError
-from kfs.kfac.structures import BlockDiagonal, Damping, Method, Relative
-from kfs.names import few, near
-from kfs.operators.same_parameters import check_parameters
-from kfs.risk import EmpiricalRisk
+from kfs.factors.blocks import BlockDiagonal, Damping, Method, Relative
+from kfs.operators.match import check_parameters
+from kfs.problem.risk import EmpiricalRisk
 
 
 def chosen_damping(damping: Damping | None, weight_decay: float | None) -> Damping:

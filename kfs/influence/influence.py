@@ -12,19 +12,16 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from kfs.describing import Described, Description, counted, kind
+from kfs.display.describe import Described, Description, counted, kind
 from kfs.errors import ModelError
+from kfs.factors.blocks import BlockDiagonal, Damping, Method
 from kfs.influence.checks import check_alone, check_choice, check_count, chosen_damping, inverse_of
-from kfs.influence.cost import Cost, cost_of
+from kfs.influence.cost import Cost, QueryError, cost_of, query_error
 from kfs.influence.index import Index, settings_of
-from kfs.influence.query_error import QueryError, query_error
-from kfs.influence.ranking import Top
-from kfs.influence.scoring import BY, By, Normalize, all_scores, best, check_request, self_scores
+from kfs.influence.scoring import BY, By, Normalize, Request, Stream, Top, all_scores, best, check_request, self_scores
 from kfs.influence.stored import Compression
-from kfs.influence.stream import Request, Stream
-from kfs.kfac.structures import BlockDiagonal, Damping, Method
 from kfs.losses.quantities import Quantity
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
 
 
 class Influence(Described):
@@ -80,7 +77,7 @@ class Influence(Described):
         if not isinstance(K, BlockDiagonal):
             raise ModelError(
                 f"Influence takes an operator with blocks, and this is a {type(K).__name__}.",
-                "Use kfs.KFAC or kfs.EKFAC, or kfs.kfac.exact_blocks(risk) for small layers. For products "
+                "Use kfs.KFAC or kfs.EKFAC, or kfs.factors.exact_blocks(risk) for small layers. For products "
                 "with an exact inverse, see kfs.operators.solve.",
             )
         if not K.symmetric:

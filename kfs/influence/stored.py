@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from kfs.errors import ModelError
+from kfs.factors.accumulate import PlainVectors, RowProducts, RowVectors, UnitVectors, at_a_time
+from kfs.factors.blocks import Kronecker, Structure
+from kfs.factors.layout import Layout
+from kfs.factors.per_example import Basis, BlockGradients
+from kfs.files import UnfitError
 from kfs.influence.checks import check_choice, check_count
-from kfs.influence.low_rank import truncated
-from kfs.influence.ways import Chosen, choose, rotated
-from kfs.kfac.block_gradients import Basis, BlockGradients
-from kfs.kfac.layout import Layout
-from kfs.kfac.structures import Kronecker, Structure
-from kfs.kfac.sums import PlainVectors, RowProducts, RowVectors, UnitVectors, at_a_time
-from kfs.storage import UnfitError
+from kfs.influence.ways import Chosen, choose, rotated, truncated
 
 Form = Literal["rows", "matrices", "rotated", "low rank", "projected"]
 Compression = Literal["low rank", "projected"]

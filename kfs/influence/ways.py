@@ -1,23 +1,62 @@
-r"""Ways to multiply gradients with the inverse of a block between them, and how many operations each takes.
-
-A score is $\langle G_q, H^{-1} G_n \rangle$, for each query $q$ and each training datum $n$. Gradients of queries are
-multiplied once, and kept:
-
-- `"rows"`: as rows, which inverses that are Kronecker products leave rows.
-- `"matrices"`: as matrices, to be multiplied with gradients of training data as they are.
-- `"rotated"`: as matrices in the basis of the inverse, where gradients of training data are rotated, too.
-- `"low rank"`: as the leading singular vectors of those matrices, which are rows, too (Grosse et al., 2023).
-"""
+"""Ways to multiply gradients with the inverse of a block between them, what each costs, and gradients of low rank."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from kfs.influence.low_rank import truncated
-from kfs.kfac.block_gradients import Basis, BlockGradients
-from kfs.kfac.structures import Structure
-from kfs.kfac.sums import full_precision
+from kfs.factors.accumulate import PlainVectors, RowProducts, at_a_time, full_precision
+from kfs.factors.blocks import Structure
+from kfs.factors.per_example import Basis, BlockGradients
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """Gradients of low rank.
+
+    Attributes:
+        kept: The best approximation of that rank, by rows.
+        left_out: The Frobenius norm of what was left out, for every datum, `[n]`: the root of the sum of squares of
+            its other singular values.
+    """
+
+    kept: BlockGradients
+    left_out: Tensor
+
+
+def truncated(gradients: BlockGradients, rank: int) -> Truncated:
+    """Keep the leading singular vectors of every datum's matrix (of every group's).
+
+    Gradients that have no more rows than that are left as they are. If there are fewer rows than coordinates, the
+    matrices are not formed: with QR decompositions of the rows on both sides, the rest is a small matrix.
+    """
+    nothing = torch.zeros(gradients.num_data, dtype=gradients.dtype, device=gradients.device)
+    if gradients.whole is None and gradients.shared <= rank:
+        return Truncated(gradients, nothing)
+    groups, d_B, d_A = gradients.layout.matrix_shape
+    by_rows = gradients.whole is None and gradients.shared < min(d_A, d_B)
+    step = at_a_time(nothing, 3 * groups * (gradients.shared * (d_A + d_B) if by_rows else d_A * d_B))
+    found = []
+    for start in range(0, gradients.num_data, step):
+        some = gradients if step >= gradients.num_data else gradients.some(slice(start, start + step))
+        found.append(_by_rows(some) if by_rows else torch.linalg.svd(some.dense().transpose(0, 1), full_matrices=False))
+    U, s, Vh = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    g = (U * s.unsqueeze(-2))[..., :rank].transpose(2, 3)
+    rows = RowProducts(PlainVectors(Vh[..., :rank, :].contiguous()), PlainVectors(g.contiguous()))
+    left_out = s[..., rank:].square().sum((0, 2)).sqrt()
+    return Truncated(replace(gradients, uses=(rows,), whole=None), left_out)
+
+
+def _by_rows(gradients: BlockGradients) -> tuple[Tensor, Tensor, Tensor]:
+    """Decompose `G = g^T x` without forming it, `[groups, n, ...]`."""
+    x = torch.cat([part.x.dense() for part in gradients.parts], 2)
+    g = torch.cat([part.g.dense() for part in gradients.parts], 2)
+    Q_x, R_x = torch.linalg.qr(x.transpose(2, 3))
+    Q_g, R_g = torch.linalg.qr(g.transpose(2, 3))
+    U, s, Vh = torch.linalg.svd(R_g @ R_x.transpose(2, 3), full_matrices=False)
+    return Q_g @ U, s, Vh @ Q_x.transpose(2, 3)
+
 
 Way = Literal["rows", "matrices", "rotated", "low rank"]
 # A singular value decomposition of an m x n matrix, m >= n, takes some 10 m n^2 multiplications (Golub & Van Loan).

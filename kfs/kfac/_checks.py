@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kfs.kfac.kfac import KFAC
-from kfs.kfac.settings import Sharing
-from kfs.risk import EmpiricalRisk
+from kfs.factors.kfac import KFAC
+from kfs.factors.settings import Sharing
+from kfs.problem.risk import EmpiricalRisk
 from kfs.verification import verify, verify_differs
 
 # From both factors to their Kronecker product, in the order that a flattening asks for.

@@ -14,7 +14,7 @@ the empirical Fisher this is the gradient of the datum's loss: the backward pass
 label costs as much. All columns of $S_n$ cost $\dim f_n$ backward passes.
 
 Implements: backpropagated vectors (chapter "KFAC: An Overview", "Backpropagated Vectors"). The engine's are in
-`kfs/kfac/vectors.py`: for whole batches, other losses, and two more kinds.
+`kfs/factors/compute.py`: for whole batches, other losses, and two more kinds.
 """
 
 from collections.abc import Callable
@@ -71,8 +71,8 @@ if __name__ == "__main__":
     from torch.nn import CrossEntropyLoss, MSELoss
 
     from kfs.basics.hessians import vec_hessian
-    from kfs.kfac import vectors as engine
-    from kfs.kfac.settings import Fisher, Settings
+    from kfs.factors import compute as engine
+    from kfs.factors.settings import Fisher, Settings
     from kfs.losses import describe
     from kfs.verification import verify
 

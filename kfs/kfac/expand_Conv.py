@@ -88,7 +88,7 @@ if __name__ == "__main__":
     from kfs.kfac._checks import verify_layer
     from kfs.kfac.backpropagated_vectors import backpropagated_vectors, send_back
     from kfs.kfac.expand_Linear import kfac_block
-    from kfs.risk import EmpiricalRisk
+    from kfs.problem.risk import EmpiricalRisk
     from kfs.verification import verify
 
     def check(case: str, N: int, window: Window, activation: Module, exact: bool) -> None:

@@ -84,7 +84,7 @@ if __name__ == "__main__":
     from kfs.basics.reduction_factors import reduction_factor
     from kfs.kfac._checks import verify_layer
     from kfs.kfac.backpropagated_vectors import backpropagated_vectors, send_back
-    from kfs.risk import EmpiricalRisk
+    from kfs.problem.risk import EmpiricalRisk
     from kfs.verification import verify_differs
 
     def check(case: str, N: int, S: int, activation: Module, exact: bool) -> None:

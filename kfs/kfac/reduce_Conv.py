@@ -71,7 +71,7 @@ if __name__ == "__main__":
     from kfs.kfac.backpropagated_vectors import backpropagated_vectors, send_back
     from kfs.kfac.expand_Conv import patches
     from kfs.kfac.expand_Linear import kfac_block
-    from kfs.risk import EmpiricalRisk
+    from kfs.problem.risk import EmpiricalRisk
     from kfs.verification import verify
 
     window = Window((3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2))

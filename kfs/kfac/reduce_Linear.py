@@ -66,7 +66,7 @@ if __name__ == "__main__":
     from kfs.kfac._checks import verify_layer
     from kfs.kfac.backpropagated_vectors import backpropagated_vectors, send_back
     from kfs.kfac.expand_Linear import kfac_block
-    from kfs.risk import EmpiricalRisk
+    from kfs.problem.risk import EmpiricalRisk
 
     def check(case: str, loss: Loss, y: Tensor, activation: Module, exact: bool) -> None:
         """Compute both factors, and verify them."""

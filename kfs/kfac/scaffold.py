@@ -14,7 +14,7 @@ layer; see `expand_Linear` and `reduce_Linear`. Convolutions differ in their inp
 
 Implements: the scaffold of KFAC (chapter "KFAC: An Overview", "Algorithmic Outline"). The engine goes through the same
 steps for every operation, loss and size of data, and is checked against this file; its steps are in
-`kfs/kfac/sweep.py`.
+`kfs/factors/compute.py`.
 """
 
 from torch import Tensor
@@ -22,9 +22,9 @@ from torch.nn import Linear, Module
 
 from kfs.basics.forward_pass import output_and_intermediates
 from kfs.basics.reduction_factors import Loss, reduction_factor
+from kfs.factors.settings import Sharing
 from kfs.kfac import expand_Linear, reduce_Linear
 from kfs.kfac.backpropagated_vectors import OfDatum, backpropagated_vectors, send_back, type2_vectors
-from kfs.kfac.settings import Sharing
 
 RULES = {"expand": expand_Linear, "reduce": reduce_Linear}
 

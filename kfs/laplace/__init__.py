@@ -7,11 +7,11 @@ laplace-torch, which has other predictives and samplers.
 
 from typing import TYPE_CHECKING, Any
 
+from kfs.display.suggestions import near
 from kfs.errors import UnknownAttributeError
 from kfs.laplace.backend import make_backend
 from kfs.laplace.evidence import log_marginal_likelihood, tune_prior, tune_prior_and_noise
 from kfs.laplace.posterior import Posterior, functional_variance, posterior
-from kfs.names import near
 
 if TYPE_CHECKING:
     from kfs.laplace.backend import BackendMethods as Backend

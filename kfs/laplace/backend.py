@@ -1,10 +1,7 @@
-"""Curvature for laplace-torch: `Laplace(model, "classification", backend=kfs.laplace.Backend)`.
+"""Curvature for laplace-torch: `Laplace(model, "classification", backend=kfs.laplace.Backend)`."""
 
-That library is needed only where the backend is used. It asks for the curvature of one batch after the other, and adds
-them up. Its `Kron` holds one Kronecker product for each parameter, of rows and of all other axes.
-"""
-
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -12,11 +9,157 @@ import torch
 from torch import Tensor, nn
 
 from kfs.errors import ModelError
-from kfs.kfac.block import Block
-from kfs.kfac.block_gradients import BlockGradients
-from kfs.kfac.datum_gradients import GradientBatch
-from kfs.kfac.settings import Fisher, Settings
-from kfs.laplace.batchwise import ByBatch, ColumnsByBatch, FactorsByBatch
+from kfs.factors.accumulate import FactorSums
+from kfs.factors.block import Block
+from kfs.factors.checkpoint import Progress
+from kfs.factors.compute import backpropagated_vectors, coverage_error, not_covered, passes
+from kfs.factors.per_example import BlockGradients, GradientBatch, per_datum_columns
+from kfs.factors.settings import Fisher, Settings
+from kfs.problem.risk import EmpiricalRisk
+
+
+class Handed:
+    """Data that are handed over one batch at a time, each right before it is asked for."""
+
+    def __init__(self) -> None:
+        self.batch: tuple[Any, Tensor] | None = None
+
+    def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
+        """Yield the batch that was handed over last, for as long as somebody asks."""
+        while True:
+            assert self.batch is not None  # noqa: S101 (nobody asks before it is there)
+            yield self.batch
+
+
+class ByBatch(ABC):
+    """Computes something for each batch that it is given, by one pass.
+
+    Args:
+        model: The model.
+        loss: A loss module.
+        names: The parameters to consider.
+        settings: Which curvature matrix, and how.
+
+    Attributes:
+        names: The parameters that are considered.
+        settings: Which curvature matrix, and how.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module, names: Sequence[str], settings: Settings) -> None:
+        self._handed = Handed()
+        self._risk = EmpiricalRisk(model, loss, self._handed, names, progress=False)
+        self.settings = settings
+        self.names = names
+        self._pass: Iterator[Any] | None = None
+        self._predictions: Tensor | None = None  # of the last batch, until somebody asks for its loss
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the pass, which cannot be copied; a copy begins another one."""
+        return self.__dict__ | {"_pass": None, "_predictions": None}
+
+    def loss(self, loss: nn.Module, y: Tensor) -> Tensor:
+        """Return the loss of the batch that was given last, once: predictions are those of its pass."""
+        f, self._predictions = self._predictions, None
+        with torch.no_grad():
+            value: Tensor = loss(f, y)
+        return value
+
+    def _see(self, f: Tensor) -> None:
+        """Keep the predictions of a batch."""
+        self._predictions = f
+
+    @abstractmethod
+    def _begin(self) -> Iterator[Any]:
+        """Return a pass over data that are handed over."""
+
+    def _next(self, x: Any, y: Tensor) -> Any:
+        """Run the pass for one batch, and return what it yields."""
+        if self._pass is None:
+            self._pass = self._begin()
+        # Inputs in a tuple are the arguments of the model, whatever they are.
+        self._handed.batch = ((x,), y)
+        try:
+            with torch.enable_grad():
+                return next(self._pass)
+        except BaseException:
+            self._pass = None  # it has ended
+            raise
+
+    def _reduction_factor(self, y: Tensor) -> float:
+        """Return what the loss multiplies the sum over a batch with."""
+        return self._risk.loss.reduction_factor(len(y))
+
+
+class FactorsByBatch(ByBatch):
+    """Computes the sums behind Kronecker factors for each batch."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything but the pass and what belongs to it."""
+        return {name: value for name, value in super().__getstate__().items() if name not in {"_sums", "_progress"}}
+
+    def _begin(self) -> Iterator[Any]:
+        """Return a pass that adds to sums."""
+        self._sums = ResetSums(self.settings)
+        self._progress = Progress()
+        return passes(self._risk, self._sums, self.settings, "factors", self._progress, pausing=True, seen=self._see)
+
+    def blocks(self, x: Any, y: Tensor) -> dict[str, Block]:
+        """Return the blocks of one batch, by name. Their sums are those of the next batch as soon as there is one.
+
+        Raises:
+            ModelError: If a parameter is not covered.
+        """
+        if self._pass is not None:
+            self._sums.reset()
+        self._next(x, y)
+        found = list(self._sums.blocks.values())
+        bad = not_covered(self.names, found, self._progress.unexplained, self._sums.conflicts)
+        if bad:
+            raise coverage_error(bad)
+        self._sums.complete()
+        R = self._reduction_factor(y)
+        return {sums.layout.name: Block(sums, R) for sums in found}
+
+
+class ColumnsByBatch(ByBatch):
+    """Computes gradients of vectors whose outer products sum up to the curvature, for each batch."""
+
+    _num_seen = 0  # data that labels were drawn for: further data have draws of their own
+
+    def _begin(self) -> Iterator[Any]:
+        """Return a pass that yields gradients."""
+
+        def vectors(f: Tensor, y: Tensor) -> Iterable[Tensor]:
+            self._see(f)
+            return backpropagated_vectors(self._risk.loss, f, y, self.settings, self._num_seen, 1)
+
+        return per_datum_columns(self._risk, vectors, uncovered="autograd")
+
+    def columns(self, x: Any, y: Tensor) -> list[GradientBatch]:
+        """Return the gradients of one batch, for one column after the other."""
+        found: list[GradientBatch] = self._next(x, y)
+        self._num_seen += len(y)
+        return found
+
+    def scale(self, y: Tensor) -> float:
+        """Return what the sum of outer products is multiplied with."""
+        return self._reduction_factor(y)
+
+
+class ResetSums(FactorSums):
+    """Sums for Kronecker factors that start anew with every batch, in the same memory."""
+
+    def reset(self) -> None:
+        """Forget all data."""
+        for block in self.blocks.values():
+            for role in block.roles.values():
+                role.counted = role.positions = 0.0
+                for count in role.on_device:
+                    count.zero_()
+                for one in (role.input, role.gradient):
+                    one.total.zero_()
+                    one.ones = 0.0
+
 
 _WAY_OUT = "Use kfs.laplace.posterior(kfs.KFAC(risk), risk, prior_precision), which needs no laplace-torch."
 

@@ -1,20 +1,8 @@
-r"""The marginal likelihood of the data, and the prior that makes it largest.
-
-With the prior $\mathcal N(0, \delta^{-1} I)$, the Laplace approximation of the log marginal likelihood is
-
-$$
-\log p(\mathcal D \mid \theta)
-- \frac12 \Big( \sum_i \log \frac{\lambda_i + \delta}{\delta} + \delta \|\theta\|^2 \Big)
-$$
-
-with the eigenvalues $\lambda_i$ of the log-likelihood's negative curvature. Its derivative with respect to
-$\log \delta$ is half of $\gamma(\delta) - \delta \|\theta\|^2$, where $\gamma(\delta) = \sum_i \lambda_i / (\lambda_i +
-\delta)$ is the effective number of parameters (MacKay, 1992). It falls with $\delta$, so that there is one maximum, and
-bisection finds it. Blocks with priors of their own have maxima of their own.
-"""
+"""The marginal likelihood of the data as a function of the prior, and the prior that maximizes it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from math import exp, log, pi
 from warnings import warn
 
@@ -22,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kfs.errors import KfsWarning, ModelError, SolverError
-from kfs.kfac.structures import BlockDiagonal
+from kfs.factors.blocks import BlockDiagonal, Stack, Structure
 from kfs.laplace.likelihood import (
     Likelihood,
     Number,
@@ -33,8 +21,78 @@ from kfs.laplace.likelihood import (
     likelihood_of,
     priors_by_name,
 )
-from kfs.laplace.spectrum import BlockSpectrum, decomposed, spectra
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
+from kfs.problem.whole_parameters import whole
+
+
+@dataclass(frozen=True)
+class BlockSpectrum:
+    """What the marginal likelihood depends on in one block.
+
+    Attributes:
+        eigenvalues: Those of the log-likelihood's negative curvature, in float64, not negative.
+        squared_norm: Sum of squared parameters.
+    """
+
+    eigenvalues: Tensor
+    squared_norm: float
+
+    def log_determinant_ratio(self, prior: float | Tensor) -> Tensor:
+        """Return the logarithm of the posterior precision's determinant over that of the prior's."""
+        # In this form, small eigenvalues are not lost beside a large prior.
+        return (self.eigenvalues / prior).log1p().sum()
+
+    def effective_number(self, prior: float) -> float:
+        """Return how many parameters the data determine rather than the prior: the sum of `v / (v + prior)`."""
+        return float((self.eigenvalues / (self.eigenvalues + prior)).sum())
+
+
+def decomposed(K: BlockDiagonal, scale: float) -> BlockDiagonal:
+    """Return a multiple of the curvature, by eigenvalues and eigenvectors where blocks are Kronecker products.
+
+    Factors of KFAC remember their decompositions, so that this takes no time the second time.
+    """
+    stacks = [Stack(stack.layouts, stack.apply(_decomposed).scaled(scale)) for stack in K.stacks]
+    return BlockDiagonal(K.domain, stacks).called(f"curvature of the log-likelihood, {type(K).__name__}", K.of)
+
+
+def _decomposed(structure: Structure) -> Structure:
+    return structure.eigenbasis()
+
+
+def spectra(curvature: BlockDiagonal, params: Mapping[str, Tensor]) -> dict[str, BlockSpectrum]:
+    """Return the spectrum of each block, by name.
+
+    Args:
+        curvature: That of the log-likelihood.
+        params: The parameters, by name.
+
+    Raises:
+        SolverError: If a block has a negative eigenvalue, which is not that of round-off.
+    """
+    columns = {name: whole(p.detach()).double().unsqueeze(0) for name, p in params.items()}
+    found: dict[str, BlockSpectrum] = {}
+    for stack in curvature.stacks:
+        values = stack.apply(lambda structure: structure.eigenvalues())
+        noise = _round_off(values)
+        for layout, part in stack.slices():
+            mine = values[part].double()
+            if bool((mine < -noise[part].unsqueeze(1)).any()):
+                raise SolverError(
+                    f"Block {layout.name!r} has a negative eigenvalue, {float(mine.min()):.3g}.",
+                    "A posterior needs curvature that is positive semi-definite: use the GGN or the Fisher.",
+                )
+            squared_norm = float(layout.matrix(columns).square().sum())
+            found[layout.name] = BlockSpectrum(mine.clamp(min=0).flatten(), squared_norm)
+    return found
+
+
+def _round_off(values: Tensor) -> Tensor:
+    """Return a bound on the errors of eigenvalues, `[stack]`: those of sums grow with the number of data."""
+    largest = values.abs().amax(1).double()
+    bound: Tensor = largest * torch.finfo(values.dtype).eps ** 0.5
+    return bound
+
 
 _MOST_ROUNDS = 1_000
 _TOLERANCE = 1e-10

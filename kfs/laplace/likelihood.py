@@ -16,14 +16,13 @@ from math import inf, isfinite
 
 from torch import Tensor
 
+from kfs.display.suggestions import few, guess
 from kfs.errors import DtypeError, ModelError
-from kfs.kfac import EKFAC, KFAC
-from kfs.kfac.loss_scale import LossScale
-from kfs.kfac.structures import BlockDiagonal, Relative
-from kfs.names import few, guess
-from kfs.operators.computed_at import warn_of_other_values
-from kfs.operators.same_parameters import check_parameters
-from kfs.risk import EmpiricalRisk
+from kfs.factors import EKFAC, KFAC
+from kfs.factors.blocks import BlockDiagonal, Relative
+from kfs.factors.compute import LossScale
+from kfs.operators.match import check_parameters, warn_of_other_values
+from kfs.problem.risk import EmpiricalRisk
 
 # One prior precision for all blocks, or one for each block, by name.
 Number = float | Tensor
@@ -162,7 +161,7 @@ def check_curvature(K: object) -> None:
     if not isinstance(K, BlockDiagonal):
         raise ModelError(
             f"The Laplace approximation takes an operator with blocks, and this is a {type(K).__name__}.",
-            "Use kfs.KFAC or kfs.EKFAC, or kfs.kfac.exact_blocks(risk) for small layers.",
+            "Use kfs.KFAC or kfs.EKFAC, or kfs.factors.exact_blocks(risk) for small layers.",
         )
     if not K.symmetric:
         raise ModelError("The operator is not symmetric.", "Use the curvature itself, and not a product with it.")

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from kfs.errors import DataError
-from kfs.kfac.block_gradients import Basis, BlockGradients, sides_of
-from kfs.kfac.datum_gradients import GradientBatch, per_datum_columns
-from kfs.kfac.structures import BlockDiagonal, Structure
-from kfs.kfac.sums import PlainVectors
+from kfs.factors.accumulate import PlainVectors
+from kfs.factors.blocks import BlockDiagonal, Structure
+from kfs.factors.per_example import Basis, BlockGradients, GradientBatch, per_datum_columns, sides_of
 from kfs.losses import Custom
-from kfs.nested import tensors_in
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
+from kfs.runtime.nested import tensors_in
 
 # Jacobians that are formed together have about this many numbers.
 _NUMBERS = 2**24

@@ -8,7 +8,7 @@ The likelihood is Bernoulli's, each entry raised to its mass.
 
 from torch import Tensor, nn, ones_like, xlogy
 
-from kfs.losses.counter import Draws
+from kfs.losses.draws import Draws
 from kfs.losses.interface import Elementwise, per_datum, placed, root
 
 

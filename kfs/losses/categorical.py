@@ -10,8 +10,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kfs.precision import at_least_float32
-from kfs.waiting import counting
+from kfs.runtime.precision import at_least_float32
+from kfs.runtime.sync import counting
 
 # Cumulative sums that exist at the same time take about this many bytes.
 _TEMPORARY_BYTES = 2**26

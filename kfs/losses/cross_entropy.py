@@ -13,12 +13,12 @@ $\tilde{y} \sim \sigma$.
 import torch
 from torch import Tensor, nn
 
-from kfs import waiting
 from kfs.errors import DataError, DtypeError, LossError, ShapeError
 from kfs.losses.categorical import covariance_product, softmax, subtract_draws_, subtract_one_
-from kfs.losses.counter import Draws
+from kfs.losses.draws import Draws
 from kfs.losses.interface import Loss, any_per_datum, per_datum, placed
 from kfs.losses.interface import root as root_of
+from kfs.runtime import sync
 
 # Probabilities that differ from one by less than this many units of round-off are as good as certain.
 _CERTAIN = 1e3
@@ -80,7 +80,7 @@ class CrossEntropy(Loss):
         else:
             self._check_labels(y, len(self.weight))
             count = self._weights(self.weight, y, torch.float64).sum()
-        return count if waiting.runs_behind(y.device) else count.item()
+        return count if sync.runs_behind(y.device) else count.item()
 
     @property
     def class_axis(self) -> int:
@@ -239,7 +239,7 @@ class CrossEntropy(Loss):
         """Refuse labels of another dtype and, unless that means to wait, wrong ones."""
         if y.dtype != torch.int64:
             raise DtypeError(f"Class labels have dtype {y.dtype}, expected torch.int64.", "Convert them: y.long().")
-        if not waiting.runs_behind(y.device) and self._wrong_labels(y, classes).any():
+        if not sync.runs_behind(y.device) and self._wrong_labels(y, classes).any():
             counted = y[self._counts(y)]
             raise DataError(
                 f"Labels go from {counted.min().item()} to {counted.max().item()}, but there are {classes} classes.",

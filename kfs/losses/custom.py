@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.func import grad, hessian, jvp, vmap
 
-from kfs import waiting
 from kfs.errors import DtypeError, LossError, ShapeError
-from kfs.losses.counter import Draws
+from kfs.losses.draws import Draws
 from kfs.losses.interface import Loss
+from kfs.runtime import sync
 
 
 class Custom(Loss):
@@ -179,7 +179,7 @@ class Custom(Loss):
         # Round-off of a symmetric eigensolver is some eps times the largest eigenvalue and the size.
         floor = -10 * size * torch.finfo(f.dtype).eps * eigenvalues.abs().max()
         negative = eigenvalues < floor
-        if self.negative == "refuse" and waiting.runs_behind(f.device):
+        if self.negative == "refuse" and sync.runs_behind(f.device):
             eigenvalues = torch.where(negative, torch.nan, eigenvalues)
         elif self.negative == "refuse" and negative.any():
             raise LossError(

@@ -17,10 +17,10 @@ from math import log, pi
 
 from torch import Tensor, nn, no_grad, stack
 
-from kfs import waiting
 from kfs.errors import LossError, ShapeError
-from kfs.losses.counter import Draws
+from kfs.losses.draws import Draws
 from kfs.losses.interface import Loss, any_per_datum, check_floating, diagonal_factor, per_datum
+from kfs.runtime import sync
 
 
 class Gaussian(Loss):
@@ -38,7 +38,7 @@ class Gaussian(Loss):
                 f"GaussianNLLLoss: predictions have shape {list(f.shape)} and targets {list(y.shape)}.",
                 "Let the model return mean and variance stacked along axis 1: [N, 2, ...] for targets [N, ...].",
             )
-        if not waiting.runs_behind(f.device) and self.wrong(f, y).any():
+        if not sync.runs_behind(f.device) and self.wrong(f, y).any():
             raise LossError(
                 "GaussianNLLLoss was given a negative variance.",
                 "Let the model return a positive second output, e.g. through softplus.",

@@ -7,7 +7,7 @@ that of the linear side. A zero `beta` makes `SmoothL1Loss` the absolute value, 
 from torch import Tensor, nn
 
 from kfs.errors import LossError
-from kfs.losses.counter import Draws
+from kfs.losses.draws import Draws
 from kfs.losses.interface import Elementwise, per_datum
 
 

@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kfs import waiting
 from kfs.errors import DtypeError, LossError, ShapeError
-from kfs.losses.counter import Draws
+from kfs.losses.draws import Draws
+from kfs.runtime import sync
 
 # Copies of settings on other devices: for each setting, by device, the version that was copied and the copy.
 _COPIES = WeakTensorKeyDictionary()
@@ -84,7 +84,7 @@ class Loss(ABC):
         """Refuse predictions and targets that do not belong together, without waiting.
 
         Shapes, dtypes and settings are looked at on every device, values only where that costs nothing: see
-        `kfs.waiting.runs_behind`.
+        `kfs.runtime.sync.runs_behind`.
         """
 
     def wrong(self, f: Tensor, y: Tensor) -> Tensor | None:
@@ -97,10 +97,10 @@ class Loss(ABC):
     def check_now(self, f: Tensor, y: Tensor) -> None:
         """Refuse what `check` refuses, and values on every device; waits for an accelerator."""
         self.check(f, y)
-        if not waiting.runs_behind(f.device):
+        if not sync.runs_behind(f.device):
             return
         wrong = self.wrong(f, y)
-        with waiting.waiting_allowed():
+        with sync.waiting_allowed():
             if wrong is not None and wrong.any():
                 self.check(f.cpu(), y.cpu())
 
@@ -224,7 +224,7 @@ class Loss(ABC):
         if self.reduction == "sum":
             return self.scale
         if isinstance(count, Tensor):
-            (count,) = waiting.numbers([count])
+            (count,) = sync.numbers([count])
         return self.scale / count
 
     def no_likelihood(self, why: str) -> LossError:
@@ -288,14 +288,14 @@ def placed(setting: Tensor, device: torch.device) -> Tensor:
     copies: dict[torch.device, tuple[int, Tensor]] = _COPIES.setdefault(setting, {})
     version = 0 if setting.is_inference() else setting._version
     if device not in copies or copies[device][0] != version:
-        copy = setting.to(device, non_blocking=waiting.runs_behind(device))
-        copies[device] = version, waiting.unwrapped(copy)
+        copy = setting.to(device, non_blocking=sync.runs_behind(device))
+        copies[device] = version, sync.unwrapped(copy)
     return copies[device][1]
 
 
 def root(curvature: Tensor) -> Tensor:
     """Return the square root of curvatures. If there is none, raise; on an accelerator, return NaN there."""
-    if not waiting.runs_behind(curvature.device) and (curvature < 0).any():
+    if not sync.runs_behind(curvature.device) and (curvature < 0).any():
         raise LossError(
             "A target gives the criterion a negative curvature, which has no real factor.",
             "Use targets and weights in the loss's range (probabilities from 0 to 1, counts from 0).",

@@ -13,10 +13,10 @@ In the second line the Hessian depends on the target, so that GGN and Fisher dif
 import torch
 from torch import Tensor, nn
 
-from kfs import waiting
 from kfs.errors import LossError
-from kfs.losses.counter import Draws
+from kfs.losses.draws import Draws
 from kfs.losses.interface import Elementwise, diagonal_factor, per_datum, root
+from kfs.runtime import sync
 
 # Rates up to two to this power have counts with at most one more binary digit.
 _DIGITS = 40
@@ -74,7 +74,7 @@ class Poisson(Elementwise):
         """Return the rates. If one is negative or infinite, raise; on an accelerator, return NaN there."""
         rate = f.exp() if self.module.log_input else f
         right = (rate >= 0) & rate.isfinite()
-        if waiting.runs_behind(f.device):
+        if sync.runs_behind(f.device):
             return torch.where(right, rate, torch.nan)
         if not right.all():
             raise LossError(
@@ -100,7 +100,7 @@ def poisson_quantile(u: Tensor, rate: Tensor) -> Tensor:
     rate = torch.where(large, 1.0, rate)
     # An accelerator is not asked how large counts are. Digits that they do not have are zero.
     digits = _DIGITS + 1
-    if rate.numel() and not waiting.runs_behind(rate.device):
+    if rate.numel() and not sync.runs_behind(rate.device):
         # No quantile that 52 bits can ask for is further than 9 standard deviations and a few counts from the rate.
         digits = int((rate + 9 * rate.sqrt() + 40).nan_to_num().max()).bit_length()
     rate = rate.clamp(min=1e-300)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
+from kfs.display.suggestions import near
 from kfs.errors import LossError
 from kfs.losses.interface import Loss
-from kfs.names import near
 
 Name = Literal["loss", "log-probability", "margin"]
 # The name of a quantity, or a function of one datum's prediction and target that returns a number.

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn, ones, ones_like, zeros  # noqa: F401 (ones and zeros are for the example)
 
-from kfs.losses.counter import Draws
+from kfs.losses.draws import Draws
 from kfs.losses.interface import Elementwise, Loss, per_datum
 
 

@@ -4,6 +4,6 @@ The package is called `merging` because `kfs.merge` is the function.
 """
 
 from kfs.merging.models import merge
-from kfs.merging.report import MergedBlock, MergeReport
+from kfs.merging.systems import MergedBlock, MergeReport
 
 __all__ = ["MergeReport", "MergedBlock", "merge"]

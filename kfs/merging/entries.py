@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from kfs.data import arguments, as_batches, default_unpack, repeatably
+from kfs.display.progress import tracked
 from kfs.errors import DataError, DtypeError, ModelError
-from kfs.nested import mapped
-from kfs.precision import at_least_float32
-from kfs.progress import tracked
+from kfs.problem.data import arguments, as_batches, default_unpack, repeatably
+from kfs.runtime.nested import mapped
+from kfs.runtime.precision import at_least_float32
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 

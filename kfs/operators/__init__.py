@@ -1,14 +1,10 @@
 """Matrix-free linear operators of an empirical risk: Jacobian, Hessian, GGN and Fisher, and what they are good for."""
 
-from kfs.operators.curvature import GGN, Fisher, Hessian
-from kfs.operators.estimators import diagonal, squared_frobenius_norm, trace
-from kfs.operators.interface import Identity, LinearOperator
-from kfs.operators.inverse import Inverse
-from kfs.operators.jacobian import Jacobian
-from kfs.operators.least_squares import lsmr
+from kfs.operators.curvature import GGN, Fisher, Hessian, Jacobian
+from kfs.operators.estimate import diagonal, eigenvalues, spectral_density, squared_frobenius_norm, trace
+from kfs.operators.linear_operator import Identity, LinearOperator
 from kfs.operators.matrices import Dense, OuterProducts
-from kfs.operators.solve import neumann, solve
-from kfs.operators.spectrum import eigenvalues, spectral_density
+from kfs.operators.solve import Inverse, lsmr, neumann, solve
 
 __all__ = [
     # operators

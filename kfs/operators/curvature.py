@@ -1,27 +1,22 @@
-r"""Curvature operators of an empirical risk: what they share, and the four of them.
+"""Curvature operators of an empirical risk: Hessian, GGN, Fisher and Jacobian.
 
-Each is a sum over data, $R \sum_n (\dots)$, accumulated batch by batch, so that a result does not depend on how the
-data are split. GGN and Fisher have the form $R \sum_n J_n^\top M_n J_n$ and differ only in the small matrix $M_n$
-in prediction space, which the loss knows. The Hessian is differentiated twice.
+The derivatives of one batch live in `kfs.operators.derivatives`.
 """
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfs.data import Batch
 from kfs.distributed import Ranks, added_up
-from kfs.errors import LossError
-from kfs.exact_derivatives import explained
-from kfs.losses.counter import Draws
-from kfs.nested import tensors_in
-from kfs.operators.checked_risk import check_risk
-from kfs.operators.chunks import choose_chunk_size
+from kfs.errors import DtypeError, LossError, ModelError, ShapeError
+from kfs.losses.draws import Draws
 from kfs.operators.derivatives import (
     Linearization,
     OneDerivative,
@@ -33,11 +28,87 @@ from kfs.operators.derivatives import (
     push_forward,
     second_derivatives,
 )
-from kfs.operators.diagonal_blocks import Blocks, diagonal_blocks
-from kfs.operators.interface import LinearOperator, Submatrix
+from kfs.operators.linear_operator import LinearOperator, Submatrix
 from kfs.operators.recorded_products import RecordedProducts
 from kfs.operators.space import Columns, Space
-from kfs.risk import EmpiricalRisk
+from kfs.problem.data import Batch
+from kfs.problem.risk import EmpiricalRisk
+from kfs.problem.torch_fixes import explained
+from kfs.runtime.nested import tensors_in
+
+
+def check_risk(risk: object) -> None:
+    """Refuse what is no risk.
+
+    Raises:
+        DtypeError: If it is something else, such as a model.
+    """
+    if isinstance(risk, EmpiricalRisk):
+        return
+    way_out = "Pass kfs.EmpiricalRisk(model, loss, data)."
+    if isinstance(risk, nn.Module):
+        way_out += " The optimizer, which takes a model and its loss, is kfs.optim.KFAC."
+    raise DtypeError(f"The risk is a {type(risk).__name__}.", way_out)
+
+
+def choose_chunk_size(risk: EmpiricalRisk, chunk_size: int | None, memory: int | None, reuse: bool = False) -> int:
+    """Return how many columns to multiply at once: what the user says, or what is fast for the model and fits."""
+    for name, value in {"chunk_size": chunk_size, "memory": memory}.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ModelError(f"{name} is {value!r}.", "Multiply at least one column at once.")
+    if chunk_size is None:
+        modules = risk.model.modules() if isinstance(risk.model, Module) and risk.device.type == "cpu" else ()
+        groups = [module.groups for module in modules if isinstance(module, _ConvNd)]
+        with_convolutions = 1 if reuse or any(number > 1 for number in groups) else 4
+        chunk_size = with_convolutions if groups else 16
+    return chunk_size if memory is None else max(1, min(chunk_size, memory // bytes_per_column(risk)))
+
+
+def bytes_per_column(risk: EmpiricalRisk) -> int:
+    """Estimate what a column takes: all that a forward pass makes for the largest batch, and the parameters twice."""
+    made = CountBytes()
+    with risk.ranks.agreed("counting bytes"), risk.untouched(), torch.no_grad():
+        largest = max(risk.batches("counting bytes"), key=lambda batch: batch.y.numel(), default=None)
+        if largest is not None:
+            with made:
+                risk.evaluate(largest)
+    # All processes multiply as many columns at once.
+    activations = max(risk.ranks.gather("counting bytes", sum(made.bytes.values())))
+    return activations + 2 * sum(p.numel() * p.element_size() for p in risk.params.values())
+
+
+class CountBytes(TorchDispatchMode):
+    """Collects the sizes of all tensors that are made, by their addresses: views do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for t in tensors_in(result):
+            self.bytes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return result
+
+
+Blocks = bool | Literal["parameter", "layer"]
+
+
+def diagonal_blocks(names: list[str], block_diagonal: Blocks) -> list[list[str]]:
+    """Group the parameters whose mutual derivatives are kept."""
+    if block_diagonal is False:
+        return [names]
+    if block_diagonal is True or block_diagonal == "parameter":
+        return [[name] for name in names]
+    if block_diagonal == "layer":
+        layers: dict[str, list[str]] = {}
+        for name in names:
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+        return list(layers.values())
+    raise ModelError(
+        f"block_diagonal is {block_diagonal!r}.", "Choose False, 'parameter' (the same as True) or 'layer'."
+    )
+
 
 # In prediction space, so many numbers are multiplied at once: losses make several copies of them.
 _NUMBERS_AT_ONCE = 2**24
@@ -416,3 +487,87 @@ def _inputs_of(risk: EmpiricalRisk, batch: Batch) -> list[Tensor]:
     """Return everything that the predictions for a batch depend on: parameters, buffers and data."""
     model = [*risk.model.parameters(), *risk.model.buffers()] if isinstance(risk.model, Module) else []
     return [*risk.params.values(), *model, *tensors_in(batch.x), batch.y]
+
+
+PREDICTION = "prediction"
+
+
+class Jacobian(LinearOperator):
+    """The Jacobian of the predictions for all data, `[N, ...]` flattened by rows, with respect to the parameters.
+
+    Args:
+        risk: Model, data and parameters; of the loss nothing is used.
+        chunk_size: How many columns are multiplied at once; by default as in `Curvature`.
+        memory: About how many bytes the columns may take, as in `Curvature`.
+
+    Example:
+        >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(10, 3), torch.rand(10, 2)))
+        >>> J = Jacobian(risk)
+        >>> J.shape, (J.T @ torch.ones(20)).shape
+        ((20, 8), torch.Size([8]))
+    """
+
+    shown = ("chunk_size",)
+
+    def __init__(self, risk: EmpiricalRisk, *, chunk_size: int | None = None, memory: int | None = None) -> None:
+        """Evaluate the model on one batch, to learn the predictions' shape."""
+        domain = parameter_space(risk)
+        with risk.together("Jacobian"):
+            chunk_size = choose_chunk_size(risk, chunk_size, memory)
+            risk.count()
+            with risk.untouched(), torch.no_grad():
+                batch = next(iter(risk.batches()), None)
+                own = None if batch is None else risk.evaluate(batch).shape[1:]
+            shape = next(one for one in risk.ranks.gather("shapes", own) if one is not None)
+        super().__init__(domain, Space({PREDICTION: (risk.num_data, *shape)}, risk.dtype, risk.device))
+        self.risk, self.chunk_size = risk, chunk_size
+        self._one_derivative = OneDerivative()
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self.risk.ranks
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Push columns forward, batch by batch."""
+        some = next(iter(columns.values()))
+        all_data = some.new_zeros(len(some), *self.codomain.shapes[PREDICTION])
+        with self.risk.together("Jacobian", vectors=columns):
+            with self.risk.untouched(), torch.enable_grad(), explained():
+                leaves, rest = leaves_and_rest(self.risk, columns)
+                # A sharded model may compute in another precision than its parameters have.
+                columns = {name: t.to(self.risk.dtype) for name, t in columns.items()}
+                for batch in self.risk.batches("Jacobian"):
+                    self._one_derivative.check_first(self.risk, batch, leaves)
+                    f, Jv = push_forward(self.risk, batch, leaves, rest, columns, self._one_derivative.forward_mode)
+                    self._check_shape(f)
+                    all_data[:, batch.first : batch.first + len(f)] = Jv
+            # Each process has zeros where others have data.
+            return added_up(self.risk.ranks, "Jacobian", {PREDICTION: all_data})
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Pull columns back, batch by batch."""
+        u = columns[PREDICTION]
+        wide = self.risk.sum_dtype
+        total = {name: u.new_zeros(len(u), *shape, dtype=wide) for name, shape in self.domain.shapes.items()}
+        with self.risk.together("Jacobian.T", vectors=columns):
+            with self.risk.untouched(), torch.enable_grad(), explained():
+                leaves, rest = leaves_and_rest(self.risk, total)
+                for batch in self.risk.batches("Jacobian.T"):
+                    self._one_derivative.check_first(self.risk, batch, leaves)
+                    f = self.risk.predict(leaves | rest, batch)
+                    self.risk.finite(f.detach(), batch)
+                    self._check_shape(f)
+                    part = u[:, batch.first : batch.first + len(f)].to(f.dtype)
+                    for name, t in pull_back(f, leaves, part).items():
+                        total[name] += t
+            total = added_up(self.risk.ranks, "Jacobian.T", total)
+        return {name: t.to(self.domain.dtype) for name, t in total.items()}
+
+    def _check_shape(self, f: Tensor) -> None:
+        """Refuse batches whose predictions have another shape than those of the first batch."""
+        expected = self.codomain.shapes[PREDICTION][1:]
+        if f.shape[1:] != expected:
+            raise ShapeError(
+                f"Predictions have shape {list(f.shape[1:])} per datum in one batch, {list(expected)} in the first.",
+                "Pad the data such that all predictions have one shape.",
+            )

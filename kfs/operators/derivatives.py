@@ -21,14 +21,14 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from kfs.data import Batch, can_be_cut, cut
 from kfs.errors import ModelError
-from kfs.exact_derivatives import RefuseMissedErrors, StopsForwardMode
-from kfs.nested import tensors_in
 from kfs.operators.space import Columns
-from kfs.parameters import Params
-from kfs.precision import tolerance_for
-from kfs.risk import EmpiricalRisk
+from kfs.problem.data import Batch, can_be_cut, cut
+from kfs.problem.parameters import Params
+from kfs.problem.risk import EmpiricalRisk
+from kfs.problem.torch_fixes import RefuseMissedErrors, StopsForwardMode
+from kfs.runtime.nested import tensors_in
+from kfs.runtime.precision import tolerance_for
 
 log = logging.getLogger("kfs.operators")
 # On how many data modes of differentiation are compared.

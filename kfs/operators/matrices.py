@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from kfs.describing import counted
+from kfs.display.describe import counted
 from kfs.errors import DtypeError, ShapeError
-from kfs.operators.interface import LinearOperator
+from kfs.operators.linear_operator import LinearOperator
 from kfs.operators.space import Columns, Space, Vector
 
 

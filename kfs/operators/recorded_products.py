@@ -1,8 +1,8 @@
 """Products that are replayed: on a GPU, an operator repeats what it did for columns of the same shapes.
 
 A GPU finishes the operations of a product with a small model faster than Python can start them. So they are recorded as
-a CUDA graph, batch by batch, by `kfs.recording.Replays`: it adds the product of a batch with columns to totals. Columns
-and totals are tensors that stay where they are; a product copies its own columns there, and returns copies of totals.
+a CUDA graph, batch by batch, by `kfs.runtime.cuda_graphs.Replays`: it adds the product of a batch with columns to
+totals. Columns and totals are tensors that stay where they are; a product copies its own columns there, and returns copies of totals.
 
 A graph outlives a product. It reads parameters where they are, so that it sees new values. Whatever else has changed
 since it was recorded ends it: parameters that are other tensors, attributes of the model, of the loss and of the
@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from kfs.data import Batch
-from kfs.flags import Flags
 from kfs.losses import Custom, Loss
 from kfs.operators.space import Columns
-from kfs.recording import (
+from kfs.problem.data import Batch
+from kfs.problem.isolation import same_random_state
+from kfs.problem.risk import EmpiricalRisk
+from kfs.runtime.cuda_graphs import (
     CudaRecorder,
     ModelState,
     Nothing,
@@ -34,8 +35,7 @@ from kfs.recording import (
     is_watched,
     surroundings,
 )
-from kfs.risk import EmpiricalRisk
-from kfs.state import same_random_state
+from kfs.runtime.sync import Flags
 
 log = logging.getLogger("kfs.operators")
 # So many kinds of products are recorded at the same time: many columns come in chunks of two sizes, and single ones

@@ -9,10 +9,10 @@ from numpy import ndarray
 from torch import Tensor
 
 from kfs.basics.flattening import cvec, rvec
-from kfs.describing import counted, kind
+from kfs.display.describe import counted, kind
+from kfs.display.suggestions import few, guess, near
 from kfs.errors import DtypeError, FlatteningError, ModelError, ShapeError
-from kfs.names import few, guess, near
-from kfs.sharded import is_sharded, sharded_like, whole
+from kfs.problem.whole_parameters import is_sharded, sharded_like, whole
 
 # Some vectors at once: every name's tensors, stacked along a leading axis, `[K, *shape]`.
 Columns: TypeAlias = dict[str, Tensor]

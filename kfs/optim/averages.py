@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kfs.kfac.block import Block
-from kfs.kfac.layout import Layout, Side
-from kfs.kfac.structures import (
+from kfs.factors.accumulate import Squares
+from kfs.factors.block import Block
+from kfs.factors.blocks import (
     Eigenbasis,
     Factor,
     Kronecker,
@@ -24,8 +24,8 @@ from kfs.kfac.structures import (
     computable,
     damped_inverse,
 )
-from kfs.kfac.sums import Squares
-from kfs.nested import mapped
+from kfs.factors.layout import Layout, Side
+from kfs.runtime.nested import mapped
 
 Unit = Literal["relative", "absolute"]
 # The smallest damping. It makes blocks without any curvature, which have no gradient either, invertible.

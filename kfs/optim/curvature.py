@@ -14,17 +14,17 @@ from torch import Tensor
 
 from kfs.distributed import Ranks
 from kfs.errors import KfsError
-from kfs.kfac.block import Block
-from kfs.kfac.layout import Key
-from kfs.kfac.structures import BlockError
-from kfs.kfac.sums import BlockSums, Placement
-from kfs.optim import owners
+from kfs.factors.accumulate import BlockSums, Placement
+from kfs.factors.block import Block
+from kfs.factors.blocks import BlockError
+from kfs.factors.layout import Key
+from kfs.optim import across_ranks
 from kfs.optim.averages import Average, add_factors
 from kfs.optim.costs import Costs, timed
-from kfs.optim.divergence import UsualSizes
 from kfs.optim.inverses import Groups, Inverses, inverted_together
+from kfs.optim.last_good_step import UsualSizes
+from kfs.optim.quadratic_model import Trial
 from kfs.optim.step_sums import Bases, StepSums
-from kfs.optim.trials import Trial
 
 log = logging.getLogger("kfs.optim")
 # A number of steps, or a function that returns it for the current step.
@@ -115,7 +115,7 @@ class Curvature:
         """Train with other processes from now on, which have the same averages. Those of the first rank are kept."""
         self.ranks = ranks
         if ranks.rank:  # pragma: no cover (tested in other processes)
-            owners.forget_summands(self.averages.values())
+            across_ranks.forget_summands(self.averages.values())
 
     def bases(self) -> Bases:
         """Return new sums of squared gradients, for blocks that have an eigenbasis."""
@@ -346,7 +346,7 @@ class Curvature:
         if not chosen:
             return
         together = [(same, self._dampings_of(same, groups)) for same in chosen]
-        failures = owners.invert(self.ranks, self.inverses, self.averages.values(), together, self.at_owners)
+        failures = across_ranks.invert(self.ranks, self.inverses, self.averages.values(), together, self.at_owners)
         for average in (average for same in chosen for average in same):
             why = failures.get(average.layout.key)
             average.failed = False
@@ -390,7 +390,7 @@ class Curvature:
         self.averages = {average.layout.key: average for average in averages}
         self.train_with(self.ranks)
         if self.at_owners:
-            for key, owner in owners.owners_of(averages, False, self.ranks.size).items():
+            for key, owner in across_ranks.owners_of(averages, False, self.ranks.size).items():
                 self.averages[key].leave_inverse(owner, owner == self.ranks.rank)
         self.damping_scale = float(state["damping_scale"])
         self.events = Events(**state["events"])

@@ -1,14 +1,4 @@
-"""Passes for factors as CUDA graphs, beside the user's own passes.
-
-To watch a forward pass means to run Python for each of its operations, while a GPU waits. So when inputs of some shape
-have come twice, a pass of our own is recorded for them: forward, vectors, backward and sums. From then on the user's
-passes are not watched. When the gradient of their loss arrives, the recorded pass runs, with their inputs and targets.
-That costs one more forward pass, and hardly any time of the host.
-
-A model is recorded only if that changes nothing: it must be a function of its inputs (no dropout, no statistics over
-batches, nothing kept from one pass to the next), must not wait for the GPU, and must have no hooks of others. Before
-anything is recorded, a pass of our own has to give the sums of the one that was watched.
-"""
+"""Passes for factors as CUDA graphs, beside the user's own passes."""
 
 import copy
 import logging
@@ -19,36 +9,61 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, it does not import the compiler
 
-from kfs.data import Batch, MaskSource
-from kfs.kfac.capture import (
-    BatchMasks,
-    Capture,
-    Graph,
-    Known,
-    Reads,
-    Recorder,
-    Session,
-    send_back,
-    shape_of,
-    why_not,
-)
-from kfs.kfac.coverage import not_covered
-from kfs.kfac.layout import Key
-from kfs.kfac.settings import Settings
-from kfs.kfac.structures import computable
-from kfs.kfac.sums import BlockSums, FactorSums, settle_counts
-from kfs.kfac.vectors import backpropagated_vectors, columns_at_once
+from kfs.factors.accumulate import BlockSums, FactorSums, settle_counts
+from kfs.factors.blocks import computable
+from kfs.factors.capture import Capture, Known, send_back
+from kfs.factors.compute import backpropagated_vectors, columns_at_once, not_covered
+from kfs.factors.layout import Key
+from kfs.factors.rows import BatchMasks
+from kfs.factors.settings import Settings
+from kfs.factors.trace import Session
 from kfs.losses import Loss
-from kfs.nested import mapped, tensors_in
-from kfs.optim.hooks import has_other_hooks
-from kfs.optim.model_state import ModelState
 from kfs.optim.recorded_update import SHARE, memory_of, recorder_for
-from kfs.outputs import prediction_in
-from kfs.recording.model_state import unchanged_attributes
-from kfs.state import evaluating, is_same, other_random_state, random_state, restored, uncompiled
-from kfs.tf32 import uses_tf32
-from kfs.waiting import waiting_allowed
+from kfs.problem.data import Batch, MaskSource
+from kfs.problem.isolation import evaluating, is_same, other_random_state, random_state, restored, uncompiled
+from kfs.problem.outputs import prediction_in
+from kfs.runtime import cuda_graphs
+from kfs.runtime.cuda_graphs import Graph, Reads, Recorder, shape_of, unchanged_attributes, why_not
+from kfs.runtime.nested import mapped, tensors_in
+from kfs.runtime.precision import uses_tf32
+from kfs.runtime.sync import waiting_allowed
+
+
+class Hook:
+    """Calls a method of a `Watch` that still exists. Copies of a hooked module have hooks that do nothing."""
+
+    def __init__(self, watch: object = None, method: str = "") -> None:
+        """Store a reference that does not keep the watch alive."""
+        self._watch = None if watch is None else weakref.ref(watch)
+        self._method = method
+
+    @_disable_dynamo
+    def __call__(self, *args: Any) -> Any:
+        """Call the method."""
+        watch = None if self._watch is None else self._watch()
+        return None if watch is None else getattr(watch, self._method)(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the watch out."""
+        return Hook, ()
+
+
+def has_other_hooks(model: nn.Module) -> bool:
+    """Whether a model has hooks that are not those of an optimizer of this library."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = (hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values())
+    return not all(isinstance(hook, Hook) for hook in hooks)
+
+
+class ModelState(cuda_graphs.ModelState):
+    """The attributes of a model's modules. Hooks of others than optimizers of this library are a difference, too."""
+
+    def difference(self, model: nn.Module, settings: Mapping[str, Any] | None = None) -> str:
+        """Return what is different now; an empty text if nothing is."""
+        return "the model has hooks" if has_other_hooks(model) else super().difference(model, settings)
+
 
 log = logging.getLogger("kfs.optim")
 _TIMES = 2  # An input's shape must come so often before a pass for it is recorded.

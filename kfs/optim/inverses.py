@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfs import waiting
-from kfs.kfac.capture import Recorder
-from kfs.kfac.layout import Layout
-from kfs.kfac.structures import Factor, Kronecker, Method, Stack, Structure, checking_later, stacked
+from kfs.factors.blocks import Factor, Kronecker, Method, Stack, Structure, checking_later, stacked
+from kfs.factors.layout import Layout
 from kfs.optim.averages import Average, Inverted, Unit, inverted, numbers_of
 from kfs.optim.recorded_update import SHARE, RecordedUpdate, recorder_for
-from kfs.optim.rule import Scalar, limited, total_size
-from kfs.waiting import waiting_allowed
+from kfs.optim.update_rule import Scalar, limited, total_size
+from kfs.runtime import sync
+from kfs.runtime.cuda_graphs import Recorder
+from kfs.runtime.sync import waiting_allowed
 
 # The optimizer's parameter groups, by parameter name.
 Groups = Mapping[str, Mapping[str, Any]]
@@ -68,7 +68,7 @@ class Inverses:
     # By id of an average, which lives as long as the stacks: what has its inverse, and where.
     _places: dict[int, tuple[Stacked, slice]] = field(default_factory=dict)
     # Blocks that were inverted together, and which of these inverses are good, `[stack]`; nobody has looked yet.
-    _unseen: list[tuple[Sequence[Average], waiting.Message]] = field(default_factory=list)
+    _unseen: list[tuple[Sequence[Average], sync.Message]] = field(default_factory=list)
     # Limits of trust regions that are not the same for all blocks of a stack, `[stack, 1, 1, 1]`.
     _limits: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
     _groups: dict[int, _Group] = field(default_factory=dict)  # by where their inverses are
@@ -94,12 +94,7 @@ class Inverses:
         """
         known = all(a.inverse is not None and not a.failed for a in averages)
         # Eigendecompositions wait anyway.
-        if (
-            not waiting.runs_behind(averages[0].factors.like.device)
-            or not known
-            or self.eigen
-            or self.method == "exact"
-        ):
+        if not sync.runs_behind(averages[0].factors.like.device) or not known or self.eigen or self.method == "exact":
             self.keep(averages, self.computed(averages, damping))
             return
         place = self._last(averages)
@@ -110,7 +105,7 @@ class Inverses:
                 result = self._inverted(averages, damping)
             good = torch.stack(checks).all(0)
             self.keep(averages, result, good)
-        self._unseen.append((averages, waiting.Message(good)))
+        self._unseen.append((averages, sync.Message(good)))
 
     def _invert_in_place(
         self, averages: Sequence[Average], damping: Sequence[float], inverse: Structure, input_size: Tensor
@@ -313,7 +308,7 @@ def inverted_together(averages: Iterable[Average]) -> list[list[Average]]:
     """Divide blocks into those that are inverted together: each for itself on a CPU, by size on an accelerator."""
     by_key: dict[Any, list[Average]] = {}
     for a in averages:
-        alone = not waiting.runs_behind(a.factors.like.device) or a.failed
+        alone = not sync.runs_behind(a.factors.like.device) or a.failed
         key = id(a) if alone else (a.size, a.eigen is None, a.inverse is None)
         by_key.setdefault(key, []).append(a)
     return [same[i : i + _TOGETHER] for same in by_key.values() for i in range(0, len(same), _TOGETHER)]
@@ -322,7 +317,7 @@ def inverted_together(averages: Iterable[Average]) -> list[list[Average]]:
 def _stacked(owners: Mapping[Layout, Average]) -> Iterator[Stacked]:
     """Stack inverses of one size."""
     parts = [(layout, a.inverse) for layout, a in owners.items() if a.inverse is not None]
-    if any(waiting.runs_behind(inverse.like.device) for _, inverse in parts):
+    if any(sync.runs_behind(inverse.like.device) for _, inverse in parts):
         stacks = [replace(stack, structure=_aligned(stack.structure)) for stack in stacked(parts)]
     else:
         # On a CPU, a few large operations are not faster than many small ones.

@@ -1,46 +1,346 @@
-"""KFAC as an optimizer: a thin shell around the update rule (`rule`), with curvature from the passes of training."""
+"""KFAC as an optimizer: its options, state, report and files. The update rule lives in `kfs.optim.update_rule`."""
 
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from math import inf, isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from kfs import waiting
-from kfs.data import MaskSource
-from kfs.distributed import Group
-from kfs.errors import KfsWarning, ModelError
-from kfs.kfac.block import Block
-from kfs.kfac.coverage import listed, warn_of_wide
-from kfs.kfac.layout import Key
-from kfs.kfac.settings import Fisher, Settings, Sharing
-from kfs.kfac.structures import Method, Relative
+from kfs.distributed import Group, Ranks, all_true
+from kfs.errors import DistributedError, KfsWarning, ModelError, StorageError
+from kfs.factors.accumulate import BlockSums
+from kfs.factors.block import Block
+from kfs.factors.blocks import Method, Relative
+from kfs.factors.compute import listed, shared_with, warn_of_wide
+from kfs.factors.layout import Key
+from kfs.factors.settings import Fisher, Settings, Sharing
 from kfs.losses import describe
-from kfs.optim.announcement import Announcement
-from kfs.optim.averages import Unit
-from kfs.optim.call import check_call
-from kfs.optim.coverage import lost_parameters
+from kfs.optim.across_ranks import Exchange, agreed, made_by_all
+from kfs.optim.across_ranks import whole as over_all_data
+from kfs.optim.apply import Outstanding, Taken, Updates, keep_mean_step, read_state, state_of, tried_updates
+from kfs.optim.averages import Average, Unit, copied_to
 from kfs.optim.curvature import Curvature, Interval, interval_at
-from kfs.optim.divergence import Fine, LastFine, LossTrend, UsualSizes
-from kfs.optim.exchange import Exchange, made_by_all
-from kfs.optim.fully_sharded import is_fully_sharded, part_of
+from kfs.optim.fsdp import is_fully_sharded, part_of
 from kfs.optim.inverses import Inverses
-from kfs.optim.options import check_numbers, check_options, more_often_at_first, number_and_unit
-from kfs.optim.outstanding import Outstanding
+from kfs.optim.last_good_step import Fine, LastFine, LossTrend, UsualSizes
+from kfs.optim.loss_check import Announcement
+from kfs.optim.options import check_call, check_numbers, check_options, more_often_at_first, number_and_unit
 from kfs.optim.parameters import Parameters
-from kfs.optim.quadratic import QuadraticModel
+from kfs.optim.quadratic_model import BatchLoss, QuadraticModel
 from kfs.optim.report import Reported
-from kfs.optim.rule import total_size
-from kfs.optim.saving import Saved
 from kfs.optim.step_scale import StepScale
 from kfs.optim.step_sums import Bases, StepSums
-from kfs.optim.trials import BatchLoss
-from kfs.optim.updates import Taken, Updates, tried_updates
+from kfs.optim.update_rule import total_size
 from kfs.optim.watch import Watch
+from kfs.problem.data import MaskSource
+from kfs.problem.whole_parameters import is_sharded, whole
+from kfs.runtime import sync
+from kfs.runtime.nested import mapped
+
+
+def lost_parameters(
+    sums: StepSums, trained: Collection[str], grads: Mapping[str, Tensor], known: Collection[Key], ranks: Ranks
+) -> dict[str, str]:
+    """Return parameters that turn out not to be covered, and why.
+
+    A parameter without gradient, or with one of zero, is not trained in this step, and nothing is lost: it may be used
+    in others.
+
+    Args:
+        sums: What the passes of a step gave.
+        trained: Names of parameters that should be covered.
+        grads: Gradients by name.
+        known: Blocks that have averages.
+        ranks: Processes that train together. Each has a part of the sums, and maybe of the gradients.
+    """
+    new = [block for key, block in sorted(sums.blocks.items()) if key not in known and block.terms]
+    # Such as the blocks of a second head, whose output has a loss of its own.
+    flat = _without_curvature([block for block in new if not block.forward_only], ranks)
+    if flat:
+        # If there is no curvature anywhere, it is the loss that has none here, such as Huber's far from its targets.
+        used = [block for _, block in sorted(sums.blocks.items()) if block.terms and not block.forward_only]
+        everywhere = _without_curvature(used, ranks)
+        if len(everywhere) == sum(len(block.layout.params) for block in used):
+            flat = []
+    beside = dict.fromkeys(flat, "the loss depends on it, but predictions do not")
+    reasons = {n: why for n, why in (beside | sums.uncovered).items() if n in trained and n in grads}
+    unused = _all_vanish([[grads[n]] for n in reasons], ranks)
+    lost = {n: why for (n, why), is_unused in zip(reasons.items(), unused, strict=True) if not is_unused}
+    return lost | shared_with(lost, sums.blocks.values())
+
+
+def _without_curvature(blocks: Collection[BlockSums], ranks: Ranks) -> list[str]:
+    """Return parameters of blocks in which no gradient with respect to predictions has arrived."""
+    totals = [[role.gradient.total for role in block.roles.values()] for block in blocks]
+    vanish = _all_vanish(totals, ranks)
+    return [name for block, gone in zip(blocks, vanish, strict=True) if gone for name in block.layout.params]
+
+
+def _all_vanish(groups: Iterable[Iterable[Tensor]], ranks: Ranks) -> list[bool]:
+    """Return for each group of tensors whether all of its numbers are zero, on all ranks. This waits for a device."""
+    flags = [~torch.stack([t.any() for t in tensors]).any() for tensors in groups]
+    return all_true(ranks, torch.stack(flags)).tolist() if flags else []
+
+
+# The entry of the first parameter's state that carries all that does not belong to one parameter.
+_CARRIER = "kfac"
+
+
+class Carrier(int):
+    """A zero that carries a state: checkpoints let tensors and numbers through, and tensors only of known shapes."""
+
+    carried: Any
+
+    def __new__(cls, carried: Any = None) -> "Carrier":
+        """Take a state along."""
+        result = super().__new__(cls, 0)
+        result.carried = carried
+        return result
+
+    def __reduce__(self) -> Any:
+        """Copy the state, too."""
+        return Carrier, (self.carried,)
+
+
+torch.serialization.add_safe_globals([Carrier])
+
+
+class Consolidated(NamedTuple):
+    """The state of all processes, in each of them.
+
+    Attributes:
+        averages: Over the data of all processes.
+        tensors: Whole tensors on the CPU, by identity of the ones that are sharded.
+    """
+
+    averages: list[Average]
+    tensors: dict[int, Tensor]
+
+
+class Saved(Optimizer):
+    """Gives an optimizer its state, and reads it."""
+
+    steps: int
+    uncovered: dict[str, str]
+    _unit: float
+    _tracked: frozenset[str]
+    _params: Parameters
+    _curvature: Curvature
+    _outstanding: Outstanding
+    _watch: Watch
+    _quadratic: QuadraticModel | None
+    _exchange: Exchange
+    _gradient_sizes: UsualSizes
+    _trend: LossTrend
+    _scale: StepScale | None
+    _whole: Consolidated | None  # what `consolidate_state_dict` has made, until the next step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a continued training needs to equal one that was never stopped.
+
+        In several processes, call `consolidate_state_dict()` first, in all of them. Of a sharded model, tensors are
+        whole: the state is that of a plain model in one process. `get_optimizer_state_dict` and others of
+        `torch.distributed.checkpoint` need no call before, and leave tensors sharded.
+
+        Raises:
+            DistributedError: If that was not done since the last step.
+        """
+        if _is_for_checkpoint():
+            return self._state_by_parameter()
+        averages: Iterable[Average] = self._curvature.averages.values()
+        self._outstanding.settle(self.state)
+        if self._exchange.ranks.size == 1:
+            tensors = self._whole_tensors()
+        elif self._whole is not None:
+            averages, tensors = self._whole
+        elif averages:
+            raise DistributedError(
+                "Each process has a part of the optimizer's state.",
+                "Call consolidate_state_dict() of the optimizer in all processes, then state_dict() in one.",
+            )
+        else:
+            tensors = {}  # Before the first step, there is no state.
+        state = super().state_dict()
+        state["state"] = {
+            i: {name: tensors.get(id(value), value) for name, value in one.items() if name != _CARRIER}
+            for i, one in state["state"].items()
+        }
+        state["kfac"] = self._own_state(averages)
+        return state
+
+    def _own_state(self, averages: Iterable[Average]) -> dict[str, Any]:
+        """Return all that is not the state of one parameter, given averages over the data of all processes."""
+        return {
+            "curvature": self._curvature.state(averages),
+            "steps": self.steps,
+            "first_datum": self._watch.first_datum,
+            "unit": self._unit,
+            "gradient_sizes": self._gradient_sizes.state(),
+            "losses": self._trend.state(),
+            "step_scale": None if self._scale is None else self._scale.state(),
+            "uncovered": dict(self.uncovered),
+            "tracked": sorted(self._tracked),
+            "previous": {} if self._quadratic is None else dict(self._quadratic.previous),
+        }
+
+    def _is_first_step_of_checkpoint(self) -> bool:
+        """Whether a step is there to make a state: the first one, without pass, with gradients and rates of zero."""
+        if self.state or self.steps or self._watch.has_passes or any(group["lr"] for group in self.param_groups):
+            return False
+        grads = [part_of(p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return bool(grads) and not any(bool(g.any()) for g in grads)
+
+    def _fill_state(self) -> None:
+        """Make the state of all parameters that are trained, where there is none yet, with a place for the carrier."""
+        trained = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        for p, group in trained:
+            adamw = group["method"] == "adamw" or "exp_avg" in self.state[p]
+            state_of(self.state, p, adamw)
+            if self._scale is not None and not adamw:
+                keep_mean_step(self.state, p)
+        self._keep_place_for_carrier()
+
+    def _keep_place_for_carrier(self) -> None:
+        """Let the state of the first trained parameter have an entry for the carrier: others are not read again."""
+        trained = (p for group in self.param_groups for p in group["params"] if p.requires_grad)
+        for p in islice(trained, 1):
+            self.state[p].setdefault(_CARRIER, Carrier())
+
+    def _state_by_parameter(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, which all ranks ask for. Tensors of sharded parameters are sharded."""
+        self._outstanding.settle(self.state)
+        self._fill_state()
+        averages = over_all_data(self._exchange.ranks, self._curvature.averages.values())
+        state = super().state_dict()
+        adamw: dict[str, Any] = {}  # states of parameters that were to have curvature, and turned out not to be covered
+        packed = [i for group in state["param_groups"] for i in group["params"]]
+        for i, name in zip(packed, self._params.ordered(self.param_groups), strict=True):
+            mine = dict(state["state"].get(i, {}))
+            if "exp_avg" in mine and self._params.groups[name]["method"] == "kfac":
+                adamw[name] = {key: mine[key] for key in ("exp_avg", "exp_avg_sq", "age")}
+                # What a new optimizer has at this place.
+                mine = {key: value for key, value in mine.items() if key == _CARRIER}
+                names = ("average",) if self._scale is None else ("average", "mean_step")
+                mine |= {"age": 0} | {key: torch.zeros_like(adamw[name]["exp_avg"]) for key in names}
+            if mine:
+                state["state"][i] = mine
+        carried = {"kfac": self._own_state(averages), "adamw": mapped(adamw, whole)}
+        carriers = (one for one in state["state"].values() if _CARRIER in one)
+        for one in islice(carriers, 1):
+            one[_CARRIER] = Carrier(copied_to(torch.device("cpu"), carried))  # A file may be written later.
+        return state
+
+    def _from_checkpoint(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Undo `_state_by_parameter`; other states are returned as they are."""
+        found = [one[_CARRIER] for one in state.get("state", {}).values() if _CARRIER in one]
+        carried = next((one.carried for one in found if isinstance(one, Carrier) and one.carried), None)
+        if "kfac" in state or carried is None:
+            return dict(state)
+        result: dict[Any, Any] = {}
+        packed = [i for group in state["param_groups"] for i in group["params"]]
+        for i, name in zip(packed, self._params.ordered(self.param_groups), strict=False):
+            mine = carried["adamw"].get(name, state["state"].get(i, {}))
+            result[i] = {key: value for key, value in mine.items() if key != _CARRIER}
+        return {**state, "state": result, "kfac": carried["kfac"]}
+
+    @torch.no_grad()
+    @agreed("consolidate_state_dict()")
+    def consolidate_state_dict(self) -> None:
+        """Add up the state of all processes, so that each of them can call `state_dict()` before the next step.
+
+        All processes have to call it. In one process it does nothing. `torch.distributed.optim.ZeroRedundancyOptimizer`
+        has a method of the same name.
+
+        Example:
+            >>> from kfs.optim import KFAC
+            >>> optimizer = KFAC(torch.nn.Linear(3, 2), torch.nn.CrossEntropyLoss())
+            >>> optimizer.consolidate_state_dict()
+            >>> state = optimizer.state_dict()
+        """
+        self._outstanding.settle(self.state)
+        averages = over_all_data(self._exchange.ranks, self._curvature.averages.values())
+        self._whole = Consolidated(averages, self._whole_tensors())
+
+    def _whole_tensors(self) -> dict[int, Tensor]:
+        """Return all that is sharded in the state of parameters, on the CPU, by identity of what is sharded."""
+        sharded = [t for one in self.state.values() for t in one.values() if is_sharded(t)]
+        return {id(t): whole(t).cpu() for t in sharded}
+
+    def __reduce__(self) -> Any:
+        """Refuse copies: two optimizers would watch one model."""
+        raise ModelError(
+            "An optimizer that watches a model cannot be copied or pickled.",
+            "Copy its state: KFAC(other_model, ...).load_state_dict(optimizer.state_dict()).",
+        )
+
+    def _check_complete(self, mine: Mapping[str, Any]) -> None:
+        """Refuse a state that lacks something, before anything is changed."""
+        own = self._own_state(())
+        missing = (own.keys() - mine.keys()) | (own["curvature"].keys() - mine["curvature"].keys())
+        for average in mine["curvature"]["averages"]:
+            missing |= Average.stored() - average.keys()
+        if missing:
+            raise StorageError(
+                f"The state has no {', '.join(sorted(missing))}: another version of kfs has written it.",
+                "Load it with that version, or train on without it: averages are known again after a few steps.",
+            )
+
+    @torch.no_grad()
+    @agreed("load_state_dict()")
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Undo `state_dict`. In several processes, load the same state in all of them.
+
+        Their number need not be that of the processes which have saved it, and the model may be sharded or not. Tensors
+        may be sharded themselves, in any way.
+
+        Raises:
+            StorageError: If the state is that of another optimizer, of another model, or of another version of kfs.
+        """
+        self._params.check_open()
+        state_dict = self._from_checkpoint(state_dict)
+        self._params.check_state(state_dict)
+        mine = state_dict["kfac"]
+        self._check_complete(mine)
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "kfac"})
+        read_state(self.state, self.param_groups, state_dict)
+        device = next(iter(self._params.tensors.values())).device
+        self._curvature.restore(mine["curvature"], device)
+        self._outstanding.forget()
+        self._exchange.start_again()
+        self._whole = None
+        self.steps = mine["steps"]
+        self.uncovered = dict(mine["uncovered"])
+        self._watch.first_datum = mine["first_datum"]
+        self._unit = mine["unit"]
+        self._gradient_sizes.restore(mine["gradient_sizes"])
+        self._trend = LossTrend.from_state(mine["losses"])
+        if self._scale is not None and mine["step_scale"] is not None:
+            self._scale.restore(mine["step_scale"])
+        self._tracked = frozenset(mine["tracked"])
+        if self._quadratic is not None:
+            self._quadratic.previous = copied_to(device, mine["previous"])
+        self._params.read(self.param_groups)
+        if self.state:
+            self._keep_place_for_carrier()
+
+
+def _is_for_checkpoint() -> bool:
+    """Whether a function of `torch.distributed.checkpoint` asks for a state; maybe by another optimizer around it."""
+    frame = sys._getframe()
+    for _ in range(5):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+    return False
+
 
 # Gradients that are larger than this many times the largest so far are not used.
 _GRADIENTS_LIMIT = 100.0
@@ -279,7 +579,7 @@ class KFAC(Reported, Saved):
             lost = self._lost(sums, grads)
             self._note_loss(sums)
             # Reading a value from a GPU waits for it. Where nothing new begins, the device looks at flags itself.
-            waits = not waiting.runs_behind(good.device) or not self._is_steady(sums, lost)
+            waits = not sync.runs_behind(good.device) or not self._is_steady(sums, lost)
             if waits:
                 is_fine = self._quadratic is None or batch is None or isfinite(batch.value)
                 if not good or not is_fine:
@@ -405,7 +705,7 @@ class KFAC(Reported, Saved):
             "inverses_every": inverses,
             "parameters": sorted(self._tracked_now()),
         }
-        with waiting.waiting_allowed():  # A learning rate may be a tensor.
+        with sync.waiting_allowed():  # A learning rate may be a tensor.
             options = {
                 f"{name} of group {place}": float(value) if isinstance(value := group.get(name), Tensor) else value
                 for place, group in enumerate(self.param_groups)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from kfs.errors import KfsWarning, ModelError, StorageError
-from kfs.kfac.layout import Layout
-from kfs.optim.fully_sharded import reshard
+from kfs.factors.layout import Layout
+from kfs.optim.fsdp import reshard
 from kfs.optim.options import check_groups
-from kfs.parameters import refuse_scripted
-from kfs.sharded import is_sharded
+from kfs.problem.parameters import refuse_scripted
+from kfs.problem.whole_parameters import is_sharded
 
 # By parameter: a weak reference to the `Parameters` that it belongs to.
 _OWNERS: Any = WeakIdKeyDictionary()

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kfs.kfac.capture import CudaRecorder, Graph, Reads, Recorder, why_not
-from kfs.optim.rule import Scalar
+from kfs.optim.update_rule import Scalar
+from kfs.runtime.cuda_graphs import CudaRecorder, Graph, Reads, Recorder, why_not
 
 log = logging.getLogger("kfs.optim")
 # What is recorded: it takes gradients, a flag, and numbers, and changes parameters and state in place. The flag says

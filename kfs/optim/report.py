@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from kfs.charts.training import draw_training
-from kfs.describing import Described, DescribedByTables, Description, Table, number, readable_size
-from kfs.kfac.capture import Audit
-from kfs.kfac.settings import Settings
-from kfs.kfac.structures import describe_factor
+from kfs.display.charts import draw_training
+from kfs.display.describe import Described, DescribedByTables, Description, Table, number, readable_size
+from kfs.factors.audit import Audit
+from kfs.factors.blocks import describe_factor
+from kfs.factors.settings import Settings
 from kfs.losses import Loss
+from kfs.optim.apply import Outstanding
 from kfs.optim.averages import Average
 from kfs.optim.costs import PARTS, Cost, Part
 from kfs.optim.curvature import Curvature, Events
-from kfs.optim.divergence import LossTrend, PastStep
-from kfs.optim.outstanding import Outstanding
+from kfs.optim.last_good_step import LossTrend, PastStep
 from kfs.optim.parameters import Parameters
-from kfs.optim.quadratic import QuadraticModel
+from kfs.optim.quadratic_model import QuadraticModel
 from kfs.optim.step_scale import StepScale
 from kfs.optim.watch import Watch
 

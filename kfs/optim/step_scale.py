@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kfs.optim.rule import KEPT_OF_STEPS, Scalar, Tensors
-from kfs.waiting import numbers as read_numbers
+from kfs.optim.update_rule import KEPT_OF_STEPS, Scalar, Tensors
+from kfs.runtime.sync import numbers as read_numbers
 
 # How much the average of overshoots keeps in every step.
 _KEPT_OF_OVERSHOOTS = 0.8

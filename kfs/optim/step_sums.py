@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from kfs.kfac.layout import Key, Layout
-from kfs.kfac.settings import Settings
-from kfs.kfac.sums import Adder, BlockSums, FactorSums, Owners, PerDatumSums, PlannedUse, Receiver, Squares
+from kfs.factors.accumulate import Adder, BlockSums, FactorSums, PerDatumSums, PlannedUse, Receiver, Squares
+from kfs.factors.layout import Key, Layout
+from kfs.factors.rows import Owners
+from kfs.factors.settings import Settings
 
 # By block: its layout, and a sum of its squared gradients that starts at zero.
 Bases = Mapping[Key, tuple[Layout, Squares]]

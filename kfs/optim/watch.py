@@ -1,18 +1,10 @@
-"""Watching a model in training: factors from forward passes `model(...)` and backward passes of any loss of them.
-
-Hooks on the model's forward pass switch the capture on and off. A hook on the predictions is called when the gradient
-of the loss arrives there. At this moment the graph is complete and not yet freed, so further vectors can be sent back
-through it, and the gradient shows which targets count. With `fisher="empirical"`, the user's backward pass is enough.
-
-The results of passes wait until `Watch.collect` takes them. A forward pass without backward pass has no result.
-What happens during one pass is in `passes`.
-"""
+"""Watching a model in training: factors from its forward passes and from the backward passes of any loss of them."""
 
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
@@ -24,26 +16,315 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
-from kfs.data import MaskSource
 from kfs.distributed import Ranks
-from kfs.errors import KfsWarning, ModelError
-from kfs.kfac.capture import Audit, Audits, Capture, Counts, Known, NotRepeatableError, Session, distrust
-from kfs.kfac.rules import new_session
-from kfs.kfac.settings import Settings
+from kfs.errors import DataError, KfsError, KfsWarning, ModelError
+from kfs.factors.accumulate import FactorSums
+from kfs.factors.audit import Audit, Audits, Counts, NotRepeatableError, distrust
+from kfs.factors.blocks import computable
+from kfs.factors.capture import Capture, Known, measure_rows, pass_derived, send_back
+from kfs.factors.compute import backpropagated_vectors, not_covered
+from kfs.factors.rows import BatchMasks
+from kfs.factors.rules import new_session
+from kfs.factors.settings import Settings
+from kfs.factors.trace import Session
 from kfs.losses import Loss
-from kfs.nested import tensors_in
+from kfs.optim.across_ranks import Exchange
 from kfs.optim.costs import Costs
-from kfs.optim.exchange import Exchange
-from kfs.optim.factor_graphs import Autocast, FactorGraphs, FactorPass
-from kfs.optim.fully_sharded import has_gradients, is_fully_sharded, leaves, whole_in_backward
-from kfs.optim.hooks import Hook
-from kfs.optim.outputs import passes_behind
-from kfs.optim.passes import Pass, number_of_data
-from kfs.optim.step_sums import Bases, StepSums
-from kfs.outputs import prediction_in
-from kfs.recording.model_state import unchanged_attributes
-from kfs.sharded import WholeParameters
-from kfs.state import evaluating, is_evaluating, restored
+from kfs.optim.factor_graphs import Autocast, Data, FactorGraph, FactorGraphs, FactorPass, FactorResult, Hook, PassKey
+from kfs.optim.fsdp import has_gradients, is_fully_sharded, leaves, whole_in_backward
+from kfs.optim.loss_check import Targets, shows_targets
+from kfs.optim.step_sums import Bases, FactorAndSquareSums, StepSums
+from kfs.problem.data import MaskSource
+from kfs.problem.isolation import evaluating, is_evaluating, restored, uncompiled
+from kfs.problem.outputs import parts_of, prediction_in
+from kfs.problem.whole_parameters import WholeParameters
+from kfs.runtime import sync
+from kfs.runtime.cuda_graphs import unchanged_attributes
+from kfs.runtime.nested import mapped, tensors_in
+from kfs.runtime.sync import Flags, number, numbers
+
+# Graphs of other models are large. What happens to predictions before the loss is a few operations.
+_MOST_OPERATIONS = 50
+
+
+class KeepsPass(torch.autograd.Function):
+    """The identity. Its node in the graph keeps a pass alive as long as a gradient can be sent back through it."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, one: object, alias: bool, predicted: bool) -> Tensor:  # noqa: D102
+        ctx.one = one
+        ctx.predicted = predicted
+        if t.ndim == 0:
+            return t.clone()
+        # An alias has the same memory but is no view, so operations in place may follow. If the operation before has
+        # saved its result, these have to be noticed, and only a view does that.
+        return t.detach() if alias else t.view_as(t)
+
+    @staticmethod
+    def backward(_: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        """Pass the gradient on."""
+        return g, None, None, None
+
+
+def passes_behind(t: Tensor) -> list[Any]:
+    """Return the passes that a tensor was computed from the predictions of, in a few operations."""
+    found = []
+    nodes: list[Any] = [t.grad_fn]
+    for node in nodes:
+        if hasattr(node, "predicted"):
+            found += [node.one] if node.predicted else []
+        elif node is not None:
+            following = [further for further, _ in node.next_functions if further not in nodes]
+            nodes += following[: _MOST_OPERATIONS - len(nodes)]
+    return found
+
+
+def with_parts(output: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a model's output with a function applied to its tensors."""
+    if isinstance(output, Tensor):
+        return function(output)
+    if isinstance(output, (tuple, list)):
+        parts: list[Any] = [function(part) if isinstance(part, Tensor) else part for part in output]
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
+    items = output if isinstance(output, Mapping) else vars(output)
+    # Mappings of Hugging Face also set an attribute when an item is set.
+    put = output.__setitem__ if isinstance(output, MutableMapping) else partial(setattr, output)
+    for key, value in list(items.items()):
+        if isinstance(value, Tensor):
+            put(key, function(value))
+    return output
+
+
+# With these, the user's backward pass is enough.
+_WITHOUT_VECTORS = {"empirical", "forward-only"}
+
+
+def number_of_data(arguments: Any, axis: int = 0, place: int = 0) -> int | None:
+    """Return how many data a model is called with, by a tensor that has a batch axis; `None` without one.
+
+    Args:
+        arguments: Arguments of the model.
+        axis: The batch axis.
+        place: Which of these tensors has as many rows as there are data; by default the first one.
+    """
+    lengths = [t.shape[axis] for t in tensors_in(arguments) if t.ndim > axis]
+    return lengths[place] if place < len(lengths) else None
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward pass, and the backward pass that follows it."""
+
+    owner: "weakref.ref[Any]"  # what watches it
+    loss: Loss  # the announced one
+    settings: Settings
+    session: InitVar[Session | None]  # tracks parameters; `None` to count examples only
+    known: InitVar[Known | None]  # what an audit found out
+    bases: Bases  # in which to sum squared gradients
+    arguments: InitVar[tuple[Any, Any]]  # of the model: positional and keyword arguments
+    keep_inputs: bool  # whether the result has the arguments
+    place: int = 0  # which tensor among the arguments has as many rows as there are data
+    compare: bool = False  # whether to compare the loss with others, and its scale with the announced one
+    graph: FactorGraph | None = None  # computes the sums, if the pass is not watched
+    costs: Costs = field(default_factory=Costs)  # counts the time that factors take in the user's backward pass
+    masks: MaskSource = field(default_factory=MaskSource)  # where the arguments have a mask
+    # Given a number of data: how many data of other processes come before them, and how many there are of all.
+    place_of_data: Callable[[int], tuple[int, int]] | None = None
+    wants_factors: bool = False  # whether factors are due; of other processes, too, if this one has no data
+    has_gradient: bool = False  # whether the gradient of a loss has arrived
+    # If passes like this one are to be recorded: what they have in common, how they run, and the data of this one.
+    to_record: tuple[PassKey, FactorPass, Data | None] | None = None
+
+    def __post_init__(self, session: Session | None, known: Known | None, arguments: tuple[Any, Any]) -> None:
+        self.audited = known
+        axis = self.settings.batch_axis or 0
+        num_data = number_of_data(arguments, axis, self.place)
+        self.num_data = 1 if num_data is None else num_data
+        self.all_data = self.num_data  # also those of other processes
+        self.problem: Exception | None = None  # It is raised if somebody trains with this pass, and only then.
+        if num_data is None:
+            self.problem = DataError(
+                "The model was called without any tensor that has a batch axis.",
+                "Call it with a batch of inputs: model(x) with x of shape [N, ...].",
+            )
+        self._arguments = arguments
+        labels = arguments[1].get("labels")
+        self.targets = Targets(labels if isinstance(labels, Tensor) else None, compare=self.compare)
+        self._result = StepSums(self.num_data, in_model=self.targets.y is not None)
+        self._stack = ExitStack()
+        self._sums = FactorAndSquareSums(self.settings, self.bases) if self.bases else FactorSums(self.settings)
+        self._replayed: FactorResult | None = None
+        self._capture: Capture | None = None
+        self._padding: Flags | None = None  # takes note of padding that no rule about rows explains
+        if session is not None:
+            # Which targets count is known when the gradient of the loss is.
+            masks = BatchMasks(
+                mask=self.masks.find(arguments, self.num_data),
+                pending=self.loss.class_axis is not None,
+                device=session.device,
+            )
+            batch_axis = self.settings.batch_axis
+            self._padding = None if self.settings.fisher == "forward-only" else Flags(session.device)
+            self._capture = Capture(
+                session, self._sums, self.num_data, batch_axis, known, masks=masks, padding=self._padding
+            )
+
+    def start(self) -> Any:
+        """Enter the capture, and return marked arguments for the model, or `None` to leave them as they are."""
+        if self._capture is None:
+            return None
+        marked = mapped(self._arguments, self._capture.mark_data)
+        self._stack.enter_context(uncompiled())
+        self._stack.enter_context(self._capture)
+        return marked
+
+    def stop(self) -> None:
+        """Leave the capture."""
+        self._stack.close()
+        if self._capture is not None:
+            self._capture.leave_nothing_behind()
+            self._capture.running = False
+
+    @property
+    def sends_vectors(self) -> bool:
+        """Whether vectors go back through the graph before the user's gradient does."""
+        if self._capture is None or self.settings.fisher not in _WITHOUT_VECTORS:
+            return self._capture is not None
+        return self._capture.sites is not None and self._capture.sites.need_probes
+
+    def watch_output(self, output: Any, receive: "weakref.WeakMethod[Any]") -> Any:
+        """Return the model's output such that `receive` is called, with this pass, when a gradient arrives there."""
+        f: Tensor | None
+        try:
+            f = prediction_in(output)
+        except KfsError as problem:
+            f = next((t for t in parts_of(output) if t.requires_grad), None)
+            self.problem = problem
+        if f is None or f.grad_fn is None:
+            return output
+        if f.shape[:1] != (self.num_data,) and self.problem is None:
+            self.problem = DataError(
+                f"The model was called with {self.num_data} data, but its prediction has shape {list(f.shape)}.",
+                "Put the batch axis first in predictions; say where it is in inputs with batch_axis=.",
+            )
+        if self._capture is not None:
+            self._capture.find_hidden_uses(f)
+        self._edge = get_gradient_edge(f)
+        self._f = f.detach()
+        reference = weakref.ref(self)
+
+        def notify(g: Tensor) -> None:
+            one, method = reference(), receive()
+            if one is not None and method is not None:
+                method(one, g)
+
+        f.register_hook(notify)
+
+        def kept(t: Tensor) -> Tensor:
+            if t.grad_fn is None:
+                return t
+            values_are_saved = hasattr(t.grad_fn, "_saved_result")
+            result: Tensor = KeepsPass.apply(t, self, not values_are_saved, t is f)  # type: ignore[no-untyped-call]
+            if t is f:
+                others = getattr(t, "_kfs_passes", ())  # Another optimizer may watch the same model.
+                result._kfs_passes = (*others, reference)  # type: ignore[attr-defined]
+            return result
+
+        return with_parts(output, kept)
+
+    def receive_gradient(self, g: Tensor, first_datum: int) -> None:
+        """Take the gradient of a loss with respect to predictions, and send vectors back if curvature needs them."""
+        if self.problem is not None:
+            raise self.problem
+        self.has_gradient = True
+        if not self.num_data:  # There is nothing to look at, and no target that counts.
+            del self._f, self._edge, self._arguments
+            return
+        f, g, result = computable(self._f), g.detach(), self._result
+        # A prediction of minus infinity is a class that was masked.
+        result.finite = bool(g.isfinite().all() & ~(f.isnan() | (f == torch.inf)).any())
+        y = self.targets.match(f, g, self.loss, self.settings.fisher) if result.finite else None
+        result.mismatch = float(self.targets.mismatch)
+        # The empirical Fisher of a vanishing gradient has no scale, and is not used.
+        if y is not None and (self.settings.fisher != "empirical" or bool(self.targets.scale)):
+            result.examples = number(self.loss.examples(y))
+            result.count = number(self.loss.count(y))
+            if self.keep_inputs and result.examples:
+                args, kwargs = self._arguments
+                result.inputs = [(args, {key: value for key, value in kwargs.items() if key != "labels"}, y)]
+        if y is not None:
+            with sync.waiting_allowed():
+                result.square, result.deviance = numbers([computable(g).square().sum(), self._deviance(f, y)])
+        with self.costs.timed("factors"):
+            if y is not None and result.examples and self.graph is not None:
+                self._replayed = self.graph.replay(self._arguments, y, first_datum)
+            if self._capture is not None:
+                self._capture_gradients(self._capture, f, y, first_datum)
+        del self._f, self._edge, self._arguments  # The graph and the inputs are large.
+
+    def _deviance(self, f: Tensor, y: Tensor) -> Tensor:
+        """Return the sum of deviances; NaN if targets are not known."""
+        if y is self.targets.y or shows_targets(self.loss):
+            return self.loss.deviance(f, y).sum()
+        return f.new_full((), torch.nan)
+
+    def _capture_gradients(self, capture: Capture, f: Tensor, y: Tensor | None, first_datum: int) -> None:
+        """Send vectors back through the graph, or let the user's backward pass show gradients."""
+        if y is None or not self._result.examples:
+            return
+        if capture.masks.pending:
+            capture.masks.set_targets(self.loss.counted(y))
+        if self.settings.fisher in _WITHOUT_VECTORS:
+            capture.keep_graph = False
+            measure_rows(self._edge, capture, self._f)
+            capture.listening = True
+            self._sums.finish_forward()
+        else:
+            at_once = self.settings.columns_at_once or 1
+            # On an accelerator, one kernel draws, as in passes that are recorded. The numbers are the same.
+            behind = sync.runs_behind(f.device)
+            first = torch.full((), first_datum, dtype=torch.int64, device=f.device) if behind else first_datum
+            vectors = backpropagated_vectors(self.loss, f, y, self.settings, first, at_once)
+            if self.to_record is not None:
+                self.to_record = *self.to_record[:2], (self._arguments, self.num_data, y, first_datum)
+            # The user's backward pass needs the graph afterwards.
+            send_back(self._edge, capture, (columns.to(self._f.dtype) for columns in vectors), True, self._f)
+
+    @property
+    def shows_padding(self) -> bool:
+        """Whether there was padding, after `collect`, that the audited data did not have."""
+        return self._padding is not None and self._padding.first_bad() is not None
+
+    def collect(self) -> StepSums:
+        """Return what the pass has given, after its backward pass."""
+        result, capture = self._result, self._capture
+        if self.compare and self.num_data:
+            result.other = self.targets.other_loss()
+            result.scales = [(self.targets.known_scale(), result.count)]
+        if self._replayed is not None:
+            result.blocks = self._replayed.blocks
+            result.uncovered = self._replayed.uncovered
+        if capture is None or not result.examples:
+            return result
+        if capture.listening:  # The user's backward pass has shown gradients.
+            with torch.no_grad():
+                pass_derived(capture)
+            self._sums.finish_backward()
+            self._sums.finish_batch()
+            capture.listening = False
+            capture.note_padding()
+            if capture.sites is not None:
+                capture.sites.forget()
+        result.blocks = self._sums.blocks
+        result.squares = {key: squares.total for key, (_, squares) in self.bases.items()}
+        self._sums.complete()
+        gradients = [role.gradient.total for block in result.blocks.values() for role in block.roles.values()]
+        if self.settings.fisher == "empirical":
+            for total in (*gradients, *result.squares.values()):
+                total.div_(self.targets.scale**2)
+        params = capture.tracker.params
+        result.uncovered = not_covered(params, result.blocks.values(), capture.unexplained, self._sums.conflicts)
+        return result
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor, nn
 
-from kfs.charts.canvas import INK, LINE, quiet
-from kfs.risk import EmpiricalRisk
+from kfs.display.charts import INK, LINE, quiet
+from kfs.problem.risk import EmpiricalRisk
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,7 +19,7 @@ from kfs.basics.ggn_rosenbrock import (
     rosenbrock_inner,
     rosenbrock_outer,
 )
-from kfs.charts.canvas import INK, quiet
+from kfs.display.charts import INK, quiet
 from kfs.plots.heatmaps import FORMATS, run, save
 
 ALPHA = 10.0

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kfs.charts.canvas import INK, quiet
+from kfs.display.charts import INK, quiet
 from kfs.operators import GGN, Fisher
 from kfs.plots.heatmaps import FORMATS, draw_flattenings, problem, run, save
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

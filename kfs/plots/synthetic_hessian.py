@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kfs.operators import GGN, Hessian
 from kfs.plots.heatmaps import FORMATS, draw_flattenings, problem, run
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
 
 
 def data(flattening: str, risk: EmpiricalRisk | None = None) -> dict[str, Tensor]:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from kfs.kfac import KFAC
+from kfs.factors import KFAC
 from kfs.operators import GGN, Fisher
 from kfs.plots.heatmaps import FORMATS, draw_flattenings, problem, run
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
 
 MC_SAMPLES = 100
 

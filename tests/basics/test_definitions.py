@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kfs import basics
-from kfs.tour import definitions
+from kfs.tour.run import definitions
 from tests.definitions import report_of
 
 FOLDER = Path(basics.__file__).parent

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import kfs
 from kfs import EmpiricalRisk
-from kfs.kfac import BlockDiagonal
+from kfs.factors import BlockDiagonal
 
 
 def mlp() -> nn.Module:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import kfs
 from kfs.compress import low_rank, prune
 from kfs.errors import DataError, DtypeError, KfsWarning, ModelError, SolverError
-from kfs.kfac import exact_blocks
+from kfs.factors import exact_blocks
 from tests.compress.problems import cnn, image_risk, mlp, mlp_risk
 
 BOTH = pytest.mark.parametrize("compress", [prune, low_rank])

@@ -12,12 +12,11 @@ from torch.nn import functional as F  # noqa: N812
 
 import kfs
 from kfs.compress import low_rank, prune
-from kfs.compress.channels import Channels, _saved
-from kfs.compress.graph import Link, links
+from kfs.compress.channels import Channels, Link, _saved, links
 from kfs.compress.layers import layers_of
 from kfs.compress.surgery import cost_of_columns
 from kfs.errors import ModelError
-from kfs.kfac import exact_blocks
+from kfs.factors import exact_blocks
 from tests.compress.problems import cnn, constrained_minimum, damped, flat, image_risk, mlp, mlp_risk
 
 

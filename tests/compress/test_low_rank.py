@@ -11,7 +11,7 @@ import kfs
 from kfs.compress import low_rank, prune
 from kfs.compress.factorization import chosen, decomposed, lower_hull
 from kfs.compress.layers import layers_of
-from kfs.kfac import optimal_kronecker
+from kfs.factors import optimal_kronecker
 from tests.compress.problems import cnn, flat, image_risk, mlp, mlp_risk
 
 

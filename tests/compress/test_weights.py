@@ -12,7 +12,7 @@ import kfs
 from kfs.compress import prune, surgery
 from kfs.compress.choosing import DAMPINGS
 from kfs.errors import KfsWarning
-from kfs.kfac import BlockDiagonal, exact_blocks, exact_diagonal
+from kfs.factors import BlockDiagonal, exact_blocks, exact_diagonal
 from tests.compress.problems import cnn, constrained_minimum, cost, damped, flat, image_risk, mlp, mlp_risk
 
 DAMPING = 0.01

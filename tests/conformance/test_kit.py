@@ -32,9 +32,9 @@ from kfs.conformance.case import Setting
 from kfs.conformance.cases import EXACT
 from kfs.conformance.diagnosis import Facts, diagnose
 from kfs.errors import ModelError
-from kfs.kfac import KFAC
+from kfs.factors import KFAC
 from kfs.operators import GGN
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
 from tests.conformance import zoo
 from tests.conformance.zoo import ZOO
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from kfs.conformance.adapters.kfs import compute as right
 from kfs.conformance.models import Hidden, Ragged, Rows
-from kfs.kfac import KFAC
-from kfs.risk import EmpiricalRisk
+from kfs.factors import KFAC
+from kfs.problem.risk import EmpiricalRisk
 
 Pairs = dict[str, Any]
 

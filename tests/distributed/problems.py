@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import kfs
-from kfs.kfac.storage.seen_data import digest
+from kfs.factors.checkpoint import digest
 from kfs.losses import TokenCrossEntropy
 
 NUM_DATA = 23

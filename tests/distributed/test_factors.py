@@ -10,7 +10,7 @@ import torch.distributed as dist
 import kfs
 from kfs.distributed import Ranks
 from kfs.errors import DataError, DistributedError, ModelError
-from kfs.kfac.kfac import KFAC
+from kfs.factors.kfac import KFAC
 from tests.distributed.pool import Pool
 from tests.distributed.problems import CUTS, batches, bits, is_first, problem, risk_of_all, risk_of_own
 

@@ -88,9 +88,9 @@ def test_accelerators(ranks: Pool, plan: Plan, settings: dict[str, Any]) -> None
 
 
 WRONG = {
-    "own averages are inverted": ("kfs.optim.owners.collect", lambda *_: None),
-    "all ranks draw the same labels": ("kfs.optim.exchange.Exchange._place_of_data", lambda _, n: (0, 2 * n)),
-    "a mean over examples of one rank": ("kfs.optim.exchange._over_ranks", lambda told: told[0]),
+    "own averages are inverted": ("kfs.optim.across_ranks.collect", lambda *_: None),
+    "all ranks draw the same labels": ("kfs.optim.across_ranks.Exchange._place_of_data", lambda _, n: (0, 2 * n)),
+    "a mean over examples of one rank": ("kfs.optim.across_ranks._over_ranks", lambda told: told[0]),
 }
 
 

@@ -15,11 +15,11 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from kfs.errors import DistributedError, KfsError, LossError, ModelError
-from kfs.kfac.structures import BlockError
-from kfs.optim import KFAC, averages, exchange, inverses
+from kfs.factors.blocks import BlockError
+from kfs.optim import KFAC, across_ranks, averages, inverses
+from kfs.optim.across_ranks import owners_of
 from kfs.optim.averages import Average
 from kfs.optim.curvature import Curvature
-from kfs.optim.owners import owners_of
 from kfs.optim.watch import Watch
 from tests.distributed.pool import Pool
 from tests.distributed.training import accelerators, average_gradients, batches, model_of, take_step
@@ -121,7 +121,7 @@ def with_drift() -> tuple[bool, list[str]]:
     bias = model.module.get_parameter("out.bias")
     messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange.log, "warning", messages.append)
+        patch.setattr(across_ranks.log, "warning", messages.append)
         for x, y in batches(7):
             optimizer.zero_grad()
             LOSS(model(rows(x)), rows(y)).backward()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.distributed import Traffic
 from kfs.errors import DistributedError
 from kfs.optim import KFAC
-from kfs.optim.owners import owners_of
+from kfs.optim.across_ranks import owners_of
 from tests.distributed.pool import Pool
 from tests.distributed.test_optimizer_errors import rows
 from tests.distributed.training import batches, model_of, take_step

@@ -11,8 +11,8 @@ from torch import nn
 
 import kfs
 from kfs.errors import DataError, DistributedError, ModelError, SolverError
-from kfs.kfac.kfac import KFAC
-from kfs.kfac.structures import BlockDiagonal
+from kfs.factors.blocks import BlockDiagonal
+from kfs.factors.kfac import KFAC
 from tests.distributed.pool import Pool
 from tests.distributed.problems import risk_of_own
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import kfs
-from kfs import storage
+from kfs import files
 from kfs.distributed import Ranks
-from kfs.distributed.states import joined, write_joined
+from kfs.distributed.collectives import joined, write_joined
 from kfs.errors import DistributedError, ModelError
-from kfs.kfac.kfac import KFAC
-from kfs.kfac.structures import BlockDiagonal
+from kfs.factors.blocks import BlockDiagonal
+from kfs.factors.kfac import KFAC
 from tests.distributed.pool import Pool
 from tests.distributed.problems import bits, problem, risk_of_all, risk_of_own
 
@@ -342,7 +342,7 @@ def write_at_another_rank(path: str) -> None:
     state = joined(ranks, mine, ["parts"], root=1)
     write_joined(ranks, path, {"kind": "test"}, state, root=1)
     dist.barrier()
-    found = storage.read(path)[1]
+    found = files.read(path)[1]
     assert (found["number"], found["parts"][1::2]) == (7, [[0], [1], [2]])
     assert [t.tolist() for t in found["parts"][::2]] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
 

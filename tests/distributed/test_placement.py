@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kfs
-from kfs.distributed.placement import LIMIT, Part, Placement, eigenvalues, parts_of, passes, place
+from kfs.distributed.assignment import LIMIT, Part, Placement, eigenvalues, parts_of, passes, place
 from kfs.errors import ModelError
-from kfs.kfac.block import Block
+from kfs.factors.block import Block
 from kfs.losses import TokenCrossEntropy
 from kfs.optim.averages import Average
-from kfs.planning.model_parts import source_of
-from kfs.planning.named_models import NAMED
+from kfs.planning import NAMED, source_of
 from tests.language_models import gpt2_without_dropout
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kfs
 from kfs.errors import LostRankError, StorageError
-from kfs.kfac.kfac import KFAC
+from kfs.factors.kfac import KFAC
 from tests.distributed import soak
 from tests.distributed.pool import Pool
 from tests.distributed.problems import batches, bits, problem

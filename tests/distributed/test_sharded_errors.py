@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module, dist
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, parallelize_module
 
 import kfs
-from kfs import sharded
 from kfs.errors import DataError, DistributedError, DtypeError, ModelError
+from kfs.problem import whole_parameters
 from tests.distributed import sharded_problems as problems
 from tests.distributed.pool import Pool
 from tests.distributed.sharded_problems import model_and_data, plain_risk
@@ -207,12 +207,12 @@ def shard_twice() -> None:
     """Where PyTorch may be wrong, what it has sharded is put together and compared."""
     p: Any = problems.every_layer(nn.Linear(3, 2)).weight
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "_DIVIDES_TWICE", "9")
-        found: Any = sharded.sharded_like(torch.ones(2, 3), p)
+        patch.setattr(whole_parameters, "_DIVIDES_TWICE", "9")
+        found: Any = whole_parameters.sharded_like(torch.ones(2, 3), p)
         assert torch.equal(found.full_tensor(), torch.ones(2, 3))
-        patch.setattr(sharded, "whole", lambda t: torch.zeros(t.shape))
+        patch.setattr(whole_parameters, "whole", lambda t: torch.zeros(t.shape))
         with pytest.raises(ModelError, match=r"wrong order. Use PyTorch 9 or newer"):
-            sharded.sharded_like(torch.ones(2, 3), p)
+            whole_parameters.sharded_like(torch.ones(2, 3), p)
 
 
 def test_versions_that_shard_in_the_wrong_order(ranks: Pool) -> None:

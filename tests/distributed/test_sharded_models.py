@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as Split
 
 import kfs
-from kfs.kfac.kfac import KFAC
+from kfs.factors.kfac import KFAC
 from tests.distributed import sharded_problems as problems
 from tests.distributed.pool import Pool
 from tests.distributed.problems import CUTS, bits, is_first
@@ -356,5 +356,5 @@ def test_memory(ranks: Pool) -> None:
 def test_without_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing what shards models takes long. If nobody has, no model is sharded."""
     expected = plain_risk("mlp").gradient()
-    monkeypatch.setattr("kfs.sharded.sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr("kfs.problem.whole_parameters.sys", SimpleNamespace(modules={}))
     torch.testing.assert_close(plain_risk("mlp").gradient(), expected)

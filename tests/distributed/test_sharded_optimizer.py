@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from kfs.optim import KFAC
-from kfs.optim.at_owners import AtOwners
+from kfs.optim.across_ranks import AtOwners
 from tests.distributed.pool import Pool
 from tests.distributed.sharded_problems import every_layer, freed_after_forward
 from tests.distributed.sharded_training import train_sharded
@@ -175,9 +175,9 @@ def test_parameters_are_whole_if_need_be(ranks: Pool, fisher: str, expected: boo
 
 
 WRONG = {
-    "parts of others are missing": ("kfs.optim.at_owners.AtOwners.gathered", gathered_from_the_first),
-    "parts are those of others": ("kfs.optim.at_owners.AtOwners.scattered", scattered_in_reverse),
-    "own averages are inverted": ("kfs.optim.owners.collect", lambda *_: None),
+    "parts of others are missing": ("kfs.optim.across_ranks.AtOwners.gathered", gathered_from_the_first),
+    "parts are those of others": ("kfs.optim.across_ranks.AtOwners.scattered", scattered_in_reverse),
+    "own averages are inverted": ("kfs.optim.across_ranks.collect", lambda *_: None),
     "passes use parameters from before the step": ("kfs.optim.parameters.reshard", lambda _: None),
 }
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from kfs.kfac.structures import BlockError
-from kfs.optim import KFAC, averages, inverses, owners
+from kfs.factors.blocks import BlockError
+from kfs.optim import KFAC, across_ranks, averages, inverses
 from tests.distributed.pool import Pool
 from tests.distributed.sharded_problems import every_layer
 from tests.distributed.sharded_training import train_sharded
@@ -64,14 +64,14 @@ def test_inverses_are_at_their_owners(ranks: Pool) -> None:
 def train_with_moving_owners(plan: Plan) -> Run:
     """Let another rank own a block whenever it is inverted."""
     calls = []
-    usual = owners.owners_of
+    usual = across_ranks.owners_of
 
     def next_owners(averages: Any, eigen: bool, size: int) -> Any:
         calls.append(1)
         return {key: (owner + len(calls)) % size for key, owner in usual(averages, eigen, size).items()}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owners, "owners_of", next_owners)
+        patch.setattr(across_ranks, "owners_of", next_owners)
         return train_sharded(plan, "every layer", FAST)
 
 
@@ -139,7 +139,7 @@ def overflow_at_an_owner(accelerated: bool) -> None:
                     inverse: Any = average.inverse
                     inverse.A.values.fill_(torch.inf)
         if accelerated:
-            patch.setattr("kfs.waiting.runs_behind", lambda _: True)
+            patch.setattr("kfs.runtime.sync.runs_behind", lambda _: True)
         (x, y), *_ = batches(1)
         optimizer.zero_grad()
         LOSS(model(rows(x)), rows(y)).backward()

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import kfs
-from kfs.kfac.block import Block
-from kfs.kfac.capture import Capture, send_back
-from kfs.kfac.rules import new_session
-from kfs.kfac.settings import Settings
-from kfs.kfac.sums import FactorSums
-from kfs.kfac.vectors import backpropagated_vectors
+from kfs.factors.accumulate import FactorSums
+from kfs.factors.block import Block
+from kfs.factors.capture import Capture, send_back
+from kfs.factors.compute import backpropagated_vectors
+from kfs.factors.rules import new_session
+from kfs.factors.settings import Settings
 from tests.distributed.pool import Pool
 
 SETTINGS = Settings(fisher="type-2")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import kfs
-from kfs.distributed import Shard
 from kfs.errors import DataError, DistributedError
+from kfs.problem.data_shards import Shard
 from tests.distributed.pool import Pool
 from tests.distributed.problems import NUM_DATA, batches, problem
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kfs.distributed import Ranks, add_up, added_up, checksum, checksums, summing
-from kfs.distributed.summing import fill_lower_triangle, upper_triangle
+from kfs.distributed import Ranks, add_up, added_up, checksum, checksums, collectives
+from kfs.distributed.collectives import fill_lower_triangle, upper_triangle
 from kfs.errors import DistributedError
 from tests.distributed.pool import Pool
 from tests.distributed.problems import bits
@@ -21,13 +21,13 @@ def tensors(rank: int) -> list[torch.Tensor]:
 
 def sums(bucket_bytes: int) -> str:
     everybody = Ranks(dist.group.WORLD)
-    before = summing.BUCKET_BYTES
-    summing.BUCKET_BYTES = bucket_bytes
+    before = collectives.BUCKET_BYTES
+    collectives.BUCKET_BYTES = bucket_bytes
     try:
         found = tensors(everybody.rank)
         add_up(everybody, "tensors", iter(found))
     finally:
-        summing.BUCKET_BYTES = before
+        collectives.BUCKET_BYTES = before
     for t, *of_ranks in zip(found, *(tensors(rank) for rank in range(everybody.size)), strict=True):
         torch.testing.assert_close(t, torch.stack(of_ranks).sum(0))
     return bits(found)
@@ -104,8 +104,8 @@ def test_checksums_of_special_tensors() -> None:
 
 def test_checksums_of_many_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and buckets have an order, too."""
-    t = torch.randn(3 * summing._ROW + 5)
-    assert len({checksum(t), checksum(t.roll(summing._ROW)), checksum(-t), checksum(t.flip(0))}) == 4
-    monkeypatch.setattr(summing, "BUCKET_BYTES", 64)
+    t = torch.randn(3 * collectives._ROW + 5)
+    assert len({checksum(t), checksum(t.roll(collectives._ROW)), checksum(-t), checksum(t.flip(0))}) == 4
+    monkeypatch.setattr(collectives, "BUCKET_BYTES", 64)
     some = list(t[:64].split(8))
     assert len(set(checksums([some, some[::-1], some[1:], [*some[1:], some[0]], []]))) == 5

@@ -14,13 +14,13 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from kfs import waiting
 from kfs.distributed import checksum
-from kfs.optim import KFAC, factor_graphs, inverses, recorded_update, updates
-from kfs.optim.fully_sharded import part_of
-from kfs.sharded import model_to_run, whole
+from kfs.optim import KFAC, apply, factor_graphs, inverses, recorded_update
+from kfs.optim.fsdp import part_of
+from kfs.problem.whole_parameters import model_to_run, whole
+from kfs.runtime import sync
 from tests.distributed.problems import Experts
-from tests.kfac.tape import Tapes
+from tests.factors.tape import Tapes
 
 STEPS = 20
 BATCH = 24
@@ -129,12 +129,12 @@ class Run(NamedTuple):
 def accelerators() -> Iterator[None]:
     """Let the CPU of this process count as an accelerator whose graphs are tapes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (factor_graphs, updates, recorded_update, inverses):
+        for module in (factor_graphs, apply, recorded_update, inverses):
             patch.setattr(module, "recorder_for", lambda *_: Tapes)
-        patch.setattr("kfs.waiting.runs_behind", lambda _: True)
-        waiting._constants.clear()
+        patch.setattr("kfs.runtime.sync.runs_behind", lambda _: True)
+        sync._constants.clear()
         yield
-    waiting._constants.clear()
+    sync._constants.clear()
 
 
 def model_of(name: str) -> nn.Module:

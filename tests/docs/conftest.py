@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs import runs
-from kfs.report import play
+from kfs.tour import play
 from tests.definitions import report_of
 from tests.docs.pages import run_of
 

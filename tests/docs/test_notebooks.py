@@ -10,7 +10,7 @@ from nbformat import v4
 
 from docs import blocks, notebooks
 from docs.modules import read_module
-from kfs.tour import chapters, definitions
+from kfs.tour.run import chapters, definitions
 
 ROOT = Path(notebooks.__file__).parent.parent
 

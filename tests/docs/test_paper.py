@@ -8,7 +8,7 @@ import pytest
 
 from docs import bridge, paper
 from docs.drawings import FIGURES, plots
-from kfs.tour import definitions
+from kfs.tour.run import definitions
 from tests.docs.test_book import ROOT, article
 
 # As counted in the document's source.

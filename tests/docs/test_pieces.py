@@ -6,19 +6,19 @@ import pytest
 
 from docs import links, modules, runs, site_checks
 from docs.modules import Module, all_modules, cell, module_page, read_module
-from kfs import tour
+from kfs.tour import run as tour
 
-SOURCE = 'r"""A title: with more.\n\nProse with $x$.\n"""\n\nfrom kfs.risk import EmpiricalRisk\n'
+SOURCE = 'r"""A title: with more.\n\nProse with $x$.\n"""\n\nfrom kfs.problem.risk import EmpiricalRisk\n'
 
 
 def test_a_module_becomes_a_page() -> None:
     module = read_module(SOURCE, "kfs/new.py")
     assert (module.title, module.prose, module.first_line) == ("A title: with more", "Prose with $x$.", 6)
-    assert module.code == "from kfs.risk import EmpiricalRisk"
-    assert {"kfs.risk", "kfs.risk.EmpiricalRisk"} == module.imports
+    assert module.code == "from kfs.problem.risk import EmpiricalRisk"
+    assert {"kfs.problem.risk", "kfs.problem.risk.EmpiricalRisk"} == module.imports
     page = module_page(module, None)
     assert "# A title: with more\n" in page
-    assert "Uses: [risk](/kfs/risk.py)" in page
+    assert "Uses: [risk](/kfs/problem/risk.py)" in page
     assert "What running it verified" not in page
 
 
@@ -37,11 +37,11 @@ def test_signs_in_cells_mean_nothing() -> None:
 
 
 def test_a_package_lists_what_lies_in_it() -> None:
-    package = next(module for module in all_modules() if module.path == "kfs/kfac/__init__.py")
+    package = next(module for module in all_modules() if module.path == "kfs/factors/__init__.py")
     page = module_page(package, None, elsewhere={"kfs/kfac/scaffold.py"})
     assert "\n/kfs/kfac/settings\n" in page
-    assert "\n/kfs/kfac/rules/__init__\n" in page
-    assert "/kfs/kfac/rules/linear" not in page
+    assert "\n/kfs/factors/rules/__init__\n" in page
+    assert "/kfs/factors/rules/linear" not in page
     assert "\n/kfs/kfac/scaffold\n" not in page
 
 
@@ -52,9 +52,9 @@ def test_a_module_without_prose_is_refused() -> None:
 
 def test_tests_of_a_module() -> None:
     """They lie in its own folder or, for a room, in that of its package."""
-    assert modules.tests_of("kfs/risk.py") == ["tests/test_risk.py"]
-    assert modules.tests_of("kfs/kfac/storage/checkpoint.py") == ["tests/kfac/test_checkpoint.py"]
-    assert modules.tests_of("kfs/conformance/state.py") == []  # tests/test_state.py is about kfs/state.py
+    assert modules.tests_of("kfs/problem/risk.py") == ["tests/problem/test_risk.py"]
+    assert modules.tests_of("kfs/factors/checkpoint.py") == ["tests/factors/test_checkpoint.py"]
+    assert modules.tests_of("kfs/conformance/checks.py") == []  # tests/test_state.py is about kfs/problem/isolation.py
 
 
 def test_names_of_modules_in_other_rooms() -> None:
@@ -64,20 +64,20 @@ def test_names_of_modules_in_other_rooms() -> None:
         return Module(f"kfs/{name}.py", "", "", "", 1, frozenset())
 
     names = ("kfac/structures/damping", "kfac/sums/gram", "kfac/rules/gram", "kfac/sums/patches", "optim/rule")
-    known = links.Modules(map(module, names), ["kfs/kfac/structures/damping.py"])
+    known = links.Modules(map(module, names), ["kfs/factors/blocks/damping.py"])
 
     def found(text: str, here: str = "") -> str | None:
         page = known.find(text, here)
         return None if page is None else page.docname
 
-    here = "kfs/kfac/rules/convolution.py"
-    assert found("gram", here) == "kfs/kfac/rules/gram"
-    assert found("patches", here) == found("patches.py", here) == "kfs/kfac/sums/patches"
-    assert found("damping", "kfs/optim/kfac.py") == found("damping.py") == "kfs/kfac/structures/damping"
-    assert found("kfs/optim/rule.py") == found("kfs.optim.rule") == "kfs/optim/rule"
+    here = "kfs/factors/rules/convolution.py"
+    assert found("gram", here) == "kfs/factors/rules/gram"
+    assert found("patches", here) == found("patches.py", here) == "kfs/factors/accumulate/patches"
+    assert found("damping", "kfs/optim/kfac.py") == found("damping.py") == "kfs/factors/blocks/damping"
+    assert found("kfs/optim/update_rule.py") == found("kfs.optim.update_rule") == "kfs/optim/rule"
     assert found("rule", here) is None
     assert found("patches") is None
-    assert found("gram", "kfs/kfac/rules/gram.py") is None  # a page does not link to itself
+    assert found("gram", "kfs/factors/rules/gram.py") is None  # a page does not link to itself
 
 
 @pytest.fixture

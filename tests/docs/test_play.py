@@ -31,7 +31,7 @@ def test_every_figure_is_drawn_by_a_plot(tmp_path: Path, monkeypatch: pytest.Mon
     drawn = []
     for plot in drawings.PLOTS.values():
         monkeypatch.setattr(plot, "draw", lambda folder, formats, plot=plot: drawn.append((plot, folder, formats)))
-    monkeypatch.setattr("kfs.plots.structure_errors.draw", drawn.append)
+    monkeypatch.setattr("kfs.tour.structure_errors.draw", drawn.append)
     for name in drawings.plots():
         drawings.draw(name, tmp_path)
     assert len(drawn) == len(drawings.PLOTS) + 1

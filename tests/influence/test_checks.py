@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import kfs
 from kfs.errors import DataError, KfsWarning, ModelError
-from tests.kfac.test_gradient_streams import data, mlp
+from tests.factors.test_gradient_streams import data, mlp
 
 LOSS = nn.CrossEntropyLoss()
 

@@ -11,13 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import kfs
 from kfs.errors import ModelError
 from kfs.influence import Cost, QueryError
-from kfs.influence.stream import Stream
+from kfs.influence.scoring import Stream
 from kfs.influence.ways import Sizes, multiplications, work
+from tests.factors.one_by_one import close, flat, gradients
+from tests.factors.test_gradient_streams import Tied, of_tokens
 from tests.influence.test_index import by_blocks, made
 from tests.influence.test_influence import both
 from tests.influence.test_scores import DAMPING
-from tests.kfac.one_by_one import close, flat, gradients
-from tests.kfac.test_gradient_streams import Tied, of_tokens
 
 WIDTH, NUM_DATA = 16, 500
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import kfs
 from kfs.errors import DataError, ModelError, StorageError
 from kfs.losses import TokenCrossEntropy
+from tests.factors.test_devices import Mixed
 from tests.influence.test_tokens import Tagger, sequences
-from tests.kfac.test_devices import Mixed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = "cuda"

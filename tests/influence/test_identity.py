@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import kfs
 from kfs.errors import StorageError
+from tests.factors.test_gradient_streams import data, mlp
 from tests.influence.test_index_files import curvature, make
-from tests.kfac.test_gradient_streams import data, mlp
 
 scale = 1.0
 

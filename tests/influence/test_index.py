@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 import kfs
 from kfs.errors import ModelError
+from kfs.factors import exact_blocks
+from kfs.factors.accumulate import UnitVectors
 from kfs.influence import stored
-from kfs.influence.low_rank import truncated
-from kfs.kfac import exact_blocks
-from kfs.kfac.sums import UnitVectors
+from kfs.influence.ways import truncated
+from tests.factors.one_by_one import close, flat, gradients
+from tests.factors.test_gradient_streams import uncovered_model
 from tests.influence.test_influence import both
 from tests.influence.test_scores import DAMPING, PROBLEMS, brute_force, instance
-from tests.kfac.one_by_one import close, flat, gradients
-from tests.kfac.test_gradient_streams import uncovered_model
 
 # Rows, unit vectors, groups, several uses, ragged rows, matrices, tables of experts.
 MODELS = (
@@ -179,7 +179,7 @@ def test_wrong_coordinates_show_in_the_error(monkeypatch: pytest.MonkeyPatch) ->
     better = influence.index(train, **settings | {"rank": 6})
     assert better.error < right.error
     least = lambda structure, rank: structure.values.flatten().topk(rank).indices  # noqa: E731
-    monkeypatch.setattr("kfs.influence.building.leading_coordinates", least)
+    monkeypatch.setattr("kfs.influence.index.leading_coordinates", least)
     wrong = influence.index(train, **settings)
     assert wrong.error > 1.2 * right.error
     full = influence.scores(queries, train)
@@ -255,7 +255,7 @@ def test_singular_vectors_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     (batch,) = kfs.per_datum(one.risk())
     for name, block in batch.blocks.items():
         at_once = truncated(block, 1)
-        monkeypatch.setattr("kfs.influence.low_rank.at_a_time", lambda *_: 1)
+        monkeypatch.setattr("kfs.influence.ways.at_a_time", lambda *_: 1)
         in_parts = truncated(block, 1)
         monkeypatch.undo()
         close(in_parts.kept.dense(), at_once.kept.dense())

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import kfs
-from kfs import storage
+from kfs import files
 from kfs.errors import StorageError
 from kfs.influence.index import Index
-from tests.kfac.test_checkpoint import finished, forks, in_child, kill_me
-from tests.kfac.test_gradient_streams import data, mlp
+from tests.factors.test_checkpoint import finished, forks, in_child, kill_me
+from tests.factors.test_gradient_streams import data, mlp
 
 NUM_BATCHES = 5
 
@@ -105,9 +105,9 @@ def test_nothing_is_computed_twice(tmp_path: Path) -> None:
 
 def incomplete(folder: Path) -> None:
     """Let an index be as if the process had ended before it was complete."""
-    header, state = storage.read(folder / "index.safetensors")
+    header, state = files.read(folder / "index.safetensors")
     about = {"kind": "index", "belongs_to": json.loads(header["belongs_to"])}
-    storage.write(folder / "index.safetensors", about, state | {"complete": False})
+    files.write(folder / "index.safetensors", about, state | {"complete": False})
 
 
 def other_model() -> nn.Module:
@@ -197,8 +197,8 @@ def test_other_batches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"there are fewer batches now"):
         make(tmp_path / "two", risk(batches=halves), K)
     (tmp_path / "one" / "shard-000000.safetensors").rename(shard)
-    _, state = storage.read(shard)
-    storage.write(tmp_path / "one" / "shard-000000.safetensors", {"kind": "shard"}, state | {"batches": []})
+    _, state = files.read(shard)
+    files.write(tmp_path / "one" / "shard-000000.safetensors", {"kind": "shard"}, state | {"batches": []})
     with pytest.raises(StorageError, match=r"there are more batches now"):
         make(tmp_path / "one", risk(batches=[(X, y)]), K)
 
@@ -260,9 +260,9 @@ def test_damage(name: str, how: str, tmp_path: Path) -> None:
 
 def replace_shard(folder: Path, change: Callable[[Any], None]) -> None:
     file = folder / "shard-000000.safetensors"
-    _, state = storage.read(file)
+    _, state = files.read(file)
     change(state["batches"][0]["blocks"]["0"])
-    storage.write(file, {"kind": "shard"}, state)
+    files.write(file, {"kind": "shard"}, state)
 
 
 def test_shapes_of_gradients_are_checked(tmp_path: Path) -> None:

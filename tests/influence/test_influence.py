@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import kfs
 from kfs.errors import DataError, KfsWarning, LossError, ModelError, SolverError
+from kfs.factors import exact_blocks, exact_diagonal
 from kfs.influence import Influence, Ranked, Top
 from kfs.influence.ways import Chosen, Sizes, choose, multiplications, self_products
-from kfs.kfac import exact_blocks, exact_diagonal
-from tests.kfac.one_by_one import close
-from tests.kfac.test_gradient_streams import Tied, data, mlp, of_tokens, risk_of, uncovered_model
+from tests.factors.one_by_one import close
+from tests.factors.test_gradient_streams import Tied, data, mlp, of_tokens, risk_of, uncovered_model
 
 Q = 3
 
@@ -67,7 +67,7 @@ OPERATORS: dict[str, Any] = {
     "blocks": exact_blocks,
     "diagonal": exact_diagonal,
     "scaled": lambda risk: 2.0 * kfs.KFAC(risk),
-    "trace scaled": kfs.kfac.trace_scaled,
+    "trace scaled": kfs.factors.trace_scaled,
 }
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import kfs
-from kfs.kfac import BlockDiagonal
-from tests.kfac.arrangements import ARRANGEMENTS, Instance, Problem
-from tests.kfac.one_by_one import close, flat, gradients
-from tests.kfac.problems import KNOWN
+from kfs.factors import BlockDiagonal
+from tests.factors.arrangements import ARRANGEMENTS, Instance, Problem
+from tests.factors.one_by_one import close, flat, gradients
+from tests.factors.problems import KNOWN
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # PyTorch's own
 N = 4

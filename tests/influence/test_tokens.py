@@ -10,8 +10,8 @@ import kfs
 from kfs.errors import DataError
 from kfs.influence import Influence
 from kfs.losses import TokenCrossEntropy
-from tests.kfac.models import Function
-from tests.kfac.one_by_one import close
+from tests.factors.models import Function
+from tests.factors.one_by_one import close
 from tests.language_models import bert, gpt2_without_dropout, llama
 
 T = 4  # positions

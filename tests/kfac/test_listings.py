@@ -14,8 +14,8 @@ from kfs.kfac import backpropagated_vectors as vectors
 from kfs.kfac import expand_Conv, expand_Linear, reduce_Conv, reduce_Linear, scaffold
 from kfs.kfac.backpropagated_vectors import backpropagated_vectors, send_back
 from kfs.kfac.expand_Conv import Window, patches
-from kfs.tour import run_definition
-from tests.kfac.definition import definition
+from kfs.tour.run import run_definition
+from tests.factors.definition import definition
 from tests.operators.contract import close
 
 LINEAR = {"expand": expand_Linear, "reduce": reduce_Linear}

@@ -9,8 +9,8 @@ import torch
 import kfs
 from kfs import kfac_tests
 from kfs.errors import VerificationError
-from kfs.kfac import KFAC
-from kfs.tour import definitions, run_definition
+from kfs.factors import KFAC
+from kfs.tour.run import definitions, run_definition
 
 PACKAGE = Path(kfs.__file__).parent
 FILES = {file.stem: file for file in definitions() if not file.is_relative_to(PACKAGE / "basics")}

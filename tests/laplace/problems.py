@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import kfs
-from kfs.operators.interface import LinearOperator
+from kfs.operators.linear_operator import LinearOperator
 
 
 class Tokens(nn.Module):

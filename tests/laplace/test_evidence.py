@@ -9,9 +9,9 @@ from torch import nn
 
 import kfs
 from kfs.errors import KfsWarning, ModelError, SolverError
-from kfs.kfac import exact_blocks
+from kfs.factors import exact_blocks
 from kfs.laplace import log_marginal_likelihood, posterior, tune_prior, tune_prior_and_noise
-from kfs.operators.interface import LinearOperator
+from kfs.operators.linear_operator import LinearOperator
 from tests.laplace.problems import PROBLEMS, Problem, classification, close, regression, vectors
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import kfs
 from kfs.errors import DataError, DtypeError, KfsWarning, ModelError, UnknownAttributeError
-from kfs.kfac import exact_blocks, exact_diagonal
-from kfs.kfac.structures import BlockDiagonal
+from kfs.factors import exact_blocks, exact_diagonal
+from kfs.factors.blocks import BlockDiagonal
 from kfs.laplace import functional_variance, posterior
-from kfs.laplace.links import probabilities
+from kfs.laplace.posterior import probabilities
 from kfs.laplace.variance import block_covariance
 from kfs.losses import TokenCrossEntropy, describe
 from tests.laplace.problems import (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfs.losses import TokenCrossEntropy, categorical, describe
-from kfs.losses.counter import Draws
+from kfs.losses.draws import Draws
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

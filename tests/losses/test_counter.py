@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from kfs.losses.counter import Draws, threefry
+from kfs.losses.draws import Draws, threefry
 from kfs.losses.poisson import poisson_quantile
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor, func, nn
 
 from kfs.losses import TokenCrossEntropy, describe
-from kfs.losses.counter import Draws
+from kfs.losses.draws import Draws
 from tests.losses.cases import CASES, Case
 from tests.losses.test_losses import close, dense, squared
 

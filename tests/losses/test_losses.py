@@ -12,8 +12,8 @@ from torch.distributions import Bernoulli, Categorical, Independent, Normal
 
 from kfs.errors import DataError, DtypeError, LossError, ShapeError
 from kfs.losses import Custom, Loss, TokenCrossEntropy, describe
-from kfs.losses.counter import Draws
 from kfs.losses.cross_entropy import CrossEntropy
+from kfs.losses.draws import Draws
 from kfs.losses.gaussian import Gaussian
 from tests.losses.cases import CASES, Case, double_well, log_cosh
 

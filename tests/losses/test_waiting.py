@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kfs import waiting
 from kfs.errors import DataError, LossError
 from kfs.losses import Custom, Loss, TokenCrossEntropy, describe
-from kfs.losses.counter import Draws
+from kfs.losses.draws import Draws
 from kfs.losses.interface import placed, root
 from kfs.losses.poisson import poisson_quantile
+from kfs.runtime import sync
 from tests.losses.cases import CASES, W3, Case, double_well, log_cosh
 from tests.losses.test_losses import close
 
@@ -28,7 +28,7 @@ DRAWS = Draws(0, 0, 0)
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU pass for a device that runs behind the host."""
-    monkeypatch.setattr(waiting, "runs_behind", lambda device: True)  # noqa: ARG005
+    monkeypatch.setattr(sync, "runs_behind", lambda device: True)  # noqa: ARG005
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def seen_from_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return t.clone()
 
     with monkeypatch.context() as patch:
-        patch.setattr(waiting, "runs_behind", lambda device: behind["behind"])  # noqa: ARG005
+        patch.setattr(sync, "runs_behind", lambda device: behind["behind"])  # noqa: ARG005
         patch.setattr(Tensor, "cpu", cpu)
         yield
 
@@ -141,7 +141,7 @@ def test_results_are_the_same_on_an_accelerator(case: Case, monkeypatch: pytest.
 
     expected = results()
     with monkeypatch.context() as patch:
-        patch.setattr(waiting, "runs_behind", lambda device: True)  # noqa: ARG005
+        patch.setattr(sync, "runs_behind", lambda device: True)  # noqa: ARG005
         actual = results()
     for one, other in zip(actual, expected, strict=True):
         if other is None:
@@ -331,7 +331,7 @@ def test_quantiles_do_not_depend_on_who_knows_how_large_they_are(monkeypatch: py
         expected = torch.cat([poisson_quantile(*pair) for pair in zip(numbers.split(1), rate.split(1), strict=True)])
         assert torch.equal(poisson_quantile(numbers, rate), expected)
         with monkeypatch.context() as patch, NoQuestions():
-            patch.setattr(waiting, "runs_behind", lambda device: True)  # noqa: ARG005
+            patch.setattr(sync, "runs_behind", lambda device: True)  # noqa: ARG005
             actual = poisson_quantile(numbers, rate)
         assert torch.equal(actual, expected)
     nothing = torch.zeros(0, dtype=torch.float64)

@@ -11,8 +11,8 @@ from torch import nn
 
 import kfs
 from kfs.errors import DtypeError, KfsError, KfsWarning, ModelError, ShapeError, SolverError
-from kfs.kfac import exact_diagonal
-from kfs.kfac.structures import Method
+from kfs.factors import exact_diagonal
+from kfs.factors.blocks import Method
 from tests.merging.models import INPUTS, Tied, cnn, family, mlp, risks_of
 
 Change = Callable[[list[Any], list[Any]], Any]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import kfs
-from kfs.kfac import exact_diagonal
+from kfs.factors import exact_diagonal
 from tests.merging.models import cnn, family, mlp, risks_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import kfs
 from kfs.errors import KfsWarning
-from kfs.kfac import exact_blocks, exact_diagonal
-from kfs.kfac.structures import BlockDiagonal, Damping, Method
+from kfs.factors import exact_blocks, exact_diagonal
+from kfs.factors.blocks import BlockDiagonal, Damping, Method
 from kfs.operators import Dense, LinearOperator, solve
 from tests.merging.models import Make, Tied, cnn, dense_merge, family, flat, mlp, risks_of
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kfs import waiting
 from kfs.operators import recorded_products
-from tests.kfac.tape import Tapes
+from kfs.runtime import sync
+from tests.factors.tape import Tapes
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
         return made[-1]
 
     monkeypatch.setattr(recorded_products, "recorder_for", lambda _: make)
-    monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)
-    waiting._constants.clear()
+    monkeypatch.setattr("kfs.runtime.sync.runs_behind", lambda _: True)
+    sync._constants.clear()
     yield made
-    waiting._constants.clear()
+    sync._constants.clear()

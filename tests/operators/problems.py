@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.operators import GGN, Fisher, Hessian
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs import GGN, EmpiricalRisk, Fisher, Hessian
-from tests.kfac.tape import Tapes
+from tests.factors.tape import Tapes
 
 OPERATORS: dict[str, Callable[..., Any]] = {
     "ggn": GGN,

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kfs.errors import ModelError
-from kfs.exact_derivatives import explained
 from kfs.operators import GGN, Fisher, Hessian, Jacobian
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
+from kfs.problem.torch_fixes import explained
 from tests.operators.contract import close
 
 

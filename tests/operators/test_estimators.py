@@ -9,7 +9,7 @@ from torch import Tensor
 from kfs import Jacobian
 from kfs.errors import ShapeError
 from kfs.operators import diagonal, squared_frobenius_norm, trace
-from kfs.operators.probes import random_columns
+from kfs.operators.estimate import random_columns
 from kfs.operators.space import Columns
 from tests.operators.contract import close
 from tests.operators.matrices import DECAYING, POSITIVE, Dense, with_spectrum

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from kfs import EKFAC, GGN, KFAC, EmpiricalRisk, Fisher, Hessian
 from kfs.errors import ModelError
-from kfs.kfac.structures import block_diagonal
-from kfs.kfac.structures.factor import Factor
+from kfs.factors.blocks import block_diagonal
+from kfs.factors.blocks.factor import Factor
 from kfs.operators import (
     LinearOperator,
     diagonal,

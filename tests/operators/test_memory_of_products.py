@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kfs.operators import GGN, Fisher, curvature
 from kfs.operators.derivatives import enabled_kernels
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
 from tests.operators.contract import close
 from tests.operators.problems import PROBLEMS, Problem
 from tests.operators.test_operators import dense

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kfs.errors import ModelError
 from kfs.operators import GGN, Fisher, Hessian, Jacobian
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
 from tests.operators.contract import close
 from tests.operators.test_traps import NoForwardMode
 

@@ -11,10 +11,10 @@ from kfs.basics.emp_fishers import vec_empirical_fisher
 from kfs.basics.ggns import vec_ggn
 from kfs.basics.hessians import vec_hessian
 from kfs.basics.jacobians import vec_jacobian
-from kfs.kfac import KFAC
-from kfs.losses.counter import Draws
+from kfs.factors import KFAC
+from kfs.losses.draws import Draws
 from kfs.operators import GGN, Fisher, Hessian, Jacobian
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
 from tests.operators.contract import check_contract, close
 from tests.operators.problems import OPERATORS, PROBLEMS, Problem
 

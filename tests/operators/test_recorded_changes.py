@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from kfs import GGN, EmpiricalRisk, Fisher
 from kfs.errors import DataError
 from kfs.losses import TokenCrossEntropy
-from kfs.recording import has_hooks, surroundings
-from tests.kfac.tape import Tapes
+from kfs.runtime.cuda_graphs import has_hooks, surroundings
+from tests.factors.tape import Tapes
 from tests.operators.recorded import Net, columns_for, make_risk, recorded, recordings, same
 
 

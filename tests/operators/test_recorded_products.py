@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from kfs import GGN, EmpiricalRisk, waiting
+from kfs import GGN, EmpiricalRisk
 from kfs.operators import curvature, recorded_products
-from tests.kfac.tape import Tapes
+from kfs.runtime import sync
+from tests.factors.tape import Tapes
 from tests.operators.recorded import OPERATORS, Net, columns_for, make_risk, messages, recorded, recordings, same
 
 
@@ -53,7 +54,7 @@ class TestSameProducts:
         """What is kept for further use does not belong to a transform of `torch.func`."""
         A = GGN(make_risk())
         recorded(A)
-        assert all(t.untyped_storage().nbytes() for t in waiting._constants.values())
+        assert all(t.untyped_storage().nbytes() for t in sync._constants.values())
 
     def test_half_precision(self, tapes: list[Tapes]) -> None:
         risk = make_risk()

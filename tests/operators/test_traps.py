@@ -13,7 +13,7 @@ from kfs import losses as kfs_losses
 from kfs.errors import DataError, DtypeError, FlatteningError, LossError, ModelError, ShapeError
 from kfs.operators import GGN, Fisher, Hessian, Identity, Jacobian, LinearOperator, derivatives
 from kfs.operators.space import Space
-from kfs.risk import EmpiricalRisk
+from kfs.problem.risk import EmpiricalRisk
 from tests.operators.contract import close
 from tests.operators.problems import OPERATORS, PROBLEMS
 

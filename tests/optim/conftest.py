@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from kfs import waiting
-from kfs.optim import factor_graphs, inverses, recorded_update, updates
-from tests.kfac.tape import Tapes
+from kfs.optim import apply, factor_graphs, inverses, recorded_update
+from kfs.runtime import sync
+from tests.factors.tape import Tapes
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tapes]]:
 
         return make
 
-    for module in (factor_graphs, updates, recorded_update, inverses):
+    for module in (factor_graphs, apply, recorded_update, inverses):
         monkeypatch.setattr(module, "recorder_for", recorder_for)
-    monkeypatch.setattr("kfs.waiting.runs_behind", lambda _: True)
-    waiting._constants.clear()
+    monkeypatch.setattr("kfs.runtime.sync.runs_behind", lambda _: True)
+    sync._constants.clear()
     yield made
-    waiting._constants.clear()
+    sync._constants.clear()

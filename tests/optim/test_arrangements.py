@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kfs import optim
-from kfs.kfac import KFAC
-from kfs.kfac.block import Block
-from tests.kfac.arrangements import ARRANGEMENTS, Instance, Problem
+from kfs.factors import KFAC
+from kfs.factors.block import Block
+from tests.factors.arrangements import ARRANGEMENTS, Instance, Problem
 from tests.operators.contract import close
 
 # Images count as rows; and an optimizer takes nodes for data if there are fewer nodes than graphs.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kfs.kfac.structures import Kronecker
-from kfs.kfac.structures.decompositions import BlockError
+from kfs.factors.blocks import Kronecker
+from kfs.factors.blocks.decompositions import BlockError
 from kfs.optim import KFAC, inverses
 from kfs.optim.averages import Average
 from kfs.optim.inverses import Inverses

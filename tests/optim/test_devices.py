@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from kfs.kfac.structures.decompositions import inverse
+from kfs.factors.blocks.decompositions import inverse
 from kfs.optim import KFAC
 from kfs.optim.curvature import Events
-from kfs.optim.rule import limited
-from kfs.tf32 import tf32
-from kfs.waiting import Message
+from kfs.optim.update_rule import limited
+from kfs.runtime.precision import tf32
+from kfs.runtime.sync import Message
 from tests.optim.training import data, mlp, train, weights
 from tests.optim.unseen import check_bad_gradients, check_failures, check_overflow, check_skipped_steps
 

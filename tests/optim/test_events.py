@@ -12,7 +12,7 @@ from kfs.distributed import Ranks
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
 from kfs.optim.curvature import Events
-from kfs.optim.divergence import UsualSizes
+from kfs.optim.last_good_step import UsualSizes
 from tests.optim.reference import Reference
 from tests.optim.training import data, mlp, train, weights
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kfs.optim import KFAC
-from tests.kfac.test_mixtures import EXPERTS, Mixture, Skips, sent_to
+from tests.factors.test_mixtures import EXPERTS, Mixture, Skips, sent_to
 from tests.operators.contract import close
 from tests.optim.training import train
 

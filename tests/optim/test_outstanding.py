@@ -1,6 +1,7 @@
 """Flags that an accelerator has not told yet, on the CPU: nothing changes if all is well, and trouble is found later.
 
-Tapes stand in for CUDA graphs (see `tests.kfac.tape`). `test_devices` runs the checks of `tests.optim.unseen` on a GPU.
+Tapes stand in for CUDA graphs (see `tests.factors.tape`). `test_devices` runs the checks of `tests.optim.unseen` on
+a GPU.
 """
 
 import copy
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from kfs.errors import SolverError
-from kfs.optim import KFAC, outstanding
+from kfs.optim import KFAC, apply
 from kfs.optim.curvature import Curvature, Events
-from kfs.waiting import Message
-from tests.kfac.test_no_waiting import NoWaiting
+from kfs.runtime.sync import Message
+from tests.factors.test_no_waiting import NoWaiting
 from tests.optim.test_recorded import CASES, trained
 from tests.optim.training import data, mlp, train, weights
 from tests.optim.unseen import averages_of, check_overflow, check_skipped_steps
@@ -305,8 +306,8 @@ def test_runs_that_diverge() -> None:
 
 def test_long_runs_without_new_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flags do not pile up, and the latest ones are not waited for."""
-    monkeypatch.setattr(outstanding, "_MOST", 8)
-    monkeypatch.setattr(outstanding, "_LEFT", 3)
+    monkeypatch.setattr(apply, "_MOST", 8)
+    monkeypatch.setattr(apply, "_LEFT", 3)
     model = mlp()
     optimizer = KFAC(model, LOSS, fisher="type-2", factors_every=1000, replay=False)
     counts = []

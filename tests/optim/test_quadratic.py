@@ -9,9 +9,8 @@ from kfs.distributed import Ranks
 from kfs.errors import ModelError
 from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
-from kfs.optim.exchange import Exchange
-from kfs.optim.quadratic import QuadraticModel
-from kfs.optim.trials import Trial
+from kfs.optim.across_ranks import Exchange
+from kfs.optim.quadratic_model import QuadraticModel, Trial
 from tests.optim.training import data, mlp, weights
 
 LOSS = nn.CrossEntropyLoss()

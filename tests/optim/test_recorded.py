@@ -1,6 +1,6 @@
 """What an accelerator does in another way, on the CPU: recordings, stacks, checks that nobody waits for.
 
-Tapes stand in for CUDA graphs (see `tests.kfac.tape`).
+Tapes stand in for CUDA graphs (see `tests.factors.tape`).
 """
 
 import copy
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import kfs
-from kfs.kfac import sweep
-from kfs.kfac.settings import Settings
-from kfs.kfac.sums import FactorSums
+from kfs.factors import compute
+from kfs.factors.accumulate import FactorSums
+from kfs.factors.settings import Settings
 from kfs.losses import TokenCrossEntropy
-from kfs.optim import KFAC, factor_graphs, updates
-from tests.kfac.tape import Tape, Tapes
+from kfs.optim import KFAC, apply, factor_graphs
+from tests.factors.tape import Tape, Tapes
 from tests.optim.training import data, mlp, train, weights
 
 LOSS = nn.CrossEntropyLoss()
@@ -119,7 +119,7 @@ def test_recordings_change_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_recording_that_forgets_the_learning_rate_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above rejects a graph that keeps the numbers of the step in which it was recorded."""
     right, _ = trained("mlp", fisher="type-2")
-    monkeypatch.setattr(updates, "all_numbers", lambda parts: [0.1, 1.0, 1.0] * len(list(parts)))
+    monkeypatch.setattr(apply, "all_numbers", lambda parts: [0.1, 1.0, 1.0] * len(list(parts)))
     wrong, _ = trained("mlp", fisher="type-2")
     assert (right - wrong).norm() > 1e-3 * right.norm()
 
@@ -366,7 +366,7 @@ def test_what_equal_sums_are() -> None:
     for widths in ((4, 3), (4, 3), (4, 2)):
         model = nn.Sequential(nn.Linear(*widths)).double()
         risk = kfs.EmpiricalRisk(model, LOSS, (X, y % 2), params=["0.weight"])
-        blocks.append(sweep.kfac(risk, Settings())[0].blocks)
+        blocks.append(compute.kfac(risk, Settings())[0].blocks)
     assert factor_graphs._are_equal(blocks[0], blocks[0])
     assert not factor_graphs._are_equal(blocks[0], {})
     resized = dict(zip(blocks[0], blocks[2].values(), strict=True))

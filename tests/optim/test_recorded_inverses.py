@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from kfs.optim import KFAC, averages, inverses
-from tests.kfac.tape import Tapes
+from tests.factors.tape import Tapes
 from tests.optim.test_recorded import trained
 from tests.optim.training import data, train
 

@@ -1,6 +1,6 @@
 """Recorded passes of models that change between passes, or count what only the data know.
 
-Tapes stand in for CUDA graphs (see `tests.kfac.tape`).
+Tapes stand in for CUDA graphs (see `tests.factors.tape`).
 """
 
 import random
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kfs.losses import TokenCrossEntropy
 from kfs.optim import KFAC, factor_graphs
-from tests.kfac.tape import Tapes
+from tests.factors.tape import Tapes
 from tests.optim.training import data, mlp, weights
 
 LOSS = nn.CrossEntropyLoss()

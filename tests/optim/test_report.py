@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from kfs.errors import SolverError
-from kfs.kfac.capture import send_back as send_back_at_once
+from kfs.factors.capture import send_back as send_back_at_once
 from kfs.losses import HalfSquaredError
-from kfs.optim import KFAC, passes
+from kfs.optim import KFAC, watch
 from kfs.optim.costs import Costs
 from tests.optim.training import data, mlp, train
 
@@ -100,7 +100,7 @@ def test_factors_are_timed_with_the_vectors_that_are_sent_back(monkeypatch: pyte
         sleep(0.01)
         send_back(*args)
 
-    monkeypatch.setattr(passes, "send_back", slowly)
+    monkeypatch.setattr(watch, "send_back", slowly)
     model = mlp()
     optimizer = KFAC(model, LOSS, factors_every=1)
     train(model, optimizer, [(X, Y)] * 2, LOSS)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from kfs import GGN, EmpiricalRisk
 from kfs.errors import KfsWarning
 from kfs.losses import HalfSquaredError
-from kfs.optim import KFAC, rule
-from kfs.optim.rule import Share, Tensors, adamw_step, correction, limited, move, natural_step
+from kfs.optim import KFAC, update_rule
+from kfs.optim.update_rule import Share, Tensors, adamw_step, correction, limited, move, natural_step
 from tests.optim.training import train, weights
 
 
@@ -126,7 +126,9 @@ def test_limit_in_single_precision(by_products: bool, monkeypatch: pytest.Monkey
     """With singular values over five decades, the limit is good to 13 % by an inverse, and to 3 % by products."""
     if by_products:
         norm = torch.linalg.matrix_norm
-        monkeypatch.setattr(rule, "_by_inverse", lambda G: rule._by_products(G, 1 + norm(G), torch.float32))
+        monkeypatch.setattr(
+            update_rule, "_by_inverse", lambda G: update_rule._by_products(G, 1 + norm(G), torch.float32)
+        )
     torch.manual_seed(0)
     D = torch.randn(40, 30) @ torch.diag(torch.logspace(-3, 2, 30))
     short = limited(D.reshape(1, 1, 40, 30), 1.0, torch.ones(1, 1, 1, 1), by_column=False)[0, 0]

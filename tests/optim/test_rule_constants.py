@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog, minimize_scalar
 
-from kfs.optim import rule
+from kfs.optim import update_rule
 
 Numbers = NDArray[np.float64]
 
@@ -33,8 +33,8 @@ def test_polynomials_are_the_closest_ones() -> None:
 
     No other composition of as many of them is closer then (Amsel et al., 2025, theorem 3.1).
     """
-    low, high = (1 + rule._LARGEST**2) ** -0.5, 1.0
-    for coefficients in rule._QUINTICS:
+    low, high = (1 + update_rule._LARGEST**2) ** -0.5, 1.0
+    for coefficients in update_rule._QUINTICS:
         x = np.geomspace(low, high, 2_001)
         best, error = closest_to_one(np.stack([x, x**3, x**5], axis=1))
         # Points are 0.2 % apart, and errors are flat where they are largest: they change by the square of that.
@@ -45,15 +45,15 @@ def test_polynomials_are_the_closest_ones() -> None:
 
 def test_composed_polynomials_are_good_to_three_percent() -> None:
     """Numbers that the iteration starts with end close to one, also those between the points of a derivation."""
-    x = np.geomspace((1 + rule._LARGEST**2) ** -0.5, 1, 10_007)
-    for a, b, c in rule._QUINTICS:
+    x = np.geomspace((1 + update_rule._LARGEST**2) ** -0.5, 1, 10_007)
+    for a, b, c in update_rule._QUINTICS:
         x = a * x + b * x**3 + c * x**5
     assert 0.026 < abs(x - 1).max() < 0.03
 
 
 def test_one_inverse_is_the_closest_one() -> None:
     """Of a constant, a multiple and an inverse that are one at zero, no sum has a smaller error than 12.6 %."""
-    x = np.hstack([0.0, np.geomspace(1e-2, rule._LARGEST**2, 1_000)])
+    x = np.hstack([0.0, np.geomspace(1e-2, update_rule._LARGEST**2, 1_000)])
     root = np.sqrt(1 + x)
 
     def errors(shift: float) -> tuple[Numbers, float]:
@@ -70,7 +70,7 @@ def test_one_inverse_is_the_closest_one() -> None:
     best = minimize_scalar(
         lambda shift: errors(shift)[1], bounds=(1.0, 10.0), method="bounded", options={"xatol": 1e-6}
     )
-    a, b, c, d = rule._RATIONAL
+    a, b, c, d = update_rule._RATIONAL
     # Points are 1 % apart, and errors are flat where they are largest: they change by the square of that.
     np.testing.assert_allclose([a, b, c, d], [*errors(best.x)[0], best.x], rtol=2e-3)
     np.testing.assert_allclose(a + c / d, 1, rtol=1e-8)

@@ -13,7 +13,7 @@ from kfs.losses import HalfSquaredError
 from kfs.optim import KFAC
 from kfs.optim.curvature import Curvature, Events
 from kfs.optim.inverses import Inverses
-from kfs.optim.trials import Trial, try_step
+from kfs.optim.quadratic_model import Trial, try_step
 from tests.optim.training import data, mlp, train, weights
 from tests.optim.unseen import averages_of
 

@@ -1,6 +1,7 @@
 """What an accelerator does without anybody looking, on the CPU: stacks of inverses, failures, bad gradients.
 
-Tapes stand in for CUDA graphs (see `tests.kfac.tape`). `test_devices` runs the checks of `tests.optim.unseen` on a GPU.
+Tapes stand in for CUDA graphs (see `tests.factors.tape`). `test_devices` runs the checks of `tests.optim.unseen` on
+a GPU.
 """
 
 import copy
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from kfs.kfac.structures.decompositions import inverse_by_halves
+from kfs.factors.blocks.decompositions import inverse_by_halves
 from kfs.optim import KFAC
 from tests.optim.training import data, mlp, train, weights
 from tests.optim.unseen import check_bad_gradients, check_failures

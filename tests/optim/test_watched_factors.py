@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import kfs
 from kfs.errors import KfsWarning, LossError
-from kfs.kfac.block import Block
+from kfs.factors.block import Block
 from kfs.optim import KFAC
-from tests.kfac.models import Function
+from tests.factors.models import Function
 from tests.optim.training import data, mlp, train, weights
 
 LOSS = nn.CrossEntropyLoss()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfs.kfac.structures import Kronecker
+from kfs.factors.blocks import Kronecker
 from kfs.optim import KFAC
 from tests.optim.training import data, mlp, train, weights
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from kfs.plots import at_a_glance, synthetic_kfac
+from kfs.plots import synthetic_kfac
 from kfs.plots.heatmaps import problem
+from kfs.tour import at_a_glance
 
 COMMITTED = Path(__file__).parent.parent.parent / "docs" / "assets" / "at_a_glance.png"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kfs.plots import structure_errors
+from kfs.tour import structure_errors
 
 
 def test_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

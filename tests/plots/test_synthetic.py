@@ -17,11 +17,11 @@ from kfs.basics.exact_fishers import vec_type1_fisher, vec_type2_fisher
 from kfs.basics.flattening import Vec, cvec, rvec
 from kfs.basics.ggns import vec_ggn
 from kfs.basics.hessians import vec_hessian
-from kfs.losses.counter import Draws
+from kfs.losses.draws import Draws
 from kfs.plots import heatmaps, synthetic_fisher, synthetic_hessian, synthetic_kfac
 from kfs.plots.heatmaps import blocks, problem, run, save
-from kfs.risk import EmpiricalRisk
-from tests.kfac.definition import definition
+from kfs.problem.risk import EmpiricalRisk
+from tests.factors.definition import definition
 from tests.operators.contract import close
 
 LOSS = nn.MSELoss()

@@ -504,19 +504,19 @@ def taped_optimizer() -> Iterator[None]:
     """
     import pytest  # noqa: PLC0415
 
-    from kfs import waiting  # noqa: PLC0415
-    from kfs.optim import factor_graphs, inverses, recorded_update, updates  # noqa: PLC0415
-    from tests.kfac.tape import Tapes  # noqa: PLC0415
+    from kfs.optim import apply, factor_graphs, inverses, recorded_update  # noqa: PLC0415
+    from kfs.runtime import sync  # noqa: PLC0415
+    from tests.factors.tape import Tapes  # noqa: PLC0415
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (factor_graphs, updates, recorded_update, inverses):
+        for module in (factor_graphs, apply, recorded_update, inverses):
             patch.setattr(module, "recorder_for", lambda *_: Tapes)
-        patch.setattr(waiting, "runs_behind", lambda _: True)
-        waiting._constants.clear()
+        patch.setattr(sync, "runs_behind", lambda _: True)
+        sync._constants.clear()
         try:
             yield
         finally:
-            waiting._constants.clear()
+            sync._constants.clear()
 
 
 def train_recorded(run: Callable[..., Numbers], **settings: Any) -> Numbers:

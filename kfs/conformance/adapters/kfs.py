@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from kfs.conformance.adapter import Adapter
-from kfs.kfac import KFAC
-from kfs.risk import EmpiricalRisk
+from kfs.factors import KFAC
+from kfs.problem.risk import EmpiricalRisk
 from kfs.version import __version__
 
 

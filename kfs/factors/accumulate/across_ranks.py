@@ -1,0 +1,233 @@
+"""Sums for Kronecker factors, added up over ranks: at all of them, or at the owners of blocks."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfs.distributed import Ranks, add_up, add_up_at
+from kfs.distributed.assignment import parts_of, place
+from kfs.distributed.collectives import fill_lower_triangle, upper_triangle
+from kfs.factors.accumulate.block_sums import BlockSums, Placement, RoleSums, roles_for
+from kfs.factors.accumulate.outer_products import OuterProductSum
+from kfs.factors.layout import Key, Layout, Side
+from kfs.factors.settings import Products
+from kfs.runtime.sync import numbers
+
+
+def choose_owners(blocks: Iterable[BlockSums], ranks: int, known: Mapping[str, int]) -> dict[str, int]:
+    """Return the rank that owns each block, by name; the same on all ranks.
+
+    Args:
+        blocks: Sums, which may be on the meta device.
+        ranks: How many ranks there are.
+        known: Owners that were chosen before.
+
+    Returns:
+        Owners of all blocks, and those that were known.
+    """
+    new = [block for block in blocks if block.layout.name not in known]
+    if not new:
+        return dict(known)
+    # EKFAC keeps eigenvectors and eigenvalues, and so do inverses with exact damping.
+    parts = [part for block in new for part in parts_of(block, eigen=True)]
+    placed = place(parts, ranks, divide=False).owners
+    return dict(known) | {block.layout.name: placed[block.layout.name, "A"] for block in new}
+
+
+def add_up_at_owners(ranks: Ranks, blocks: Iterable[BlockSums], owners: Mapping[str, int]) -> None:
+    """Add up the totals of blocks that all ranks have. Owners keep the sums, and others keep no numbers."""
+    of_rank: dict[int, list[BlockSums]] = {}
+    for block in blocks:
+        of_rank.setdefault(owners[block.layout.name], []).append(block)
+    for owner in sorted(of_rank):
+        add_up_at(ranks, owner, (t for block in of_rank[owner] for t in summed_tensors(block)))
+        keep_own(of_rank[owner], owners, ranks.rank)
+        for s in (s for block in of_rank[owner] if block.is_here for s in block.sums):
+            if not s.diagonal:
+                fill_lower_triangle(s.total)
+                s.computed = None
+
+
+def keep_own(blocks: Iterable[BlockSums], owners: Mapping[str, int], rank: int) -> None:
+    """Forget the numbers of blocks that others own."""
+    for block in blocks:
+        if owners[block.layout.name] != rank:
+            for s in block.sums:
+                s.total = s.total.to("meta")
+
+
+class _Stored(NamedTuple):
+    """How a sum is stored."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    diagonal: bool
+    bias: bool
+
+    @classmethod
+    def of(cls, s: OuterProductSum) -> "_Stored":
+        return cls(tuple(s.total.shape), s.total.dtype, s.diagonal, s.bias)
+
+    def zeros(self, device: torch.device | str, products: Products) -> OuterProductSum:
+        size, groups = self.shape[-1] - self.bias, self.shape[0]
+        return OuterProductSum.zeros(size, groups, self.diagonal, self.bias, self.dtype, device, products)
+
+
+@dataclass(frozen=True)
+class _Role:
+    """What other ranks have to know about the sums of a role."""
+
+    input: _Stored
+    gradient: _Stored
+    counted: float
+    ones: tuple[float, float]
+    inverse_squares: float
+    positions: float
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What other ranks have to know about a block."""
+
+    layout: Layout
+    sharing: str
+    forward_only: bool
+    operations: tuple[str, ...]
+    roles: dict[Side, _Role]
+
+
+def add_up_blocks(
+    ranks: Ranks, blocks: dict[Key, BlockSums], device: torch.device | str, products: Products
+) -> tuple[dict[Key, BlockSums], set[tuple[str, str]]]:
+    """Add up the sums of all blocks, in place.
+
+    Args:
+        ranks: Who takes part.
+        blocks: Those of this rank, before they are completed, with settled counts.
+        device: For sums that only other ranks have.
+        products: Precision in which further vectors are multiplied.
+
+    Returns:
+        The blocks of all ranks, in the same order on all of them, and `(parameter, operation)` of those that do not fit
+        together with what other ranks have seen.
+    """
+    result, conflicts = agreed_blocks(ranks, blocks, device, products)
+    add_up_totals(ranks, result.values())
+    return result, conflicts
+
+
+def agreed_blocks(
+    ranks: Ranks, blocks: dict[Key, BlockSums], device: torch.device | str, products: Products
+) -> tuple[dict[Key, BlockSums], set[tuple[str, str]]]:
+    """Let all ranks have the same blocks, with counts over all ranks. Totals stay those of this rank: summands.
+
+    Arguments and results are those of `add_up_blocks`.
+    """
+    found = [block for some in ranks.gather("blocks", _described(blocks)) for block in some]
+    # A rank whose first use of a parameter was on the other side has the transposed layout.
+    first: dict[Key, Layout] = {}
+    for one in found:
+        first.setdefault(one.layout.key, one.layout)
+    found = [_turned_to(first[one.layout.key], one) for one in found]
+    blocks = {key: block.turned_to(first[key]) for key, block in blocks.items()}
+    agreed, conflicts = _agreed(found)
+    result = {key: _with_roles(blocks.get(key), block, device, products) for key, block in agreed.items()}
+    for block in result.values():
+        for side, role in block.roles.items():
+            _set_counts(role, [one.roles[side] for one in found if _belongs(one, block.layout) and side in one.roles])
+    return result, conflicts
+
+
+def add_up_totals(ranks: Ranks, blocks: Iterable[BlockSums]) -> None:
+    """Add up the totals of blocks that all ranks have, in place."""
+    found = list(blocks)
+    add_up(ranks, "factors", (part for block in found for part in summed_tensors(block)))
+    for block in found:
+        for s in block.sums:
+            if not s.diagonal:
+                fill_lower_triangle(s.total)
+                s.computed = None
+
+
+def summed_tensors(block: BlockSums) -> Iterator[Tensor]:
+    """Yield all tensors of a block that have to be added up; of symmetric ones the upper triangle."""
+    for _, role in sorted(block.roles.items()):
+        for s in (role.input, role.gradient):
+            yield from [s.total] if s.diagonal else upper_triangle(s.total)
+
+
+def _described(blocks: dict[Key, BlockSums]) -> list[_Block]:
+    """Describe all blocks of this rank."""
+    squares = [r.inverse_squares for block in blocks.values() for r in block.roles.values()]
+    on_host = iter(numbers([one for one in squares if isinstance(one, Tensor)]))
+    described = []
+    for block in blocks.values():
+        roles = {}
+        for side, role in block.roles.items():
+            more = role.inverse_squares
+            roles[side] = _Role(
+                _Stored.of(role.input),
+                _Stored.of(role.gradient),
+                role.terms,
+                (role.input.ones, role.gradient.ones),
+                next(on_host) if isinstance(more, Tensor) else more,
+                role.positions,
+            )
+        operations = tuple(sorted(block.operations))
+        described.append(_Block(block.layout, block.sharing, block.forward_only, operations, roles))
+    return described
+
+
+def _agreed(found: list[_Block]) -> tuple[dict[Key, _Block], set[tuple[str, str]]]:
+    """Return one description of every block, and the uses that do not fit together with those of ranks before."""
+    placement = Placement()
+    agreed: dict[Key, _Block] = {}
+    conflicts: set[tuple[str, str]] = set()
+    for block in found:
+        key = block.layout.key
+        before = agreed.get(key, block)
+        both = before.roles.keys() & block.roles.keys()
+        same = all(_storage(before.roles[side]) == _storage(block.roles[side]) for side in both)
+        if not placement.admit(block.layout) or not same:
+            conflicts |= {(block.layout.weight, operation) for operation in block.operations}
+            continue
+        operations = tuple(sorted({*before.operations, *block.operations}))
+        agreed[key] = replace(before, operations=operations, roles=block.roles | before.roles)
+    return agreed, conflicts
+
+
+def _turned_to(layout: Layout, block: _Block) -> _Block:
+    """Do what `BlockSums.turned_to` does."""
+    roles = roles_for(layout, block.layout, block.roles)
+    return block if roles is block.roles else replace(block, layout=layout, roles=roles)
+
+
+def _storage(role: _Role) -> Any:
+    return role.input, role.gradient
+
+
+def _belongs(block: _Block, layout: Layout) -> bool:
+    return block.layout == layout
+
+
+def _with_roles(mine: BlockSums | None, block: _Block, device: torch.device | str, products: Products) -> BlockSums:
+    """Return the sums of this rank for a block, with zeros for what only other ranks have."""
+    result = BlockSums(block.layout, block.sharing, block.forward_only, operations=set(block.operations))
+    for side, role in sorted(block.roles.items()):
+        own = None if mine is None or mine.layout != block.layout else mine.roles.get(side)
+        if own is None or (_Stored.of(own.input), _Stored.of(own.gradient)) != _storage(role):
+            own = RoleSums(role.input.zeros(device, products), role.gradient.zeros(device, products))
+        result.roles[side] = own
+    return result
+
+
+def _set_counts(role: RoleSums, found: list[_Role]) -> None:
+    """Let the host know what all ranks together have counted."""
+    role.counted = sum(one.counted for one in found)
+    role.positions = sum(one.positions for one in found)
+    role.input.ones = sum(one.ones[0] for one in found)
+    role.gradient.ones = sum(one.ones[1] for one in found)
+    role.inverse_squares = sum(one.inverse_squares for one in found)

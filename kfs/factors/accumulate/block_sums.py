@@ -1,0 +1,386 @@
+"""The sums of one block, before any scaling: of inputs and of gradients, for each role of its parameter.
+
+`Placement` decides which blocks there are, and to which one a use belongs.
+"""
+
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kfs.factors.accumulate.outer_products import OuterProductSum
+from kfs.factors.layout import Key, Layout, Side
+from kfs.factors.settings import Products
+from kfs.files import UnfitError
+from kfs.runtime import sync
+from kfs.runtime.precision import at_least_float32
+
+Role = TypeVar("Role")
+
+
+@dataclass
+class RoleSums:
+    """Sums of one role of a parameter: inputs, gradients, and over how many positions (or data) they were taken.
+
+    How many positions count may depend on data (a padding index, tokens that are sent to experts). Then an accelerator
+    keeps their number, so that nobody waits for it, until `settle_counts`.
+
+    Attributes:
+        input: Outer products of inputs.
+        gradient: Outer products of gradients.
+        counted: Number of positions (or data), as far as the host knows it.
+        inverse_squares: Sum over data of `1 / S^2`, for their numbers `S` of positions, if the identity stands in for
+            gradients (forward-only) and sharing is `reduce`.
+        positions: Number of positions that were summed over, if data are counted (`reduce`).
+        terms_on_device: What is to be added to `counted`, in float64; `None` if there never was anything. It is changed
+            in place.
+        positions_on_device: What is to be added to `positions`, likewise.
+        settled: Whether both are zero.
+    """
+
+    input: OuterProductSum
+    gradient: OuterProductSum
+    counted: float = 0.0
+    inverse_squares: Tensor | float = 0.0
+    positions: float = 0.0
+    terms_on_device: Tensor | None = None
+    positions_on_device: Tensor | None = None
+    settled: bool = True
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        """Numbers that only a device knows."""
+        return [t for t in (self.terms_on_device, self.positions_on_device) if t is not None]
+
+    @property
+    def terms(self) -> float:
+        """Number of positions (or data). This waits for an accelerator if counts are not settled."""
+        if not self.settled:
+            settle_counts([self])
+        return self.counted
+
+    def add_terms(self, count: float | Tensor) -> None:
+        """Add a number of positions (or data); one that is on a device stays there."""
+        if isinstance(count, Tensor):
+            self.terms_on_device = self._added(self.terms_on_device, count)
+        else:
+            self.counted += count
+
+    def add_summed(self, count: float | Tensor) -> None:
+        """Add a number of positions that were summed over (`reduce`); one that is on a device stays there."""
+        if isinstance(count, Tensor):
+            self.positions_on_device = self._added(self.positions_on_device, count)
+        else:
+            self.positions += count
+
+    def _added(self, before: Tensor | None, count: Tensor) -> Tensor:
+        """Add a number that only a device knows, in place if there was one before."""
+        self.settled = False
+        if before is None:
+            before = torch.zeros((), dtype=torch.float64, device=count.device)
+        return before.add_(count)
+
+    def add_positions(self, counts: Tensor) -> None:
+        """Add the numbers of positions of some data, `[batch]`. The device is not asked for a result."""
+        # The gradients of a datum without any position have a sum of zero.
+        squares = counts.to(at_least_float32(self.input.total.dtype)).square()
+        more = torch.where(squares > 0, 1 / squares, 0.0).sum()
+        if not isinstance(self.inverse_squares, Tensor):
+            self.inverse_squares = torch.full_like(more, self.inverse_squares)
+        self.inverse_squares.add_(more)
+
+    def plus(self, other: "RoleSums") -> "RoleSums":
+        """Return the sums over both."""
+        input_sum, gradient_sum = self.input.plus(other.input), self.gradient.plus(other.gradient)
+        squares = self.inverse_squares + other.inverse_squares
+        positions = self.positions + other.positions
+        return RoleSums(input_sum, gradient_sum, self.terms + other.terms, squares, positions)
+
+    def fits(self, other: "RoleSums") -> bool:
+        """Whether both sums are stored in the same way."""
+        pairs = (self.input, other.input), (self.gradient, other.gradient)
+        return all(a.total.shape == b.total.shape and a.bias == b.bias for a, b in pairs)
+
+    def merge_in(self, other: "RoleSums") -> None:
+        """Add sums over other data, in place, before both are completed."""
+        self.input.merge_in(other.input)
+        self.gradient.merge_in(other.gradient)
+        self.counted = self.terms + other.terms
+        self.positions += other.positions
+        self.inverse_squares = self.inverse_squares + other.inverse_squares
+
+    def complete(self, dtype: torch.dtype | None = None) -> None:
+        """Complete all sums, and let the host know their counts; nothing is kept on a device for further ones."""
+        self.input.complete(dtype)
+        self.gradient.complete(dtype)
+        self.counted = self.terms
+        self.terms_on_device = self.positions_on_device = None
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a file."""
+        sums = {"input": self.input.state(), "gradient": self.gradient.state()}
+        return sums | {
+            "terms": self.terms,
+            "inverse_squares": self.inverse_squares,
+            "positions": self.positions,
+        }
+
+
+def settle_counts(roles: Iterable[RoleSums]) -> None:
+    """Let the host know what was counted on devices; an accelerator is asked once for all of it.
+
+    Tensors are set to zero in place: a pass that is replayed goes on adding to them.
+    """
+    unknown = [role for role in roles if not role.settled]
+    pending = [t for role in unknown for t in role.on_device]
+    values = dict(zip(map(id, pending), sync.numbers(pending), strict=True))
+    for role in unknown:
+        role.counted += values.get(id(role.terms_on_device), 0.0)
+        role.positions += values.get(id(role.positions_on_device), 0.0)
+        role.settled = True
+    for tensor in pending:
+        tensor.zero_()
+
+
+@dataclass
+class BlockSums:
+    """All sums of one block.
+
+    Roles are by the side that inputs are on: `"A"`, and also `"B"` for a parameter that is used in a second role, such
+    as an embedding whose transpose computes the logits.
+    """
+
+    layout: Layout
+    sharing: str  # "expand" or "reduce"; "exact" for the diagonal of a parameter that no rule covers
+    forward_only: bool = False  # whether gradients are left out: `B` is a multiple of the identity
+    roles: dict[Side, RoleSums] = field(default_factory=dict)
+    operations: set[str] = field(default_factory=set)  # what used the parameter
+
+    @classmethod
+    def of_diagonal(cls, name: str, entries: Tensor) -> "BlockSums":
+        """Make the block of a parameter of which only the curvature's diagonal is known."""
+        size = entries.numel()
+        one = OuterProductSum(entries.new_ones(1, 1, 1), diagonal=False)
+        role = RoleSums(one, OuterProductSum(entries.reshape(1, size), diagonal=True), 1.0)
+        return cls(Layout(name, (size,), (0, size), (0,), 1), "exact", roles={"A": role}, operations={"any"})
+
+    @property
+    def sums(self) -> list[OuterProductSum]:
+        """All of them."""
+        return [s for role in self.roles.values() for s in (role.input, role.gradient)]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has the numbers. If not, another one owns the block, or nothing was computed."""
+        return all(s.device.type != "meta" for s in self.sums)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all sums."""
+        return sum(s.total.numel() * s.total.element_size() for s in self.sums)
+
+    @property
+    def terms(self) -> float:
+        """Over how many positions (or data) gradients were summed."""
+        return sum(role.terms for role in self.roles.values())
+
+    @property
+    def work(self) -> float:
+        """How many operations it took to add outer products to all sums, with one gradient for each position."""
+        roles = self.roles.values()
+        return sum(2 * role.terms * (role.input.total.numel() + role.gradient.total.numel()) for role in roles)
+
+    @property
+    def inputs(self) -> float:
+        """How many inputs the trace of `A`'s sum is the sum of squares of, if all have the size of an average one.
+
+        With `reduce`, the sum over `S` positions of a datum counts as `S^2` inputs: it has the size of `S` of them.
+        """
+        if self.sharing != "reduce":
+            return self.terms
+        return sum(role.positions**2 / role.terms for role in self.roles.values() if role.terms)
+
+    @property
+    def identity_scale(self) -> Tensor | float:
+        """What multiplies the identity, if it stands in for gradients.
+
+        With `expand`, gradients at all positions are columns of the identity, and `B` is an average over positions.
+        With `reduce`, their sums over positions are, as if positions were averaged. These sums are divided by `S`, and
+        `B` is the average over data of `1 / S^2` times the identity.
+        """
+        if self.sharing == "expand" or not self.terms:
+            return 1.0
+        return sum(role.inverse_squares for role in self.roles.values()) / self.terms
+
+    def on_side(self, side: Side) -> list[OuterProductSum]:
+        """Return the sums on one side of the block: inputs of one role, gradients of the other."""
+        return [role.input if place == side else role.gradient for place, role in self.roles.items()]
+
+    def is_diagonal(self, side: Side) -> bool:
+        """Whether one side is stored by its diagonal."""
+        return all(s.diagonal for s in self.on_side(side))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        """Move all sums to a device, or convert them, in place. Those without numbers stay where they are."""
+        where = device if self.is_here else None
+        for s in self.sums:
+            s.convert(where, dtype)
+
+    def complete(self, dtype: torch.dtype | None = None) -> None:
+        """Complete all sums, and convert them to another precision if asked for."""
+        for role in self.roles.values():
+            role.complete(dtype)
+
+    def shared(self) -> "BlockSums":
+        """Return a block with the same tensors, for another owner: what one replaces, the other keeps."""
+        roles = {s: replace(r, input=copy(r.input), gradient=copy(r.gradient)) for s, r in self.roles.items()}
+        return replace(self, roles=roles, operations=set(self.operations))
+
+    def turned_to(self, layout: Layout) -> "BlockSums":
+        """Return the block with another layout of the same parameter, if that is the transposed one; else itself.
+
+        Which of two layouts a block has depends on the use that came first, and so on the data.
+        """
+        roles = roles_for(layout, self.layout, self.roles)
+        return self if roles is self.roles else replace(self, layout=layout, roles=roles)
+
+    def fits(self, other: "BlockSums") -> bool:
+        """Whether sums of the roles that both have are stored in the same way."""
+        return all(role.fits(other.roles[side]) for side, role in self.roles.items() if side in other.roles)
+
+    def merge_in(self, other: "BlockSums") -> None:
+        """Add sums over other data that fit, in place, before both are completed."""
+        self.operations |= other.operations
+        for side, role in other.roles.items():
+            if side in self.roles:
+                self.roles[side].merge_in(role)
+            else:
+                self.roles[side] = role
+
+    def plus(self, other: "BlockSums") -> "BlockSums":
+        """Return the sums over both; one may have a role that the other does not have."""
+        both = {side: role.plus(other.roles[side]) for side, role in self.roles.items() if side in other.roles}
+        return replace(self, roles=other.roles | self.roles | both, operations=self.operations | other.operations)
+
+    def side_total(self, side: Side) -> Tensor:
+        """Combine the sums on one side, over both roles that a parameter may have: `[G, d, d]` or `[G, d]`.
+
+        Inputs and gradients have different units, so one role's are rescaled, such that both roles have the same
+        ratio of the traces of their two sides. The result scales with the gradients as the curvature does.
+        """
+        if len(self.roles) == 1:
+            return self.on_side(side)[0].total
+        first, second = self.roles["A"], self.roles["B"]
+        inputs = _trace(first.input) * _trace(second.input)
+        gradients = _trace(first.gradient) * _trace(second.gradient)
+        # All of it stays on the device, which need not be waited for.
+        ratio = torch.where((inputs > 0) & (gradients > 0), inputs / gradients, 1.0)
+        one, other = (first.input, second.gradient) if side == "A" else (first.gradient, second.input)
+        if one.diagonal != other.diagonal:
+            one, other = one.densified(), other.densified()
+        scale = ratio.sqrt() if side == "A" else ratio.rsqrt()
+        return one.total + scale * other.total
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, also of sums that are not complete, for a file."""
+        return {
+            "layout": asdict(self.layout),
+            "sharing": self.sharing,
+            "forward_only": self.forward_only,
+            "operations": sorted(self.operations),
+            "pairs": {side: role.state() for side, role in self.roles.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Any, products: Products = "auto") -> "BlockSums":
+        """Undo `state`; further vectors are multiplied in a given precision."""
+        layout = Layout.from_state(state["layout"])
+        block = cls(layout, str(state["sharing"]), bool(state["forward_only"]), operations=set(state["operations"]))
+        rows, columns = layout.row_size, layout.column_size
+        sizes: dict[Side, tuple[int, int]] = {"A": (columns, rows), "B": (rows, columns)}
+        for side, (input_size, gradient_size) in sizes.items():
+            if side in state["pairs"]:
+                pair = state["pairs"][side]
+                block.roles[side] = RoleSums(
+                    OuterProductSum.from_state(pair["input"], input_size, layout.groups, products),
+                    OuterProductSum.from_state(pair["gradient"], gradient_size, layout.groups, products),
+                    float(pair["terms"]),
+                    float(pair["inverse_squares"]),
+                    float(pair["positions"]),
+                )
+        if not block.roles or set(state["pairs"]) - set(sizes):
+            raise UnfitError(f"the block {layout.name!r} has no factors")
+        return block
+
+
+def roles_for(wanted: Layout, layout: Layout, roles: dict[Side, Role]) -> dict[Side, Role]:
+    """Return roles of a block by side, as they are for another layout: if that is the transposed one, sides change."""
+    if wanted == layout or wanted.bias is not None or wanted.groups > 1 or wanted != layout.turned():
+        return roles
+    other: dict[Side, Side] = {"A": "B", "B": "A"}
+    return {other[side]: role for side, role in roles.items()}
+
+
+def _trace(s: OuterProductSum) -> Tensor:
+    """Return the trace in float64, in which products of traces do not overflow."""
+    return s.entries.sum(dtype=torch.float64)
+
+
+class Placement:
+    """The layouts of all blocks.
+
+    Args:
+        layouts: Blocks that are known from before.
+
+    Attributes:
+        both_ways: Weights that are used both ways round, after their bias has joined them. That does not fit together:
+            a bias is used in one of these ways only.
+    """
+
+    def __init__(self, layouts: Iterable[Layout] = ()) -> None:
+        self.both_ways: set[str] = set()
+        self._layouts: dict[Key, Layout] = {}
+        self._blocks_of: dict[str, list[Layout]] = {}
+        for layout in layouts:
+            self.admit(layout)
+
+    def place(self, layout: Layout, bias: str | None) -> tuple[Layout, Side]:
+        """Return the layout of a weight's block, and on which side of it inputs are.
+
+        The bias joins if that is wanted and does not contradict earlier uses. A weight that was used the other way
+        round before (an embedding whose transpose computes the logits) has its inputs on the side of the gradients.
+        """
+        there = self._layouts.get(layout.key)
+        if there is not None:
+            if there.order != layout.order and there.order == layout.turned_order:
+                if there.bias is None:
+                    return there, "B"
+                self.both_ways.add(layout.weight)
+            return replace(layout, bias=there.bias), "A"
+        if bias is None:
+            return layout, "A"
+        taken = any(other.weight != layout.weight for other in self._blocks_of.get(bias, ()))
+        return layout if taken else replace(layout, bias=bias), "A"
+
+    def fits(self, layout: Layout) -> bool:
+        """Whether no other block has the same parameters in another way."""
+        if layout.key in self._layouts:
+            return layout == self._layouts[layout.key]
+        start, stop = layout.rows
+        others = [other for name in layout.params for other in self._blocks_of.get(name, ())]
+        return all(
+            other.weight == layout.weight and (other.rows[1] <= start or stop <= other.rows[0]) for other in others
+        )
+
+    def admit(self, layout: Layout) -> bool:
+        """Take note of a block if it fits, and return whether it does."""
+        if not self.fits(layout):
+            return False
+        if layout.key not in self._layouts:
+            self._layouts[layout.key] = layout
+            for name in layout.params:
+                self._blocks_of.setdefault(name, []).append(layout)
+        return True

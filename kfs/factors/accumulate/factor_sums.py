@@ -1,0 +1,356 @@
+"""Sums for Kronecker factors: where the inputs and gradients of every use go.
+
+With `expand`, inputs are added in the forward pass, and gradients where they arise. With `reduce`, the sums over shared
+positions of all uses of a parameter are collected for one batch, and added when they are complete.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfs.distributed import Ranks
+from kfs.errors import DataError
+from kfs.factors.accumulate.across_ranks import add_up_at_owners, add_up_blocks, agreed_blocks, choose_owners
+from kfs.factors.accumulate.block_sums import BlockSums, Placement, RoleSums, settle_counts
+from kfs.factors.accumulate.gram import check_products
+from kfs.factors.accumulate.inputs import Vectors
+from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver, Sums, ignore
+from kfs.factors.accumulate.outer_products import OuterProductSum, full_precision
+from kfs.factors.layout import Key, Side
+from kfs.factors.rows.row_map import Owners, Regular
+from kfs.factors.settings import Settings
+from kfs.runtime import sync
+from kfs.runtime.precision import at_least_float32
+
+
+class FactorSums(Sums):
+    """Sums of outer products of inputs and gradients, for all blocks.
+
+    Args:
+        settings: What was asked for.
+        dry: Whether to take note of blocks only, and to compute nothing.
+        chosen: Names of the blocks to compute. By default, all of them are.
+        owners: The ranks that own blocks, as far as they are known.
+
+    Attributes:
+        blocks: The blocks by what identifies them.
+        left_out: Blocks that were not chosen, without numbers.
+        owners: The rank that owns each block, by name; empty if all ranks have all blocks.
+    """
+
+    counts_rows = True
+
+    def __init__(
+        self,
+        settings: Settings,
+        dry: bool = False,
+        chosen: Collection[str] | None = None,
+        owners: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        self.dry = dry
+        self.chosen = chosen
+        self.owners: dict[str, int] = dict(owners or {})
+        self.left_out: dict[Key, BlockSums] = {}
+        self.by_datum = settings.sharing != "expand" and not dry
+        self.blocks: dict[Key, BlockSums] = {}
+        # `(parameter, operation)` of uses that do not fit together with other uses of the parameter.
+        self.conflicts: set[tuple[str, str]] = set()
+        self._collected: dict[tuple[Key, Side], _Collected] = {}
+
+    def adder_of(self, plan: PlannedUse) -> Adder:
+        """Return what adds the uses of a plan; the first use of a block decides how it is stored."""
+        layout = plan.layout
+        is_chosen = self.chosen is None or layout.name in self.chosen
+        blocks = self.blocks if is_chosen else self.left_out
+        if layout.key not in blocks:
+            forward_only = self.settings.fisher == "forward-only"
+            sharing = self.settings.sharing_of(layout.weight)
+            blocks[layout.key] = BlockSums(layout, sharing, forward_only)
+        block = blocks[layout.key]
+        block.operations.add(plan.operation)
+        if plan.side not in block.roles:
+            block.roles[plan.side] = self._new_role(block, plan, dry=self.dry or not is_chosen)
+        role = block.roles[plan.side]
+        wide = self.settings.is_diagonal(role.input.size)
+        if role.input.diagonal and not plan.inputs.sparse and not wide:
+            # Unit vectors came first, and made the factor diagonal.
+            self.conflicts.add((layout.weight, plan.operation))
+        if not is_chosen:
+            return Ignore()
+        if self.dry:
+            return _Count(role)
+        if block.sharing == "expand":
+            return _Expand(plan, role, block.forward_only)
+        return _Reduce(plan, role, block.forward_only, self._collected)
+
+    def restart(self) -> None:
+        """Forget all data, and all blocks."""
+        self.adders.clear()
+        self.placement = Placement()
+        self.blocks.clear()
+        self.left_out.clear()
+        self.conflicts.clear()
+        self._collected.clear()
+
+    def note_conflict(self, plan: PlannedUse) -> None:
+        """Take note of a use that does not fit together with other uses of its parameter."""
+        self.conflicts.add((plan.layout.weight, plan.operation))
+
+    def finish_forward(self) -> None:
+        """Add each datum's sum of inputs."""
+        for collected in self._collected.values():
+            with full_precision(collected.inputs.device.type):
+                total = collected.role.input.on(collected.inputs.device)
+                total.add_whole(collected.inputs)
+                collected.role.input.merge_in(total)
+            # Data that do not use the parameter do not count, in whatever batch they are.
+            if collected.everybody:
+                collected.role.add_terms(len(collected.inputs))
+            else:
+                using = (collected.counts > 0).sum()
+                collected.role.add_terms(using if sync.runs_behind(using.device) else float(using))
+            if self.settings.fisher == "forward-only":
+                collected.role.add_positions(collected.counts)
+
+    def finish_backward(self) -> None:
+        """Add each datum's average of gradients, for every column."""
+        for collected in self._collected.values():
+            if collected.gradients is None:
+                continue
+            with full_precision(collected.counts.device.type):
+                averages = collected.gradients / collected.counts.clamp(min=1).unsqueeze(-1)
+                total = collected.role.gradient.on(averages.device)
+                total.add(averages.flatten(0, 1))
+                collected.role.gradient.merge_in(total)
+            collected.gradients = None
+
+    def finish_batch(self) -> None:
+        """Forget the batch."""
+        self._collected.clear()
+
+    def counts(self) -> dict[Any, float]:
+        """Return the numbers of positions, and of vectors with a bias coordinate, by block, side and what is counted.
+
+        Numbers that depend on data are on an accelerator, if there is one: see `settle_counts`.
+        """
+        counts = {}
+        for key, side, role in self._roles():
+            counts[key, side, "terms"] = role.counted
+            counts[key, side, "positions"] = role.positions
+            counts[key, side, "input.ones"] = role.input.ones
+            counts[key, side, "gradient.ones"] = role.gradient.ones
+        return counts
+
+    def add_counts(self, more: Mapping[Any, float]) -> None:
+        """Add differences of `counts`."""
+        for key, side, role in self._roles():
+            role.counted += more.get((key, side, "terms"), 0.0)
+            role.positions += more.get((key, side, "positions"), 0.0)
+            role.input.ones += more.get((key, side, "input.ones"), 0.0)
+            role.gradient.ones += more.get((key, side, "gradient.ones"), 0.0)
+            # A pass that was replayed has added to numbers on the device as well.
+            role.settled = not role.on_device
+
+    def settle_counts(self) -> None:
+        """Let the host know what was counted on an accelerator, which is asked once for all blocks."""
+        settle_counts(role for _, _, role in self._roles())
+
+    def add_up(self, ranks: Ranks, device: torch.device) -> None:
+        """Add up all blocks, also those that only other ranks have."""
+        self.settle_counts()
+        conflicts = ranks.gather("conflicts", self.conflicts)
+        where = self.settings.factor_device or device
+        if self.settings.placement == "replicated":
+            self.blocks, more = add_up_blocks(ranks, self.blocks, where, self.settings.products)
+        else:
+            self.blocks, more = agreed_blocks(ranks, self.blocks, where, self.settings.products)
+            self.owners = choose_owners(self.blocks.values(), ranks.size, self.owners)
+            add_up_at_owners(ranks, self.blocks.values(), self.owners)
+        self.conflicts = more.union(*conflicts)
+
+    def complete(self, dtype: torch.dtype | None = None) -> None:
+        """Complete all sums, and convert them to another precision if asked for."""
+        self.settle_counts()
+        for block in self.blocks.values():
+            block.complete(dtype)
+
+    def state(self) -> dict[str, Any]:
+        """Return all sums, between two batches, for a file; if blocks have owners, those of this rank."""
+        self.settle_counts()
+        blocks = [block.state() for block in self.blocks.values() if block.is_here]
+        return {"blocks": blocks, "conflicts": [list(conflict) for conflict in sorted(self.conflicts)]}
+
+    def restore(self, state: Any) -> None:
+        """Undo `state`."""
+        self.conflicts = {(str(name), str(operation)) for name, operation in state["conflicts"]}
+        blocks = [BlockSums.from_state(block, self.settings.products) for block in state["blocks"]]
+        self.blocks = {block.layout.key: block for block in blocks}
+        self.placement = Placement(block.layout for block in self.blocks.values())
+
+    def add(self, state: Any) -> None:
+        """Add sums over other data. Uses that do not fit together with them are conflicts."""
+        other = FactorSums(self.settings)
+        other.restore(state)
+        self.settle_counts()
+        self.conflicts |= other.conflicts
+        for key, found in other.blocks.items():
+            mine = self.blocks.get(key)
+            block = found if mine is None else found.turned_to(mine.layout)
+            if not self.placement.admit(block.layout) or (mine is not None and not mine.fits(block)):
+                self.conflicts |= {(block.layout.weight, operation) for operation in block.operations}
+            elif mine is None:
+                self.blocks[key] = block
+            else:
+                mine.merge_in(block)
+
+    def take(self, other: "FactorSums") -> None:
+        """Take the blocks that another pass over the same data was for."""
+        self.blocks |= other.blocks
+        self.conflicts |= other.conflicts
+        self.owners = other.owners
+
+    def _roles(self) -> Iterator[tuple[Key, Side, RoleSums]]:
+        """Go through the roles of all blocks."""
+        for key, block in self.blocks.items():
+            for side, role in block.roles.items():
+                yield key, side, role
+
+    def _new_role(self, block: BlockSums, plan: PlannedUse, dry: bool) -> RoleSums:
+        """Return zeros for the first use of a parameter in a role; without numbers, if nothing is to be computed."""
+        layout, s = block.layout, self.settings
+        rows, columns = layout.row_size, layout.column_size
+        input_size, gradient_size = (columns, rows) if plan.side == "A" else (rows, columns)
+        bias = layout.bias is not None and plan.side == "A"
+        dtype = s.factor_dtype or plan.dtype
+        check_products(s.products, at_least_float32(dtype), plan.device, layout.name)
+        device = "meta" if dry else s.factor_device or plan.device
+        sparse = plan.inputs.sparse or s.is_diagonal(input_size + bias)
+        narrow = block.forward_only or s.is_diagonal(gradient_size)
+        return RoleSums(
+            OuterProductSum.zeros(input_size, layout.groups, sparse, bias, dtype, device, s.products),
+            OuterProductSum.zeros(gradient_size, layout.groups, narrow, False, dtype, device, s.products),
+        )
+
+
+class _Count(Adder):
+    """Counts positions, and adds nothing."""
+
+    def __init__(self, role: RoleSums) -> None:
+        self.role = role
+
+    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
+        return self.count
+
+    def count(self, g: Tensor) -> None:
+        """Count the rows of gradients `[columns, ..., features]`."""
+        self.role.counted += prod(g.shape[1:-1])
+
+
+class _Expand(Adder):
+    """Treats shared positions like further data."""
+
+    def __init__(self, plan: PlannedUse, role: RoleSums, forward_only: bool) -> None:
+        self.inputs = plan.inputs
+        self.are_vectors = isinstance(plan.inputs, Vectors)
+        self.ones = plan.ones
+        self.narrow = None if role.gradient.products == "float32" else plan.narrow
+        self.device = plan.device
+        self.role = role
+        self.is_here = role.input.device == plan.device  # sums may live on another device than the model
+        self.receive = ignore if forward_only else self.add_gradients
+
+    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
+        total = self.role.input if self.is_here else self.role.input.on(self.device)
+        counted = None if owners is None else owners.counted
+        if counted is not None:
+            self.role.add_terms(self.inputs.add_counted(total, x, self.ones, counted))  # type: ignore[arg-type]
+        elif self.are_vectors:  # the most common case, without a detour
+            self.role.counted += total.add(x, self.ones)  # type: ignore[arg-type]
+        else:
+            self.role.add_terms(self.inputs.add_to(total, x, self.ones))  # type: ignore[arg-type]
+        if not self.is_here:  # pragma: no cover (tested on a GPU)
+            self.role.input.merge_in(total)
+        return self.receive
+
+    def add_gradients(self, g: Tensor) -> None:
+        if self.narrow is not None and g.dtype == torch.float32:
+            g = g.to(self.narrow)  # as autocast multiplies
+        total = self.role.gradient if self.is_here else self.role.gradient.on(self.device)
+        total.add(g.flatten(0, -3) if g.ndim > 3 else g.flatten(0, -2))
+        if not self.is_here:  # pragma: no cover (tested on a GPU)
+            self.role.gradient.merge_in(total)
+
+
+@dataclass
+class _Collected:
+    """Sums over the shared positions of all uses of a parameter in one batch, in one role."""
+
+    role: RoleSums  # where they go
+    inputs: Tensor  # [batch, groups, d]
+    counts: Tensor  # number of positions, [batch]
+    everybody: bool  # whether every datum has positions
+    gradients: Tensor | None = None  # [columns, batch, groups * d]
+
+
+@dataclass
+class _Reduce(Adder):
+    """Sums over shared positions first."""
+
+    plan: PlannedUse
+    role: RoleSums
+    forward_only: bool
+    collected: dict[tuple[Key, Side], _Collected]
+
+    def __post_init__(self) -> None:
+        self.key = (self.plan.layout.key, self.plan.side)
+
+    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
+        assert owners is not None  # noqa: S101 (it says that it needs them)
+        if not owners.complete:
+            raise DataError(
+                f"Some inputs of {self.plan.operation} (block {self.plan.layout.name!r}) have no gradient, and the "
+                "order of the others does not say to which datum they belong.",
+                "Use sharing='expand' for it, which does not need to know: sharing={name: 'expand', ...}.",
+            )
+        inputs, counts = self.plan.inputs.sums(x, owners)  # type: ignore[arg-type]
+        self.role.add_summed(self._number(x, owners.counted))
+        if self.role.input.bias:
+            last = counts if self.plan.ones else torch.zeros_like(counts)
+            last = last.reshape(-1, 1, 1).expand(*inputs.shape[:2], 1)
+            inputs = torch.cat([inputs, last], dim=2)
+        # In a regular order, all data have the same number of positions if all of these count.
+        all_count = owners.counted is None and self.plan.inputs.not_padding(x) is None
+        everybody = isinstance(owners, Regular) and all_count and prod(self.plan.inputs.leading(x)) > 0
+        before = self.collected.get(self.key)
+        if before is None:
+            self.collected[self.key] = _Collected(self.role, inputs, counts, everybody)
+        else:
+            before.inputs = before.inputs + inputs
+            before.counts = before.counts + counts
+            before.everybody = before.everybody or everybody
+        if self.forward_only:
+            return ignore
+        leading = len(self.plan.inputs.leading(x))
+        return lambda g: self.add_gradients(g, owners, leading)
+
+    def _number(self, x: Tensor | None, counted: Tensor | None) -> float | Tensor:
+        """Return the number of positions that count; on an accelerator if only that knows it."""
+        if counted is None:
+            return self.plan.inputs.positions(x)
+        number = counted.sum()
+        return number if sync.runs_behind(number.device) else float(number)
+
+    def add_gradients(self, g: Tensor, owners: Owners, leading: int) -> None:
+        """Add gradients `[columns, *leading, ..., features]` to each datum's sum."""
+        dtype = at_least_float32(g.dtype)
+        by_datum = (owners.by_datum(column, trailing=column.ndim - leading) for column in g)
+        columns = [one.flatten(1, -2).sum(1, dtype=dtype) for one in by_datum]
+        collected = self.collected[self.key]
+        sums = torch.stack(columns)
+        collected.gradients = sums if collected.gradients is None else collected.gradients + sums

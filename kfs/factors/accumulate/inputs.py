@@ -1,0 +1,441 @@
+"""The input side of a parametric operation: what it multiplies its parameter with, one vector per shared position.
+
+An `Inputs` knows how to read vectors off an activation `x`: how to add their outer products to a sum (weight sharing
+`expand`), how to sum them over the shared positions of each datum (`reduce`), and how to combine them with gradients
+to those of the parameter, datum by datum (eigenvalue correction). It belongs to a plan and has no data of its own.
+Axes are those of `owners`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfs.factors.accumulate.outer_products import OuterProductSum
+from kfs.factors.accumulate.row_products import PlainVectors, RowProducts, UnitVectors, at_a_time
+from kfs.factors.rows.row_map import Owners
+from kfs.runtime import sync
+from kfs.runtime.precision import at_least_float32
+
+
+class Inputs(ABC):
+    """What every kind of input offers."""
+
+    size: int  # number of features (of one group)
+    groups: int = 1  # number of groups of features
+    sparse: bool = False  # whether outer products are diagonal, so that only the diagonal is kept
+    unit: bool = False  # whether rows are unit vectors
+    per_row: int = 1  # number of positions of each row
+    overlap: int = 1  # in how many vectors a number of the activation is; if in several, vectors take memory
+
+    @abstractmethod
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float | Tensor:
+        """Add the outer products of all vectors to a sum, with a bias coordinate of one if asked for.
+
+        Returns:
+            The number of vectors; a tensor if it depends on data, and if one would have to wait for it.
+        """
+
+    @abstractmethod
+    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+        """Add the outer products of vectors at positions that count, `[rows, positions of a row]`; see `add_to`."""
+
+    @abstractmethod
+    def leading(self, x: Any) -> tuple[int, ...]:
+        """Return the lengths of the leading axes, along which a row belongs to one datum."""
+
+    def positions(self, x: Any) -> int:
+        """Return the number of positions of all data together, as far as shapes tell."""
+        return prod(self.leading(x)) * self.per_row
+
+    def not_padding(self, x: Any) -> Tensor | None:
+        """Return which positions are not left out in any case, booleans `[rows, positions of a row]`; `None`: all."""
+        return None
+
+    @abstractmethod
+    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
+        """Return each datum's sum of vectors, `[batch, groups, features]`, and its number of positions, `[batch]`.
+
+        Positions that do not count are left out of both.
+        """
+
+    @abstractmethod
+    def rows(self, use: "Use", g: Tensor, by_place: bool = False) -> RowProducts:
+        """Return each datum's rows: vectors and gradients, whose outer products sum up to the parameter's gradient.
+
+        Args:
+            use: The vectors.
+            g: Gradients of one column, `[*leading, groups * d_B]`.
+            by_place: Whether places at which vectors are the same have rows of their own.
+        """
+
+    def shared(self, use: "Use") -> int:
+        """Return how many rows each datum has, without writing any down."""
+        return use.owners.most(prod(self.leading(use.x)))
+
+    def gradients(self, use: "Use", g: Tensor) -> Iterator[Tensor]:
+        """Yield each datum's sum of outer products of gradients and vectors, a few data at a time.
+
+        Args:
+            use: The vectors.
+            g: Gradients of one column, `[*leading, groups * d_B]`.
+
+        Yields:
+            The parameter's gradients as matrices, `[some data, groups, d_B, d_A]`.
+        """
+        return self.rows(use, g).matrices()
+
+    def add_squares(self, total: Tensor, use: "Use", g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
+        """Add squared per-datum gradients, seen in other bases, to a total `[groups, d_B, d_A]`, in place.
+
+        The bases of the input side and of the gradient side are the columns of `[groups, d_A, d_A]` and
+        `[groups, d_B, d_B]`; `None` stands for the standard basis.
+        """
+        for gradients in self.gradients(use, g):
+            add_rotated_squares(total, gradients, Q_A, Q_B)
+
+
+@dataclass
+class Use:
+    """One use of a parameter: what multiplied it, for all columns of gradients that come back to it."""
+
+    inputs: Inputs  # how vectors are read
+    x: Tensor  # what they are read from
+    owners: Owners  # the datum of each row
+    ones: bool  # whether vectors have a bias coordinate of one
+    cache: dict[str, Tensor] = field(default_factory=dict)  # what is the same for all columns
+
+    def gradients(self, g: Tensor) -> Iterator[Tensor]:
+        """Yield the parameter's gradients for one column; see `Inputs.gradients`."""
+        return self.inputs.gradients(self, g)
+
+
+def chosen(vectors: Tensor, counted: Tensor) -> tuple[Tensor, float | Tensor]:
+    """Return those of some vectors `[n, features]` that count, `[n]`, and their number.
+
+    If an accelerator would have to be waited for, others are zero, and the number stays there.
+    """
+    if sync.runs_behind(vectors.device):
+        return torch.where(counted.unsqueeze(1), vectors, 0), counted.sum()
+    vectors = vectors[counted]
+    return vectors, len(vectors)
+
+
+def add_rotated_squares(total: Tensor, gradients: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
+    """Add squares of gradients `[n, groups, d_B, d_A]`, seen in other bases, to a total `[groups, d_B, d_A]`."""
+    gradients = gradients.to(total.dtype)
+    if gradients.shape[3] < total.shape[2]:  # a bias that was not used
+        gradients = torch.nn.functional.pad(gradients, (0, 1))
+    if gradients.shape[1] == 1:  # products with one matrix need no copies of it
+        gradients = gradients.squeeze(1)
+        gradients = gradients if Q_A is None else gradients @ Q_A[0]
+        gradients = gradients if Q_B is None else Q_B[0].T @ gradients
+        total = total[0]
+    else:
+        gradients = gradients if Q_A is None else gradients @ Q_A
+        gradients = gradients if Q_B is None else Q_B.transpose(1, 2) @ gradients
+    if total.device.type != "cpu":  # pragma: no cover (few operations are faster there)
+        total += gradients.square().sum(0)[..., : total.shape[-1]]
+        return
+    for gradient in gradients:  # squares are never written down
+        total.addcmul_(gradient, gradient)
+
+
+def _aligned(Q: Tensor) -> Tensor:
+    """Return a basis with a few columns of zeros more on a GPU, whose tensor cores want rows of a multiple of 8."""
+    more = -Q.shape[1] % 8
+    if more and Q.is_cuda:  # pragma: no cover (tested on a GPU)
+        return torch.nn.functional.pad(Q, (0, more))
+    return Q
+
+
+class Vectors(Inputs):
+    """Vectors that are there: `x` of shape `[*leading, features]`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
+        """Add them as they are."""
+        return total.add(x, ones)
+
+    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+        """Add some of them."""
+        vectors, number = chosen(x.reshape(-1, x.shape[-1]), counted.flatten())
+        total.add(vectors, ones, number)
+        return number
+
+    def leading(self, x: Tensor) -> tuple[int, ...]:
+        """All axes but the last one."""
+        return tuple(x.shape[:-1])
+
+    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
+        """Sum over positions."""
+        dtype = at_least_float32(x.dtype)
+        if owners.counted is None:
+            sums = owners.by_datum(x).sum(1, dtype=dtype)
+            return sums.unsqueeze(1), owners.counts(prod(x.shape[:-1]), sums)
+        rows = owners.by_datum(torch.where(owners.counted, x.reshape(-1, x.shape[-1]), 0))
+        return rows.sum(1, dtype=dtype).unsqueeze(1), owners.numbers_counted(dtype).sum((1, 2))
+
+    def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
+        """Return them as they are."""
+        return _as_rows(*self.both(use, g), use.ones)
+
+    def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
+        """Rotate vectors before they are multiplied, on each side where that is cheaper than rotating the product."""
+        x, g = (t.to(total.dtype) for t in self.both(use, g))
+        ones = use.ones
+        if Q_B is not None and x.shape[1] <= x.shape[2]:
+            g, Q_B = g @ Q_B[0], None
+        if Q_A is not None and x.shape[1] <= g.shape[2]:
+            if "rotated" not in use.cache:
+                vectors = PlainVectors(x.unsqueeze(0), 1.0 if ones else None)
+                use.cache["rotated"] = vectors.times(_aligned(Q_A[0]).unsqueeze(0)).values.squeeze(0)
+            x = use.cache["rotated"]
+            Q_A = None
+            ones = False  # the coordinate of the bias is part of the rotated vectors
+        if x.shape[1] == 1 and Q_A is None and Q_B is None:  # squares of an outer product are an outer product
+            squares, weights = x.squeeze(1).square()[:, : total.shape[2]], g.squeeze(1).square()
+            total[0, :, : squares.shape[1]].addmm_(weights.T, squares)
+            if ones:
+                total[0, :, -1] += weights.sum(0)
+            return
+        for gradients in _as_rows(x, g, ones).matrices():
+            add_rotated_squares(total, gradients, Q_A, Q_B)
+
+    def both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return vectors and gradients as `[batch, shared, features]`, in one precision."""
+        x, g = use.owners.by_datum(use.x), use.owners.by_datum(g)
+        dtype = torch.promote_types(x.dtype, g.dtype)
+        return x.to(dtype), g.to(dtype)
+
+
+def _as_rows(x: Tensor, g: Tensor, ones: bool) -> RowProducts:
+    """Return vectors and gradients `[batch, shared, features]` as rows of a single group."""
+    return RowProducts(PlainVectors(x.unsqueeze(0), 1.0 if ones else None), PlainVectors(g.unsqueeze(0)))
+
+
+class OneHot(Inputs):
+    """Indices `[*leading]` that stand for unit vectors.
+
+    Args:
+        size: How many different indices there are.
+        dtype: The parameter's dtype; sums are in float32 or better.
+        padding: Positions with this index do not count: they have the zero vector.
+    """
+
+    sparse = True
+    unit = True
+
+    def __init__(self, size: int, dtype: torch.dtype, padding: int | None = None) -> None:
+        self.size = size
+        self.padding = padding
+        self.dtype = at_least_float32(dtype)
+
+    def counted(self, index: Tensor) -> Tensor:
+        """Return which positions count, as a boolean tensor."""
+        if self.padding is None:
+            return torch.ones_like(index, dtype=torch.bool)
+        return index != self.padding
+
+    def not_padding(self, x: Tensor) -> Tensor | None:
+        """Positions of the index that stands for padding are left out."""
+        return None if self.padding is None else self.counted(x).reshape(-1, 1)
+
+    def masked(self, g: Tensor, index: Tensor) -> Tensor:
+        """Return gradients `[columns, *leading, features]` with zeros at positions that do not count."""
+        return g if self.padding is None else g * self.counted(index).unsqueeze(-1)
+
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float | Tensor:
+        """Count every index."""
+        counted = self.counted(x)
+        total.entries[0].index_add_(0, x.flatten(), counted.flatten().to(total.total.dtype))
+        if self.padding is None:
+            return x.numel()
+        number = counted.sum()
+        return number if sync.runs_behind(number.device) else float(number)
+
+    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+        """Count indices at some positions."""
+        counted = self.counted(x).flatten() & counted.flatten()
+        total.entries[0].index_add_(0, x.flatten(), counted.to(total.total.dtype))
+        number = counted.sum()
+        return number if sync.runs_behind(number.device) else float(number)
+
+    def leading(self, x: Tensor) -> tuple[int, ...]:
+        """All axes."""
+        return tuple(x.shape)
+
+    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
+        """Count every index, datum by datum."""
+        counted = self.counted(x)
+        if owners.counted is not None:
+            counted = counted & owners.counted.reshape(x.shape)
+        # Where a datum has fewer positions than others, zeros stand for an index, and count nothing.
+        counts = owners.by_datum(counted.to(self.dtype), trailing=0)
+        index = owners.by_datum(x, trailing=0)
+        sums = torch.zeros(len(index), self.size, dtype=self.dtype, device=index.device)
+        return sums.scatter_add(1, index, counts).unsqueeze(1), counts.sum(1)
+
+    def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
+        """Return tokens as unit vectors."""
+        index, g = self._both(use, g)
+        return RowProducts(UnitVectors(index, self.size, g.dtype), PlainVectors(g.unsqueeze(0)))
+
+    def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
+        """Sum over equal tokens of a datum, and look only at tokens that occur; their factor is diagonal."""
+        if sync.runs_behind(g.device):
+            self._add_squares_without_waiting(total, use, g, Q_B)
+            return
+        index, g = self._both(use, g)
+        pairs = index + self.size * torch.arange(len(index), device=index.device).unsqueeze(1)
+        pairs, places = torch.unique(pairs, return_inverse=True)
+        sums = g.new_zeros(len(pairs), g.shape[2], dtype=total.dtype)
+        sums.index_add_(0, places.flatten(), g.flatten(0, 1).to(total.dtype))
+        sums = sums if Q_B is None else sums @ Q_B[0]
+        total[0].index_add_(1, pairs % self.size, sums.square().T)
+
+    def _add_squares_without_waiting(self, total: Tensor, use: Use, g: Tensor, Q_B: Tensor | None) -> None:
+        """Do the same with tensors whose sizes do not depend on how many different tokens occur.
+
+        There is a row for every position. All positions of a datum that have the same token are added to one row, and
+        the others of these rows stay zero. With more zeros to square, a CPU takes longer than with `torch.unique`.
+        """
+        index, g = self._both(use, g)
+        shared, width = g.shape[1:]
+        if "tokens" not in use.cache:
+            use.cache["tokens"], use.cache["rows"] = _rows_by_token(index)
+        step = at_a_time(g, shared * width)
+        parts = (t.split(step) for t in (use.cache["tokens"], use.cache["rows"], g))
+        for tokens, rows, some_g in zip(*parts, strict=True):
+            rows_of_all = rows + shared * torch.arange(len(rows), device=rows.device).unsqueeze(1)
+            sums = some_g.new_zeros(rows.numel(), width, dtype=total.dtype)
+            sums.index_add_(0, rows_of_all.flatten(), some_g.flatten(0, 1).to(total.dtype))
+            sums = sums if Q_B is None else sums @ Q_B[0]
+            total[0].index_add_(1, tokens.flatten(), sums.square().T)
+
+    def _both(self, use: Use, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return indices `[batch, shared]` and gradients `[batch, shared, d_B]`, zero where they do not count."""
+        index = use.owners.by_datum(use.x, trailing=0)
+        return index, self.masked(use.owners.by_datum(g), index)
+
+
+def _rows_by_token(index: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose one row for all positions of a datum that have the same token.
+
+    Args:
+        index: Tokens, `[batch, shared]`.
+
+    Returns:
+        The token of each row, and the row of each position, both `[batch, shared]`. Rows that no position has, have
+        one of the tokens, too.
+
+    Example:
+        >>> tokens, rows = _rows_by_token(torch.tensor([[7, 5, 7, 6]]))
+        >>> tokens.tolist(), rows.tolist()
+        ([[5, 6, 7, 7]], [[2, 0, 2, 1]])
+    """
+    tokens, order = index.sort(dim=1)
+    is_new = torch.ones_like(tokens, dtype=torch.bool)
+    is_new[:, 1:] = tokens[:, 1:] != tokens[:, :-1]
+    positions = torch.arange(index.shape[1], device=index.device)
+    first = torch.where(is_new, positions, 0).cummax(1).values
+    return tokens, torch.empty_like(first).scatter_(1, order, first)
+
+
+class Rows(Inputs):
+    """Every use touches the same rows of a parameter once: unit vectors in order, at `leading` places.
+
+    It does not look at any activation. Gradients are `[columns, *leading, rows, features]`; the axis of rows may be
+    missing if there is only one.
+
+    Args:
+        rows: Which rows, `[r]`; `None` if the parameter has only one. Then the input is the number one.
+        size: How many rows the parameter has.
+        leading: The axes over which the parameter was broadcast.
+        dtype: The parameter's dtype; sums are in float32 or better.
+        device: The parameter's device.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor | None,
+        size: int,
+        leading: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.rows_used = rows
+        self.size = size
+        self._leading = leading
+        self.sparse = size > 1
+        self.unit = rows is not None
+        self.per_row = 1 if rows is None else len(rows)
+        self.zero = torch.zeros((), dtype=at_least_float32(dtype), device=device)
+        self.places = prod(leading)
+
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
+        """Count the places."""
+        if self.rows_used is None:
+            total.total.add_(self.places)
+            return self.places
+        total.entries[0, self.rows_used] += self.places
+        return self.places * len(self.rows_used)
+
+    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+        """Count some places, for each row of the parameter."""
+        number = counted.sum()
+        if self.rows_used is None:
+            total.total.add_(number)
+        else:
+            total.entries[0].index_add_(0, self.rows_used, counted.sum(0).to(total.total.dtype))
+        return number if sync.runs_behind(number.device) else float(number)
+
+    def leading(self, x: Any) -> tuple[int, ...]:
+        """The axes over which the parameter was broadcast."""
+        return self._leading
+
+    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
+        """Count the places of each datum."""
+        if owners.counted is not None:
+            counts = owners.numbers_counted(self.zero.dtype).sum(1)  # [batch, rows used]
+            if self.rows_used is None:
+                return counts.unsqueeze(1), counts.sum(1)
+            sums = counts.new_zeros(len(counts), self.size).index_add_(1, self.rows_used, counts)
+            return sums.unsqueeze(1), counts.sum(1)
+        places = owners.counts(self.places, self.zero)
+        if self.rows_used is None:
+            return places.reshape(-1, 1, 1), places
+        touched = self.zero.new_zeros(self.size).index_fill(0, self.rows_used, 1)
+        return (places.unsqueeze(1) * touched).unsqueeze(1), places * len(self.rows_used)
+
+    def shared(self, use: Use) -> int:
+        """Return the number of unit vectors."""
+        return 1 if self.rows_used is None else len(self.rows_used)
+
+    def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
+        """Return unit vectors, or ones. Places have the same ones, so that they are summed unless asked for."""
+        places = self._by_datum(use, g)
+        places = places if by_place else places.sum(1, keepdim=True, dtype=self.zero.dtype)
+        gradients = places.flatten(1, 2)
+        if self.rows_used is None:
+            return _as_rows(gradients.new_ones(*gradients.shape[:2], 1), gradients, ones=False)
+        index = self.rows_used.to(gradients.device).repeat(len(gradients), places.shape[1])
+        return RowProducts(UnitVectors(index, self.size, gradients.dtype), PlainVectors(gradients.unsqueeze(0)))
+
+    def _by_datum(self, use: Use, g: Tensor) -> Tensor:
+        """Return gradients as `[batch, places, rows, features]`."""
+        g = g if g.ndim == len(self._leading) + 2 else g.unsqueeze(-2)
+        return use.owners.by_datum(g, trailing=2)
+
+    def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
+        """Sum over the places of each datum."""
+        sums = self._by_datum(use, g).sum(1, dtype=self.zero.dtype)
+        if self.rows_used is not None:
+            sums = sums.new_zeros(len(sums), self.size, sums.shape[2]).index_add_(1, self.rows_used, sums)
+        yield sums.transpose(1, 2).unsqueeze(1)

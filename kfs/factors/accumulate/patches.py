@@ -1,0 +1,382 @@
+"""The inputs of convolutions: patches, whose covariance rarely needs them to be written down."""
+
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from kfs.factors.accumulate.gram import HALF, multiplying
+from kfs.factors.accumulate.inputs import Inputs, Use, Vectors, chosen
+from kfs.factors.accumulate.outer_products import OuterProductSum
+from kfs.factors.accumulate.row_products import PlainVectors, RowProducts, at_a_time
+from kfs.factors.rows.row_map import Owners, Regular
+from kfs.runtime import sync
+from kfs.runtime.precision import at_least_float32
+
+Range = tuple[int, int]
+
+
+class Windows(NamedTuple):
+    """Where a kernel looks, one number (or pair) for each spatial axis."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[Range, ...]  # zeros before and after
+    dilation: tuple[int, ...]
+    out: tuple[int, ...]  # number of output positions
+
+    @property
+    def but_first(self) -> "Windows":
+        """All axes but the first."""
+        return Windows(*(numbers[1:] for numbers in self))  # type: ignore[arg-type]
+
+
+def rows_pay(windows: Windows, height: int) -> bool:
+    """Whether shifts along the first axis need fewer operations than patches; strips save up to 40 % of theirs."""
+    (kernel, *_), (stride, *_), (out, *_) = windows.kernel, windows.stride, windows.out
+    return stride == 1 and kernel * height < 0.6 * kernel**2 * out
+
+
+def add_by_rows(total: Tensor, x: Tensor, windows: Windows) -> None:
+    """Add the covariance of all patches to a total.
+
+    Args:
+        total: `[channels * kernel, channels * kernel]`, changed in place, below the diagonal, too.
+        x: Images, `[images, channels, *spatial]`.
+        windows: Where patches are. The first axis has stride one.
+    """
+    kernel, _, padding, dilation, out = windows
+    channels, height = x.shape[1:3]
+    z = _rows(x, windows.but_first)
+    split = (channels, kernel[0], prod(kernel[1:]))
+    blocks = total.unflatten(1, split).unflatten(0, split)
+    for step in range(kernel[0]):
+        shift = step * dilation[0]
+        if shift >= height:
+            break
+        whole = _product(z[:, : height - shift], z[:, shift:], split, total.dtype)
+        # All pairs of kernel rows with this distance, the later one second; and first.
+        blocks.diagonal(step, 1, 4).add_(whole.unsqueeze(-1))
+        if step:
+            blocks.diagonal(-step, 1, 4).add_(whole.permute(2, 3, 0, 1).unsqueeze(-1))
+        for a in range(kernel[0] - step):
+            first = a * dilation[0] - padding[0][0]  # the row of the image that belongs to the first row of outputs
+            for start, stop in _missing(first, out[0], height - shift):
+                border = _product(z[:, start:stop], z[:, start + shift : stop + shift], split, total.dtype)
+                blocks[:, a, :, :, a + step].sub_(border)
+                if step:
+                    blocks[:, a + step, :, :, a].sub_(border.permute(2, 3, 0, 1))
+
+
+def _rows(x: Tensor, windows: Windows) -> Tensor:
+    """Write down patches along all axes but the first: `[channels * kernel, rows, images * positions]`."""
+    kernel, stride, padding, dilation, out = windows
+    flat = [side for pad in reversed(padding) for side in pad]
+    x = F.pad(x, flat) if any(flat) else x
+    images, channels, rows, *others = x.stride()
+    steps = [d * n for d, n in zip(dilation, others, strict=True)]
+    hops = [s * n for s, n in zip(stride, others, strict=True)]
+    shape = (x.shape[1], *kernel, x.shape[2], len(x), *out)
+    view = x.as_strided(shape, (channels, *steps, rows, images, *hops), x.storage_offset())
+    return view.reshape(x.shape[1] * prod(kernel), x.shape[2], -1)
+
+
+def _missing(first: int, count: int, rows: int) -> Iterator[Range]:
+    """Yield which of the rows `0, ..., rows - 1` are not among `count` rows from `first` on."""
+    if first > 0:
+        yield 0, min(first, rows)
+    if first + count < rows:
+        yield max(first + count, 0), rows
+
+
+def _product(left: Tensor, right: Tensor, split: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+    """Sum outer products over rows and positions: `[channels, kernel, channels, kernel]`, in a precision."""
+    left, right = left.flatten(1), right.flatten(1).T
+    product: Tensor
+    if left.dtype in HALF and left.is_cuda:  # pragma: no cover (tested on a GPU)
+        product = torch.mm(left, right, out_dtype=dtype)
+    else:
+        product = left.to(dtype) @ right.to(dtype)
+    return product.reshape(*split[::2], *split[::2])
+
+
+# Patches are written down for so many data at a time that they fill about this many bytes.
+_PATCH_BYTES = {False: 2**26, True: 2**28}  # on a CPU, on an accelerator
+
+
+class Patches(Inputs):
+    """Patches of images `x` of shape `[images, channels, *spatial]`.
+
+    Args:
+        shape: The shape of the images.
+        kernel: Kernel size per spatial axis.
+        stride: Per spatial axis.
+        padding: Zeros before and after, per spatial axis (a negative number crops).
+        dilation: Per spatial axis.
+        groups: Number of channel groups.
+        mirrored: Whether patches come in the opposite order of the operation's output positions.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        kernel: tuple[int, ...],
+        stride: tuple[int, ...],
+        padding: tuple[Range, ...],
+        dilation: tuple[int, ...],
+        groups: int,
+        mirrored: bool = False,
+    ) -> None:
+        self.kernel = kernel
+        self.stride = stride
+        self.dilation = dilation
+        self.groups = groups
+        self.mirrored = mirrored
+        self.crop = tuple((max(-before, 0), max(-after, 0)) for before, after in padding)
+        self.padding = tuple((max(before, 0), max(after, 0)) for before, after in padding)
+        self.spatial = tuple(n - sum(off) for n, off in zip(shape[2:], self.crop, strict=True))
+        self.out = tuple(
+            (n + sum(pad) - d * (k - 1) - 1) // s + 1
+            for n, pad, k, s, d in zip(self.spatial, self.padding, kernel, stride, dilation, strict=True)
+        )
+        self.channels = shape[1] // groups
+        self.size = self.channels * prod(kernel)
+        self.overlap = prod(kernel)
+        self.per_row = prod(self.out)
+
+    def add_to(self, total: OuterProductSum, x: Tensor, ones: bool) -> float:
+        """Add the patch covariance."""
+        x = total.rounded(self._cropped(x))  # patches have each number several times
+        positions = len(x) * prod(self.out)
+        windows = Windows(self.kernel, self.stride, self.padding, self.dilation, self.out)
+        if total.diagonal or self.groups > 1:
+            self._add_patches(total, x)
+        elif sync.runs_behind(x.device) and rows_pay(windows, self.spatial[0]):
+            each = self._at_a_time(x, prod(self.kernel[1:]) * self.spatial[0] * prod(self.out[1:]))
+            with multiplying(total.products):
+                for some_x in x.split(each):
+                    add_by_rows(total.inner, some_x, windows)
+        elif self._shifts_pay(x):
+            self._add_by_shifts(total.inner, x)
+        else:
+            self._add_patches(total, x)
+        if ones:
+            total.add_ones(self._sums(x).sum(0), positions)
+        return positions
+
+    def add_counted(self, total: OuterProductSum, x: Tensor, ones: bool, counted: Tensor) -> float | Tensor:
+        """Write patches down, for some images at a time, and add some of them."""
+        x = total.rounded(self._cropped(x))
+        each = self._at_a_time(x, prod(self.kernel) * prod(self.out))
+        numbers = []
+        for some_x, some in zip(x.split(each), self._in_order_of_patches(counted).split(each), strict=True):
+            vectors, number = chosen(self._vectors(some_x).squeeze(0), some.flatten())
+            total.add(vectors, ones, number)
+            numbers.append(number)
+        return sum(numbers)
+
+    def _in_order_of_patches(self, positions: Tensor) -> Tensor:
+        """Return something of each image's positions, `[images, positions, ...]`, in the order of patches."""
+        return positions.flip(1) if self.mirrored else positions
+
+    def _add_patches(self, total: OuterProductSum, x: Tensor) -> None:
+        """Write patches down, for some images at a time."""
+        for some_x in x.split(self._at_a_time(x, prod(self.kernel) * prod(self.out))):
+            total.add(self._vectors(some_x))
+
+    def _at_a_time(self, x: Tensor, numbers: int) -> int:
+        """Return how many images to treat together, given how many numbers are written down for each channel."""
+        limit = _PATCH_BYTES[x.device.type != "cpu"]
+        return max(1, limit // (x.element_size() * self.channels * self.groups * numbers))
+
+    def leading(self, x: Tensor) -> tuple[int, ...]:
+        """Images: all positions of one belong to the same datum."""
+        return (len(x),)
+
+    def sums(self, x: Tensor, owners: Owners) -> tuple[Tensor, Tensor]:
+        """Sum every datum's patches."""
+        if owners.counted is not None:
+            dtype = at_least_float32(x.dtype)
+            counted = self._in_order_of_patches(owners.counted)
+            patches = self._vectors(self._cropped(x)).reshape(*counted.shape, -1)
+            of_images = torch.where(counted.unsqueeze(2), patches, 0).sum(1, dtype=dtype)
+            sums = owners.by_datum(of_images).sum(1)
+            return sums.unflatten(1, (self.groups, -1)), owners.numbers_counted(dtype).sum((1, 2))
+        sums = owners.by_datum(self._sums(self._cropped(x))).sum(1)  # a datum may have several images
+        return sums.unflatten(1, (self.groups, -1)), owners.counts(len(x), sums) * prod(self.out)
+
+    def shared(self, use: Use) -> int:
+        """Return the number of positions."""
+        return super().shared(use) * prod(self.out)
+
+    def rows(self, use: Use, g: Tensor, by_place: bool = False) -> RowProducts:
+        """Write all patches down."""
+        ((patches, g),) = self._with_gradients(use.x, g, all_at_once=True)
+        # A datum may have several images, whose positions are all its rows.
+        x, g = (use.owners.by_datum(t, trailing=2).flatten(1, 2) for t in (patches, g))
+        x, g = (t.unflatten(2, (self.groups, -1)).permute(2, 0, 1, 3) for t in (x, g))
+        return RowProducts(PlainVectors(x, 1.0 if use.ones else None), PlainVectors(g))
+
+    def gradients(self, use: Use, g: Tensor) -> Iterator[Tensor]:
+        """Multiply image by image; patches are written down for a few images at a time."""
+        several = self._has_several_images(use)
+        for patches, some_g in self._with_gradients(use.x, g, all_at_once=several):
+            patches, some_g = (t.unflatten(2, (self.groups, -1)) for t in (patches, some_g))  # noqa: PLW2901
+            gradients = some_g.permute(0, 2, 3, 1) @ patches.transpose(1, 2)
+            if use.ones:
+                gradients = torch.cat([gradients, some_g.sum(1).unsqueeze(3)], 3)
+            yield use.owners.by_datum(gradients, trailing=3).sum(1) if several else gradients
+
+    def add_squares(self, total: Tensor, use: Use, g: Tensor, Q_A: Tensor | None, Q_B: Tensor | None) -> None:
+        """Treat patches of a few images at a time like any other vectors; rotating them is a convolution."""
+        if self.groups > 1 or self._has_several_images(use):
+            super().add_squares(total, use, g, Q_A, Q_B)
+            return
+        vectors = Vectors(self.size)
+        if Q_A is not None and prod(self.out) <= g.shape[-1]:
+            g = self._in_order_of_patches(g)
+            step = at_a_time(g, prod(self.out) * Q_A.shape[2])
+            for some_x, some_g in zip(self._cropped(use.x).split(step), g.split(step), strict=True):
+                rotated = self._rotated(some_x.to(total.dtype), Q_A[0], use.ones)
+                some = Use(vectors, rotated, Regular(len(some_x), prod(self.out)), ones=False)
+                vectors.add_squares(total, some, some_g, None, Q_B)
+            return
+        for patches, some_g in self._with_gradients(use.x, g):
+            some = Use(vectors, patches, Regular(len(patches), prod(self.out)), use.ones)
+            vectors.add_squares(total, some, some_g, Q_A, Q_B)
+
+    def _cropped(self, x: Tensor) -> Tensor:
+        """Leave pixels out where padding is negative."""
+        for axis, (before, after) in enumerate(self.crop, start=2):
+            if before or after:
+                x = x.narrow(axis, before, x.shape[axis] - before - after)
+        return x
+
+    def _rotated(self, x: Tensor, Q: Tensor, ones: bool) -> Tensor:
+        """Return patches in another basis, `[images, positions, d_A]`; the last row of `Q` belongs to the bias."""
+        flat = [side for pad in reversed(self.padding) for side in pad]
+        weight = Q[: self.size].T.reshape(-1, self.channels, *self.kernel)
+        convolution = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(self.kernel)]
+        bias = Q[-1] if ones else None
+        rotated: Tensor = convolution(F.pad(x, flat), weight, bias, self.stride, 0, self.dilation)
+        return rotated.flatten(2).transpose(1, 2)
+
+    def _has_several_images(self, use: Use) -> bool:
+        """Whether a datum may have more than one image."""
+        return not use.owners.in_order(len(use.x))
+
+    def _with_gradients(self, x: Tensor, g: Tensor, all_at_once: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+        """Write patches down, a few images at a time, with their gradients: `[images, positions, features]` each."""
+        g = self._in_order_of_patches(g.to(torch.promote_types(g.dtype, x.dtype)))
+        step = len(g) if all_at_once else at_a_time(g, self.size * prod(self.out) * self.groups)
+        for some_x, some_g in zip(self._cropped(x).split(step), g.split(step), strict=True):
+            patches = self._vectors(some_x.to(g.dtype))
+            yield patches.unflatten(1, (len(some_x), -1)).squeeze(0), some_g
+
+    def _sums(self, x: Tensor) -> Tensor:
+        """Sum patches over positions, `[images, groups * features]`: one axis after the other."""
+        sums = x.to(at_least_float32(x.dtype))
+        for axis in range(len(self.kernel)):
+            dim = 2 + axis  # axes before it are kernel axes already
+            parts = []
+            total = sums.sum(dim) if self.stride[axis] == 1 else None
+            for i in range(self.kernel[axis]):
+                if total is None:
+                    start, stop = self._window(axis, i)
+                    index = torch.arange(start, stop, self.stride[axis], device=sums.device)
+                    parts.append(sums.index_select(dim, index).sum(dim))
+                else:
+                    outside = [sums.narrow(dim, low, high - low).sum(dim) for low, high in self._outside(axis, i)]
+                    parts.append(sum((-part for part in outside), total))
+            sums = torch.stack(parts, dim)
+        return sums.flatten(1)
+
+    def _window(self, axis: int, i: int) -> Range:
+        """Return the half-open range of pixels that offset `i` of an axis' kernel touches."""
+        step, offset = self.stride[axis], i * self.dilation[axis] - self.padding[axis][0]
+        first = max(0, -(offset // step))  # outputs before this one touch padding
+        last = min(self.out[axis] - 1, (self.spatial[axis] - 1 - offset) // step)
+        return (offset + first * step, offset + last * step + 1) if last >= first else (0, 0)
+
+    def _outside(self, axis: int, i: int) -> list[Range]:
+        """Return the pixels that offset `i` of an axis' kernel does not touch, at stride one."""
+        start, stop = self._window(axis, i)
+        if stop <= start:
+            return [(0, self.spatial[axis])]
+        return [(low, high) for low, high in ((0, start), (stop, self.spatial[axis])) if high > low]
+
+    def _vectors(self, x: Tensor) -> Tensor:
+        """Write patches down, `[1, positions, groups * features]`, with positions next to each other in memory."""
+        flat = [side for pad in reversed(self.padding) for side in pad]
+        x = F.pad(x, flat).transpose(0, 1)
+        patches = x.new_empty(x.shape[0], prod(self.kernel), x.shape[1], *self.out)
+        for place, offset in enumerate(product(*map(range, self.kernel))):
+            window = [
+                slice(i * d, i * d + (n - 1) * s + 1, s)
+                for i, d, n, s in zip(offset, self.dilation, self.out, self.stride, strict=True)
+            ]
+            patches[:, place] = x[(slice(None), slice(None), *window)]
+        return patches.reshape(self.groups * self.size, -1).T.unsqueeze(0)
+
+    def _shifts_pay(self, x: Tensor) -> bool:
+        """Whether autocorrelations need fewer operations than patches do; an accelerator prefers few large ones."""
+        if any(s != 1 for s in self.stride) or x.device.type != "cpu":
+            return False
+        gaps = [0, *(d * (k - 1) for k, d in zip(self.kernel[1:], self.dilation[1:], strict=True))]
+        frame = prod(n + gap for n, gap in zip(self.spatial, gaps, strict=True))
+        shifts = (prod(2 * k - 1 for k in self.kernel) + 1) / 2
+        blocks = prod(self.kernel) * (prod(self.kernel) + 1) / 2
+        return shifts * frame < 0.9 * blocks * prod(self.out)
+
+    def _add_by_shifts(self, total: Tensor, x: Tensor) -> None:
+        """Add the patch covariance `[C * kernel, C * kernel]` from autocorrelations and border strips."""
+        # The first axis needs no gap: what is shifted beyond its end is cut off, if it is the slowest one.
+        first, *others = self.spatial
+        gaps = [d * (k - 1) for k, d in zip(self.kernel[1:], self.dilation[1:], strict=True)]
+        widths = [n + gap for n, gap in zip(others, gaps, strict=True)]
+        frame = x.new_zeros(self.channels, first, len(x), *widths, dtype=total.dtype)
+        inside: tuple[Any, ...] = (..., *(slice(n) for n in others))
+        image = frame[inside].movedim(1, 2)  # [C, N, *spatial]
+        image.copy_(x.transpose(0, 1))
+        flat, strides = frame.flatten(1), image.stride()[2:]
+
+        @cache
+        def autocorrelation(shift: tuple[int, ...]) -> Tensor:
+            offset = min(sum(map(prod, zip(shift, strides, strict=True))), flat.shape[1])
+            return flat[:, : flat.shape[1] - offset] @ flat[:, offset:].T
+
+        @cache
+        def strip(ranges: tuple[Range, ...], shift: tuple[int, ...]) -> Tensor | None:
+            """Sum products over the pixels in some ranges whose partner is inside of the image."""
+            near, far = [slice(None)] * 2, [slice(None)] * 2
+            for (low, high), by, n in zip(ranges, shift, self.spatial, strict=True):
+                low, high = max(low, -by), min(high, n - by)  # noqa: PLW2901
+                if high <= low:
+                    return None
+                near.append(slice(low, high))
+                far.append(slice(low + by, high + by))
+            return image[tuple(near)].flatten(1) @ image[tuple(far)].flatten(1).T
+
+        offsets = list(product(*map(range, self.kernel)))
+        blocks = total.unflatten(1, (self.channels, -1)).unflatten(0, (self.channels, -1))
+        for i, a in enumerate(offsets):
+            # Pixels outside of the window in one axis are taken off again, those outside in two axes added again, ...
+            parts = [
+                [((0, n), 1.0), *((outside, -1.0) for outside in self._outside(axis, a[axis]))]
+                for axis, n in enumerate(self.spatial)
+            ]
+            for j, b in enumerate(offsets[i:], start=i):
+                shift = tuple((q - p) * d for p, q, d in zip(a, b, self.dilation, strict=True))
+                block = autocorrelation(shift).clone()
+                for choice in list(product(*parts))[1:]:  # the first one is the whole image
+                    border = strip(tuple(pixels for pixels, _ in choice), shift)
+                    if border is not None:
+                        block.add_(border, alpha=prod(sign for _, sign in choice))
+                blocks[:, i, :, j] += block
+                if i != j:
+                    blocks[:, j, :, i] += block.T

@@ -1,0 +1,375 @@
+"""Statistics of the gradients of every example: sums that are taken at once, and gradients kept for a batch."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfs.distributed import Ranks, add_up, add_up_at
+from kfs.errors import ModelError
+from kfs.factors.accumulate.gram import HALF
+from kfs.factors.accumulate.inputs import Rows, Use, add_rotated_squares
+from kfs.factors.accumulate.interface import Adder, Ignore, PlannedUse, Receiver, Sums
+from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.accumulate.row_products import PlainVectors, RowProducts
+from kfs.factors.layout import Key, Layout
+from kfs.factors.rows.row_map import Owners, Regular
+from kfs.factors.settings import Settings
+from kfs.runtime.nested import mapped
+from kfs.runtime.precision import at_least_float32, tf32
+
+
+class Statistic(ABC):
+    """A sum over the gradients of one block.
+
+    Attributes:
+        total: The sum, changed in place.
+    """
+
+    total: Tensor
+
+    @property
+    def totals(self) -> list[Tensor]:
+        """All sums, if there are several."""
+        return [self.total]
+
+    @abstractmethod
+    def add(self, gradients: Tensor) -> None:
+        """Add gradients, `[n, groups, d_B, d_A]`."""
+
+    def add_use(self, use: Use, g: Tensor) -> None:
+        """Add the gradients of a parameter's only use in a batch, given what came back to it for one column."""
+        for gradients in use.gradients(g):
+            self.add(gradients)
+
+
+@dataclass
+class Squares(Statistic):
+    """Sums of squared gradients, seen in other bases, whose vectors are columns. `None` is the standard basis."""
+
+    total: Tensor  # [groups, d_B, d_A], changed in place
+    Q_A: Tensor | None = None  # basis of the input side, [groups, d_A, d_A]
+    Q_B: Tensor | None = None  # basis of the gradient side, [groups, d_B, d_B]
+
+    def add(self, gradients: Tensor) -> None:
+        """Rotate and square."""
+        with self._on(gradients.device) as (total, Q_A, Q_B):
+            add_rotated_squares(total, gradients, Q_A, Q_B)
+
+    def add_use(self, use: Use, g: Tensor) -> None:
+        """Rotate and square in the way that is cheapest for this kind of inputs.
+
+        Gradients in half precision have fewer digits than TF32, so that a GPU may round bases to that.
+        """
+        with self._on(g.device) as (total, Q_A, Q_B), tf32(True if g.dtype in HALF else None):
+            use.inputs.add_squares(total, use, g, Q_A, Q_B)
+
+    @contextmanager
+    def _on(self, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
+        """Return total and bases on the device of the gradients, if they live on another one."""
+        if self.total.device == device:  # pragma: no branch
+            yield self.total, self.Q_A, self.Q_B
+            return
+        total = torch.zeros_like(self.total, device=device)  # pragma: no cover (tested on a GPU)
+        Q_A, Q_B = (None if Q is None else Q.to(device) for Q in (self.Q_A, self.Q_B))  # pragma: no cover
+        yield total, Q_A, Q_B  # pragma: no cover
+        self.total += total.to(self.total.device)  # pragma: no cover
+
+
+class PerDatumSums(Sums):
+    """Shows the per-datum gradients of blocks to statistics, in a second pass over the data.
+
+    Args:
+        settings: What was asked for.
+        layouts: The blocks of the first pass.
+        statistics: By block.
+        left_out: Blocks that another pass is for.
+        owners: The rank that keeps the statistic of each block. By default, all ranks do.
+    """
+
+    by_datum = True
+
+    def __init__(
+        self,
+        settings: Settings,
+        layouts: Mapping[Key, Layout],
+        statistics: Mapping[Key, Statistic],
+        left_out: Collection[Key] = (),
+        owners: Mapping[Key, int] | None = None,
+    ) -> None:
+        """Know all blocks from the start."""
+        super().__init__(layouts.values())
+        self._left_out = left_out
+        self._owners = owners
+        self._here: Collection[Key] = statistics.keys()
+        self.settings = settings
+        self._layouts = layouts
+        self._statistics = statistics
+        self._times_used: dict[Key, int] = {}
+        self._several_uses: dict[Key, Tensor] = {}
+        self._seen: set[Key] = set()
+        self._unknown: set[str] = set()
+
+    def adder_of(self, plan: PlannedUse) -> Adder:
+        """Return what shows the gradients of a plan's uses to the block's statistic."""
+        key = plan.layout.key
+        self._seen.add(key)
+        if key in self._left_out and self._layouts[key] == plan.layout:
+            return Ignore()
+        if key not in self._statistics or self._layouts[key] != plan.layout:
+            self._unknown.add(plan.layout.name)
+            return Ignore()
+        return _Show(plan, self._statistics[key], self._times_used, self._several_uses)
+
+    def note_conflict(self, plan: PlannedUse) -> None:
+        """Take note of a use that does not fit together with other uses of its parameter."""
+        self._unknown.add(plan.layout.name)
+
+    def finish_backward(self) -> None:
+        """Show the gradients of parameters with several uses."""
+        for key, gradients in self._several_uses.items():
+            with full_precision(gradients.device.type):
+                self._statistics[key].add(gradients)
+        self._several_uses.clear()
+
+    def finish_batch(self) -> None:
+        """Forget the batch."""
+        self._times_used.clear()
+
+    def check_complete(self, resumed: bool) -> None:
+        """Refuse a pass that has seen other blocks than the first one; one that was resumed need not see any.
+
+        Raises:
+            ModelError: If a block is new, or was not used.
+        """
+        unused = [self._layouts[key].name for key in self._statistics if key not in self._seen]
+        missing = [] if resumed else unused
+        new = sorted(self._unknown) if self.settings.uncovered == "error" else []
+        if missing or new:
+            raise ModelError(
+                f"The blocks differ from those of the factors: {missing} are not used, and {new} are new.",
+                "Use the same model and parameters, and data that use all of them.",
+            )
+
+    def add_up(self, ranks: Ranks, device: torch.device) -> None:
+        """Add up the statistics of all blocks. Some ranks may have seen a block that others have not."""
+        seen = ranks.gather("blocks of per-datum gradients", (self._seen, self._unknown))
+        self._seen = set().union(*(keys for keys, _ in seen))
+        self._unknown = set().union(*(names for _, names in seen))
+        if self._owners is None:
+            totals = [total for statistic in self._statistics.values() for total in statistic.totals]
+            add_up(ranks, "per-datum gradients", totals)
+            return
+        for owner in sorted(set(self._owners.values())):
+            of_owner = [s for key, s in self._statistics.items() if self._owners[key] == owner]
+            add_up_at(ranks, owner, [total for statistic in of_owner for total in statistic.totals])
+        self._here = {key for key, owner in self._owners.items() if owner == ranks.rank}
+
+    def state(self) -> dict[str, Any]:
+        """Return all sums, between two batches, for a file; after they were added up, those that this rank owns."""
+        here = {key: s for key, s in self._statistics.items() if key in self._here}
+        return {"totals": [[self._layouts[key].name, s.total] for key, s in here.items()]}
+
+    def restore(self, state: Any) -> None:
+        """Undo `state`."""
+        for statistic in self._statistics.values():
+            statistic.total.zero_()
+        self.add(state)
+
+    def add(self, state: Any) -> None:
+        """Add sums over other data."""
+        by_name = {self._layouts[key].name: statistic for key, statistic in self._statistics.items()}
+        for name, total in state["totals"]:
+            by_name[name].total.add_(total.to(by_name[name].total.device))
+
+
+@dataclass
+class _Show(Adder):
+    """Shows gradients at once if a parameter is used once in a batch; otherwise collects those of all its uses."""
+
+    plan: PlannedUse
+    statistic: Statistic
+    times_used: dict[Key, int]
+    several_uses: dict[Key, Tensor]
+
+    def __post_init__(self) -> None:
+        self.key = self.plan.layout.key
+
+    def add(self, x: Tensor | None, owners: Owners | None = None) -> Receiver:
+        assert owners is not None  # noqa: S101 (it says that it needs them)
+        use = Use(self.plan.inputs, x, owners, self.plan.ones)  # type: ignore[arg-type]
+        self.times_used[self.key] = self.times_used.get(self.key, 0) + 1
+
+        def receive(g: Tensor) -> None:
+            if self.times_used[self.key] == 1 and self.plan.side == "A":
+                for column in g:
+                    self.statistic.add_use(use, column)
+            else:
+                self._collect(use, g)
+
+        return receive
+
+    def _collect(self, use: Use, g: Tensor) -> None:
+        """Add one use's gradients, `[columns * batch, groups, d_B, d_A]`."""
+        gradients = torch.cat([part for column in g for part in use.gradients(column)])
+        if self.plan.side == "B":
+            gradients = gradients.transpose(2, 3)
+        if gradients.shape[3] < self.plan.layout.matrix_shape[2]:  # a bias that was not used
+            gradients = torch.nn.functional.pad(gradients, (0, 1))
+        before = self.several_uses.get(self.key)
+        self.several_uses[self.key] = gradients if before is None else before + gradients
+
+
+class KeptGradients(Sums):
+    """Keeps the gradients of every datum of a batch, by block.
+
+    Args:
+        layouts: Blocks that are known. If there are any, uses of parameters in another way are not kept, but noted.
+
+    Attributes:
+        layouts: The blocks that are known, or were found.
+        conflicts: `(parameter, operation)` of uses that do not fit together with other uses, or with known blocks.
+    """
+
+    by_datum = True
+
+    def __init__(self, layouts: Mapping[Key, Layout] | None = None) -> None:
+        known = layouts or {}
+        super().__init__(known.values())
+        self.layouts: dict[Key, Layout] = dict(known)
+        self.conflicts: set[tuple[str, str]] = set()
+        self._fixed = bool(known)
+        self._columns: list[dict[Key, list[Captured]]] = []
+
+    def adder_of(self, plan: PlannedUse) -> Adder:
+        """Return what keeps the gradients of a plan's uses."""
+        key = plan.layout.key
+        if self._fixed and self.layouts.get(key) != plan.layout:
+            self.note_conflict(plan)
+            return Ignore()
+        self.layouts.setdefault(key, plan.layout)
+        return _Keep(plan, self._columns)
+
+    def note_conflict(self, plan: PlannedUse) -> None:
+        """Take note of a use that does not fit together with other uses of its parameter."""
+        self.conflicts.add((plan.layout.weight, plan.operation))
+
+    def take(self) -> "list[dict[Key, list[Captured]]]":
+        """Return the gradients of all uses in the last batch, for each column by block, and forget them.
+
+        If no parameter was used, there are no columns.
+        """
+        columns = list(self._columns)
+        self._columns.clear()
+        return columns
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing: these are not sums over data."""
+        return {}
+
+    def restore(self, state: Any) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The gradients that one use gives to a parameter.
+
+    Attributes:
+        plan: What is known about the use.
+        use: The inputs.
+        gradient: What came back to it, `[*leading, groups * d_B]`.
+    """
+
+    plan: PlannedUse
+    use: Use
+    gradient: Tensor
+
+    @property
+    def shared(self) -> int:
+        """Number of rows of each datum."""
+        return self.plan.inputs.shared(self.use)
+
+    @property
+    def units(self) -> tuple[bool, bool]:
+        """Whether vectors are unit vectors, on the input side and on the gradient side of the block."""
+        unit = self.plan.inputs.unit
+        return (False, unit) if self.plan.side == "B" else (unit, False)
+
+    @property
+    def work(self) -> tuple[int, int]:
+        """How many multiplications an inner product takes on each side; on both together with groups."""
+        groups, rows, columns = self.plan.layout.matrix_shape
+        on_inputs, on_gradients = self.units
+        return 1 if on_inputs else groups * columns, 1 if on_gradients else groups * rows
+
+    @cached_property
+    def rows(self) -> RowProducts:
+        """Vectors of all rows, as the block has them."""
+        return self._as_in_block(self.plan.inputs.rows(self.use, self.gradient))
+
+    def by_place(self) -> RowProducts:
+        """Return the rows where places at which inputs are the same have rows of their own."""
+        return self._as_in_block(self.plan.inputs.rows(self.use, self.gradient, by_place=True))
+
+    @property
+    def in_order(self) -> bool:
+        """Whether rows of a datum are in the order of the activation, and all data have as many."""
+        return isinstance(self.use.owners, Regular)
+
+    @property
+    def places(self) -> int:
+        """At how many places of each datum a parameter was broadcast; zero if that did not happen."""
+        if not isinstance(self.plan.inputs, Rows):
+            return 0
+        return self.plan.inputs.places // self.use.owners.num_data
+
+    def matrices(self) -> Iterator[Tensor]:
+        """Form matrices, `[some data, groups, d_B, d_A]`, of a few data at a time."""
+        # Products of numbers in half precision would be rounded to half precision.
+        wide = at_least_float32(self.gradient.dtype)
+        x = mapped(self.use.x, lambda t: t.to(wide) if t.is_floating_point() else t)
+        for part in replace(self.use, x=x, cache={}).gradients(self.gradient.to(wide)):
+            part = part.transpose(2, 3) if self.plan.side == "B" else part  # noqa: PLW2901
+            unused = self.plan.layout.matrix_shape[2] - part.shape[3]
+            yield torch.nn.functional.pad(part, (0, unused)) if unused else part
+
+    def _as_in_block(self, rows: RowProducts) -> RowProducts:
+        """Exchange the sides where inputs are on that of gradients, and let a bias that was not used have zeros."""
+        if self.plan.side == "B":
+            return RowProducts(rows.g, rows.x)
+        if isinstance(rows.x, PlainVectors) and rows.x.size < self.plan.layout.matrix_shape[2]:
+            return replace(rows, x=replace(rows.x, last=0.0))
+        return rows
+
+
+@dataclass
+class _Keep(Adder):
+    """Keeps the uses of one plan."""
+
+    plan: PlannedUse
+    columns: list[dict[Key, list[Captured]]]
+
+    def add(self, x: Any, owners: Owners | None = None) -> Receiver:
+        assert owners is not None  # noqa: S101 (it says that it needs them)
+        # What is kept must not hold the graph of the pass.
+        use = Use(self.plan.inputs, mapped(x, Tensor.detach), owners, self.plan.ones)
+
+        received = 0
+
+        def receive(g: Tensor) -> None:
+            # Backward passes come one after the other, each with some of the columns.
+            nonlocal received
+            for gradient in g:
+                if received == len(self.columns):
+                    self.columns.append({})
+                kept = self.columns[received].setdefault(self.plan.layout.key, [])
+                kept.append(Captured(self.plan, use, gradient.detach()))
+                received += 1
+
+        return receive

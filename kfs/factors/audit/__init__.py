@@ -1,0 +1,8 @@
+"""The audit: checks, on a few of the user's own data, that what was captured is what the model computes."""
+
+from kfs.factors.audit.audit import NotRepeatableError
+from kfs.factors.audit.audits import Audits, distrust, forget_audits
+from kfs.factors.audit.report import Audit, both_audits
+from kfs.factors.audit.row_experiments import Counts
+
+__all__ = ["Audit", "Audits", "Counts", "NotRepeatableError", "both_audits", "distrust", "forget_audits"]

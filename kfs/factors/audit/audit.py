@@ -1,0 +1,528 @@
+"""The audit: on a few of the user's own data, is what was captured what the model computes?
+
+The cache of audits lives in `kfs.factors.audit.audits`, the report in `kfs.factors.audit.report`.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from math import isfinite, isnan, nan, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from kfs.errors import ModelError
+from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.audit.gradient_sums import GradientSums
+from kfs.factors.audit.report import Audit, AuditedUse, percent
+from kfs.factors.audit.row_experiments import Counts, RowExperiments, hold_for
+from kfs.factors.capture.mode import Capture, hidden_uses
+from kfs.factors.capture.sites import Known, Placed, Question, Site, What
+from kfs.factors.capture.tap import backward, measure_rows, pass_derived
+from kfs.factors.rows.counted import ALL, RowRule
+from kfs.factors.rows.measure import Measured, probes
+from kfs.factors.trace.session import Session
+from kfs.factors.trace.tracking import Tracker, tensors_of
+from kfs.problem.data import can_be_cut, cut
+from kfs.problem.isolation import uncompiled
+from kfs.runtime.nested import mapped
+from kfs.runtime.precision import IN_HALF_PRECISION, at_least_float32, tolerance_for
+
+
+class Results(TorchFunctionMode):
+    """Keeps results of all operations, in their order, with the parameters that they use."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self.tracker = tracker
+        self.results: list[tuple[str, list[str], Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = [self.tracker.find(t) for t in tensors_of((*args, *kwargs.values()))]
+        result = func(*args, **kwargs)
+        names = sorted({tracked.name for tracked in found if tracked is not None})
+        for t in tensors_of([result]):  # attention and recurrent networks have several
+            if t.is_floating_point():
+                self.results.append((getattr(func, "__name__", str(func)), names, t.detach().clone()))
+        return result
+
+
+@contextmanager
+def both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter two contexts, the second one inside of the first."""
+    with first, second:
+        yield
+
+
+def wrong_rule(plain: Results, captured: Results, difference: float, tolerance: float) -> ModelError:
+    """Return the error for predictions that are others under capture; it names the first result that differs."""
+    culprit = ""
+    for (name, params, one), (_, _, other) in zip(plain.results, captured.results, strict=False):
+        if difference_of(one, other) > tolerance:
+            used = f" (parameter {', '.join(map(repr, params))})" if params else ""
+            culprit = f" {name}{used} is the first operation whose result differs: the rule for it is wrong."
+            break
+    return ModelError(
+        f"Predictions under capture differ by {percent(difference)} from those of the model.{culprit}",
+        "Leave the parameters of that operation out with params=, and report it as an error of kfs. audit=False would "
+        "go on with other predictions than those of the model.",
+    )
+
+
+def mixing_error(cause: str) -> ModelError:
+    """Return the error for a model that mixes data, given how one knows."""
+    return ModelError(
+        f"{cause} The prediction for one datum depends on the rest of its batch, so that curvature per datum is not "
+        "defined.",
+        "Change the model such that it treats data one by one, or let a datum be what influences each other (a graph, "
+        "a group). If you know better, pass audit=False.",
+    )
+
+
+def compare_whole(f: Tensor, few: Tensor, tolerance: float) -> None:
+    """Compare predictions of a whole batch with those of its last data alone.
+
+    Raises:
+        ModelError: If they differ.
+    """
+    difference = difference_of(f[len(f) - len(few) :], few)
+    if difference > tolerance:
+        raise mixing_error(
+            f"The predictions for the last {len(few)} data differ by {percent(difference)} if they are computed in a "
+            f"batch of {len(f)}."
+        )
+
+
+def difference_of(a: Tensor, b: Tensor) -> float:
+    """Return the relative difference of two results, where they are finite."""
+    if a.shape != b.shape:
+        return torch.inf
+    finite = a.isfinite() & b.isfinite()
+    dtype = at_least_float32(a.dtype)
+    a, b = torch.where(finite, a, 0).to(dtype), torch.where(finite, b, 0).to(dtype)
+    size = float(a.abs().max()) if a.numel() else 0.0
+    distance = float((a - b).abs().max()) if a.numel() else 0.0
+    return distance / size if size > 0 else float(distance > 0)
+
+
+log = logging.getLogger("kfs.factors")
+# How many data an audit looks at. Two show whether data mix; with four, an order of rows is seldom regular by chance.
+FEW = 4
+# A gradient may be off by this many roundings of its terms: those of k terms add up to about the root of k, here of
+# 10,000. In half precision, two: one for the sum, and one for what is multiplied.
+_ROUNDINGS = 100
+_ROUNDINGS_IN_HALF_PRECISION = 2
+# How often answers to questions may change before one goes on with what there is: models have a few tables that are
+# repeated over the batch, and most answers are right at once.
+_ROUNDS = 10
+# With so many positions of each datum, all rules say something else about rows.
+_ENOUGH = 4
+_MEASURED = "rows are measured in every batch"
+# Evaluates the model on some inputs, within a context: takes inputs, their number, and the context.
+Run = Callable[[Any, int, AbstractContextManager[Any] | None], Tensor]
+
+
+@dataclass
+class Audited:
+    """What an audit found."""
+
+    report: Audit
+    known: Known
+    whole: bool  # whether it is about all data of a batch, because that cannot be cut
+    counts: Counts | None = None  # what said which rows count
+    rules_hold: bool = False  # whether rules about rows that count hold for inputs of other sizes
+    ways: set[int] = field(default_factory=set)  # hashes of the operations of passes that it is about
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether all numbers were finite; otherwise one has to look again, at other data."""
+        return not any(map(isnan, (self.report.predictions, *self.report.gradients.values())))
+
+
+class NotRepeatableError(ModelError):
+    """The model is not the same function in every call."""
+
+
+def audit(
+    run: Run,
+    x: Any,
+    num_data: int,
+    session: Session,
+    batch_axis: int | None = None,
+    halves: bool = True,
+    whole: bool = False,
+    counts: Counts | None = None,
+    earlier: Known | None = None,
+) -> tuple[Audited, Tensor]:
+    """Check what is captured on a few data.
+
+    Args:
+        run: Evaluates the model.
+        x: A batch of inputs.
+        num_data: Their number.
+        session: Has parameters and rules. It is not changed.
+        batch_axis: Where the batch axis is in inputs, if not first.
+        halves: Whether predictions are a function of one datum, so that half of the data have the same ones.
+        whole: Whether to look at all data in any case.
+        counts: What says which rows count. By default, all do.
+        earlier: What was found with inputs of other sizes, whose rules about rows hold for all.
+
+    Returns:
+        What was found, and predictions for the data that were looked at: the last ones, or all.
+
+    Raises:
+        ModelError: If a rule runs something else than the user's operation, or if data mix.
+    """
+    with uncompiled():
+        if num_data > FEW and not whole and can_be_cut(x, num_data, FEW, batch_axis):
+            try:
+                part = cut(x, num_data, range(num_data - FEW, num_data), batch_axis)
+                return _Audit(run, part, FEW, session, batch_axis, halves, counts=counts, earlier=earlier).result()
+            except Exception:
+                log.debug("The audit of %d data did not go through; now all %d.", FEW, num_data, exc_info=True)
+        if num_data == 1 and can_be_cut(x, 1, 1, batch_axis):
+            # One datum does not show which rows belong to it, and which ones all data share. Two copies of it do.
+            try:
+                twice = cut(x, 1, [0, 0], batch_axis)
+                one = _Audit(run, twice, 2, session, batch_axis, halves, counts=counts, earlier=earlier)
+                return _of_one_datum(*one.result())
+            except Exception:
+                log.debug("The audit of two copies of a datum did not go through; now one.", exc_info=True)
+        every = _Audit(run, x, num_data, session, batch_axis, halves, whole=True, counts=counts, earlier=earlier)
+        return every.result()
+
+
+def _of_one_datum(audited: Audited, f: Tensor) -> tuple[Audited, Tensor]:
+    """Return an audit of two copies of a datum as one of it: copies do not show whether data mix."""
+    return replace(audited, report=replace(audited.report, num_data=1)), f[:1]
+
+
+class _Audit:
+    """One audit, of all data in a batch."""
+
+    def __init__(
+        self,
+        run: Run,
+        x: Any,
+        num_data: int,
+        session: Session,
+        batch_axis: int | None,
+        halves: bool,
+        whole: bool = False,
+        counts: Counts | None = None,
+        earlier: Known | None = None,
+    ) -> None:
+        self.run = run
+        self.counts = counts
+        self.earlier = earlier
+        self.rules_hold = False
+        self.x = x
+        self.num_data = num_data
+        self.session = session.renewed()
+        self.batch_axis = batch_axis
+        self.halves = halves and num_data > 1
+        self.whole = whole
+        self.params = session.tracker.params
+
+    def result(self) -> tuple[Audited, Tensor]:
+        """Run it."""
+        names = list(self.params)
+        with _without_hooks(self.params.values()):
+            f, capture, sums, exact = self._captured([self.params[name] for name in names])
+        tolerance = IN_HALF_PRECISION if sums.narrow else tolerance_for(f.dtype, f.device)
+        predictions = self._compare_predictions(f.detach(), tolerance)
+        gradients, unexplained = self._compare_gradients(
+            f, capture, sums, dict(zip(names, exact, strict=True)), tolerance
+        )
+        sites = list(capture.places().waiting)
+        uses = [site for site in sites if not site.meeting]
+        known = replace(
+            self.known,
+            answers={question: answer for question, answer, _ in capture.places().questions},
+            uses=tuple(self._placed(site, capture.routes) for site in uses),
+            meetings=tuple(self._placed(site, capture.routes) for site in sites if site.meeting),
+            unexplained=frozenset(unexplained),
+            inputs=tuple(is_data for _, is_data in capture.marks.inputs),
+            both_ways=frozenset(self.session.both_ways),
+        )
+        mixes = any(site.measured is not None and site.measured.mixes for site in sites)
+        capture.places().forget()
+        known = self._with_row_rules(known, capture, mixes)
+        report = Audit(
+            self.num_data,
+            predictions,
+            gradients,
+            tuple(self._audited_uses(uses, known, capture.routes)),
+            tolerance,
+            missed=tuple(name for name in gradients if name in dict(unexplained)),
+            unused=tuple(name for name, g in zip(names, exact, strict=True) if g is None and name not in gradients),
+            mask=self.counts.source.name_in(self.x, self.num_data) if self.counts and known.has_mask else "",
+        )
+        return Audited(report, known, self.whole, self.counts, self.rules_hold), f.detach()
+
+    def _audited_uses(self, sites: Sequence[Site], known: Known, routes: bool) -> Iterator[AuditedUse]:
+        """Describe the uses that were measured."""
+        rules: dict[What, list[RowRule]] = {}
+        for what, rule in known.rows:
+            rules.setdefault(what, []).append(rule)
+        for site in sites:
+            operation, parameter = site.what
+            left = rules.get(site.what)
+            order, counted = self._rows(site, routes), str(left.pop(0)) if left else ""
+            both = [order] if order == _MEASURED or not counted else [order, counted]
+            yield AuditedUse(parameter, operation, ", ".join(both), _misfit(site))
+
+    def _with_row_rules(self, known: Known, capture: Capture, mixes: bool) -> Known:
+        """Find out which rows of every use count."""
+        counts = self.counts
+        if counts is None:
+            return known
+        # A datum without any target that counts has no row that does, unless predictions depend on other data, too.
+        otherwise = ALL if counts.class_axis is None or mixes else RowRule("data")
+        known = replace(known, otherwise=otherwise)
+        if capture.most_positions <= self.num_data and not capture.routes:  # one row of every datum
+            return known
+        before = self.earlier
+        if before is not None and hold_for(before.rows, capture.whats):
+            return replace(
+                known,
+                rows=before.rows,
+                has_mask=before.has_mask,
+                checked=before.checked,
+                distrusted=before.distrusted,
+            )
+        axis, routes = self.batch_axis, capture.routes
+        tried = RowExperiments(self.run, self.x, self.num_data, self.session, axis, known, counts, routes)
+        rules = tried.rules()
+        if self.num_data == 1:  # nothing tells the rows of one datum from all
+            rules = tuple((what, otherwise if rule == ALL else rule) for what, rule in rules)
+        # A few short sequences do not tell rules apart.
+        are_many = self.num_data == FEW and capture.most_positions >= _ENOUGH * self.num_data
+        self.rules_hold = are_many and hold_for(rules, capture.whats)
+        return replace(known, rows=rules, has_mask=tried.has_mask, checked=tried.checked)
+
+    def _captured(self, params: Sequence[Tensor]) -> tuple[Tensor, Capture, GradientSums, Sequence[Tensor | None]]:
+        """Run the model until it is clear which results have a row for every datum, and which inputs are constant.
+
+        Returns:
+            Predictions, the pass, sums over uses, and gradients by autograd of what was asked for.
+        """
+        self.known = Known()
+        first: Capture | None = None  # the first pass in which data mixed, whatever inputs are constant
+        rounds = 0
+        while True:
+            rounds += 1
+            sums = GradientSums()
+            capture = Capture(self.session, sums, self.num_data, self.batch_axis, self.known, measuring=True)
+            f = self._forward(capture)
+            exact = self._send_back(f, capture, params)
+            if not self.session.both_ways >= sums.placement.both_ways:
+                self.session.learn(sums.placement.both_ways)
+                continue
+            changed = self._changed_answers(capture)
+            if changed and rounds < _ROUNDS:
+                self.known = replace(self.known, answers={**self.known.answers, **changed})
+                continue
+            mixed = [site for site in capture.places().waiting if site.measured is not None and site.measured.mixes]
+            if not mixed or self.session.mixing:
+                return f, capture, sums, exact
+            first = first or capture
+            constants = self._more_constants(capture)
+            if constants is None:
+                raise self._mixing(first)
+            self.known = Known(constants=constants)
+
+    def _send_back(self, f: Tensor, capture: Capture, params: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Measure rows, add gradients times inputs up, and return gradients by autograd for the same vectors."""
+        sites = capture.sites
+        if self.num_data == 1 or sites is None or not (sites.waiting or sites.observed):  # nobody waits
+            return backward(f, capture, next(probes(f, self.num_data)).unsqueeze(0), also=params)
+        exact = measure_rows(f, capture, also=params)
+        with full_precision(f.device.type):
+            sites.replay()
+            pass_derived(capture)
+        return exact
+
+    def _forward(self, capture: Capture, within: AbstractContextManager[Any] | None = None) -> Tensor:
+        """Run the model with taps."""
+        marked = mapped(self.x, capture.mark_data)
+        try:
+            return self.run(marked, self.num_data, capture if within is None else within)
+        finally:
+            capture.leave_nothing_behind()
+            capture.running = False
+
+    def _changed_answers(self, capture: Capture) -> dict[Question, bool]:
+        """Return answers that turned out to be wrong."""
+        changed: dict[Question, bool] = {}
+        for question, answer, sites in capture.places().questions:
+            found = [site.measured for site in sites if site.measured is not None and site.measured.has_votes]
+            if not found:
+                continue
+            mixes = any(one.mixes for one in found)
+            if (answer and mixes) or (not answer and not mixes and any(map(self._has_rows_of_data, found))):
+                changed[question] = not answer
+        return changed
+
+    def _has_rows_of_data(self, found: Measured) -> bool:
+        """Whether there is a row for every datum, if rows do not mix data.
+
+        In half precision, a single number looks too often by chance as if it belonged to one datum; then, other data
+        have none.
+        """
+        return found.is_precise or 2 * found.number_of_owners > self.num_data
+
+    def _more_constants(self, capture: Capture) -> frozenset[int] | None:
+        """Return other inputs that may be the same for all data; `None` if all were tried.
+
+        First those without an axis as long as the batch, then one after the other.
+        """
+        data = [place for place, (_, is_data) in enumerate(capture.marks.inputs) if is_data]
+        if not self.known.constants:
+            without = [place for place in data if self.num_data not in capture.marks.inputs[place][0]]
+            self.candidates = [frozenset(without)] if without else []
+            self.candidates += [frozenset([place]) for place in reversed(data)] if len(capture.marks.inputs) > 1 else []
+        return self.candidates.pop(0) if self.candidates else None
+
+    def _compare_predictions(self, f: Tensor, tolerance: float) -> float:
+        """Compare predictions with those of the model alone, for half of the data if possible."""
+        chosen = self._half()
+        plain = self._alone(chosen)
+        if plain is not None and difference_of(plain, f[chosen]) <= tolerance:
+            return difference_of(plain, f[chosen])
+        # Is it the capture, or the other half of the data?
+        difference = difference_of(self.run(self.x, self.num_data, None).detach(), f)
+        if difference > tolerance:
+            raise self._wrong_rule(difference, tolerance)
+        if plain is None:
+            return difference
+        raise mixing_error(
+            f"The predictions for {len(chosen)} data are not the same in a batch with {self.num_data - len(chosen)} "
+            "others."
+        )
+
+    def _half(self) -> list[int]:
+        """Return some data that are computed alone.
+
+        The last ones come first: a model may prefer data that come early, as where experts have room for a few.
+        """
+        if not self.halves:
+            return list(range(self.num_data))
+        return list(range(self.num_data))[: -(self.num_data // 2) - 1 : -1]
+
+    def _alone(self, chosen: list[int]) -> Tensor | None:
+        """Return predictions for some data; `None` if the batch cannot be cut, as one of ragged graphs."""
+        if self.halves and not can_be_cut(self.x, self.num_data, len(chosen), self.batch_axis):
+            return None
+        try:
+            x = cut(self.x, self.num_data, chosen, self.batch_axis) if self.halves else self.x
+            return self.run(x, len(chosen), None).detach()
+        except Exception:
+            if not self.whole:
+                raise
+            return None
+
+    def _compare_gradients(
+        self, f: Tensor, capture: Capture, sums: GradientSums, exact: Mapping[str, Tensor | None], tolerance: float
+    ) -> tuple[dict[str, float], set[tuple[str, str]]]:
+        """Compare sums over uses with gradients by autograd.
+
+        Returns:
+            Relative differences by parameter, and `(parameter, why)` of uses that were missed or misread.
+        """
+        left_out = {name for name, _ in capture.unexplained | sums.conflicts}
+        zeros = torch.zeros_like
+        gradients = {name: zeros(self.params[name]) if g is None else g.to_dense() for name, g in exact.items()}
+        differences: dict[str, float] = {}
+        unexplained: set[tuple[str, str]] = set()
+        for name, (distance, size, terms) in sums.differences(gradients).items():
+            if name in left_out:
+                continue
+            if not isfinite(distance + size + terms):
+                differences[name] = nan
+                continue
+            precision = torch.bfloat16 if name in sums.narrow else capture.precisions.get(name, f.dtype)
+            roundings = _ROUNDINGS_IN_HALF_PRECISION if torch.finfo(precision).bits == 16 else _ROUNDINGS
+            noise = roundings * torch.finfo(precision).eps * terms
+            if distance <= noise:  # terms may cancel, so that nothing but rounding errors is left
+                differences[name] = distance / terms if terms > 0 else 0.0
+                continue
+            differences[name] = distance / size if size > 0 else torch.inf
+            if differences[name] > max(tolerance, tolerance_for(precision, f.device)):
+                unexplained.add((name, self._missed(name, f, sums, differences[name])))
+        # Another shape of inputs may take another way, so that a parameter has a block all the same.
+        unseen = [name for name, g in gradients.items() if name not in sums.operations and bool(g.any())]
+        missed = "it is used by something that was not seen: PyTorch hides it, or it does not depend on data"
+        unexplained.update((name, missed) for name in unseen if name not in left_out)
+        return differences, unexplained
+
+    def _missed(self, name: str, f: Tensor, sums: GradientSums, difference: float) -> str:
+        """Say which use may have been missed."""
+        seen = ", ".join(sorted(sums.operations[name]))
+        hidden = sorted({function for parameter, function in hidden_uses(f, self.params)[0] if parameter == name})
+        other = ", ".join(hidden) or "something that PyTorch hides"
+        what_differs = f"the gradient differs by {percent(difference)} from the sum over all uses that were seen"
+        return f"it is used by {seen} and by {other}, or {seen} was misread ({what_differs})"
+
+    def _wrong_rule(self, difference: float, tolerance: float) -> ModelError:
+        """Find the first operation whose result is another one under capture."""
+        plain, captured = Results(self.session.tracker), Results(self.session.tracker)
+        once = self.run(self.x, self.num_data, plain).detach()
+        if difference_of(self.run(self.x, self.num_data, None).detach(), once) > tolerance:
+            return NotRepeatableError(
+                "The model is not the same function in every call: its predictions for the same data differ.",
+                "Remove what it draws or counts outside of PyTorch. If you know what you do, pass audit=False.",
+            )
+        capture = Capture(self.session, GradientSums(), self.num_data, self.batch_axis, self.known, measuring=True)
+        self._forward(capture, both(capture, captured))
+        return wrong_rule(plain, captured, difference, tolerance)
+
+    def _mixing(self, capture: Capture) -> ModelError:
+        """Say between which operations data mix."""
+        sites = [site for site in capture.places().waiting if site.measured is not None]
+        last = max(place for place, site in enumerate(sites) if site.measured.mixes)  # type: ignore[union-attr]
+        operation, parameter = sites[last].what
+        after = f", and before {sites[last + 1].what[0]} ({sites[last + 1].what[1]!r})" if last + 1 < len(sites) else ""
+        return mixing_error(
+            f"Data mix after {operation} ({parameter!r}){after}: a row of its output influences the predictions for "
+            f"several data (gradients are off by {percent(_misfit(sites[last]))})."
+        )
+
+    def _placed(self, site: Site, routes: bool) -> Placed:
+        """Return what later batches need to know about a place."""
+        certain = site.certain and not routes and site.measured is not None and site.measured.has_votes
+        return Placed(site.what, site.leading, self.num_data, site.inner if certain else None)
+
+    def _rows(self, site: Site, routes: bool) -> str:
+        """Say how rows belong to data."""
+        inner = self._placed(site, routes).inner
+        if site.measured is not None and not site.measured.has_votes:
+            return "no gradient"
+        if inner is None:
+            return _MEASURED
+        shared = prod(site.leading) // self.num_data
+        if inner == shared:
+            return "batch first" if shared > 1 else "one row per datum"
+        return "batch last" if inner == 1 else f"{inner} of {shared} rows of a datum together"
+
+
+@contextmanager
+def _without_hooks(params: Any) -> Iterator[None]:
+    """Take users' hooks off parameters in this context: they may change gradients."""
+    hooks = [p._backward_hooks for p in params if p._backward_hooks]
+    kept = [dict(one) for one in hooks]
+    for one in hooks:
+        one.clear()
+    try:
+        yield
+    finally:
+        for one, before in zip(hooks, kept, strict=True):
+            one.update(before)
+
+
+def _misfit(site: Site) -> float:
+    return 0.0 if site.measured is None else site.measured.worst

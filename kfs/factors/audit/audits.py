@@ -1,0 +1,282 @@
+"""Audits that were done in this process: one for every model, state of its attributes, and shape of its inputs."""
+
+import logging
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from kfs.factors.audit.audit import FEW, Audited, Run, audit, compare_whole
+from kfs.factors.audit.report import Audit
+from kfs.factors.audit.row_experiments import Counts
+from kfs.factors.capture.sites import Known
+from kfs.factors.trace.session import Session
+from kfs.problem.data import Batch, axis_to_cut
+from kfs.problem.risk import EmpiricalRisk
+from kfs.runtime.cuda_graphs import attributes_of
+from kfs.runtime.nested import tensors_in, without_tensors
+
+log = logging.getLogger("kfs.factors")
+# So many ways through the model are audited for one shape of inputs: a model that chooses at every layer has very many.
+_MOST_WAYS = 16
+# So many shapes of inputs are remembered for a model, so that sequences of all lengths do not fill the memory.
+_MOST_SHAPES = 256
+# In so many states of its attributes a model is audited. If there are more, some are no settings, but count something.
+_MOST_STATES = 16
+
+
+class _Done(dict[Any, Audited]):
+    """The audits of a model, by all that they depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uncounted: set[Any] = set()  # attributes that passes change
+        self.of_sizes: dict[Any, Audited] = {}  # those whose rules about rows hold whatever sizes inputs have
+        self._latest: dict[Any, Any] = {}
+        self._states: set[int] = set()
+
+    def state(self, model: Any) -> int:
+        """Return a hash of the attributes of a model's modules, such as a setting that decides where its batch axis is.
+
+        What passes change themselves, such as a counter, is left out: a model would be audited for every batch.
+        """
+        now = self._attributes(model)
+        state = hash(frozenset(now.items()))
+        if state not in self._states and len(self._states) >= _MOST_STATES:
+            self.leave_out(changes := _changes(self._latest, now))
+            log.info(
+                "Audits no longer depend on attributes that change all the time: %s.", {name for _, name in changes}
+            )
+            now = self._attributes(model)
+            state = hash(frozenset(now.items()))
+        self._states.add(state)
+        self._latest = now
+        return state
+
+    def leave_out(self, attributes: set[Any]) -> None:
+        """Let some attributes not count any more."""
+        self.uncounted |= attributes
+        self._states.clear()
+
+    def changed(self, model: Any) -> set[Any]:
+        """Return attributes that have changed since they were asked for."""
+        return _changes(self._latest, self._attributes(model))
+
+    def _attributes(self, model: Any) -> dict[Any, Any]:
+        found = attributes_of(model) if isinstance(model, Module) else {}
+        return {name: value for name, value in found.items() if name not in self.uncounted}
+
+
+# By model: what was found.
+_DONE: "WeakKeyDictionary[Any, _Done]" = WeakKeyDictionary()
+
+
+class Audits:
+    """The audits of one model and one choice of parameters.
+
+    Args:
+        model: A module, or a function.
+        session: Has parameters and rules.
+        batch_axis: Where the batch axis is in inputs, if not first.
+        halves: Whether predictions are a function of one datum; not so in training.
+        counts: What says which rows count. By default, all do.
+
+    Attributes:
+        report: What was checked for all batches that were asked for; `None` if there was no batch.
+        session: What audits use. It may be replaced by one with other tensors for the same parameters.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        session: Session,
+        batch_axis: int | None = None,
+        halves: bool = True,
+        counts: Counts | None = None,
+    ) -> None:
+        self._counts = counts
+        self.report: Audit | None = None
+        self.session = session
+        self._batch_axis = batch_axis
+        self._halves = halves
+        self._done = _done(model)
+        self._model = model
+        self._key = (_described(model, session), batch_axis, halves)
+        self._state = self._done.state(model)
+        self._seen: list[Audited] = []
+        self._predictions: Tensor | None = None
+        self._current: Audited | None = None
+
+    def of_batch(self, risk: EmpiricalRisk, batch: Batch) -> Known:
+        """Return what is known about batches like one of a risk; see `of`."""
+        return self.of(partial(_evaluate, risk, batch), batch.x, len(batch.y))
+
+    def of(self, run: Run, x: Any, num_data: int) -> Known:
+        """Return what is known about batches like this one, after an audit if there was none.
+
+        Args:
+            run: Evaluates the model.
+            x: A batch of inputs.
+            num_data: Their number.
+
+        Raises:
+            ModelError: If the audit fails.
+        """
+        found = self._find(x, num_data)
+        if found is None:
+            of_sizes = (self._keys(x, num_data)[1], self._counts)
+            earlier = self._done.of_sizes.get(of_sizes)
+            found, self._predictions = audit(
+                run,
+                x,
+                num_data,
+                self.session,
+                self._batch_axis,
+                self._halves,
+                counts=self._counts,
+                earlier=None if earlier is None else earlier.known,
+            )
+            if found.is_conclusive and found.rules_hold:
+                self._done.of_sizes[of_sizes] = found
+            if changed := self._done.changed(self._model):
+                self._done.leave_out(changed)
+                self._state = self._done.state(self._model)
+            key, loose = self._keys(x, num_data)
+            if len(self._done) >= _MOST_SHAPES:
+                self._done.clear()
+            # What cannot be cut, as ragged graphs, has another shape in every batch.
+            cannot_be_cut = found.whole and num_data > FEW
+            if found.is_conclusive:
+                self._done[loose if cannot_be_cut else key] = found
+        self._current = found
+        if all(found is not one for one in self._seen):
+            self._seen.append(found)
+            self.report = found.report if self.report is None else self.report.merged(found.report)
+        return found.known
+
+    def close(self, distrust: bool = False) -> Audit | None:
+        """Return what was checked for all batches, after the last one.
+
+        Args:
+            distrust: Whether batches had padding that the audited data did not have. Then which rows count is measured
+                in every batch from now on.
+        """
+        for one in self._seen if distrust else ():
+            one.known = replace(one.known, distrusted=True)
+        return self.report
+
+    def are_done(self, x: Any, num_data: int) -> bool:
+        """Whether `of` needs no audit for batches like this one."""
+        return self._find(x, num_data) is not None
+
+    def _find(self, x: Any, num_data: int) -> Audited | None:
+        """Return the audit of batches like this one, if there was one."""
+        key, loose = self._keys(x, num_data)
+        found = self._done.get(key) or self._done.get(loose)
+        if found is None or (found.report.num_data == 1 and num_data > 1):  # one datum does not show whether data mix
+            return None
+        # What says which rows count may be another loss. Whoever does not ask for it is content with any.
+        return found if self._counts is None or found.counts == self._counts else None
+
+    def _keys(self, x: Any, num_data: int) -> tuple[Any, Any]:
+        """Return all that an audit depends on, with and without sizes of inputs."""
+        kind = self.session.device_type
+        context = (self._key, self._state, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        strict, less_strict = _shapes(x, num_data, self._batch_axis)
+        return (context, strict), (context, less_strict)
+
+    def follow_up(self, risk: EmpiricalRisk, batch: Batch, operations: int) -> set[tuple[str, str]]:
+        """Audit a batch if the model took another way than in batches of its shape before: `if x.sum() > 0: ...`.
+
+        Args:
+            risk: Model and parameters.
+            batch: The batch, right after its forward pass.
+            operations: A hash of the operations in that pass.
+
+        Returns:
+            `(parameter, why)` of uses that were missed or misread.
+
+        Raises:
+            ModelError: If the audit fails.
+        """
+        found = self._current
+        if found is None or operations in found.ways or len(found.ways) >= _MOST_WAYS:
+            return set()
+        is_first = not found.ways
+        found.ways.add(operations)
+        if is_first:  # the pass that it was made for
+            return set()
+        run = partial(_evaluate, risk, batch)
+        other, _ = audit(run, batch.x, len(batch.y), self.session, self._batch_axis, self._halves, whole=True)
+        return set(other.known.unexplained)
+
+    def compare(self, f: Tensor) -> None:
+        """Compare predictions of a whole batch with those that its last data had alone, right after an audit.
+
+        Raises:
+            ModelError: If they differ.
+        """
+        few, self._predictions = self._predictions, None
+        if few is not None and self._halves:
+            compare_whole(f, few, self._seen[-1].report.tolerance)
+
+
+def distrust(model: Any, known: Known) -> None:
+    """Measure which rows count in every batch like some, which had padding that the audited data did not have."""
+    for audited in _done(model).values():
+        if audited.known is known:
+            audited.known = replace(known, distrusted=True)
+
+
+def forget_audits() -> None:
+    """Forget all audits of this process, so that every model is audited anew."""
+    _DONE.clear()
+
+
+def _evaluate(
+    risk: EmpiricalRisk, batch: Batch, x: Any, num_data: int, within: AbstractContextManager[Any] | None
+) -> Tensor:
+    """Evaluate the model of a risk on a part of a batch, or on two copies of a single datum."""
+    y = batch.y[:num_data] if num_data <= len(batch.y) else torch.cat([batch.y, batch.y])
+    return risk.predict(risk.params, batch._replace(x=x, y=y), within=within)
+
+
+def _done(model: Any) -> _Done:
+    """Return the audits of a model, if one can tell whether it is the same model."""
+    try:
+        return _DONE.setdefault(model, _Done())
+    except TypeError:  # no weak reference, or no hash
+        return _Done()
+
+
+def _changes(one: dict[Any, Any], other: dict[Any, Any]) -> set[Any]:
+    """Return the names of attributes that are not the same."""
+    return {name for name, _ in one.items() ^ other.items()}
+
+
+def _described(model: Any, session: Session) -> Any:
+    """Return what the audits of a model depend on, next to inputs: its modules, and the parameters that are tracked."""
+    modules = model.modules() if isinstance(model, Module) else ()
+    params = session.tracker.params.items()
+    return (
+        tuple((id(module), type(module), module.training) for module in modules),
+        tuple((name, p.shape, p.dtype, p.device, p.requires_grad) for name, p in params),
+        session.joint_bias,
+        session.mixing,
+    )
+
+
+def _shapes(x: Any, num_data: int, batch_axis: int | None) -> tuple[Any, Any]:
+    """Return the shapes of one datum's inputs, and what does not change with sizes, which is less."""
+    shapes, ranks = [], []
+    for t in tensors_in(x):
+        axis = axis_to_cut(t.shape, num_data, batch_axis)
+        shapes.append((axis, *(length for place, length in enumerate(t.shape) if place != axis)))
+        ranks.append((t.dtype, t.ndim))
+    loose = (tuple(ranks), without_tensors(x))
+    return (tuple(shapes), loose), loose

@@ -1,0 +1,149 @@
+"""Blocks by eigenvalues, with eigenvectors that are Kronecker products: EKFAC, damped inverses, diagonals.
+
+An eigenvalue that is zero up to round-off must not be inverted. So blocks know the *noise* of their eigenvalues: a
+bound on their errors. Operations compute the noise of their result from that of their operands, as errors propagate:
+an eigenvalue `v` that is wrong by `e`, times another one `w` that is wrong by `f`, is wrong by `|v| f + |w| e + e f`.
+A singular block stays singular that way, whatever it is multiplied with.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self, TypeGuard
+
+import torch
+from torch import Tensor
+
+from kfs.factors.blocks import decompositions
+from kfs.factors.blocks.factor import Factor, check_shape, kronecker_product, positive_power
+from kfs.factors.blocks.structure import InBasis, Structure
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Eigenbasis(InBasis):
+    """Blocks by eigenvalues of any sign, and eigenvectors that are Kronecker products.
+
+    Attributes:
+        Q_A: Orthogonal matrices on the input side.
+        Q_B: Orthogonal matrices on the gradient side.
+        values: Eigenvalues, `[stack, d_B, d_A]`.
+        noise: Bound on the round-off in eigenvalues: one number for all eigenvalues of a block, `[stack]`, or one for
+            each of them, `[stack, d_B, d_A]`.
+    """
+
+    Q_A: Factor
+    Q_B: Factor
+    values: Tensor
+    noise: Tensor
+    field_shapes: ClassVar = {"Q_A": ("columns",), "Q_B": ("rows",), "values": ("rows", "columns"), "noise": ()}
+
+    @classmethod
+    def of_diagonal(cls, values: Tensor) -> "Eigenbasis":
+        """Make diagonal blocks from `[stack, d_B, d_A]`."""
+        ones = values.new_ones(len(values))
+        Q_A = Factor.identity(values.shape[2], ones)
+        Q_B = Factor.identity(values.shape[1], ones)
+        return cls(Q_A, Q_B, values, torch.zeros_like(ones))
+
+    @classmethod
+    def from_state(cls, state: Any, count: int, rows: int, columns: int) -> Self:
+        """Undo `state`. Noise has one of two shapes."""
+        noise = state["noise"]
+        basis = super().from_state(state | {"noise": noise.new_zeros(count)}, count, rows, columns)
+        shape = (count,) if noise.ndim == 1 else (count, rows, columns)
+        return replace(basis, noise=check_shape(noise, *shape))
+
+    def rotated(self, M: Tensor, back: bool = False) -> Tensor:
+        """Return `Q_B^T M Q_A`, or `Q_B M Q_A^T` to go back."""
+        Q_A, Q_B = (self.Q_A, self.Q_B) if back else (self.Q_A.T, self.Q_B.T)
+        return Q_B.left(Q_A.right(M))
+
+    def multiply(self, M: Tensor) -> Tensor:
+        """Rotate, scale, rotate back."""
+        return self.rotated(self.values.unsqueeze(1) * self.rotated(M), back=True)
+
+    def scaled(self, factor: float) -> "Eigenbasis":
+        """Scale eigenvalues."""
+        return replace(self, values=factor * self.values, noise=abs(factor) * self.noise)
+
+    def eigenvalues(self) -> Tensor:
+        """Return the eigenvalues."""
+        return self.values.flatten(1)
+
+    def to_dense(self) -> Tensor:
+        """Multiply out."""
+        Q = kronecker_product(self.Q_B, self.Q_A)
+        return (Q * self.values.flatten(1).unsqueeze(1)) @ Q.transpose(1, 2)
+
+    def diagonal(self) -> Tensor:
+        """Sum squared eigenvectors, weighted by eigenvalues."""
+        Q_A, Q_B = (replace(Q, values=Q.values.square()) for Q in (self.Q_A, self.Q_B))
+        return Q_B.left(Q_A.right(self.values.unsqueeze(1))).squeeze(1)
+
+    def trace(self) -> Tensor:
+        """Sum eigenvalues."""
+        return self.values.flatten(1).sum(1)
+
+    def squared_norm(self) -> Tensor:
+        """Sum squared eigenvalues."""
+        return self.values.square().flatten(1).sum(1)
+
+    def slogdet(self) -> tuple[Tensor, Tensor]:
+        """Multiply eigenvalues. Those that are zero up to round-off are taken for zero."""
+        flat = self.values.flatten(1)
+        # Damping may be smaller than the noise of large eigenvalues, and is no round-off for that.
+        least = torch.finfo(flat.dtype).eps ** 1.5 * flat.abs().max(1, keepdim=True).values
+        is_zero = flat.abs() <= torch.minimum(self.noise.reshape(len(flat), -1), least)
+        flat = torch.where(is_zero, 0.0, flat)
+        return flat.sign().prod(1), flat.abs().log().sum(1)
+
+    def power(self, exponent: float, damping: Tensor | None = None) -> "Eigenbasis":
+        """Raise damped eigenvalues to a power."""
+        decompositions.check_finite(self.values)
+        decompositions.check_definite(self.values, self.noise)
+        values = self.values.clamp(min=0)
+        noise = self._noise_of_each()
+        known = noise
+        if damping is not None and not decompositions.is_zero(damping):
+            damping = damping.to(values).reshape(-1, 1, 1)
+            values = values + damping
+            # Eigenvalues are now at least the damping, so that none of them is zero up to round-off.
+            known = torch.where(damping > 0, 0.0, noise)
+        powered = positive_power(values, exponent, known)
+        if exponent < 0:
+            # Noise was smaller than the eigenvalues, or they were damped. So what comes out is not zero.
+            return replace(self, values=powered, noise=powered.new_zeros(len(powered)))
+        # The function is steepest above an eigenvalue or below it, depending on the exponent.
+        above = (values + noise) ** exponent - powered
+        below = powered - (values - noise).clamp(min=0) ** exponent
+        return replace(self, values=powered, noise=torch.maximum(above, below))
+
+    def product(self, other: Structure) -> "Eigenbasis | None":
+        """Multiply eigenvalues, if the eigenvectors are the same."""
+        if not self.same_basis(other):
+            return None
+        mine, theirs = self._noise_of_each(), other._noise_of_each()
+        noise = self.values.abs() * theirs + other.values.abs() * mine + mine * theirs
+        return replace(self, values=self.values * other.values, noise=noise)
+
+    def plus(self, other: Structure) -> "Eigenbasis | None":
+        """Add eigenvalues, if the eigenvectors are the same."""
+        if not self.same_basis(other):
+            return None
+        values = self.values + other.values
+        # A large sum is rounded, which is seen if most of it is subtracted again.
+        rounding = torch.finfo(values.dtype).eps * values.abs()
+        return replace(self, values=values, noise=self._noise_of_each() + other._noise_of_each() + rounding)
+
+    def shift(self, delta: float | Tensor) -> "Eigenbasis":
+        """Add to all eigenvalues."""
+        each = torch.as_tensor(delta, dtype=self.values.dtype, device=self.values.device).expand(len(self.values))
+        rounding = torch.finfo(self.values.dtype).eps * each.abs()
+        noise = self.noise + rounding.reshape(-1, *[1] * (self.noise.ndim - 1))
+        return replace(self, values=self.values + each.reshape(-1, 1, 1), noise=noise)
+
+    def _noise_of_each(self) -> Tensor:
+        """Return the noise such that it can be added to eigenvalues, `[stack, 1, 1]` or `[stack, d_B, d_A]`."""
+        return self.noise.reshape(-1, 1, 1) if self.noise.ndim == 1 else self.noise
+
+    def same_basis(self, other: Structure) -> TypeGuard["Eigenbasis"]:
+        """Whether another structure has the same eigenvectors."""
+        return isinstance(other, Eigenbasis) and self.Q_A.equals(other.Q_A) and self.Q_B.equals(other.Q_B)

@@ -1,0 +1,165 @@
+"""Stacks: blocks of one structure and size, with the parameters that they belong to."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kfs.errors import SolverError
+from kfs.factors.blocks.congruence import Congruence
+from kfs.factors.blocks.decompositions import BlockError
+from kfs.factors.blocks.dense import Dense
+from kfs.factors.blocks.eigenbasis import Eigenbasis
+from kfs.factors.blocks.kronecker import Kronecker
+from kfs.factors.blocks.kronecker_sum import IterativeInverse, KroneckerSum
+from kfs.factors.blocks.structure import Structure
+from kfs.factors.layout import Layout
+from kfs.files import UnfitError
+from kfs.operators.space import Space
+from kfs.runtime.precision import at_least_float32
+
+Answer = TypeVar("Answer")
+# Structures by the names that files have for them.
+_CLASSES: dict[str, type[Structure]] = {
+    "kronecker": Kronecker,
+    "eigenbasis": Eigenbasis,
+    "dense": Dense,
+    "kronecker sum": KroneckerSum,
+    "congruence": Congruence,
+    "iterative inverse": IterativeInverse,
+}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks that are processed together.
+
+    Attributes:
+        layouts: How parameters become matrices. A layout with groups of channels has one block for each group.
+        structure: The blocks of all layouts, in order.
+    """
+
+    layouts: tuple[Layout, ...]
+    structure: Structure
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each block, as long as the stack. Groups of channels have the name of their layout."""
+        return [layout.name for layout in self.layouts for _ in range(layout.groups)]
+
+    @property
+    def params(self) -> list[str]:
+        """Names of all parameters that blocks act on."""
+        return [name for layout in self.layouts for name in layout.params]
+
+    def slices(self) -> Iterator[tuple[Layout, slice]]:
+        """Yield all layouts, each with the part of the stack that has its blocks."""
+        start = 0
+        for layout in self.layouts:
+            yield layout, slice(start, start + layout.groups)
+            start += layout.groups
+
+    def read(self, columns: Mapping[str, Tensor]) -> Tensor:
+        """Return the matrices of all blocks, `[stack, columns, d_B, d_A]`."""
+        parts = [layout.matrix(columns).transpose(0, 1) for layout in self.layouts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def write(self, M: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Undo `read`: write `[stack, columns, d_B, d_A]` into tensors `[columns, *shape]`."""
+        for layout, part in self.slices():
+            layout.write(M[part].transpose(0, 1), columns)
+
+    def per_block(self, numbers: Mapping[str, float]) -> Tensor:
+        """Return numbers that are given by the blocks' names as a tensor, `[stack]`."""
+        return self.structure.like.new_tensor([numbers[name] for name in self.names])
+
+    def apply(self, function: Callable[..., Answer], *args: Any) -> Answer:
+        """Call a function with the structure, and further arguments.
+
+        Raises:
+            SolverError: If the function raises a `BlockError`. The message has the block's name.
+        """
+        try:
+            return function(self.structure, *args)
+        except BlockError as error:
+            raise SolverError(
+                f"A factor of block {self.names[error.index]!r} {error.cause}.",
+                "Look at its data and gradients; for singular factors, pass damping.",
+            ) from error
+
+    def state(self) -> dict[str, Any]:
+        """Return what a file stores."""
+        kind = next(kind for kind, cls in _CLASSES.items() if type(self.structure) is cls)
+        layouts = [asdict(layout) for layout in self.layouts]
+        return {"layouts": layouts, "kind": kind, "blocks": self.structure.state()}
+
+    @classmethod
+    def from_state(cls, state: Any) -> "Stack":
+        """Undo `state`."""
+        layouts = tuple(map(Layout.from_state, state["layouts"]))
+        sizes = {layout.matrix_shape[1:] for layout in layouts}
+        if len(sizes) != 1:
+            raise UnfitError("blocks of different sizes are in one stack")
+        count = sum(layout.groups for layout in layouts)
+        return cls(layouts, _CLASSES[state["kind"]].from_state(state["blocks"], count, *sizes.pop()))
+
+
+def stacked(parts: Iterable[tuple[Layout, Structure]]) -> list[Stack]:
+    """Stack blocks of one structure and size."""
+    by_key: dict[Any, list[tuple[Layout, Structure]]] = {}
+    for layout, structure in parts:
+        by_key.setdefault(structure.key, []).append((layout, structure))
+    stacks = []
+    for same in by_key.values():
+        layouts, structures = zip(*same, strict=True)
+        stacks.append(Stack(layouts, type(structures[0]).stack(structures)))
+    return stacks
+
+
+def stacked_with_zeros(parts: Iterable[tuple[Layout, Structure]], space: Space) -> list[Stack]:
+    """Stack blocks, together with blocks of zeros for rows of parameters that no block has."""
+    parts = list(parts)
+    return stacked([*parts, *zero_blocks([layout for layout, _ in parts], space)])
+
+
+def zero_blocks(layouts: Iterable[Layout], space: Space) -> list[tuple[Layout, Structure]]:
+    """Return blocks of zeros for rows of parameters that no block has; they take no memory."""
+    return [(layout, zero_block(layout, space)) for layout in layouts_of_unused_rows(layouts, space)]
+
+
+def layouts_of_unused_rows(layouts: Iterable[Layout], space: Space) -> list[Layout]:
+    """Return layouts for rows of parameters that no block has. Their curvature is zero."""
+    shapes = {name: tuple(shape) or (1,) for name, shape in space.shapes.items()}
+    used: dict[str, list[tuple[int, int]]] = {name: [] for name in shapes}
+    for layout in layouts:
+        shapes[layout.weight] = layout.shape
+        used[layout.weight].append(layout.rows)
+        if layout.bias is not None:
+            used[layout.bias].append(layout.rows if layout.bias_has_rows else (0, shapes[layout.bias][0]))
+    result = []
+    for name, shape in shapes.items():
+        # Gaps are between the end of one range of rows and the start of the next one.
+        ranges = sorted(used[name])
+        starts = [0, *(end for _, end in ranges)]
+        ends = [*(start for start, _ in ranges), shape[0]]
+        gaps = [(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
+        result += [Layout(name, shape, gap, tuple(range(len(shape))), 1) for gap in gaps]
+    return result
+
+
+def check_coverage(layouts: Iterable[Layout], space: Space) -> None:
+    """Raise an `UnfitError` if blocks do not cover all entries of all parameters once."""
+    counts = {name: torch.zeros(1, *shape) for name, shape in space.shapes.items()}
+    for layout in layouts:
+        layout.write(layout.matrix(counts) + 1, counts)
+    if not all((t == 1).all() for t in counts.values()):
+        raise UnfitError("blocks do not cover all parameters once")
+
+
+def zero_block(layout: Layout, space: Space) -> Structure:
+    """Return a block of zeros, for entries of a parameter that predictions do not depend on."""
+    dtype = at_least_float32(space.dtype)
+    zeros = torch.zeros((), dtype=dtype, device=space.device)
+    return Eigenbasis.of_diagonal(zeros.expand(layout.matrix_shape))

@@ -1,0 +1,147 @@
+r"""Structures: ways to store blocks of a curvature matrix, all with the same methods.
+
+A block acts on matrices $M$ of shape `[d_B, d_A]`: a parameter as its `Layout` reads it (see `kfs.factors.layout`). A
+structure holds a *stack* of blocks of one size. Its tensors have a leading axis `stack`, and products act on several
+columns at once, `[stack, columns, d_B, d_A]`.
+
+- `Kronecker` (in `kronecker`): $M \mapsto B M A^\top$.
+- `Eigenbasis` (in `eigenbasis`): $M \mapsto Q_B \left(\Lambda \odot Q_B^\top M Q_A\right) Q_A^\top$. Damped inverses,
+  EKFAC and diagonals (in the trivial basis) have this form.
+- `KroneckerSum` (in `kronecker_sum`): $M \mapsto \sum_i B_i M A_i^\top$, and its inverse: `Congruence` for two terms,
+  `IterativeInverse` for more.
+- `Dense` (in `dense`): any matrix, $\mathrm{rvec}(M) \mapsto C\, \mathrm{rvec}(M)$.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from kfs.factors.blocks import decompositions
+from kfs.factors.blocks.factor import Factor, Stackable, check_shape
+
+
+class Structure(Stackable, ABC):
+    """A stack of blocks of one structure and size.
+
+    Attributes:
+        rows: `d_B`.
+        columns: `d_A`.
+        symmetric: Whether blocks equal their transposes.
+        field_shapes: The shape of every tensor without its stack axis, and the size of every factor, by field: names of
+            sizes, of which `"size"` is `d_B * d_A`.
+    """
+
+    rows: int
+    columns: int
+    symmetric: bool = True
+    field_shapes: ClassVar[Mapping[str, tuple[str, ...]]]
+
+    @property
+    @abstractmethod
+    def like(self) -> Tensor:
+        """A tensor with the device and the dtype that products are computed in."""
+
+    @classmethod
+    def from_state(cls, state: Any, count: int, rows: int, columns: int) -> Self:
+        """Undo `state`, for a number of blocks of shape `[rows, columns]`.
+
+        Raises:
+            UnfitError: If something has another shape than it should.
+        """
+        sizes = {"rows": rows, "columns": columns, "size": rows * columns}
+        values: dict[str, Any] = {}
+        for f in fields(cls):
+            shape = [sizes[name] for name in cls.field_shapes.get(f.name, ())]
+            if f.type is Factor:
+                values[f.name] = Factor.from_state(state[f.name], count, *shape)
+            elif f.type is Tensor:
+                values[f.name] = check_shape(state[f.name], count, *shape)
+            else:
+                values[f.name] = sizes[f.name] if f.name in sizes else bool(state[f.name])
+        return cls(**values)
+
+    @abstractmethod
+    def multiply(self, M: Tensor) -> Tensor:
+        """Multiply `[stack, columns, d_B, d_A]`."""
+
+    def transposed(self) -> "Structure":
+        """Return the transposes: the blocks themselves, if they are always symmetric."""
+        return self
+
+    @abstractmethod
+    def scaled(self, factor: float) -> "Structure":
+        """Scale all blocks."""
+
+    def eigenbasis(self) -> "Structure":
+        """Return symmetric blocks in a form that has `eigenvalues` and `power` of its own."""
+        return self
+
+    @abstractmethod
+    def to_dense(self) -> Tensor:
+        """Return `[stack, d_B * d_A, d_B * d_A]`. Matrices are flattened by rows."""
+
+    # The numbers below come from dense matrices. Structures that have a cheaper formula override them.
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonals, `[stack, d_B, d_A]`."""
+        return self.to_dense().diagonal(dim1=1, dim2=2).reshape(-1, self.rows, self.columns)
+
+    def squared_norm(self) -> Tensor:
+        """Return the sums of squared entries, `[stack]`."""
+        return self.to_dense().square().flatten(1).sum(1)
+
+    def slogdet(self) -> tuple[Tensor, Tensor]:
+        """Return signs and logarithms of determinants, `[stack]` each: zero and minus infinity of singular blocks."""
+        return decompositions.slogdet(self.to_dense(), self.symmetric)
+
+    def trace(self) -> Tensor:
+        """Return the traces, `[stack]`."""
+        return self.diagonal().flatten(1).sum(1)
+
+    def eigenvalues(self) -> Tensor:
+        """Return all eigenvalues, `[stack, d_B * d_A]`, in any order."""
+        return self.eigenbasis().eigenvalues()
+
+    def power(self, exponent: float, damping: Tensor | None = None) -> "Structure":
+        """Raise blocks to a power, after adding damping `[stack]` times the identity."""
+        return self.eigenbasis().power(exponent, damping)
+
+    def inverse(self) -> "Structure":
+        """Invert."""
+        return self.power(-1.0)
+
+    @abstractmethod
+    def product(self, other: "Structure") -> "Structure | None":
+        """Multiply block by block. `None` if the result has none of these structures."""
+
+    @abstractmethod
+    def plus(self, other: "Structure") -> "Structure | None":
+        """Add block by block. `None` if the result has none of these structures."""
+
+    @abstractmethod
+    def shift(self, delta: float | Tensor) -> "Structure":
+        """Add a multiple of the identity: one number, or one for each block, `[stack]`."""
+
+
+class InBasis(Structure):
+    """Blocks that are diagonal in some basis: their values are `[stack, d_B, d_A]`."""
+
+    values: Tensor
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        """`d_B`."""
+        return self.values.shape[1]
+
+    @property
+    def columns(self) -> int:  # type: ignore[override]
+        """`d_A`."""
+        return self.values.shape[2]
+
+    @property
+    def like(self) -> Tensor:
+        """The values."""
+        return self.values

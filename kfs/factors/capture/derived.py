@@ -1,0 +1,210 @@
+"""Parameters that meet the batch later: broadcast parameters, derived parameters, copies."""
+
+from collections.abc import Callable, Collection
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kfs.factors.accumulate.interface import Receiver
+from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.rows.row_map import Owners, Regular
+from kfs.factors.trace.plan import Argument, Broadcast, Call, Copy, Plan
+from kfs.factors.trace.tracking import Derived, Tracked
+
+if TYPE_CHECKING:
+    from kfs.factors.capture.mode import Capture
+
+
+class Spread:
+    """Entries of a parameter at the places of a tensor: how gradients there become those of every datum.
+
+    Args:
+        shape: The tensor's shape.
+        index: Which entry each number of the tensor is, of the tensor's shape.
+        source: The parameter's shape.
+        own: The axes of the tensor along which entries differ, if that is known. There are the same entries for all
+            indices of the other axes.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], index: Tensor, source: tuple[int, ...], own: tuple[int, ...] | None = None
+    ) -> None:
+        self.shape = shape
+        self.index = index
+        self.source = source
+        self.own = own
+        self.along_own_axes = index.flatten()  # the entries along the axes where they differ
+        self._readers: dict[Regular, Callable[[Tensor], Tensor]] = {}
+
+    @classmethod
+    def expanded(cls, t: Argument, shape: tuple[int, ...]) -> "Spread":
+        """Describe (a view of) a parameter that is expanded to a shape."""
+        assert t.source is not None  # noqa: S101 (only tracked arguments get here)
+        padded = (1,) * (len(shape) - t.ndim) + t.shape
+        strides = (0,) * (len(shape) - t.ndim) + t.stride
+        strides = tuple(0 if n == 1 else stride for n, stride in zip(padded, strides, strict=True))
+        own = tuple(axis for axis, stride in enumerate(strides) if stride != 0 and shape[axis] != 1)
+        places = torch.arange(max(prod(t.source[0]), 1))
+        index = places.as_strided(shape, strides, t.offset)  # nothing is copied
+        spread = cls(shape, index, t.source[0], own)
+        lengths, steps = [shape[axis] for axis in own], [strides[axis] for axis in own]
+        spread.along_own_axes = places.as_strided(lengths, steps, t.offset).flatten()
+        return spread
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The axes along which entries do not differ."""
+        return tuple(axis for axis in range(len(self.shape)) if axis not in (self.own or ()))
+
+    def reader(self, owners: Owners) -> Callable[[Tensor], Tensor]:
+        """Return what reads gradients `[columns, *shape]` as `[columns, N, *source]`."""
+        if not isinstance(owners, Regular):
+            return self._by_number(owners)
+        if owners not in self._readers:
+            self._readers[owners] = self._by_axes(owners) or self._data_by_data(owners) or self._by_number(owners)
+        return self._readers[owners]
+
+    def _by_axes(self, owners: Regular) -> Callable[[Tensor], Tensor] | None:
+        """Sum over axes along which neither entries nor data differ; `None` if entries differ along the batch axis."""
+        if self.own is None:
+            return None
+        rows = self._rows(owners)
+        if rows is None:
+            return None
+        order = (*self.free, *self.own)
+        entries = self.along_own_axes
+        index = None if _in_order(entries, prod(self.source)) else entries
+
+        def read(g: Tensor) -> Tensor:
+            columns = g.permute(0, *(1 + axis for axis in order)).reshape(len(g), -1, len(entries))
+            sums = torch.stack([rows.by_datum(column).sum(1) for column in columns])
+            return scattered(sums, index, self.source)
+
+        return read
+
+    def _rows(self, owners: Regular) -> Regular | None:
+        """Return owners along the axes where entries do not differ; `None` if data differ along others."""
+        free = self.free
+        for place, axis in enumerate(free):
+            tail = prod(self.shape[axis + 1 :])
+            inner = owners.inner // max(tail, 1)  # how many consecutive indices of this axis belong to a datum
+            if inner and inner * tail == owners.inner and self.shape[axis] % (owners.num_data * inner) == 0:
+                return Regular(owners.num_data, inner * prod(self.shape[other] for other in free[place + 1 :]))
+        return None
+
+    def _data_by_data(self, owners: Regular) -> Callable[[Tensor], Tensor] | None:
+        """Read datum by datum, if all numbers of one stand together, and if data do not differ in their entries."""
+        index = self.index.reshape(-1, owners.inner)
+        if len(index) != owners.num_data or not torch.equal(index, index[:1].expand_as(index)):
+            return None
+        entries = None if _in_order(index[0], prod(self.source)) else index[0]
+        return lambda g: scattered(g.reshape(len(g), owners.num_data, -1), entries, self.source)
+
+    def _by_number(self, owners: Owners) -> Callable[[Tensor], Tensor]:
+        """Add number by number."""
+        data = owners.index(prod(self.shape))
+        size = prod(self.source)
+        counted = (data >= 0).nonzero().flatten()
+        places = (data * size + self.index.flatten().to(data.device))[counted]
+
+        def read(g: Tensor) -> Tensor:
+            numbers = g.reshape(len(g), -1).index_select(1, on_device(counted, g.device))
+            sums = g.new_zeros(len(g), owners.num_data * size)
+            sums.index_add_(1, on_device(places, g.device), numbers)
+            return sums.reshape(len(g), owners.num_data, *self.source)
+
+        return read
+
+
+def on_device(index: Tensor, device: torch.device) -> Tensor:
+    """Return indices on a device; the same ones are copied there once, as no copy is made in a recorded pass."""
+    if index.device == device:
+        return index
+    values = index.cpu().contiguous().numpy().tobytes()  # pragma: no cover (tested on a GPU)
+    return _copied(values, tuple(index.shape), device)  # pragma: no cover
+
+
+@lru_cache(maxsize=256)
+def _copied(values: bytes, shape: tuple[int, ...], device: torch.device) -> Tensor:  # pragma: no cover (as above)
+    # The host does not wait: memory that is not pinned is read before the call returns.
+    return torch.frombuffer(bytearray(values), dtype=torch.int64).reshape(shape).to(device, non_blocking=True)
+
+
+def scattered(g: Tensor, index: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """Put entries `[..., k]` at their places in tensors of a shape, `[..., *shape]`."""
+    if index is None:
+        return g.reshape(*g.shape[:-1], *shape)
+    full = g.new_zeros(*g.shape[:-1], prod(shape))
+    return full.index_add_(-1, on_device(index, g.device), g).reshape(*g.shape[:-1], *shape)
+
+
+def tap_broadcast(capture: "Capture", step: Broadcast, t: Tensor, call: Call) -> Tensor:
+    """Expand (a view of) a parameter to a shape with batch axis, and return it with a tap."""
+    z = t.expand(step.shape)
+    if step.plan is None:
+        derived = capture.tracker.get(t).derived
+        assert derived is not None  # noqa: S101 (there is no third kind)
+        with full_precision(z.device.type):
+            collect = derived.collector()
+        return tap_spread(capture, z, (call.name, step.argument.name or ""), step.spread, collect)
+    with full_precision(z.device.type):
+        (plan,) = settled(capture, step.plan, call, z)
+        receive = capture.use(plan, None)
+    return capture.tap(z, receive)
+
+
+def tap_spread(
+    capture: "Capture", z: Tensor, what: tuple[str, str], spread: Spread, collect: Callable[[Tensor], None]
+) -> Tensor:
+    """Return a tensor with the entries of a parameter, with a tap that collects the parameter's gradients by datum."""
+
+    def start(owners: Owners) -> Receiver:
+        read = spread.reader(owners)
+        return lambda g: collect(read(g.squeeze(-1)))
+
+    # Every number counts as a row: data may lie along any axis.
+    receive = capture.open(what, tuple(z.shape), start, meeting=True)
+    return capture.tap(z, lambda g: receive(g.unsqueeze(-1)))
+
+
+def add_derived(
+    capture: "Capture",
+    out: Tensor,
+    name: str,
+    token: Any,
+    operation: str,
+    add_use: Callable[[], Receiver],
+    also: Collection[str] = (),
+) -> Tensor:
+    """Follow the output of an operation that has met no data yet; `add_use` is that of `Derived`."""
+    out = out.contiguous()
+    if capture.measuring and capture.num_data > 1:
+        out = capture.observed(out, (operation, name))
+    derived = Derived(add_use)
+    capture.derived.append(derived)
+    capture.tracker.add(Tracked(name, out, ("derived", token, out.shape), derived, frozenset(also)))
+    return out
+
+
+def track_copy(capture: "Capture", copy: Copy, result: Any, key: Any) -> Any:
+    """Take a copy of a whole parameter for it; a view needs nothing."""
+    if isinstance(result, Tensor) and capture.tracker.find(result) is None:
+        known = capture.precisions.get(copy.name, result.dtype)
+        capture.precisions[copy.name] = max(known, result.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+        capture.tracker.add(Tracked(copy.name, result, ("copy", key, result.dtype)))
+    return result
+
+
+def settled(capture: "Capture", plan: Plan, call: Call, like: Tensor) -> tuple[Plan, ...]:
+    """Settle a plan once; it may meet the data in many batches."""
+    known = capture.session.settled
+    if plan not in known or not capture.fit(known[plan]):
+        known[plan] = capture.session.settle(plan, call, like, capture.sums.placement)
+    return known[plan]
+
+
+def _in_order(entries: Tensor, size: int) -> bool:
+    return len(entries) == size and torch.equal(entries, torch.arange(size))

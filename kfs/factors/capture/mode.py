@@ -1,0 +1,562 @@
+"""Capture: seeing every operation of a forward pass that uses a tracked parameter, whoever calls it.
+
+Plans for these uses live in `kfs.factors.trace`, taps in `kfs.factors.capture.tap`.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.function import BackwardCFunction
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+
+from kfs.factors.accumulate.interface import Adder, Receiver, Sums
+from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.capture.derived import tap_broadcast, track_copy
+from kfs.factors.capture.sites import EVERYTHING, Counting, Known, Sites, What
+from kfs.factors.capture.tap import Tap, apply_tap
+from kfs.factors.rows.counted import ALL, MEASURED, BatchMasks, RowRule
+from kfs.factors.rows.row_map import Owners, Regular
+from kfs.factors.settings import Settings
+from kfs.factors.trace.plan import (
+    Broadcast,
+    Call,
+    Copy,
+    Plan,
+    Read,
+    Rewrite,
+    argument_at,
+    describe,
+    with_argument,
+)
+from kfs.factors.trace.session import Session, no_rule
+from kfs.factors.trace.tracking import FIRST_ONLY, SHAPES_ONLY, Derived, Marks, Tracked, tensors_of
+from kfs.problem.data import Batch
+from kfs.problem.isolation import uncompiled
+from kfs.problem.risk import EmpiricalRisk
+from kfs.problem.torch_fixes import refuse_reentrant_checkpoint
+from kfs.runtime.cuda_graphs import CudaRecorder, Recorder
+from kfs.runtime.nested import mapped, without_tensors
+from kfs.runtime.sync import Flags
+
+log = logging.getLogger("kfs.factors")
+
+
+def recorder_for(risk: EmpiricalRisk, settings: Settings) -> Recorder | None:
+    """Return what records passes; `None` if they are to run as they are."""
+    if not settings.replay or risk.device.type != "cuda":
+        return None
+    model = risk.model.parameters() if isinstance(risk.model, Module) else ()  # pragma: no cover (tested on a GPU)
+    devices = {t.device for t in (*risk.params.values(), *model)}  # pragma: no cover
+    sums = risk.device if settings.factor_device is None else torch.device(settings.factor_device)  # pragma: no cover
+    if len(devices) > 1 or sums.type != "cuda":  # pragma: no cover
+        log.info("Passes over batches are not replayed as CUDA graphs: model and sums are on several devices.")
+        return None
+    return CudaRecorder(risk.device, settings.memory)  # pragma: no cover
+
+
+def hidden_uses(f: Tensor, params: Mapping[str, Tensor]) -> tuple[set[tuple[str, str]], set[str]]:
+    """Find parameters that enter a custom `autograd.Function`, as they are or as a view or copy.
+
+    Args:
+        f: Predictions.
+        params: Tracked parameters, by name.
+
+    Returns:
+        `(parameter, function)` of all such uses, and all parameters that predictions depend on.
+    """
+    names = {id(p): name for name, p in params.items()}
+    found: set[tuple[str, str]] = set()
+    reached: set[str] = set()
+    # Nodes, with the custom function that they were reached from, if there is no tap in between.
+    waiting: list[tuple[Any, str | None]] = [(f.grad_fn, None)]
+    seen = set()
+    while waiting:
+        node, function = waiting.pop()
+        if node is None or (node, function) in seen:
+            continue
+        seen.add((node, function))
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            reached.add(name)
+            if function is not None:
+                found.add((name, function))
+        if isinstance(node, Tap._backward_cls):
+            function = None
+        elif isinstance(node, BackwardCFunction) and not _waits_for_gradients(node):
+            function = type(node).__name__.removesuffix("Backward")
+        waiting += [(following, function) for following, _ in node.next_functions]
+    return found, reached
+
+
+def _waits_for_gradients(node: Any) -> bool:
+    """Whether a function is the one that `fully_shard` puts around modules. It returns what it is given."""
+    return str(type(node)._forward_cls.__module__).startswith("torch.distributed.fsdp.")
+
+
+# Questions, which are asked so often that it pays not to look at their arguments.
+_PROPERTIES = ("dtype", "shape", "device", "ndim", "is_nested", "is_cuda", "is_sparse", "layout")
+_METHODS = ("dim", "size", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex", "__len__")
+_QUESTIONS = {getattr(Tensor, name).__get__ for name in _PROPERTIES} | {getattr(Tensor, name) for name in _METHODS}
+
+# Operations that pick rows by indices, send them somewhere, or repeat them.
+_MOVE_NAMES = (
+    *("gather", "index_select", "masked_select", "take", "take_along_dim", "repeat_interleave", "segment_reduce"),
+    *("index_add", "index_copy", "index_put", "scatter", "scatter_add", "scatter_reduce", "masked_scatter"),
+)
+_MOVES = {
+    getattr(owner, name + ending)
+    for name in _MOVE_NAMES
+    for ending in ("", "_")
+    for owner in (torch, Tensor)
+    if hasattr(owner, name + ending)
+} | {Tensor.__getitem__, Tensor.__setitem__, torch.nn.functional.one_hot}
+# Operations that read numbers, such as lengths.
+_READS = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__index__}
+
+
+@dataclass(frozen=True)
+class Used:
+    """A use of a pass."""
+
+    number: int  # among all uses of the pass
+    what: What
+    rows: int
+    positions: int  # of each row
+    by_construction: bool  # whether rows were brought into the order of data
+    site: int  # its place among what an audit knows about uses
+    not_padding: Tensor | None = field(default=None, compare=False)  # positions that inputs do not leave out themselves
+
+
+Observer = Callable[[Used, Owners, Receiver], Receiver]
+_MOST_PLANS = 10_000  # a model whose shapes never repeat makes new ones in every batch
+
+
+class Capture(TorchFunctionMode):
+    """Watches the forward pass of one batch.
+
+    Args:
+        session: Has tracked parameters, rules and plans.
+        sums: What inputs and gradients are added to.
+        num_data: Number of data in the batch.
+        batch_axis: Where the batch axis is in activations, if not first.
+        known: What an audit found out about rows. `None` to guess it from lengths.
+        measuring: Whether rows are to be measured, for an audit.
+        masks: What the batch says about rows that count. By default, all do.
+        padding: Takes note of padding that no rule about rows explains. By default, nobody looks for it.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        sums: Sums,
+        num_data: int,
+        batch_axis: int | None = None,
+        known: Known | None = None,
+        measuring: bool = False,
+        masks: BatchMasks | None = None,
+        padding: Flags | None = None,
+    ) -> None:
+        super().__init__()
+        # Plans die if parameters have other storages than before, or if ever new shapes have made too many of them.
+        if session.tracker.has_moved() or len(session.plans) > _MOST_PLANS:
+            session.forget_plans()
+            sums.adders.clear()
+        if known is not None and not session.both_ways >= known.both_ways:
+            session.learn(known.both_ways)
+        self.session = session
+        self.tracker = session.tracker
+        self.sums = sums
+        self.num_data = num_data
+        self.batch_axis = batch_axis
+        self.measuring = measuring
+        self.masks = masks or BatchMasks()
+        if known is not None and not known.has_mask:
+            self.masks.mask = None
+        # Whether some rows do not count, as far as the host knows.
+        self._counts_rows = sums.counts_rows and known is not None and self.masks.leave_out(known.row_rules)
+        self._distrusts = sums.counts_rows and known is not None and known.distrusted
+        self._checked = known.checked if sums.counts_rows and known is not None and padding is not None else None
+        self._padding = padding
+        self._with_gradient: Tensor | None = None  # which rows of the checked use have one, so far
+        self._should_count: list[Tensor] = []  # which of them should
+        self.uses = 0  # how many uses there were
+        self.whats: list[What] = []  # all uses, if rows are measured
+        self.most_positions = 0  # of a use, in all data together
+        self.noise: torch.Generator | None = None  # adds noise to all outputs, to see what depends on values alone
+        # Is shown every use, the owners of its rows, and what takes gradients.
+        self.observer: Observer | None = None
+        self.sites: Sites | None = None  # where it matters whose rows are, if anywhere
+        inputs = ((), ()) if known is None else (known.constants, known.inputs)
+        self.marks = Marks(self.tracker, num_data, batch_axis, *inputs)
+        self.is_data = self.marks.is_data
+        self.as_data = self.marks.as_data
+        self.mark_data = self.marks.mark_data
+        self.precisions: dict[str, torch.dtype] = {}  # the lowest one that a parameter was cast to
+        self.routes = False  # whether data decide which rows are picked
+        self.handle: Tensor | None = None  # the zero-size second input of all taps
+        self.keep_graph = True  # whether further backward passes will follow
+        self.together = False  # whether a backward pass is for several columns, by `vmap`
+        self.running = True  # whether the forward pass is still running
+        self.sending = False  # whether a backward pass runs that sends vectors back, in full precision
+        self.probing = False  # whether these vectors are there to find out to which data rows belong
+        self.listening = False  # whether gradients of somebody else's backward pass are of interest
+        self.operations = 0  # a hash of all operations that were seen, in order
+        self.derived: list[Derived] = []  # in the order in which they were met
+        # `(parameter, why)` of uses that no rule explains; complete after a backward pass.
+        self.unexplained: set[tuple[str, str]] = set() if known is None else set(known.unexplained)
+        self.reached: set[str] = set()  # parameters that predictions depend on
+        self._known = known
+        self._waits = False  # whether the next tap belongs to a place that waits to be measured
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, by a plan if it uses a tracked parameter."""
+        kwargs = kwargs or {}
+        if func in _QUESTIONS:
+            return func(*args, **kwargs)
+        self.operations = hash((self.operations, func))
+        inputs = tensors_of((*args, *kwargs.values()) if kwargs else args)
+        if func in _MOVES or func in _READS:
+            self.routes = self.routes or self._moves_by_data(func, args, inputs)
+        if not torch.is_grad_enabled():  # what has no gradient is no use
+            refuse_reentrant_checkpoint()
+        elif _are_functorch_transforms_active():  # taps do not work there
+            plain = [t for t in inputs if not is_functorch_wrapped_tensor(t)]
+            found = [tracked for t in plain if (tracked := self.tracker.find(t)) is not None]
+            why = no_rule(f"{func.__name__} inside of torch.func")
+            self.unexplained.update((name, why) for tracked in found for name in tracked.names)
+        else:
+            if func in FIRST_ONLY:  # the second argument gives type or shape only
+                inputs = inputs[:1]
+            # A mask made by torch.ones_like(weight) has the shape of a parameter, and none of its values.
+            sources = [] if func in SHAPES_ONLY else list(map(self.tracker.find, inputs))
+            if any(sources):
+                return self._run(func, args, kwargs, inputs, sources)
+        result = func(*args, **kwargs)
+        self.marks.note(func, inputs, args, result)
+        return result
+
+    def _moves_by_data(self, func: Any, args: Any, inputs: list[Tensor]) -> bool:
+        """Whether data decide where rows go, or how many there are of each datum."""
+        if func is Tensor.__getitem__ or func is Tensor.__setitem__:
+            indices = tensors_of(args[1:2])
+        else:
+            indices = inputs if len(inputs) == 1 else inputs[1:]
+        return any(self.is_data(t) for t in indices if not t.is_floating_point())
+
+    def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
+        """Run an operation that uses a tracked parameter: by its plan if that is known."""
+        key = self.key_of(func, args, kwargs, inputs, sources)
+        settled = self.session.plans.get(key)
+        if type(settled) is not list or not self.fit(settled):
+            result = self._run_unsettled(key, func, args, kwargs)
+            self.marks.note(func, inputs, args, result)
+            return result
+        out = func(*args, **kwargs)
+        for plan in settled:
+            out = self._tap_output(plan, args, kwargs, out)
+        return out
+
+    def _run_unsettled(self, key: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that uses a tracked parameter, and settle its plan if its output is tapped."""
+        kind = self.session.device_type
+        call = Call(func, self.num_data, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+        planned = self._plan(key, call, args, kwargs)
+        if planned is None:
+            return self.session.fallback(self, func, args, kwargs)
+        if isinstance(planned, Rewrite):
+            return planned.body(self, *args, **kwargs)
+        if isinstance(planned, Copy):
+            return track_copy(self, planned, func(*args, **kwargs), key)
+        if isinstance(planned[0], Broadcast):
+            for step in planned:
+                tapped = tap_broadcast(self, step, argument_at(step.argument.place, args, kwargs), call)
+                args, kwargs = with_argument(step.argument.place, tapped, args, kwargs)
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if planned[0].follows:
+            return self._follow(planned, call, key, args, kwargs, out)
+        return self._settle_and_tap(planned, call, key, args, kwargs, out)
+
+    def _follow(
+        self,
+        planned: tuple[Plan, ...],
+        call: Call,
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Tensor,
+    ) -> Any:
+        """Follow the output of an operation whose inputs do not depend on data, unless it has a row for every datum."""
+        func = call.func
+        with full_precision(self.session.device_type):
+            x = prepared(planned[0], args, kwargs)
+        leading, axis = planned[0].inputs.leading(x), self.batch_axis or 0
+        guess = self.num_data > 1 and leading[axis : axis + 1] == (self.num_data,)
+        with self.places().question(func, planned[0].layout.weight, guess) as has_data:
+            if has_data:  # what is multiplied does not depend on data, but it has a row for every datum
+                tapped = self._settle_and_tap(planned, call, (key, "rows of data"), args, kwargs, out)
+                return self.marks.mark(tapped)
+            return self.session.fallback(self, func, args, kwargs)
+
+    def _settle_and_tap(
+        self,
+        planned: tuple[Plan, ...],
+        call: Call,
+        key: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Tensor,
+    ) -> Tensor:
+        """Settle plans, and return the operation's output with a tap for each of them."""
+        placement = self.sums.placement
+        settled = self.session.plans.get(key)
+        if type(settled) is not list or not self.fit(settled):
+            settled = [one for plan in planned for one in self.session.settle(plan, call, out, placement)]
+            self.session.plans[key] = settled
+        for plan in settled:
+            out = self._tap_output(plan, args, kwargs, out)
+        return out
+
+    def open(
+        self,
+        what: What,
+        leading: tuple[int, ...],
+        start: Callable[[Owners], Receiver],
+        meeting: bool = False,
+        counting: Counting = EVERYTHING,
+    ) -> Receiver:
+        """Open a place at which it matters whose rows are, right before its tap; arguments are those of `Sites`."""
+        sites = self.places()
+        before = len(sites.waiting)
+        receive = sites.open(what, leading, start, meeting, counting)
+        self._waits = len(sites.waiting) > before
+        return receive
+
+    def observed(self, t: Tensor, what: What) -> Tensor:
+        """Return a tensor such that an audit learns to which data its numbers belong."""
+        receive = self.places().observe(what, tuple(t.shape))
+        self._waits = True
+        return self.tap(t, receive)
+
+    def places(self) -> Sites:
+        """Return all places at which it matters whose rows are."""
+        if self.sites is None:
+            mixing = self.session.mixing
+            self.sites = Sites(self.num_data, self.batch_axis, self._known, self.measuring, mixing, self.masks)
+        return self.sites
+
+    def _plan(self, key: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the rule for an operation says; it is asked once."""
+        rule = self.session.rules.get(call.func)
+        if rule is None:
+            return None
+        plans = self.session.plans
+        if key not in plans or type(plans[key]) is list:  # they do not fit the blocks of this pass
+            described = [describe(part, (place,), self.tracker, self.is_data) for place, part in enumerate(args)]
+            named = {name: describe(part, (name,), self.tracker, self.is_data) for name, part in kwargs.items()}
+            # Rules take a view of a parameter for entries of it.
+            as_entries = not self.tracker.as_other_numbers(tensors_of((*args, *kwargs.values())))
+            plans[key] = rule(call, *described, **named) if as_entries else None
+        return plans[key]
+
+    def key_of(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], sources: list[Tracked | None]) -> Any:
+        """Return all that a plan depends on: operation, arguments, number of data and `autocast`."""
+        kind = self.session.device_type
+        key = [func, self.num_data]
+        if torch.is_autocast_enabled(kind):
+            key.append(torch.get_autocast_dtype(kind))
+        for t, source in zip(inputs, sources, strict=True):
+            if source is None:
+                key += (t.shape, t.dtype, self.is_data(t))
+            elif t is source.tensor:  # all of it, as it is
+                key.append(source.token)
+            else:
+                key += (source.token, t.storage_offset(), t.shape, t.stride(), t.dtype)
+        if kwargs or not all([isinstance(part, Tensor) for part in args]):  # noqa: C419 (a generator takes longer)
+            key.append(without_tensors((args, tuple(kwargs.items()))))
+        return tuple(key)
+
+    def fit(self, plans: Iterable[Plan]) -> bool:
+        """Whether settled plans fit the blocks that are there; in training, every pass starts without blocks."""
+        adders, placement = self.sums.adders, self.sums.placement
+        return all([plan in adders or not plan.fits or placement.admit(plan.layout) for plan in plans])  # noqa: C419
+
+    def use(self, plan: Plan, x: Any, by_construction: bool = False) -> Receiver:
+        """Add the inputs of a use, and return what takes gradients `[columns, *shape of the output]`.
+
+        Args:
+            plan: A plan that the session has settled.
+            x: What the plan prepared.
+            by_construction: Whether rows were brought into the order of data.
+        """
+        number = self.uses
+        self.uses += 1
+        if self.measuring:
+            self.whats.append((plan.operation, plan.layout.weight))
+        if not plan.fits:
+            self._waits = True  # probes show it, too
+            return lambda _: self.sums.note_conflict(plan)
+        adder = self.sums.adders.get(plan)
+        if adder is None:
+            adder = self.sums.adders[plan] = self.sums.adder_of(plan)
+        if self.sums.by_datum or self._counts_rows or self._distrusts or number == self._checked:
+            receive = self._add_rows(number, adder, plan, x, by_construction)
+        else:
+            receive = adder.add(x)
+        return receive if plan.read is None else _reading(plan.read, x, receive)
+
+    def _add_rows(self, number: int, adder: Adder, plan: Plan, x: Any, by_construction: bool) -> Receiver:
+        """Add the inputs of a use as soon as it is known whose they are, and which of them count."""
+        leading = plan.inputs.leading(x)
+        rows = prod(leading)
+        what = (plan.operation, plan.layout.weight)
+        positions = plan.inputs.per_row
+        owners = Regular.batch_first(self.num_data, rows) if by_construction else None
+        used = Used(number, what, rows, positions, by_construction, self.places().next_use, plan.inputs.not_padding(x))
+        self.most_positions = max(self.most_positions, rows * positions)
+
+        def start(owners: Owners) -> Receiver:
+            with full_precision(plan.device.type):
+                receive = adder.add(x, owners)
+            if number == self._checked:
+                receive = self._looking_for_padding(owners.counted, used, receive)
+            return receive if self.observer is None else self.observer(used, owners, receive)
+
+        rule = self._rule(number, what)
+        # What meets data later is not measured, and the same positions of all data need not be.
+        if self._distrusts and not by_construction and rule.kind != "positions":
+            rule = MEASURED
+        counting = Counting(rule, positions, owners, self.sums.by_datum)
+        return self.open(what, leading, start, counting=counting)
+
+    def _looking_for_padding(self, counted: Tensor | None, used: Used, receive: Receiver) -> Receiver:
+        """Return what takes note of rows with a gradient in any column."""
+        self._should_count = [t.flatten() for t in (counted, used.not_padding) if t is not None]
+
+        def look(g: Tensor) -> None:
+            found = (g != 0).any(-1).flatten(1).any(0)
+            self._with_gradient = found if self._with_gradient is None else self._with_gradient | found
+            receive(g)
+
+        return look
+
+    def note_padding(self) -> None:
+        """Take note of rows that should count and have no gradient, after all vectors were sent back."""
+        if self._padding is None or self._with_gradient is None:
+            return
+        surprising = ~self._with_gradient
+        for rows in self._should_count:
+            surprising = surprising & rows
+        self._padding.note(surprising, 0)
+        self._with_gradient = None
+
+    def _rule(self, number: int, what: What) -> RowRule:
+        """Return which rows of a use count."""
+        known = self._known
+        if known is None or not self._counts_rows:
+            return ALL
+        fits = number < len(known.rows) and known.rows[number][0] == what
+        rule = known.rows[number][1] if fits else known.otherwise
+        return ALL if rule.whole and self.masks.are_complete else rule
+
+    def tap(self, z: Tensor, receive: Receiver, probed: bool = False) -> Tensor:
+        """Return `z` such that gradients with respect to it are shown to a receiver, those of probes if `probed`."""
+        if self.handle is None:
+            self.handle = torch.empty(0, requires_grad=True)
+        waits = self._waits or probed
+        if waits:
+            self._waits = False
+        return apply_tap(z, self.handle, self, receive, waits)
+
+    def find_hidden_uses(self, f: Tensor) -> None:
+        """Look for uses that were not seen, unless an earlier pass consisted of the same operations."""
+        known = self.session.hidden_uses
+        if self.operations not in known:
+            hidden, reached = hidden_uses(f, self.tracker.leaves())
+            known[self.operations] = {(name, no_rule(function)) for name, function in hidden}, reached
+        hidden, self.reached = known[self.operations]
+        self.unexplained |= hidden
+
+    def leave_nothing_behind(self) -> None:
+        """After the forward pass: take marks off tensors that a model has kept, and forget tensors of this batch."""
+        self.tracker.forget_batch()
+        self.marks.forget()
+
+    def _tap_output(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        """Add the inputs of a use, and return the operation's output with a tap."""
+        if plan.narrow is not None:
+            with full_precision(plan.device.type):
+                receive = self.use(plan, prepared(plan, args, kwargs))
+        else:  # without autocast there is only the graph to switch off, which takes less time in this way
+            torch._C._set_grad_enabled(False)
+            try:
+                receive = self.use(plan, prepared(plan, args, kwargs))
+            finally:
+                torch._C._set_grad_enabled(True)
+        return self.tap(out, receive)
+
+
+def forward(
+    risk: EmpiricalRisk,
+    batch: Batch,
+    session: Session,
+    sums: Sums,
+    batch_axis: int | None = None,
+    known: Known | None = None,
+    ignored: Flags | None = None,
+    padding: Flags | None = None,
+) -> tuple[Tensor, Capture]:
+    """Evaluate the model with taps at the outputs of all parametric operations.
+
+    Args:
+        risk: Model and parameters.
+        batch: Some data.
+        session: Has plans.
+        sums: What inputs are added to, and gradients will be.
+        batch_axis: Where the batch axis is in activations, if not first.
+        known: What an audit found out about rows.
+        ignored: If given, all targets are taken to count, and data with others are noted there.
+        padding: If given, takes note of padding that no rule about rows explains.
+
+    Returns:
+        Predictions, and what is needed to send vectors back.
+    """
+    targets = risk.loss.counted(batch.y)
+    masks = BatchMasks(targets, risk.mask_source.find(batch.x, len(batch.y)), device=batch.y.device)
+    if ignored is not None and targets is not None:
+        ignored.note(~targets.flatten(1).all(1), batch.start)
+        masks.assume_all_count()
+    capture = Capture(session, sums, len(batch.y), batch_axis, known, masks=masks, padding=padding)
+    marked = batch._replace(x=mapped(batch.x, capture.mark_data))
+    try:
+        with uncompiled():
+            f = risk.predict(risk.params, marked, within=capture)
+    finally:
+        capture.leave_nothing_behind()
+        capture.running = False
+    capture.find_hidden_uses(f)
+    return f, capture
+
+
+def prepared(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a plan's inputs are read from; `None` if they are not read from anything."""
+    tensors = [
+        args[argument.place[0]] if argument.is_positional else argument_at(argument.place, args, kwargs)  # type: ignore[index]
+        for argument in plan.arguments
+    ]
+    if plan.prepare is not None:
+        return plan.prepare(*tensors)
+    return tensors[0] if tensors else None
+
+
+def _reading(read: Read, x: Any, receive: Receiver) -> Receiver:
+    """Return what reads gradients before it passes them on."""
+    return lambda g: receive(read(g, x))

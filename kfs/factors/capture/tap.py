@@ -1,0 +1,239 @@
+"""Taps: identities in the computation graph whose backward pass shows gradients.
+
+A tap has a zero-size second input. Differentiating the predictions with respect to this input sends vectors back to all
+taps: no weight gradient is computed, and a gradient is used where it arises and never stored.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.func import vmap
+
+from kfs.errors import ModelError
+from kfs.factors.accumulate.interface import Receiver, Sums
+from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.capture.sites import Sites
+from kfs.factors.rows.counted import BatchMasks
+from kfs.factors.rows.measure import MULTIPLE, probes
+from kfs.factors.trace.tracking import Derived
+
+
+class CapturedPass(Protocol):
+    """What taps need to know of the forward pass that they belong to; see `Capture`."""
+
+    handle: Tensor | None
+    sums: Sums
+    num_data: int
+    running: bool
+    sending: bool
+    listening: bool
+    probing: bool
+    keep_graph: bool
+    together: bool
+    derived: list[Derived]
+    sites: Sites | None
+    masks: BatchMasks
+    noise: torch.Generator | None
+
+    def note_padding(self) -> None:
+        """Take note of rows that should count and have no gradient."""
+
+
+class Tap(torch.autograd.Function):
+    """The identity, with a backward pass that shows gradients to a receiver."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        z: Tensor,
+        handle: Tensor,  # noqa: ARG004
+        capture: CapturedPass,
+        receive: Receiver,
+        waits: bool,
+    ) -> Tensor:
+        ctx.capture = capture
+        ctx.receive = receive
+        ctx.waits = waits
+        # The same memory, but for autograd it is no view: operations in place may follow, and cost nothing extra in
+        # the backward pass. Nobody else uses z any more, and no operation that has a rule keeps its output.
+        return z.detach() if capture.noise is None else _noisy(z, capture.noise)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Show the gradients; nothing needs to be computed for the second input."""
+        capture, receive = ctx.capture, ctx.receive
+        if capture.running:
+            raise ModelError(
+                "The model differentiates its own predictions (torch.autograd.grad in its forward pass).",
+                "Let the model send derivatives forward beside values, as in docs/howto_pinn.md; or leave the "
+                "parameters behind that derivative out with params=. kfs.GGN(risk) takes the model as it is.",
+            )
+        ours, theirs = capture.sending, capture.listening
+        if receive is None or not (ours or theirs):  # somebody differentiates what the model has kept, or again
+            return g, None, None, None, None
+        if capture.probing and not ctx.waits:
+            return g, None, None, None, None
+        if g.is_cuda:  # pragma: no cover (the thread's first operation may be a product: cuBLAS wants a context)
+            torch.cuda.set_device(g.device)
+        if ours and capture.together:
+            Show.apply(g, receive)  # type: ignore[no-untyped-call]
+        elif ours:
+            receive(g.unsqueeze(0))
+        else:
+            with full_precision(g.device.type):
+                receive(g.unsqueeze(0))
+        if not capture.keep_graph:
+            ctx.receive = None  # it may hold activations
+        return g, None, None, None, None
+
+
+def _noisy(z: Tensor, generator: torch.Generator) -> Tensor:
+    """Return an activation with noise that is as large as the activation itself."""
+    if not z.is_floating_point() or not z.numel():
+        return z.detach()
+    size = z.norm() / z.numel() ** 0.5
+    noise = torch.randn(z.shape, generator=generator, dtype=torch.float32).to(z)
+    return z + torch.where(size > 0, size, 1.0) * noise
+
+
+# What `Tap.apply` calls after it has looked for transformations of torch.func: that takes a third of its time.
+apply_tap: Callable[..., Tensor] = super(torch.autograd.Function, Tap).apply
+
+
+class Show(torch.autograd.Function):
+    """Passes gradients of columns that are sent back together, by `vmap`, to a receiver: `[columns, ...]`."""
+
+    @staticmethod
+    def forward(g: Tensor, receive: Receiver) -> Tensor:  # noqa: ARG004 (columns do not differ here, so that g is zero)
+        """Show nothing."""
+        return g.new_empty(0)  # pragma: no cover (whether this happens depends on PyTorch's backward formulas)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def vmap(_: Any, in_dims: Any, g: Tensor, receive: Receiver) -> tuple[Tensor, None]:
+        """Show all columns."""
+        receive(g.movedim(in_dims[0], 0))
+        return g.new_empty(0), None
+
+
+def send_back(
+    f: Tensor | GradientEdge,
+    capture: CapturedPass,
+    vectors: Iterable[Tensor],
+    keep_graph: bool = False,
+    like: Tensor | None = None,
+) -> None:
+    """Send vectors back to all taps, chunk by chunk, and add what arrives to the sums.
+
+    Args:
+        f: Predictions.
+        capture: The forward pass that they come from.
+        vectors: Chunks of some columns, `[columns, *f.shape]`.
+        keep_graph: Whether somebody needs the graph afterwards.
+        like: Values of the predictions, if `f` has none.
+    """
+    measure_rows(f, capture, like)
+    capture.sums.finish_forward()
+    for columns, last in _and_whether_last(iter(vectors)):
+        backward(f, capture, columns, keep_graph or not last)
+        capture.sums.finish_backward()
+    capture.sums.finish_batch()
+    capture.note_padding()
+    if capture.sites is not None:
+        capture.sites.forget()
+
+
+def measure_rows(
+    f: Tensor | GradientEdge, capture: CapturedPass, like: Tensor | None = None, also: Sequence[Tensor] = ()
+) -> Sequence[Tensor | None]:
+    """Find out to which data rows belong that wait for it; arguments are those of `send_back` and `backward`.
+
+    Returns:
+        Gradients for the first probe with respect to what was asked for by `also`.
+    """
+    sites = capture.sites
+    if sites is None or not (sites.waiting or sites.observed):
+        return [None] * len(also)
+    predictions = f if isinstance(f, Tensor) else like
+    assert predictions is not None  # noqa: S101 (whoever has no predictions gives their values)
+    found: Sequence[Tensor | None] = ()
+    if not sites.need_probes:  # only targets had to be waited for
+        sites.settle()
+        return [None] * len(also)
+    capture.probing = True
+    try:
+        sites.counting_rows = sites.count_rows
+        if sites.counting_rows:
+            v = capture.masks.of_predictions(next(probes(predictions, capture.num_data)))
+            for multiple in (v, MULTIPLE * v):
+                backward(f, capture, multiple.unsqueeze(0), keep_graph=True)
+        sites.counting_rows = False
+        for place, v in enumerate(probes(predictions, capture.num_data) if sites.need_owners else ()):
+            gradients = backward(f, capture, v.unsqueeze(0), keep_graph=True, also=() if place else also)
+            found = found or gradients
+    finally:
+        capture.probing = False
+    sites.settle()
+    return found
+
+
+def backward(
+    f: Tensor | GradientEdge,
+    capture: CapturedPass,
+    vectors: Tensor,
+    keep_graph: bool = False,
+    also: Sequence[Tensor] = (),
+) -> Sequence[Tensor | None]:
+    """Send vectors `[columns, *f.shape]` back to all taps, which take note of what arrives.
+
+    Returns:
+        Gradients with respect to what was asked for by `also`, for a single column.
+    """
+    handle = capture.handle
+    if isinstance(f, Tensor) and not f.requires_grad:  # no parameter was used
+        return [None] * len(also)
+    if handle is None:  # no use was seen; that there was none is not said
+        return torch.autograd.grad(f, also, vectors[0], retain_graph=keep_graph, allow_unused=True) if also else ()
+    capture.keep_graph = keep_graph
+    capture.together = len(vectors) > 1
+
+    def send(v: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(f, handle, v, retain_graph=keep_graph, materialize_grads=True)
+
+    found: Sequence[Tensor | None] = ()
+    with full_precision(vectors.device.type):
+        capture.sending = True
+        try:
+            if also:
+                found = torch.autograd.grad(f, (handle, *also), vectors[0], retain_graph=keep_graph, allow_unused=True)[
+                    1:
+                ]
+            elif capture.together:
+                vmap(send)(vectors)
+            else:
+                send(vectors[0])
+            pass_derived(capture)
+        finally:
+            capture.sending = False
+    return found
+
+
+def pass_derived(capture: CapturedPass) -> None:
+    """After a backward pass: pass on what arrived at derived parameters, the latest ones first."""
+    for derived in reversed(capture.derived):
+        derived.pass_on()
+
+
+def _and_whether_last(vectors: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Yield each chunk of vectors, and whether it is the last one."""
+    chunk = next(vectors, None)
+    while chunk is not None:
+        following = next(vectors, None)
+        yield chunk, following is None
+        chunk = following

@@ -1,0 +1,570 @@
+"""Checkpoints: a killed computation resumes from sums in files, with the same results.
+
+`Checkpoint` is the user's option, `Journal` writes and reads the files. Which data and settings a file belongs to is
+stored as digests.
+"""
+
+import glob
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from inspect import getclosurevars
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfs import files
+from kfs.distributed import Ranks
+from kfs.distributed.collectives import joined, write_joined
+from kfs.errors import LostRankError, StorageError
+from kfs.factors.accumulate.interface import Sums
+from kfs.factors.audit import Audit
+from kfs.factors.settings import Settings
+from kfs.losses import Loss
+from kfs.problem.data import Batch, axis_to_cut, cut
+from kfs.problem.risk import EmpiricalRisk
+from kfs.runtime.nested import plain, tensors_in
+from kfs.runtime.sync import number
+
+Range = tuple[int, int]
+_MODULUS = 2**128
+
+
+@dataclass
+class SeenData:
+    """Some data, by their indices.
+
+    Attributes:
+        ranges: Half-open ranges of indices, in order, which do not touch each other.
+        digest: The sum of the digests of all of them.
+
+    Example:
+        >>> seen = SeenData()
+        >>> seen.add((0, 4), 1)
+        >>> seen.add((6, 8), 2)
+        >>> seen.add((4, 5), 3)
+        >>> seen.ranges, seen.number, seen.gaps((3, 9)), seen.common((3, 9))
+        ([(0, 5), (6, 8)], 7, [(5, 6), (8, 9)], [(3, 5), (6, 8)])
+    """
+
+    ranges: list[Range] = field(default_factory=list)
+    digest: int = 0
+
+    @property
+    def number(self) -> int:
+        """How many data these are."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    def add(self, some: Range, digest: int) -> None:
+        """Add data that were not seen before."""
+        self.digest = (self.digest + digest) % _MODULUS
+        ranges: list[Range] = []
+        for start, stop in sorted([*self.ranges, some]):
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = ranges[-1][0], stop
+            else:
+                ranges.append((start, stop))
+        self.ranges = ranges
+
+    def add_all(self, other: "SeenData") -> None:
+        """Add all of some other data."""
+        for some in other.ranges:
+            self.add(some, 0)
+        self.digest = (self.digest + other.digest) % _MODULUS
+
+    def common(self, some: Range) -> list[Range]:
+        """Return what was seen of a range."""
+        found = [(max(start, some[0]), min(stop, some[1])) for start, stop in self.ranges]
+        return [(start, stop) for start, stop in found if start < stop]
+
+    def gaps(self, some: Range) -> list[Range]:
+        """Return what was not seen of a range."""
+        edges = [some[0], *(edge for common in self.common(some) for edge in common), some[1]]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return [(start, stop) for start, stop in pairs if start < stop]
+
+    def overlaps(self, other: "SeenData") -> bool:
+        """Whether some datum is in both."""
+        return any(self.common(some) for some in other.ranges)
+
+
+def digests_of(batch: Batch, batch_axis: int | None) -> list[int]:
+    """Return a digest for each datum of a batch.
+
+    What has no batch axis counts for each of them: it must be the same in other batches of the same data.
+    """
+    number = len(batch.y)
+    shared = hashlib.blake2b(text_of(plain(batch.x)).encode(), digest_size=32)
+    rows: list[Any] = [_bytes_by_datum(batch.y, 0)]
+    for t in tensors_in(batch.x):
+        axis = axis_to_cut(t.shape, number, batch_axis)
+        if axis is None:
+            shared.update(bytes_of(t))
+        else:
+            rows.append(_bytes_by_datum(t, axis))
+    digests = []
+    for place in range(number):
+        hashed = hashlib.blake2b(shared.digest(), digest_size=16)
+        hashed.update((batch.first + place).to_bytes(8, "little"))
+        for row in rows:
+            hashed.update(row[place])
+        digests.append(int.from_bytes(hashed.digest(), "little"))
+    return digests
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of all values."""
+    hashed = hashlib.blake2b(digest_size=32)
+    for t in tensors:
+        hashed.update(bytes_of(t))
+    return hashed.hexdigest()
+
+
+def bytes_of(t: Tensor) -> Any:
+    """Return the values of a tensor as bytes."""
+    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _bytes_by_datum(t: Tensor, axis: int) -> Any:
+    """Return the values of a tensor as bytes, `[batch, bytes]`."""
+    return bytes_of(t.movedim(axis, 0)).reshape(t.shape[axis], -1)
+
+
+def text_of(value: object) -> str:
+    """Describe something that is not a tensor, without its address in memory."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def function_digest(value: object) -> str:
+    """Return a digest of a function, or of anything that has functions in it."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for part in _content(value, None, {}):
+        hashed.update(part)
+    return hashed.hexdigest()
+
+
+def _content(value: object, home: str | None, seen: dict[int, object]) -> Iterator[Any]:
+    """Yield bytes that tell a value from others.
+
+    Args:
+        value: A function, or what one uses.
+        home: The module of the function that uses it. Functions of other modules are told apart by their names alone.
+        seen: Objects that were visited, by their addresses: functions may use themselves.
+    """
+    if home is None and isinstance(value, FunctionType):
+        home = value.__module__
+    parts = _parts(value, home)
+    if isinstance(value, Tensor):
+        yield text_of((value.shape, value.dtype)).encode()
+        yield bytes_of(value)
+    elif parts is None:
+        yield text_of(value).encode()
+    elif id(value) not in seen:
+        seen[id(value)] = value  # as long as it is kept, no other object has its address
+        yield f"{type(value).__qualname__} of {len(parts)}".encode()
+        for part in parts:
+            yield from _content(part, home, seen)
+
+
+def _parts(value: object, home: str | None) -> list[object] | None:
+    """Return what a value consists of; `None` if its text tells all."""
+    if isinstance(value, Mapping):
+        return [part for pair in value.items() for part in pair]
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, CodeType):
+        return [value.co_code, value.co_names, *value.co_consts]
+    if isinstance(value, torch.nn.Module):
+        return [text_of(value), value.state_dict()]
+    return _parts_of_function(value, home) if callable(value) else None
+
+
+def _parts_of_function(value: Callable[..., Any], home: str | None) -> list[object] | None:
+    """Return code and values that a function uses; `None` if it is from another module."""
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, FunctionType) and value.__module__ == home:
+        used = getclosurevars(value)
+        named = {name: one for name, one in used.globals.items() if not isinstance(one, ModuleType)}
+        return [value.__code__, value.__defaults__, value.__kwdefaults__, dict(used.nonlocals), named]
+    # An object with a method `__call__` that somebody wrote.
+    call = type(value).__call__
+    return [call, vars(value)] if isinstance(call, FunctionType) else None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where and how often intermediate results are written.
+
+    Attributes:
+        path: The file. `EKFAC` writes a second one, with `.eigenvalues` appended to its name.
+        batches: Write whenever this many batches were added.
+        minutes: Write after the first batch that ends this many minutes after the last writing. If neither is given,
+            five minutes.
+
+    Example:
+        >>> Checkpoint("run.kfac", batches=100)
+        Checkpoint(path='run.kfac', batches=100, minutes=None)
+    """
+
+    path: str | Path
+    batches: int | None = None
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that are not positive."""
+        for name in ("batches", "minutes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise StorageError(f"{name} is {value!r}.", "Use a positive number.")
+
+
+@contextmanager
+def naming(checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Let the error about a process that has ended name the checkpoint that others can continue from."""
+    try:
+        yield
+    except LostRankError as error:
+        way_out = error.way_out
+        if checkpoint is not None:
+            way_out = (
+                "Start the program again, with any number of processes: it continues from the checkpoint "
+                f"{checkpoint.path}."
+            )
+        raise LostRankError(error.cause, way_out) from error
+
+
+@dataclass
+class Progress:
+    """What a pass over the data has counted.
+
+    Attributes:
+        batches: Number of batches.
+        num_data: Number of data.
+        count: What a mean over the targets divides by, up to the last time that somebody asked for it.
+        counted: What it has to be increased by since then; a tensor if only a device knows it.
+        unexplained: `(parameter, why)` of uses that no rule explains.
+        reached: Parameters that predictions depend on.
+        audit: What was checked on a few data.
+    """
+
+    batches: int = 0
+    num_data: int = 0
+    count: float = 0.0
+    unexplained: set[tuple[str, str]] = field(default_factory=set)
+    audit: Audit | None = None
+    counted: float | Tensor = 0
+    reached: set[str] = field(default_factory=set)
+
+    def settle(self) -> None:
+        """Ask the device for what only it knows."""
+        self.count += number(self.counted)
+        self.counted = 0
+
+    def add(self, other: "Progress") -> None:
+        """Add what was counted for other data."""
+        self.batches += other.batches
+        self.num_data += other.num_data
+        self.count += other.count
+        self.unexplained |= other.unexplained
+        self.reached |= other.reached
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Replace all of it by that of all ranks together, after the last batch."""
+        mine = (self.batches, self.num_data, self.count, self.unexplained, self.audit, self.reached)
+        found = ranks.gather("progress", mine)
+        self.batches = sum(one[0] for one in found)
+        self.num_data = sum(one[1] for one in found)
+        self.count = float(sum(one[2] for one in found))
+        self.unexplained = set().union(*(one[3] for one in found))
+        self.reached = set().union(*(one[5] for one in found))
+        audits = [one[4] for one in found if one[4] is not None]  # ranks without data have none
+        self.audit = reduce(Audit.merged, audits) if audits else None
+
+    def state(self) -> dict[str, Any]:
+        """Return what has to be known to continue, for a file."""
+        self.settle()
+        return {
+            "batches": self.batches,
+            "num_data": self.num_data,
+            "count": self.count,
+            "unexplained": sorted(self.unexplained),
+            "reached": sorted(self.reached),
+        }
+
+    @classmethod
+    def from_state(cls, state: Any) -> "Progress":
+        """Undo `state`."""
+        unexplained = {(str(name), str(why)) for name, why in state["unexplained"]}
+        reached = set(map(str, state["reached"]))
+        counts = int(state["batches"]), int(state["num_data"]), float(state["count"])
+        return cls(*counts, unexplained, reached=reached)
+
+
+# Items of sums that are lists with something for each block.
+_LISTS = ("blocks", "totals")
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file with sums.
+
+    Attributes:
+        name: Its name.
+        seen: The data in it.
+    """
+
+    name: str
+    seen: SeenData
+
+
+class Journal:
+    """Keeps the sums of a pass over the data in files.
+
+    Args:
+        checkpoint: Where and how often to write.
+        risk: Model, loss, data and parameters.
+        settings: The settings of the computation.
+        stage: Name of the pass, `"factors"` or `"eigenvalues"`; with a number, if there are several of them.
+        basis: Digests of the eigenvectors that sums refer to, if any, by block.
+        blocks: Names of the blocks that the pass is for. `None` for all of them.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        risk: EmpiricalRisk,
+        settings: Settings,
+        stage: str,
+        basis: Mapping[str, str] | None = None,
+        blocks: Sequence[str] | None = None,
+    ) -> None:
+        path = Path(checkpoint.path)
+        self.path = path if stage == "factors" else path.with_name(f"{path.name}.{stage}")
+        self.ranks = risk.ranks
+        self.own_path = self.path
+        if self.ranks.are_several:
+            self.own_path = path.with_name(self._name_of(self.ranks.rank))
+        self.checkpoint = checkpoint
+        self._loss = risk.loss
+        self._batch_axis = settings.batch_axis
+        self._owned = settings.placement == "owner"
+        self._device = settings.factor_device or str(risk.device)
+        module = risk.model if isinstance(risk.model, torch.nn.Module) else torch.nn.Module()
+        name = getattr(risk.model, "__qualname__", type(risk.model).__name__)
+        with risk.untouched():  # with all numbers of parameters that are sharded
+            values = digest(risk.params.values())
+            others = digest([*module.parameters(), *module.buffers()])
+        self.belongs_to = {
+            "stage": stage,
+            "eigenvectors": digest(()) if basis is None else dict(basis),
+            "settings": settings.state(),
+            "model": repr(module) if module is risk.model else name,
+            "loss": details(risk.loss),
+            "parameters": {name: list(p.shape) for name, p in risk.params.items()},
+            "values of parameters": values,
+            "values of other parameters and buffers": others,
+            "precision": f"{risk.dtype} on {risk.device.type}",
+        }
+        if blocks is not None:
+            self.belongs_to["blocks of a pass"] = list(blocks)
+        self._start()
+
+    def _name_of(self, rank: int) -> str:
+        """Return the name of a rank's file."""
+        return f"{self.path.name}.rank-{rank}-of-{self.ranks.size}"
+
+    def _start(self) -> None:
+        """Forget all batches: a computation may start again, with vectors sent back one by one."""
+        self._seen = SeenData()  # what is in the sums of this process
+        self._in_file = -1  # how many of them the file has
+        self._done = SeenData()  # what is in any file
+        self._files: list[_File] = []
+        self._others: list[_File] = []  # of these, those that this process adds in the end
+        self._checked: dict[str, SeenData] = {}  # what this process has met of the data in each file
+        self._digests: dict[int, int] = {}  # of parts of the present batch, by the index of their first datum
+        self._written_at = time.monotonic()
+
+    def resume(self, sums: Sums) -> Progress:
+        """Restore what files have, if there are any. All ranks call it."""
+        self._start()
+        every = self.ranks.gather("checkpoints", self._listed())
+        # What was written last has the most data, and replaces files that it was made from.
+        found = {file.name: file for listed in every for file in listed}
+        for file in sorted(found.values(), key=lambda file: (-file.seen.number, file.name)):
+            if not file.seen.overlaps(self._done):
+                self._files.append(file)
+                self._done.add_all(file.seen)
+        progress = Progress()
+        for index, file in enumerate(self._files):
+            self._checked[file.name] = SeenData()
+            rank = self._reader(file, every, index)
+            if rank == self.ranks.rank and file.name == self.own_path.name:
+                progress = self._read(file, sums.restore)
+                self._seen.add_all(file.seen)
+                self._in_file = self._seen.number
+            elif rank == self.ranks.rank:
+                self._others.append(file)
+        return progress
+
+    def _listed(self) -> list[_File]:
+        """Return what is in all files that this process sees."""
+        pattern = f"{glob.escape(self.path.name)}.rank-*-of-*"
+        paths = sorted(self.path.parent.glob(pattern)) if self.path.parent.is_dir() else []
+        listed = []
+        for path in [self.path, *paths] if self.path.exists() else paths:
+            header, state = files.read(path, check_digest=False)
+            with files.valid(path):
+                theirs = json.loads(header["belongs_to"])
+                mine = json.loads(json.dumps(self.belongs_to))
+                differs = [name for name in mine | theirs if theirs.get(name) != mine.get(name)]
+                found = state["progress"]
+                ranges = [(int(start), int(stop)) for start, stop in found["ranges"]]
+                listed.append(_File(path.name, SeenData(ranges, int(found["digest"], 16))))
+            if differs:
+                raise StorageError(
+                    f"The checkpoint {path} belongs to another computation: {', '.join(differs)} differ.",
+                    "Delete it, or choose another path.",
+                )
+        return listed
+
+    def _reader(self, file: _File, every: Sequence[Sequence[_File]], number: int) -> int:
+        """Return the rank that takes the sums of a file: the one that it is named after, or one of those who see it."""
+        seers = [rank for rank, listed in enumerate(every) if file in listed]
+        named = [rank for rank in seers if self.ranks.are_several and file.name == self._name_of(rank)]
+        return (named or seers)[0 if named else number % len(seers)]
+
+    def _read(self, file: _File, take: Any) -> Progress:
+        """Read a file, let somebody take the sums, and return what was counted."""
+        path = self.path.with_name(file.name)
+        _, state = files.read(path, self._device)
+        with files.valid(path):
+            take(state["uses"])
+            return Progress.from_state(state["progress"])
+
+    def rest_of(self, batch: Batch) -> list[Batch]:
+        """Return the parts of a batch that are not done. What is done must be the same as before."""
+        digests = digests_of(batch, self._batch_axis)
+        whole = (batch.first, batch.first + len(batch.y))
+        for file in self._files:
+            checked = self._checked[file.name]
+            for start, stop in file.seen.common(whole):
+                checked.add((start, stop), sum(digests[start - batch.first : stop - batch.first]))
+            if checked.number == file.seen.number and checked.digest != file.seen.digest:
+                raise self._other_data(file)
+        gaps = self._done.gaps(whole)
+        self._digests = {start: sum(digests[start - batch.first : stop - batch.first]) for start, stop in gaps}
+        return [batch] if gaps == [whole] else [self._part(batch, start, stop) for start, stop in gaps]
+
+    def _part(self, batch: Batch, start: int, stop: int) -> Batch:
+        """Return some data of a batch. What has no batch axis was the same in another batch, by the digests."""
+        chosen = range(start - batch.first, stop - batch.first)
+        y = batch.y[chosen.start : chosen.stop]
+        x = cut(batch.x, len(batch.y), chosen, self._batch_axis)
+        return batch._replace(x=x, y=y, first=start, counted=self._loss.count(y))
+
+    def notes(self, batch: Batch, progress: Progress) -> bool:
+        """Take note that a batch, or a part of it, is in the sums, and return whether these are to be written."""
+        self._seen.add((batch.first, batch.first + len(batch.y)), self._digests[batch.first])
+        return self._is_due(progress)
+
+    def _other_data(self, file: _File) -> StorageError:
+        return StorageError(
+            f"The data differ from those that the checkpoint {self.path.with_name(file.name)} was made from.",
+            "Pass the same data in the same order (if inputs have no batch axis, in the same batches), delete the "
+            "checkpoint, or choose another path.",
+        )
+
+    def _is_due(self, progress: Progress) -> bool:
+        """Whether enough batches or minutes have passed to write the sums."""
+        batches = self.checkpoint.batches
+        minutes = self.checkpoint.minutes
+        minutes = 5.0 if batches is None and minutes is None else minutes
+        late = minutes is not None and time.monotonic() - self._written_at >= 60 * minutes
+        return late or (batches is not None and progress.batches % batches == 0)
+
+    def close(self, progress: Progress, sums: Sums) -> None:
+        """Write the final sums of this process, and add those of other files. All ranks call it.
+
+        Raises:
+            StorageError: If data that are in a file are missing, or differ.
+        """
+        met = self.ranks.gather("data of checkpoints", self._checked)
+        for file in self._files:
+            total = SeenData()
+            for one in met:
+                total.add_all(one[file.name])
+            if total.number != file.seen.number or total.digest != file.seen.digest:
+                raise self._other_data(file)
+        if self._seen.number not in {self._in_file, 0}:
+            self.write(progress, sums)
+        for file in self._others:
+            progress.add(self._read(file, sums.add))
+
+    def write(self, progress: Progress, sums: Sums) -> None:
+        """Write the sums of this process."""
+        files.write(self.own_path, *self._content(progress.state(), self._seen, sums.state()))
+        self._in_file = self._seen.number
+        self._written_at = time.monotonic()
+
+    def _content(self, progress: Mapping[str, Any], seen: SeenData, uses: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return header and state of a file."""
+        about = {"kind": "checkpoint", "belongs_to": self.belongs_to, "batches": progress["batches"]}
+        ranges = [list(some) for some in seen.ranges]
+        return about, {"progress": {**progress, "ranges": ranges, "digest": f"{seen.digest:032x}"}, "uses": uses}
+
+    def unite(self, progress: Progress, sums: Sums) -> None:
+        """Replace all files by one, after the sums of all ranks were added up. All ranks call it.
+
+        Args:
+            progress: What all ranks have counted.
+            sums: Those of all ranks.
+        """
+        is_united = [file.name for file in self._files] == [self.path.name]
+        if not self.ranks.are_several and not self._others:
+            return  # this process has written the file
+        mine = SeenData()
+        for one in (self._seen, *(file.seen for file in self._others)):
+            mine.add_all(one)
+        seen = SeenData()
+        for one in self.ranks.gather("data seen", mine):
+            seen.add_all(one)
+        with self.ranks.agreed("checkpoint"):
+            if not is_united or seen.number != self._done.number:
+                self._write_united(progress.state(), seen, sums)
+        name = glob.escape(self.path.name)
+        for pattern in (f"{name}.rank-*-of-*", f".{name}.rank-*-of-*.partial"):
+            for path in self.path.parent.glob(pattern):
+                with suppress(OSError):  # another rank may have deleted it
+                    path.unlink()
+        self.ranks.gather("deleted files", None)  # nobody goes on and looks for files before
+
+    def _write_united(self, progress: Mapping[str, Any], seen: SeenData, sums: Sums) -> None:
+        """Let rank 0 write the sums of all blocks, also of those that others own."""
+        # If all ranks have all sums, those of rank 0 are enough.
+        is_copy = not self._owned and self.ranks.rank > 0
+        own = {name: [] if is_copy and name in _LISTS else value for name, value in sums.state().items()}
+        about, state = self._content(progress, seen, joined(self.ranks, own, _LISTS, root=0))
+        write_joined(self.ranks, self.path, about, state)
+
+
+def details(loss: Loss) -> str:
+    """Return a loss's name and a digest of all its settings."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(vars(loss).items()):
+        hashed.update(name.encode())
+        if isinstance(value, Tensor):
+            hashed.update(bytes_of(value))
+        else:
+            hashed.update((function_digest(value) if callable(value) else text_of(value)).encode())
+    return f"{loss.name} ({hashed.hexdigest()})"

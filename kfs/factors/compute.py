@@ -1,0 +1,597 @@
+"""The five steps of KFAC over all batches: from a risk, or a file, to the sums of all blocks.
+
+A single forward and backward pass lives in `kfs.factors.capture`, the addition of sums in `kfs.factors.accumulate`.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from math import isfinite
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kfs.distributed import Ranks, added_up
+from kfs.distributed.assignment import passes as subsets_of
+from kfs.errors import DataError, KfsWarning, ModelError
+from kfs.factors.accumulate.across_ranks import agreed_blocks, choose_owners, keep_own
+from kfs.factors.accumulate.block_sums import BlockSums
+from kfs.factors.accumulate.factor_sums import FactorSums
+from kfs.factors.accumulate.interface import Sums
+from kfs.factors.audit import Audits, Counts
+from kfs.factors.block import Block
+from kfs.factors.capture import forward, recorder_for, send_back
+from kfs.factors.checkpoint import Checkpoint, Journal, Progress, details, naming
+from kfs.factors.layout import Key, Side
+from kfs.factors.rules import new_session
+from kfs.factors.settings import Settings
+from kfs.files import with_tensors
+from kfs.losses import Loss
+from kfs.losses.draws import Draws
+from kfs.operators.derivatives import leaves_and_rest, pull_back
+from kfs.problem.data import Batch
+from kfs.problem.risk import EmpiricalRisk
+from kfs.problem.torch_fixes import RightGradients, explained, has_instance_norms
+from kfs.runtime import sync
+from kfs.runtime.cuda_graphs import Replays
+from kfs.runtime.precision import at_least_float32
+from kfs.runtime.sync import Flags, numbers
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What remains of a loss after factors were computed: its name, how it scales them, a digest of its settings."""
+
+    name: str
+    reduction: str
+    scale: float
+    details: str
+
+    @classmethod
+    def of(cls, risk: EmpiricalRisk) -> "LossScale":
+        """Describe the loss of a risk."""
+        return cls(risk.loss.name, risk.loss.reduction, risk.loss.scale, details(risk.loss))
+
+    def reduction_factor(self, count: float) -> float:
+        """Return `R`, given the count of all targets."""
+        return self.scale if self.reduction == "sum" else self.scale / count
+
+    def check_same(self, other: "LossScale") -> None:
+        """Refuse another loss.
+
+        Raises:
+            ModelError: If it is another one.
+        """
+        if self != other:
+            raise ModelError(f"The losses differ: {self} and {other}.", "Use the same loss for all data.")
+
+
+def not_covered(
+    params: Iterable[str],
+    blocks: Iterable[BlockSums],
+    unexplained: set[tuple[str, str]],
+    conflicts: set[tuple[str, str]],
+    reached: Collection[str] | None = None,
+) -> dict[str, str]:
+    """Return the parameters that have no block or one that lacks something, and why.
+
+    A parameter that predictions do not depend on needs no block.
+
+    Args:
+        params: All parameters that should be covered.
+        blocks: What was found.
+        unexplained: `(parameter, why)` of uses that no rule explains.
+        conflicts: `(parameter, operation)` of uses that do not fit together with others.
+        reached: Parameters that predictions depend on; all of them, if it is not given.
+    """
+    blocks = list(blocks)
+    reasons: dict[str, str] = {}
+    for name, why in sorted(unexplained):
+        reasons.setdefault(name, why)
+    for name, operation in sorted(conflicts):
+        reasons.setdefault(name, f"its use by {operation!r} does not fit together with its other uses")
+    covered = {name for block in blocks for name in block.layout.params}
+    for name in params:
+        if name not in covered and (reached is None or name in reached):
+            reasons.setdefault(name, "no operation with a rule used it, as far as predictions depend on it")
+    return reasons
+
+
+def shared_with(bad: Iterable[str], blocks: Iterable[BlockSums]) -> dict[str, str]:
+    """Return other parameters in blocks of those that are not covered, and that this is why they are not."""
+    bad = set(bad)
+    broken = [block.layout.params for block in blocks if bad & set(block.layout.params)]
+    names = [name for params in broken for name in params if name not in bad]
+    return dict.fromkeys(names, "it shares a block with one that is not covered")
+
+
+def listed(uncovered: Mapping[str, str]) -> str:
+    """Return some parameters that are not covered, and why, for a message."""
+    some = "; ".join(f"{name!r}: {why}" for name, why in list(uncovered.items())[:5])
+    return some + (f"; and {len(uncovered) - 5} more" if len(uncovered) > 5 else "")
+
+
+def coverage_error(uncovered: Mapping[str, str]) -> ModelError:
+    """Return the error for parameters that are not covered."""
+    hint = ""
+    if any("before it meets the batch" in why for why in uncovered.values()):
+        hint = (
+            " A weight that is computed from parameters has no Kronecker factors for them; where it is the one that "
+            "matters, let it be the parameter: for weight normalization and other parametrizations, by "
+            "torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.remove_weight_norm."
+        )
+    if any("sparse" in why for why in uncovered.values()):
+        hint += " Products with sparse tensors have no rule; make them dense before: x.to_dense()."
+    if any("does not fit together" in why for why in uncovered.values()):
+        hint += " Weights that are used in several ways may fit if biases have blocks of their own: joint_bias=False."
+    return ModelError(
+        f"KFAC does not cover all parameters ({listed(uncovered)}).",
+        "Choose others with params=, or pass uncovered='skip' to leave these out, or uncovered='diagonal' for their "
+        f"exact diagonal.{hint} kfs.inspect(model, sample) shows what is covered.",
+    )
+
+
+def warn_of_wide(blocks: Iterable[Block], settings: Settings, stacklevel: int) -> None:
+    """Warn about factors that keep only their diagonal because they are wide."""
+    wide = []
+    sides: tuple[Side, ...] = ("A", "B")
+    for block in blocks:
+        for side in sides:
+            size = block.sums.on_side(side)[0].size
+            if block.is_diagonal(side) and settings.is_diagonal(size):
+                wide.append(f"{block.name}.{side} ({size})")
+    if wide:
+        text = f"Factors wider than max_dim={settings.max_dim} keep their diagonal only: {', '.join(wide)}."
+        warnings.warn(text, KfsWarning, stacklevel=stacklevel)
+
+
+def exact_diagonals(risk: EmpiricalRisk, names: Iterable[str], settings: Settings) -> dict[str, Tensor]:
+    """Sum squares of every datum's backpropagated vectors, without the reduction factor: slow, but right.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        names: Names of the parameters in question.
+        settings: Which curvature matrix. `"forward-only"` has no gradients; its diagonal is zero.
+
+    Returns:
+        By name, tensors shaped like the parameters.
+    """
+    names = list(names)
+    dtype = at_least_float32(risk.dtype)
+    with risk.together("diagonal"):
+        with risk.untouched(), torch.enable_grad():
+            total = {name: torch.zeros_like(risk.params[name], dtype=dtype) for name in names}
+            for batch in risk.batches("diagonal"):
+                leaves, rest = leaves_and_rest(risk, names)
+                f = risk.predict(leaves | rest, batch)
+                first = settings.first_datum + batch.first
+                for vectors in backpropagated_vectors(risk.loss, f.detach(), batch.y, settings, first, 1):
+                    for n in range(len(f)):
+                        one = torch.zeros_like(vectors)
+                        one[:, n] = vectors[:, n]
+                        for name, g in pull_back(f, leaves, one, keep_graph=True).items():
+                            total[name] += g.to(dtype).square().sum(0)
+        return added_up(risk.ranks, "diagonal", total)
+
+
+Answer = TypeVar("Answer")
+# Columns with this many numbers in all are computed together.
+_NUMBERS = 2**22
+
+
+def backpropagated_vectors(
+    loss: Loss,
+    f: Tensor,
+    y: Tensor,
+    settings: Settings,
+    first_datum: int | Tensor,
+    at_once: int,
+) -> Iterator[Tensor]:
+    """Generate the vectors of a batch.
+
+    Args:
+        loss: Describes the criterion.
+        f: Predictions, `[N, ...]`, detached.
+        y: Targets, `[N, ...]`.
+        settings: Which curvature matrix is approximated.
+        first_datum: Index of the first datum within all data, as in `Draws`.
+        at_once: Number of vectors to return together.
+
+    Yields:
+        Some columns, `[columns, *f.shape]`: the same number of vectors for every datum.
+    """
+    if settings.fisher in {"type-2", "ggn"}:
+        factor = loss.fisher_factor if settings.fisher == "type-2" else loss.hessian_factor
+        # Many columns are computed together and sent back a few at a time, as far as they fit into memory.
+        many = at_once * max(1, _NUMBERS // (at_once * max(f.numel(), 1)))
+        start = 0
+        while len(columns := factor(f, y, start, start + many)):
+            # Chunks of equal size: a small last one would take nearly as long as the others.
+            yield from columns.to(f.dtype).chunk(max(1, -(-len(columns) // at_once)))
+            if len(columns) < many:
+                return
+            start += many
+    elif settings.fisher == "mc":
+        for start in range(0, settings.mc_samples, at_once):
+            samples = range(start, min(start + at_once, settings.mc_samples))
+            draws = [Draws(settings.seed, first_datum, settings.first_sample + sample) for sample in samples]
+            gradients = [loss.sampled_gradient(f, y, d).to(f.dtype) for d in draws]
+            # These may be as large as anything: a single one is not copied.
+            together = gradients[0].unsqueeze(0) if len(gradients) == 1 else torch.stack(gradients)
+            yield together if settings.mc_samples == 1 else together / settings.mc_samples**0.5
+    elif settings.fisher == "empirical":
+        yield loss.gradient(f, y).unsqueeze(0).to(f.dtype)
+    else:
+        # A backward pass is needed only to find out which uses predictions depend on.
+        yield torch.zeros_like(f).unsqueeze(0)
+
+
+def columns_at_once(settings: Settings, device: torch.device) -> int:
+    """Return how many vectors to send back together: the setting or, if not given, what keeps a GPU busy."""
+    if settings.fisher in {"empirical", "forward-only"} or (settings.fisher == "mc" and settings.mc_samples == 1):
+        return 1
+    return settings.columns_at_once or (8 if device.type == "cuda" else 1)
+
+
+def one_by_one_if_needed(settings: Settings, run: Callable[[Settings], Answer]) -> Answer:
+    """Compute something for several vectors together, or one by one if an operation does not work with `vmap`."""
+    try:
+        return run(settings)
+    except (RuntimeError, NotImplementedError) as error:
+        if "vmap" not in str(error):
+            raise
+        if settings.columns_at_once is not None:
+            raise ModelError(
+                "An operation's backward pass does not work for several vectors together (vmap).",
+                "Leave columns_at_once out, or set it to one.",
+            ) from error
+        return run(replace(settings, columns_at_once=1))
+
+
+log = logging.getLogger("kfs.factors")
+
+# From predictions and targets to what is sent back: vectors of all data, some columns at a time, [columns, *f.shape].
+Vectors = Callable[[Tensor, Tensor], Iterable[Tensor]]
+
+
+class JournalOf(Protocol):
+    """Makes the journal of a pass, for some blocks or all of them."""
+
+    def __call__(self, stage: str, *, blocks: Sequence[str] | None = None) -> Journal:
+        """Make it."""
+
+
+def kfac(
+    risk: EmpiricalRisk,
+    settings: Settings,
+    journal: JournalOf | None = None,
+    owners: Mapping[str, int] | None = None,
+) -> tuple[FactorSums, Progress]:
+    """Compute the sums behind the Kronecker factors of all parametric operations.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        settings: Which curvature matrix, and how.
+        journal: Makes what keeps intermediate results in a file.
+        owners: The ranks that own blocks, as far as they are known.
+
+    Returns:
+        The sums of all blocks, and what was counted on the way. Scaling by `R` is left to the blocks, so that more
+        data can be added.
+    """
+    if settings.factor_memory is None:
+        sums = FactorSums(settings, owners=owners)
+        progress = sweep(risk, sums, settings, "KFAC", None if journal is None else journal("factors"))
+    else:
+        sums, progress = _in_several_passes(risk, settings, settings.factor_memory, journal, owners)
+    sums.complete(settings.factor_dtype)
+    # Step 5: return the factors.
+    return sums, progress
+
+
+def _in_several_passes(
+    risk: EmpiricalRisk,
+    settings: Settings,
+    memory: int,
+    journal: JournalOf | None,
+    owners: Mapping[str, int] | None,
+) -> tuple[FactorSums, Progress]:
+    """Compute the sums of a few blocks at a time, in one pass over the data for each few."""
+    ranks = risk.ranks
+    total = FactorSums(settings, owners=owners)
+    progress = Progress()
+    # The first batch says which blocks there are. Others, of experts that it does not use, come later.
+    found = FactorSums(settings, chosen=())
+    with ranks.agreed("first batch"), closing(passes(risk, found, settings, "", Progress())) as run:
+        next(run, None)
+    left = found.left_out
+    known: set[Key] = set()
+    number = 0
+    while blocks := agreed_blocks(ranks, left, "meta", settings.products)[0]:
+        known |= blocks.keys()
+        if settings.placement == "owner":
+            total.owners = choose_owners(blocks.values(), ranks.size, total.owners)
+        sizes = {block.layout.name: block.nbytes for block in blocks.values()}
+        left = {}
+        with ranks.agreed("subsets of blocks"):
+            subsets = subsets_of(sizes, memory)
+        for subset in subsets:
+            number += 1
+            stage = "factors" if number == 1 else f"factors.{number}"
+            sums = FactorSums(settings, chosen=subset, owners=total.owners)
+            progress = sweep(risk, sums, settings, "KFAC", None if journal is None else journal(stage, blocks=subset))
+            total.take(sums)
+            left |= sums.left_out
+        left = {key: block for key, block in left.items() if key not in known}
+    return total, progress
+
+
+def explain_vectors(risk: EmpiricalRisk, settings: Settings) -> None:
+    """Compute all vectors on the CPU, where a loss says at once what is wrong with values; see `kfs.losses.interface`.
+
+    Raises:
+        KfsError: If something is.
+    """
+    with risk.ranks.agreed("explaining"), risk.untouched():
+        for batch in risk.batches():
+            f = risk.evaluate(batch).cpu()
+            for _ in backpropagated_vectors(risk.loss, f, batch.y.cpu(), settings, batch.first, at_once=1):
+                pass
+
+
+def sweep(
+    risk: EmpiricalRisk,
+    sums: Sums,
+    settings: Settings,
+    task: str,
+    journal: Journal | None = None,
+) -> Progress:
+    """Show all inputs and gradients of all parametric operations to some sums.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        sums: What to add to.
+        settings: Which curvature matrix, and how.
+        task: What to call it in a progress bar.
+        journal: Keeps intermediate results in a file, and may have some already.
+
+    Returns:
+        What was counted on the way.
+    """
+    ranks = risk.ranks
+    # An accelerator is not asked for every batch whether all targets count: they nearly always do.
+    ignored = Flags(risk.device) if sync.runs_behind(risk.device) and sums.counts_rows and journal is None else None
+    # Padding shows where gradients are missing.
+    looks = sums.counts_rows and journal is None and settings.fisher != "forward-only"
+    padding = Flags(risk.device) if looks else None
+    with risk.together(task, settings.all()):
+        progress = Progress() if journal is None else journal.resume(sums)
+        for _ in passes(risk, sums, settings, task, progress, journal, ignored=ignored, padding=padding):
+            pass
+        assumed = ignored is not None or padding is not None
+        if assumed and any(ranks.gather("rows that count", _wrong(ignored) or _wrong(padding))):
+            # Some targets do not count, or there is padding that no rule explains. So do all of it again.
+            sums.restart()
+            progress = Progress()
+            for _ in passes(risk, sums, settings, task, progress):
+                pass
+        if journal is not None:
+            journal.close(progress, sums)
+        if ranks.are_several:
+            risk.count()  # refuses data that are empty on all ranks
+            progress.add_up(ranks)
+            sums.add_up(ranks, risk.device)
+        if journal is not None:
+            journal.unite(progress, sums)
+    return progress
+
+
+def passes(
+    risk: EmpiricalRisk,
+    sums: Sums,
+    settings: Settings,
+    task: str,
+    progress: Progress,
+    journal: Journal | None = None,
+    vectors: Vectors | None = None,
+    pausing: bool = False,
+    skip: Callable[[int, Batch], bool] | None = None,
+    seen: Callable[[Tensor], None] | None = None,
+    ignored: Flags | None = None,
+    padding: Flags | None = None,
+) -> Generator[Batch, None, None]:
+    """Run the passes over all batches, and yield each batch after its pass.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        sums: What to add to.
+        settings: Which curvature matrix, and how.
+        task: What to call it in a progress bar.
+        progress: Counts data, targets and unexplained uses.
+        journal: Keeps intermediate results in a file, and may have some already.
+        vectors: From predictions and targets to the columns that are sent back. By default, those of the curvature
+            matrix are.
+        pausing: Whether code of somebody else runs between two passes. Then modes of PyTorch, parameters and random
+            state are as they were before whenever a batch is yielded, and values are checked after every pass.
+        skip: Says of a batch, by its place, whether its pass is left out.
+        seen: Is shown the predictions of each batch. A pass that is recorded (`Settings.replay`) would not show them.
+        ignored: If given, all targets are taken to count if those of the first batch do, and data with others are noted
+            there.
+        padding: If given, takes note of padding that no rule about rows explains; it is measured from then on.
+
+    Yields:
+        The batches whose passes are complete.
+    """
+    at_once = 1 if vectors is not None else columns_at_once(settings, risk.device)
+    instances = has_instance_norms(risk.model)  # PyTorch takes them for channels of a single datum
+
+    def vectors_of(f: Tensor, batch: Batch) -> Iterable[Tensor]:
+        """Return what is sent back for a batch."""
+        if vectors is not None:
+            return (column.to(f.dtype) for some in vectors(f, batch.y) for column in some.split(1))
+        first = settings.first_datum + batch.start
+        return backpropagated_vectors(risk.loss, f, batch.y, settings, first, at_once)
+
+    def run(batch: Batch) -> None:
+        """Run the pass over a batch."""
+        # For a single datum, PyTorch misreads some gradients.
+        with RightGradients() if instances or len(batch.y) == 1 else nullcontext():
+            known = audits.of_batch(risk, batch) if settings.audit else None
+            # Step 1: forward pass. Step 2: inputs are added to the input-based factors on the way.
+            f, capture = forward(risk, batch, session, sums, settings.batch_axis, known, assumed, padding)
+            risk.finite(f.detach(), batch)
+            if seen is not None:
+                seen(f.detach())
+            audits.compare(f.detach())
+            missed = audits.follow_up(risk, batch, capture.operations)
+            # Step 3: generate vectors and send them back; gradients are added to the gradient-based factors.
+            send_back(f, capture, vectors_of(f.detach(), batch))
+        progress.unexplained |= capture.unexplained | missed
+        progress.reached |= capture.reached
+
+    assumed: Flags | None = None
+    # Surroundings are entered around all batches, or around each of them if the caller does other things in between.
+    with _surroundings(risk, at_once, entered=not pausing) as check_values:
+        with _surroundings(risk, at_once, entered=pausing):  # all parameters require gradients in there
+            session = new_session(risk.params, settings.joint_bias)
+            audits = Audits(
+                risk.model, session, settings.batch_axis, counts=Counts(risk.mask_source, risk.loss.class_axis)
+            )
+        with Replays(run, sums, recorder_for(risk, settings), risk.num_batches, risk.model, log) as replays:
+            for place, batch in enumerate(risk.batches(task)):
+                if place == 0:
+                    assumed = _assumed(ignored, risk, batch)
+                if skip is not None and skip(place, batch):
+                    continue
+                for part in [batch] if journal is None else journal.rest_of(batch):
+                    with _surroundings(risk, at_once, entered=pausing) as check_this:
+                        replays.run(part)
+                        check_this()
+                    # Step 4: what the loss's reduction divides by.
+                    progress.batches += 1
+                    progress.num_data += len(part.y)
+                    progress.counted = progress.counted + part.counted
+                    if journal is not None and journal.notes(part, progress):
+                        check_values()
+                        journal.write(progress, sums)
+                    yield part
+        check_values()
+    progress.settle()
+    progress.audit = audits.close(distrust=_wrong(padding))
+
+
+def _wrong(assumption: Flags | None) -> bool:
+    """Whether something turned out to be wrong that was taken for granted."""
+    return assumption is not None and assumption.first_bad() is not None
+
+
+def _assumed(ignored: Flags | None, risk: EmpiricalRisk, batch: Batch) -> Flags | None:
+    """Return where data with ignored targets are noted; `None` if some of a batch are, or if nobody wants to know."""
+    targets = None if ignored is None else risk.loss.counted(batch.y)
+    with sync.waiting_allowed():
+        return ignored if targets is None or bool(targets.all()) else None
+
+
+def _surroundings(risk: EmpiricalRisk, at_once: int, entered: bool) -> AbstractContextManager[Callable[[], None]]:
+    """Return everything that passes need; where it is entered elsewhere, there is nothing to enter, nor to check."""
+    return _needed_by_passes(risk, at_once) if entered else nullcontext(lambda: None)
+
+
+@contextmanager
+def _needed_by_passes(risk: EmpiricalRisk, at_once: int) -> Iterator[Callable[[], None]]:
+    """Enter everything that passes need, and leave it again. What is yielded checks values that were not looked at."""
+    # vmap does not know the faster attention kernels.
+    attention = nullcontext() if at_once == 1 else sdpa_kernel(SDPBackend.MATH)
+    with (
+        risk.untouched(first_order=True),
+        attention,
+        torch.enable_grad(),
+        explained(),
+        risk.checking_later() as check_values,
+    ):
+        yield check_values
+
+
+def compute_sums(
+    risk: EmpiricalRisk,
+    settings: Settings,
+    checkpoint: Checkpoint | None = None,
+    owners: Mapping[str, int] | None = None,
+) -> tuple[list[BlockSums], dict[str, int], Progress]:
+    """Compute the sums of all blocks, check them, and deal with parameters that are not covered.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        settings: Which curvature matrix, and how.
+        checkpoint: Where and how often intermediate results are written.
+        owners: The ranks that own blocks, as far as they are known.
+
+    Returns:
+        The sums; the rank that owns each block, if blocks have owners; and what was counted.
+    """
+    journal = None if checkpoint is None else partial(Journal, checkpoint, risk, settings)
+    with naming(checkpoint):
+        sums, progress = one_by_one_if_needed(settings, lambda s: kfac(risk, s, journal, owners))
+    found = list(sums.blocks.values())
+    bad = not_covered(risk.params, found, progress.unexplained, sums.conflicts, progress.reached)
+    blocks = [block for block in found if not bad.keys() & set(block.layout.params)]
+    uncovered = bad | shared_with(bad, found)
+    if uncovered and settings.uncovered == "error":
+        raise coverage_error(uncovered)
+    if not all(risk.ranks.gather("finite", _is_finite(blocks))):
+        if sync.runs_behind(risk.device):
+            explain_vectors(risk, settings)
+        with risk.ranks.agreed("factors"):
+            _refuse_not_finite(blocks)
+    if uncovered and settings.uncovered == "diagonal":
+        diagonals = exact_diagonals(risk, uncovered, settings)
+        exact = [BlockSums.of_diagonal(name, entries) for name, entries in diagonals.items()]
+        if sums.owners:
+            sums.owners = choose_owners(exact, risk.ranks.size, sums.owners)
+            keep_own(exact, sums.owners, risk.ranks.rank)
+        blocks += exact
+    if not blocks:
+        raise coverage_error(uncovered or not_covered(risk.params, [], set(), set()))
+    return blocks, sums.owners, progress
+
+
+def read_blocks(states: Iterable[Any], ranks: Ranks) -> tuple[list[BlockSums], dict[str, int]]:
+    """Return the sums of blocks from a file, and the rank that owns each block, if there are several.
+
+    Of blocks that others own, no number is read.
+    """
+    states = list(states)
+    if not ranks.are_several:
+        return list(map(BlockSums.from_state, states)), {}
+    blocks = [BlockSums.from_state(with_tensors(state, lambda t: t.to("meta"))) for state in states]
+    owners = choose_owners(blocks, ranks.size, {})
+    for place, block in enumerate(blocks):
+        if owners[block.layout.name] == ranks.rank:
+            blocks[place] = BlockSums.from_state(states[place])
+    return blocks, owners
+
+
+def _is_finite(blocks: list[BlockSums]) -> bool:
+    """Whether there is neither NaN nor infinity; the device is asked once if all is well."""
+    totals = [s.total for block in blocks if block.is_here for s in block.sums]
+    if not totals or all(map(isfinite, numbers([torch.nn.utils.get_total_norm(totals)]))):
+        return True
+    # Numbers may only be so large that the norm overflows.
+    return all(numbers([total.isfinite().all() for total in totals]))
+
+
+def _refuse_not_finite(blocks: list[BlockSums]) -> None:
+    """Raise the error for the first sums that are not finite, if this process has them."""
+    for block in blocks:
+        for role in block.roles.values():
+            for what, s in (("inputs", role.input), ("gradients", role.gradient)):
+                if block.is_here and not s.total.isfinite().all():
+                    raise DataError(
+                        f"The {what} of block {block.layout.name!r} are not finite.",
+                        "Look for NaN or infinity in the data, the parameters or the loss.",
+                    )

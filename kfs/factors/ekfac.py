@@ -1,0 +1,414 @@
+"""EKFAC: KFAC's eigenvectors with corrected eigenvalues, which are sums of squared gradients in these eigenbases."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from kfs.display.describe import Description
+from kfs.display.progress import show_progress
+from kfs.distributed import Ranks, checksum
+from kfs.distributed.assignment import passes
+from kfs.distributed.collectives import fetched, joined
+from kfs.errors import DataError, ModelError
+from kfs.factors.accumulate.per_example import PerDatumSums, Squares
+from kfs.factors.block import Block
+from kfs.factors.blocks.block_diagonal import BlockDiagonal, of_owner
+from kfs.factors.blocks.eigenbasis import Eigenbasis
+from kfs.factors.blocks.stack import Stack, check_coverage
+from kfs.factors.blocks.structure import Structure
+from kfs.factors.checkpoint import Checkpoint, Journal, Progress, digest, naming
+from kfs.factors.compute import JournalOf, LossScale, exact_diagonals, one_by_one_if_needed, sweep
+from kfs.factors.kfac import KFAC, ShowsFactors, describe_factors
+from kfs.factors.loading import loadable
+from kfs.factors.settings import Fisher, Settings, Sharing
+from kfs.files import UnfitError
+from kfs.operators.curvature import check_risk
+from kfs.operators.space import Space
+from kfs.problem.risk import EmpiricalRisk
+from kfs.runtime.sync import numbers, waiting_allowed
+
+
+def sum_squares(
+    risk: EmpiricalRisk, settings: Settings, K: KFAC, blocks: Mapping[str, Eigenbasis], journal: JournalOf | None
+) -> Progress:
+    """Add squared gradients to the eigenvalues of blocks, in place, without the reduction factor.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        settings: Which curvature matrix, and how.
+        K: The factors.
+        blocks: Eigenvectors, and eigenvalues of zero, of the blocks of this process.
+        journal: Makes what keeps intermediate results in a file.
+
+    Returns:
+        What was counted.
+    """
+    names = [name for name, block in K.blocks.items() if block.sharing != "exact"]
+    sizes = {name: basis.nbytes for name, basis in blocks.items()}
+    everywhere = {name: size for some in K.ranks.gather("bases", sizes) for name, size in some.items()}
+    memory = float("inf") if settings.factor_memory is None else settings.factor_memory
+    progress = Progress()
+    for number, subset in enumerate(passes({name: everywhere[name] for name in names}, memory), 1):
+        chosen = sorted(subset, key=names.index)
+        stage = "eigenvalues" if number == 1 else f"eigenvalues.{number}"
+        which = None if settings.factor_memory is None else chosen
+        bases = _fetched(K, {name: blocks[name] for name in chosen if name in blocks})
+        layouts = {block.layout.key: block.layout for block in K.blocks.values()}
+        keys = {K.blocks[name].layout.key: name for name in chosen}
+        others = {K.blocks[name].layout.key for name in names if name not in subset}
+        owners = {key: K.owners[name] for key, name in keys.items()} if K.owners else None
+        sums = PerDatumSums(settings, layouts, {k: _statistic(bases[n]) for k, n in keys.items()}, others, owners)
+        made = None if journal is None else journal(stage, blocks=which)
+        progress = sweep(risk, sums, settings, "EKFAC", made)
+        sums.check_complete(resumed=journal is not None)
+        for name in chosen:
+            if name in blocks and blocks[name] is not bases[name]:
+                blocks[name].values.copy_(bases[name].values)
+    return progress
+
+
+def _fetched(K: KFAC, own: Mapping[str, Eigenbasis]) -> dict[str, Eigenbasis]:
+    """Return the eigenvectors of blocks of all ranks, with eigenvalues to add to."""
+    if not K.ranks.are_several:
+        return dict(own)
+    state = {"bases": [[name, basis.state()] for name, basis in own.items()]}
+    found = {}
+    for name, of_basis in fetched(joined(K.ranks, state, ("bases",)))["bases"]:
+        basis = Eigenbasis.from_state(of_basis, *K.blocks[name].layout.matrix_shape)
+        device = K.settings.factor_device or K.device
+        found[name] = replace(basis.to(device), values=torch.zeros_like(basis.values, device=device))
+    return found
+
+
+def _statistic(basis: Eigenbasis) -> Squares:
+    """Return what adds to the eigenvalues of a block."""
+    Q_A, Q_B = (Q.values if Q.kind == "dense" else None for Q in (basis.Q_A, basis.Q_B))
+    return Squares(basis.values, Q_A, Q_B)
+
+
+@loadable
+class EKFAC(ShowsFactors, BlockDiagonal):
+    """KFAC with corrected eigenvalues. It takes the arguments of `KFAC`, except that there is no `"forward-only"`.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        fisher: As in `KFAC`. With `"mc"`, eigenvalues come from other draws than eigenvectors, as many for each datum;
+            the same draws would make the smallest eigenvalues several times too small.
+        sharing: As in `KFAC`.
+        checkpoint: As in `KFAC`. A second file, with `.eigenvalues` appended to its name, keeps eigenvalues.
+        **settings: All others that `KFAC` takes. `products` is about factors. Eigenvalues are computed in float32 or
+            better, except on a GPU for gradients in half precision: these are multiplied with eigenvectors in TF32,
+            which has more digits than they have.
+
+    Attributes:
+        factors: The KFAC whose eigenvectors these are.
+        blocks: Its blocks by name, with `A` and `B`.
+        settings: All settings.
+        num_data: How many data the eigenvalues were computed from.
+        audit: What was checked, and how closely; `None` if nothing was, or if eigenvalues were loaded.
+
+    Example:
+        >>> model, data = torch.nn.Linear(3, 2), (torch.rand(9, 3), torch.rand(9, 2))
+        >>> print(EKFAC(EmpiricalRisk(model, torch.nn.MSELoss(), data), "mc", mc_samples=2))
+        EKFAC of Linear with MSELoss (mean): 8 x 8, float32 on cpu, symmetric
+          fisher='mc', sharing='expand', mc_samples=2
+          factors of 9 data, eigenvalues of 9, 1 block, 80 B of factors
+        blocks
+        block   matrix  A          B          operations  bytes
+        ------  ------  ---------  ---------  ----------  -----
+        weight  2 x 4   dense 4x4  dense 2x2  linear       80 B
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+        >>> risk = EmpiricalRisk(model, torch.nn.CrossEntropyLoss(), (torch.rand(10, 4), torch.randint(2, (10,))))
+        >>> E = EKFAC(risk)
+        >>> (E.inverse(damping=1e-3) @ risk.gradient())["0.weight"].shape
+        torch.Size([3, 4])
+    """
+
+    symmetric = True
+    _lists = ("blocks", "eigenvalues")
+
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        fisher: Fisher = "type-2",
+        sharing: Sharing | Mapping[str, Sharing] = "expand",
+        *,
+        checkpoint: str | Path | Checkpoint | None = None,
+        **settings: Any,
+    ) -> None:
+        """Compute factors, decompose them, and compute eigenvalues."""
+        check_risk(risk)
+        with risk.ranks.agreed("EKFAC"), show_progress("EKFAC", 2, risk.progress, "pass") as line:
+            _check_fisher(fisher)
+            checkpoint = checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint)
+            factors = KFAC(risk, fisher, sharing, checkpoint=checkpoint, **settings)
+            line.advance()
+            self._start(factors, risk, checkpoint)
+
+    @classmethod
+    def from_kfac(cls, K: KFAC, risk: EmpiricalRisk) -> "EKFAC":
+        """Compute eigenvalues from some data, for the eigenvectors of a KFAC that may come from others.
+
+        Args:
+            K: Its factors are used as they are, and not copied.
+            risk: The same model, loss and parameters, with any data.
+        """
+        check_risk(risk)
+        with (K.ranks if K.ranks.are_several else risk.ranks).agreed("EKFAC.from_kfac"):
+            _check_fisher(K.settings.fisher)
+            E = cls.__new__(cls)
+            E._start(K.shared(), risk)
+        return E
+
+    def _start(self, factors: KFAC, risk: EmpiricalRisk, checkpoint: Checkpoint | None = None) -> None:
+        """Decompose factors, and compute eigenvalues."""
+        super().__init__(factors.domain, None, factors.ranks)
+        factors.check_ranks(risk)
+        self.factors = factors
+        factors.risk_of = factors.risk_of or risk.with_model
+        self._of = factors.of
+        # A decomposition is checked before anybody uses it.
+        with waiting_allowed(), self.ranks.agreed("eigenvectors"):
+            self._sums = [
+                Stack(stack.layouts, stack.apply(lambda structure: structure.eigenbasis()))
+                for stack in factors.own_stacks
+            ]
+        if risk.ranks.are_several and not self.ranks.are_several:
+            basis = [Q.values for stack in self._sums for Q in (stack.structure.Q_A, stack.structure.Q_B)]  # type: ignore[attr-defined]
+            risk.ranks.same(
+                "Eigenvectors",
+                list(map(checksum, basis)),
+                "Use the same kind of device and the same version of PyTorch in all processes.",
+            )
+        journal = None
+        if checkpoint is not None:
+            settings = self.settings.with_fresh_draws()
+            journal = partial(Journal, checkpoint, risk, settings, basis=self._digests_of_eigenvectors())
+        with naming(checkpoint):
+            self._sums, progress = self._squares(risk, self.settings, journal)
+        self.num_data = progress.num_data
+        self.count = progress.count
+        self.audit = progress.audit
+        self._list_blocks()
+
+    def _digests_of_eigenvectors(self) -> dict[str, str]:
+        """Return what tells the eigenvectors of each block from others, also of those that others own."""
+        own = self._blocks_in(self._sums)
+        digests = {name: digest([basis.Q_A.values, basis.Q_B.values]) for name, basis in own.items()}
+        return {name: one for some in self.ranks.gather("eigenvectors", digests) for name, one in some.items()}
+
+    def describe(self) -> Description:
+        """Describe model, loss, settings, data and blocks."""
+        data = f"factors of {self.factors.num_data:,} data, eigenvalues of {self.num_data:,}"
+        return describe_factors(self.about, self.blocks, self.settings, data)
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        """The blocks of the factors, by name. Their `A` and `B` are KFAC's; the eigenvectors come from them."""
+        return self.factors.blocks
+
+    @property
+    def computed_at(self) -> str:
+        """Digest of the values of parameters at which the factors were computed; empty if these are not known."""
+        return self.factors.computed_at
+
+    def fetch(self, name: str) -> Block:
+        """Return a block with `A` and `B`, whoever owns it, as `KFAC.fetch` does."""
+        return self.factors.fetch(name)
+
+    @property
+    def settings(self) -> Settings:
+        """All settings."""
+        return self.factors.settings
+
+    @property
+    def own_stacks(self) -> list[Stack]:
+        """The blocks by eigenvalues and eigenvectors, those of one size together in memory."""
+        if self._stacks is None:
+            R = self.factors.loss.reduction_factor(self.count)
+            self._stacks = [Stack(stack.layouts, _with_noise(stack.structure.scaled(R))) for stack in self._sums]
+        return self._stacks
+
+    def update(self, risk: EmpiricalRisk) -> Self:
+        """Add more data to the eigenvalues, in place; the eigenvectors stay. If it fails, nothing is changed.
+
+        Args:
+            risk: The same model, loss and parameters with other data. Draws continue where they ended.
+        """
+        settings = replace(self.settings, first_datum=self.settings.first_datum + self.num_data)
+        with (self.ranks if self.ranks.are_several else getattr(risk, "ranks", self.ranks)).agreed("update"):
+            check_risk(risk)
+            self.factors.check_ranks(risk)
+            sums, progress = self._squares(risk, settings)
+            self._add(sums, progress.num_data, progress.count)
+        return self
+
+    def merge(self, other: "EKFAC") -> Self:
+        """Add eigenvalues that another object computed from other data, for the same eigenvectors, in place.
+
+        Args:
+            other: Comes from the same factors: use `from_kfac`.
+        """
+        with self.ranks.agreed("merge"):
+            if not isinstance(other, EKFAC):
+                raise ModelError(f"A {type(other).__name__} cannot be merged with an EKFAC.", "Merge two of one kind.")
+            self.settings.check_same(other.settings)
+            self.factors.loss.check_same(other.factors.loss)
+            is_same = self.ranks.group is other.ranks.group and all(
+                mine.layouts == theirs.layouts and mine.structure.same_basis(theirs.structure)  # type: ignore[attr-defined]
+                for mine, theirs in zip(self._sums, other._sums, strict=True)
+            )
+            if not is_same:
+                raise ModelError("The eigenvectors differ.", "Make both from one KFAC, with EKFAC.from_kfac(K, risk).")
+        self._add(other._sums, other.num_data, other.count)
+        return self
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
+        """Move everything to a device, or convert it, in place."""
+        self.factors.to(device, dtype)
+        self._sums = [Stack(stack.layouts, stack.structure.to(device, dtype)) for stack in self._sums]
+        self._move_space(device, dtype)
+        self._stacks = None
+        self._list_blocks()
+        return self
+
+    def _squares(
+        self, risk: EmpiricalRisk, settings: Settings, journal: JournalOf | None = None
+    ) -> tuple[list[Stack], Progress]:
+        """Sum squared gradients in the eigenbases, without the reduction factor, and count data."""
+        self.factors.loss.check_same(LossScale.of(risk))
+
+        def run(settings: Settings) -> tuple[list[Stack], Progress]:
+            stacks = [_zeros(stack) for stack in self._sums]
+            return stacks, sum_squares(risk, settings, self.factors, self._blocks_in(stacks), journal)
+
+        # The draws behind the eigenvectors have least curvature along the smallest of them, by chance.
+        stacks, progress = one_by_one_if_needed(settings.with_fresh_draws(), run)
+        self._write_exact_diagonals(stacks, risk, settings)
+        finite = numbers([stack.structure.like.isfinite().all() for stack in stacks])
+        with risk.ranks.agreed("eigenvalues"):
+            for stack, is_finite in zip(stacks, finite, strict=True):
+                if not is_finite:
+                    raise DataError(
+                        f"Gradients of the blocks {sorted(set(stack.names))} are not finite.",
+                        "Look for NaN or infinity in the data, the parameters or the loss.",
+                    )
+        return stacks, progress
+
+    def _write_exact_diagonals(self, stacks: list[Stack], risk: EmpiricalRisk, settings: Settings) -> None:
+        """Write the exact diagonals of parameters that no rule covers."""
+        exact = [block.name for block in self.blocks.values() if block.sharing == "exact"]
+        if exact:
+            entries = exact_diagonals(risk, exact, settings)
+            for name, basis in self._blocks_in(stacks).items():
+                if name in entries:
+                    basis.values.copy_(entries[name].reshape(1, -1, 1))
+
+    def _blocks_in(self, stacks: list[Stack]) -> dict[str, Eigenbasis]:
+        """Return the blocks of stacks by name; their tensors are views."""
+        found = {}
+        for stack in stacks:
+            for layout, part in stack.slices():
+                if layout.name in self.blocks:  # not rows that are not used
+                    basis = stack.structure[part]
+                    assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
+                    found[layout.name] = basis
+        return found
+
+    def _add(self, stacks: list[Stack], num_data: int, count: float) -> None:
+        """Add eigenvalues of other data."""
+        for mine, theirs in zip(self._sums, stacks, strict=True):
+            mine.structure.like.add_(theirs.structure.like.to(mine.structure.like))
+        self.num_data += num_data
+        self.count += count
+        self._stacks = None
+        self._list_blocks()
+
+    def _about(self) -> dict[str, Any]:
+        """Return what people want to see in a file's header."""
+        return self.factors._about() | {"num_data": self.num_data}
+
+    def _state(self) -> dict[str, Any]:
+        """Return everything but the space, for a file."""
+        return self.factors._state() | {
+            "num_data": self.num_data,
+            "num_data_of_factors": self.factors.num_data,
+            "eigenvalues": [stack.state() for stack in self._sums],
+            "eigen_count": self.count,
+        }
+
+    @classmethod
+    def _from_state(cls, state: Any, space: Space, ranks: Ranks | None = None) -> Self:
+        """Undo `_state`."""
+        E = cls.__new__(cls)
+        BlockDiagonal.__init__(E, space, None, ranks)
+        E.num_data = int(state["num_data"])
+        E.audit = None
+        E._of = str(state["of"])
+        E.factors = KFAC._from_state(state | {"num_data": state["num_data_of_factors"]}, space, ranks)
+        E.count = float(state["eigen_count"])
+        E._sums = list(map(Stack.from_state, state["eigenvalues"]))
+        check_coverage([layout for stack in E._sums for layout in stack.layouts], space)
+        if not all(isinstance(stack.structure, Eigenbasis) for stack in E._sums):
+            raise UnfitError("blocks are not given by eigenvalues")
+        E._sums = of_owner(E._sums, E.factors.owners, E.ranks)
+        E._list_blocks()
+        return E
+
+
+def _check_fisher(fisher: str) -> None:
+    """Refuse a curvature matrix without gradients."""
+    if fisher == "forward-only":
+        raise ModelError(
+            "fisher='forward-only' has no gradients to correct eigenvalues with.", "Use KFAC, or another fisher."
+        )
+
+
+def _with_noise(basis: Structure) -> Eigenbasis:
+    """Return eigenvalues with their round-off. They are squares of gradients, which eigenvectors round relatively."""
+    assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
+    precision = sum(basis.values.shape[1:]) * torch.finfo(basis.values.dtype).eps
+    return replace(basis, noise=precision**2 * basis.values.flatten(1).amax(1).to(basis.noise))
+
+
+def _zeros(stack: Stack) -> Stack:
+    """Return the same eigenvectors with eigenvalues of zero."""
+    basis = stack.structure
+    assert isinstance(basis, Eigenbasis)  # noqa: S101 (all of them are made that way)
+    zeros = torch.zeros_like(basis.values, memory_format=torch.contiguous_format)
+    return Stack(stack.layouts, replace(basis, values=zeros, noise=torch.zeros_like(basis.noise)))
+
+
+if __name__ == "__main__":
+    from torch.nn import CrossEntropyLoss, Linear, Sequential, Tanh
+
+    from kfs.operators import GGN
+    from kfs.verification import verify, verify_differs, verify_that
+
+    torch.manual_seed(0)
+    model = Sequential(Linear(4, 3), Tanh(), Linear(3, 3)).double()
+    for N in (1, 20):
+        X, y = 3 * torch.randn(N, 4, dtype=torch.float64), torch.randint(3, (N,))
+        risk = EmpiricalRisk(model, CrossEntropyLoss(), (X, y))
+        K, E = KFAC(risk), EKFAC(risk)
+        for name, block in K.blocks.items():
+            exact, kfac, ekfac = (op.submatrix(block.layout.params).to_dense() for op in (GGN(risk), K, E))
+            case = f"layer {name}, {N} data"
+            if N == 1:
+                verify("for one datum, EKFAC equals the GGN's block", ekfac, exact, case=case)
+                continue
+            verify_differs("for several data, it approximates it", ekfac, exact, case=case)
+            closer = (ekfac - exact).norm() < (kfac - exact).norm()
+            verify_that("better than KFAC does, in the Frobenius norm", bool(closer), case=case)
+            verify("the trace is right", ekfac.trace(), exact.trace(), case=case)
+            Q = K.eigh()[1].submatrix(block.layout.params).to_dense()
+            rotated = Q.T @ ekfac @ Q
+            verify("it is diagonal in KFAC's eigenvectors", rotated, torch.diag(rotated.diagonal()), case=case)
+            verify("with the exact block's diagonal", rotated.diagonal(), (Q.T @ exact @ Q).diagonal(), case=case)

@@ -1,0 +1,302 @@
+"""What KFAC covers, with what factors, at what cost: shown before any factor is computed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+
+from kfs.display.charts import draw_bars
+from kfs.display.describe import DescribedByTables, Description, Table, counted, readable_count, readable_size
+from kfs.errors import DataError, KfsError, ModelError
+from kfs.factors.accumulate.block_sums import BlockSums
+from kfs.factors.accumulate.factor_sums import FactorSums
+from kfs.factors.audit import Audit, Audits
+from kfs.factors.blocks.block_diagonal import kind_and_size
+from kfs.factors.capture import Known, backward, forward, measure_rows
+from kfs.factors.compute import not_covered, shared_with
+from kfs.factors.layout import Side
+from kfs.factors.rules import new_session
+from kfs.factors.settings import Settings
+from kfs.problem.data import Batch, can_be_cut, cut
+from kfs.problem.risk import EmpiricalRisk
+from kfs.problem.torch_fixes import explained
+from kfs.runtime.nested import tensors_in
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLUMNS = ("parameter", "shape", "operations", "block", "A", "B", "bytes", "cost", "not covered because")
+# How questions about values are answered on the `meta` device: as for data in which nothing is special.
+_ANSWERS = {"all": True, "eq": True, "__eq__": True, "any": False}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter.
+
+    Attributes:
+        parameter: Its name.
+        shape: Its shape.
+        operations: The operations that use it; `"none"` if predictions do not depend on it.
+        block: The block's name. Empty if the parameter is not covered, or not used.
+        A: Structure and size of the input-based factor.
+        B: Structure and size of the gradient-based factor.
+        nbytes: Bytes of both factors. Zero for a bias that shares its weight's block.
+        cost: Floating-point operations for both factors, for each datum and column that is sent back, roughly.
+        why_not: Why the parameter is not covered. Empty if it is.
+        rows: How rows of the operations' inputs belong to data. Empty without audit.
+        difference: Relative difference of the sum over its uses from its gradient by autograd. `None` without audit.
+    """
+
+    parameter: str
+    shape: tuple[int, ...]
+    operations: tuple[str, ...] = ()
+    block: str = ""
+    A: str = ""
+    B: str = ""
+    nbytes: int = 0
+    cost: float = 0.0
+    why_not: str = ""
+    rows: str = ""
+    difference: float | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Inspection(DescribedByTables):
+    """A table of all parameters; printing it shows it.
+
+    Attributes:
+        rows: One per parameter and block.
+        model: The class of the model.
+        audit: What was checked, and how closely; `None` if nothing was.
+        blocks: Sums of all blocks that are covered, without numbers: layouts, sizes, how many positions.
+        num_data: Number of data that these positions belong to.
+    """
+
+    rows: tuple[Row, ...]
+    audit: Audit | None = None
+    model: str = ""
+    blocks: tuple[BlockSums, ...] = field(default=(), compare=False)
+    num_data: int = field(default=0, compare=False)
+
+    @property
+    def uncovered(self) -> dict[str, str]:
+        """Parameters that are not covered, and why."""
+        return {row.parameter: row.why_not for row in self.rows if row.why_not}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all factors."""
+        return sum(row.nbytes for row in self.rows)
+
+    def plot(self) -> "list[Axes]":
+        """Draw bytes of factors, and operations for them, layer by layer, into a new figure.
+
+        Returns:
+            Axes of matplotlib: for bytes, and for operations for each datum and column that is sent back.
+
+        Raises:
+            ModelError: If nothing is covered.
+        """
+        layers = {row.block: row for row in self.rows if row.nbytes}
+        if not layers:
+            raise ModelError("No parameter is covered.", "Print the table: it says why.")
+        memory = [float(row.nbytes) for row in layers.values()], readable_size
+        work = [row.cost for row in layers.values()], readable_count
+        return draw_bars(list(layers), {"factors": memory, "operations for a datum": work})
+
+    def describe(self) -> Description:
+        """Describe all parameters, and what was checked."""
+        rows = []
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape))
+            size = readable_size(row.nbytes) if row.nbytes else ""
+            cost = readable_count(row.cost) if row.cost else ""
+            operations = ", ".join(row.operations)
+            rows.append((row.parameter, shape, operations, row.block, row.A, row.B, size, cost, row.why_not))
+        blocks = len({row.block for row in self.rows if row.block})
+        title = f"KFAC of {self.model}" if self.model else "KFAC"
+        title += f": {counted(blocks, 'block')}, {readable_size(self.nbytes)} of factors"
+        title += f", {counted(len(self.uncovered), 'parameter')} not covered" if self.uncovered else ""
+        notes = () if self.audit is None else (str(self.audit),)
+        return Description(title, tables=(Table("", _COLUMNS, rows, ("bytes", "cost")),), notes=notes)
+
+
+def inspect(
+    model: Any,
+    sample: Any,
+    params: Any = None,
+    *,
+    sharing: Any = "expand",
+    joint_bias: bool = True,
+    max_dim: int | None = None,
+    batch_axis: int | None = None,
+    audit: bool = True,
+) -> Inspection:
+    """Find out what KFAC covers, without computing any factor.
+
+    After an audit of a few data, the same few go through the model once more, forward and backward, and the rest of the
+    sample does so only if it may be used in another way. Without audit, the whole sample does.
+
+    Args:
+        model: A module, or a function `f(params, x)`. A module on the `meta` device takes no memory, whatever its size:
+            make it in `with torch.device("meta"):`. There are no values then. If it asks for some, `x.all()` and
+            `x == y` are true, and `x.any()` is false.
+        sample: A batch of inputs, as the model takes it. Use at least two data: with one datum, the batch axis looks
+            like any other axis of length one.
+        params: Which parameters, as in `EmpiricalRisk`.
+        sharing: As in `KFAC`.
+        joint_bias: As in `KFAC`.
+        max_dim: As in `KFAC`.
+        batch_axis: As in `KFAC`.
+        audit: As in `KFAC`.
+
+    Returns:
+        A table with one row per parameter, or per part of it if parts have factors of their own.
+
+    Raises:
+        ModelError: If the model on `meta` needs other values.
+
+    Example:
+        >>> print(inspect(torch.nn.Linear(3, 2), torch.rand(5, 3)).rows[0].A)
+        dense 4x4
+        >>> inspect(torch.nn.Linear(3, 2), torch.rand(5, 3), audit=False)
+        KFAC of Linear: 1 block, 80 B of factors
+        parameter  shape  operations  block   A          B          bytes  cost
+        ---------  -----  ----------  ------  ---------  ---------  -----  ----
+        weight     2x3    linear      weight  dense 4x4  dense 2x2   80 B    40
+        bias       2      linear      weight  dense 4x4  dense 2x2
+        >>> with torch.device("meta"):
+        ...     large = torch.nn.Linear(100_000, 2)
+        >>> print(inspect(large, torch.rand(5, 100_000)).rows[0].A)
+        dense 100001x100001
+    """
+    tensors = tensors_in(sample)
+    if not tensors or tensors[0].ndim == 0:
+        raise DataError("The sample has no tensor with a batch axis.", "Pass a batch of inputs, as the model takes it.")
+    if params is None and isinstance(model, Module) and not any(p.requires_grad for p in model.parameters()):
+        params = [name for name, _ in model.named_parameters()]
+    with explained():
+        targets = torch.zeros(len(tensors[0]), device=tensors[0].device)
+    risk = _Sample(model, _anything, [(sample, targets)], params=params)
+    settings = Settings(sharing=sharing, joint_bias=joint_bias, max_dim=max_dim, batch_axis=batch_axis)
+    with risk.untouched(first_order=True), torch.enable_grad(), _without_values(risk.device), explained():
+        audits = Audits(risk.model, new_session(risk.params, joint_bias), batch_axis)
+        for batch in risk.batches():
+            # Without values there is nothing to audit.
+            known = audits.of_batch(risk, batch) if audit and risk.device.type != "meta" else None
+            few = _audited_part(batch, known, audits.report, batch_axis)
+            used = batch if few is None else few
+            sums, why_not = _uses(risk, used, settings, known)
+            with_block = {name for block in sums.blocks.values() for name in block.layout.params}
+            if few is not None and (why_not or risk.params.keys() - with_block):  # others may use what these do not
+                used = batch
+                sums, why_not = _uses(risk, used, settings, known)
+    rows = []
+    for name, p in risk.params.items():
+        blocks = [block for block in sums.blocks.values() if name in block.layout.params and name not in why_not]
+        rows += [_row(name, p, block, audits.report, len(used.y)) for block in blocks]
+        if not blocks:
+            why = why_not.get(name, "")
+            rows.append(Row(name, tuple(p.shape), () if why else ("none",), why_not=why))
+    covered = tuple(block for block in sums.blocks.values() if not why_not.keys() & set(block.layout.params))
+    return Inspection(tuple(rows), audits.report, risk.about.partition(" ")[0], covered, len(used.y))
+
+
+def _audited_part(batch: Batch, known: Known | None, report: Audit | None, batch_axis: int | None) -> Batch | None:
+    """Return those data of a batch that were audited, if all other data are used in the same way.
+
+    Shapes of factors do not depend on the number of data, so that a few are enough.
+    """
+    if known is None or report is None or report.num_data >= len(batch.y):
+        return None
+    if any(place.inner is None for place in (*known.uses, *known.meetings)):  # rows depend on the data
+        return None
+    num_data = len(batch.y)
+    if not can_be_cut(batch.x, num_data, report.num_data, batch_axis):  # unlike a batch of this shape before
+        return None
+    last = range(num_data - report.num_data, num_data)
+    return Batch(cut(batch.x, num_data, last, batch_axis), batch.y[last.start :], batch.first + last.start)
+
+
+def _uses(
+    risk: EmpiricalRisk, batch: Batch, settings: Settings, known: Known | None
+) -> tuple[FactorSums, dict[str, str]]:
+    """Run a forward and a backward pass. Return sums that have shapes, but no numbers, and what is not covered."""
+    sums = FactorSums(settings, dry=True)
+    session = new_session(risk.params, settings.joint_bias)
+    f, capture = forward(risk, batch, session, sums, settings.batch_axis, known)
+    measure_rows(f, capture)
+    backward(f, capture, torch.ones_like(f).unsqueeze(0))
+    why_not = not_covered(risk.params, sums.blocks.values(), capture.unexplained, sums.conflicts, capture.reached)
+    return sums, why_not | shared_with(why_not, sums.blocks.values())
+
+
+class _Sample(EmpiricalRisk):
+    """A risk of which only the shapes matter: tensors need no values."""
+
+    def check_values(self) -> None:
+        """Accept tensors without values."""
+
+
+class _OrdinaryAnswers(TorchFunctionMode):
+    """Answers questions about values on the `meta` device: is there any padding, is everything finite?"""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = getattr(args[0], "_kfs_answer", None) if args else None
+        if answer is not None and func in {Tensor.__bool__, Tensor.item}:
+            return answer
+        result = func(*args, **(kwargs or {}))
+        known = _ANSWERS.get(getattr(func, "__name__", ""))
+        if known is not None and isinstance(result, Tensor) and result.ndim == 0:
+            result._kfs_answer = known  # type: ignore[attr-defined]
+        return result
+
+
+@contextmanager
+def _without_values(device: torch.device) -> Iterator[None]:
+    """On the `meta` device: answer questions about values, and explain what cannot be answered."""
+    if device.type != "meta":
+        yield
+        return
+    try:
+        with _OrdinaryAnswers():
+            yield
+    except (NotImplementedError, RuntimeError) as error:
+        message = str(error).partition("\n")[0]  # a long trace follows
+        if isinstance(error, KfsError) or "meta" not in message.lower():
+            raise
+        raise ModelError(
+            f"The model needs values in its forward pass, which tensors on the meta device do not have: {message}",
+            "Inspect it on another device, or a smaller model of the same kind.",
+        ) from error
+
+
+def _anything(f: Tensor, y: Tensor) -> Tensor:
+    """Stand in for a loss: its value does not matter."""
+    return f.sum() + y
+
+
+def _row(name: str, p: Tensor, block: BlockSums, audit: Audit | None, num_data: int) -> Row:
+    """Describe a parameter that is covered."""
+    A = _structure_and_size(block, "A")
+    B = _structure_and_size(block, "B")
+    nbytes = block.nbytes if name == block.layout.weight else 0
+    cost = block.work / num_data if name == block.layout.weight else 0.0
+    row = Row(name, tuple(p.shape), tuple(sorted(block.operations)), block.layout.name, A, B, nbytes, cost)
+    if audit is None:
+        return row
+    orders = dict.fromkeys(use.rows for use in audit.uses if use.parameter in block.layout.params)
+    return replace(row, rows=", ".join(orders), difference=audit.gradients.get(name))
+
+
+def _structure_and_size(block: BlockSums, side: Side) -> str:
+    """Describe the sums on one side of a block."""
+    diagonal = block.is_diagonal(side)
+    total = next(s.total for s in block.on_side(side) if s.diagonal == diagonal)
+    return kind_and_size("diagonal" if diagonal else "dense", total.shape[-1], block.layout.groups)

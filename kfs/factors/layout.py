@@ -1,0 +1,200 @@
+r"""How a parameter becomes a matrix.
+
+A block's parameter is read as a matrix $M$ of shape `[d_B, d_A]`, with rows on the gradient side and columns on the
+input side, and the block maps it to $B M A$. A bias is the last column of $M$. With groups of channels, a parameter
+becomes one matrix for each group.
+
+One convention of axes holds for all code that uses layouts. Several vectors of parameters (*columns*) are processed
+together:
+
+- Parameters are given by name, as tensors `[columns, *shape]`.
+- `Layout.matrix` returns `[columns, groups, d_B, d_A]`, also for a single group, and `Layout.write` takes that.
+- Structures take `[stack, columns, d_B, d_A]`, where a stack has the blocks of several layouts, one for each group.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kfs.files import UnfitError
+
+Side = Literal["A", "B"]
+# Identifies a block: the name of its weight, and the half-open range of rows that belong to the block.
+Key = tuple[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter becomes a matrix.
+
+    Attributes:
+        weight: Name of the parameter.
+        shape: Its shape, or one that it is reshaped to.
+        rows: Half-open range of its rows (indices of its first axis) that belong to the block.
+        order: Order of its axes such that the first `split` make the rows of the matrix.
+        split: Number of axes that make the rows.
+        groups: Number of groups of channels, each with a matrix of its own.
+        bias: Name of the parameter in the last column of the matrix, or `None`.
+    """
+
+    weight: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int]
+    order: tuple[int, ...]
+    split: int
+    groups: int = 1
+    bias: str | None = None
+
+    @classmethod
+    def from_state(cls, state: Any) -> "Layout":
+        """Undo `dataclasses.asdict`, after a file was read."""
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in state.items()}
+        layout = cls(**fields)
+        numbers = (*layout.shape, *layout.rows, *layout.order, layout.split, layout.groups)
+        valid = (
+            isinstance(layout.weight, str)
+            and isinstance(layout.bias, str | None)
+            and sorted(layout.order) == list(range(len(layout.shape)))
+            and all(type(n) is int and n >= 0 for n in numbers)
+            and layout.groups > 0
+        )
+        if not valid:
+            raise UnfitError(f"the layout {state} is not one")
+        return layout
+
+    @property
+    def key(self) -> Key:
+        """What identifies the block among all blocks of a model."""
+        return self.weight, self.rows
+
+    @property
+    def name(self) -> str:
+        """The module's name if the block has its `weight` and a bias, else the weight's; with rows if not all."""
+        module, _, leaf = self.weight.rpartition(".")
+        is_module = module and leaf == "weight" and self.bias is not None
+        index = str(self.rows[0]) if self.is_one_of_stack else f"{self.rows[0]}:{self.rows[1]}"
+        part = "" if self._has_all_rows else f"[{index}]"
+        return (module if is_module else self.weight) + part
+
+    @property
+    def params(self) -> tuple[str, ...]:
+        """The parameters in this block."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    def param_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters in this block, as they are used: weight, and bias if there is one."""
+        shapes = {self.weight: self.shape}
+        if self.bias is not None:
+            size = prod(self.shape[axis] for axis in self.order[: self.split])
+            shapes[self.bias] = (self.shape[0], size // self.shape[0]) if self.bias_has_rows else (size,)
+        return shapes
+
+    @property
+    def row_size(self) -> int:
+        """`d_B`: rows of the matrix (of one group), the size of the gradient-based factor."""
+        return prod(self._sizes[: self.split]) // self.groups
+
+    @property
+    def column_size(self) -> int:
+        """Columns of the matrix without the bias."""
+        return prod(self._sizes[self.split :])
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """`[groups, d_B, d_A]`; the bias counts as a column."""
+        return self.groups, self.row_size, self.column_size + (self.bias is not None)
+
+    def matrix(self, columns: Mapping[str, Tensor]) -> Tensor:
+        """Read tensors `[columns, *shape]` as matrices.
+
+        Returns:
+            `[columns, groups, d_B, d_A]`.
+        """
+        W, b = self.views(columns)
+        M = W.reshape(len(W), self.groups, self.row_size, self.column_size)
+        if b is None:
+            return M
+        return torch.cat([M, b.reshape(len(W), self.groups, self.row_size, 1)], dim=3)
+
+    def write(self, M: Tensor, columns: Mapping[str, Tensor]) -> None:
+        """Undo `matrix`: write `[columns, groups, d_B, d_A]` into tensors `[columns, *shape]`."""
+        W, b = self.views(columns)
+        if b is not None:
+            b.copy_(M[..., -1].reshape(b.shape))
+            M = M[..., :-1]
+        W.copy_(M.reshape(W.shape))
+
+    def flat_index(self) -> Tensor:
+        """Return the place of each entry of the matrix in the block's flat vector.
+
+        The joint matrix `(W b)`, flattened by rows, has entries of the bias in between. The flat vector has them last:
+        it consists of the flattened parameters, `params`, one after the other.
+
+        Returns:
+            `[groups, d_B, d_A]` indices, so that `flat[layout.flat_index()]` is the matrix.
+
+        Example:
+            >>> Layout("weight", (2, 3), (0, 2), (0, 1), 1, bias="bias").flat_index()
+            tensor([[[0, 1, 2, 6],
+                     [3, 4, 5, 7]]])
+        """
+        shapes = self.param_shapes()
+        sizes = [prod(shape) for shape in shapes.values()]
+        places = torch.arange(sum(sizes)).split(sizes)
+        columns = {name: t.reshape(1, *shape) for (name, shape), t in zip(shapes.items(), places, strict=True)}
+        return self.matrix(columns).squeeze(0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the matrix is the whole parameter as it lies in memory, with the bias beside it."""
+        return self.groups == 1 and self._has_all_rows and self.order == tuple(range(len(self.shape)))
+
+    @property
+    def _has_all_rows(self) -> bool:
+        return self.rows == (0, self.shape[0])
+
+    @property
+    def is_one_of_stack(self) -> bool:
+        """Whether the block has one of those matrices (or vectors) that a parameter stacks along its first axis."""
+        return self.rows[1] - self.rows[0] == 1 and self.order[0] == 0 and self.split > 1
+
+    @property
+    def turned_order(self) -> tuple[int, ...]:
+        """The order of axes for the transposed matrix."""
+        fixed = 1 if self.is_one_of_stack else 0  # an axis of length one stays where it is
+        return self.order[:fixed] + self.order[self.split :] + self.order[fixed : self.split]
+
+    def turned(self) -> "Layout":
+        """Return the layout of the transposed matrix. A bias is a column, so there must be none.
+
+        Example:
+            >>> Layout("weight", (2, 3), (0, 2), (0, 1), 1).turned()
+            Layout(weight='weight', shape=(2, 3), rows=(0, 2), order=(1, 0), split=1, groups=1, bias=None)
+        """
+        fixed = 1 if self.is_one_of_stack else 0
+        return replace(self, order=self.turned_order, split=len(self.order) - self.split + fixed)
+
+    @property
+    def bias_has_rows(self) -> bool:
+        """Whether the block has the rows of its bias that it has of its weight, and not all of them."""
+        return not self._has_all_rows and self.order[0] == 0
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Sizes of the block's part of the weight, in the order of axes."""
+        sizes = [self.rows[1] - self.rows[0], *self.shape[1:]]
+        return [sizes[axis] for axis in self.order]
+
+    def views(self, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return views of the weight's rows, with axes in order, and of the part of the bias that belongs to them."""
+        rows = slice(*self.rows)
+        W = columns[self.weight].view(-1, *self.shape)[:, rows]
+        W = W.permute(0, *(1 + axis for axis in self.order))
+        if self.bias is None:
+            return W, None
+        b = columns[self.bias]
+        return W, b[:, rows] if self.bias_has_rows else b

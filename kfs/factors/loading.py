@@ -1,0 +1,76 @@
+"""Loading operators from files that `save` has written."""
+
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from kfs import files
+from kfs.distributed import Group, Ranks
+from kfs.errors import StorageError
+from kfs.factors.blocks.block_diagonal import BlockDiagonal
+from kfs.factors.settings import check_device
+from kfs.files import UnfitError
+from kfs.operators.space import Space
+
+Operator = TypeVar("Operator", bound=type[BlockDiagonal])
+_CLASSES: dict[str, type[BlockDiagonal]] = {"BlockDiagonal": BlockDiagonal}
+
+
+def loadable(cls: Operator) -> Operator:
+    """Let `load` make objects of a class. A decorator."""
+    _CLASSES.setdefault(cls.__name__, cls)  # a module that is run as a program defines its class a second time
+    return cls
+
+
+def load(path: str | Path, device: str | torch.device = "cpu", group: Group | None = None) -> BlockDiagonal:
+    """Read a `KFAC`, an `EKFAC`, or an operator made from them (such as an inverse) from a file.
+
+    No code from the file is executed.
+
+    Args:
+        path: A file that `save` has written.
+        device: Device for all tensors.
+        group: Processes that own blocks, as with `KFAC(..., placement="owner")`: each reads its own ones. By default,
+            this process has all of them. Whoever has written the file, any number of processes can read it.
+
+    Returns:
+        An object of the same class that equals the saved one to the last bit. More data can be added to it.
+
+    Raises:
+        StorageError: If there is no such file, if kfs did not write it, or if it is damaged.
+        ModelError: If there is no such device.
+
+    Example:
+        >>> import tempfile
+        >>> from kfs import KFAC, EmpiricalRisk
+        >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), (torch.rand(9, 3), torch.rand(9, 2)))
+        >>> K = KFAC(risk)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     K.save(f"{folder}/k.safetensors")
+        ...     again = load(f"{folder}/k.safetensors")
+        >>> bool((again.to_dense() == K.to_dense()).all())
+        True
+    """
+    check_device(device)
+    ranks = Ranks(group)
+    with ranks.agreed("load"):
+        return _read(path, device, ranks)
+
+
+def _read(path: str | Path, device: str | torch.device, ranks: Ranks) -> BlockDiagonal:
+    """Read an operator. Tensors that are not needed stay in the file."""
+    header, state = files.read(path, "cpu" if ranks.are_several else device)
+    cls = _CLASSES.get(header.get("kind", ""))
+    if cls is None:
+        raise StorageError(
+            f"{path} holds a {header.get('kind')}.",
+            "Pass a file that K.save(...) has written; a checkpoint is resumed with KFAC(risk, checkpoint=...).",
+        )
+    with files.valid(path):
+        shapes = {str(name): tuple(map(int, shape)) for name, shape in state["space"]["shapes"]}
+        dtype = getattr(torch, state["space"]["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise UnfitError(f"{dtype} is no dtype")
+        made = cls._from_state(state, Space(shapes, dtype, torch.device(device)), ranks)
+    return made.to(device) if ranks.are_several else made

@@ -1,0 +1,267 @@
+"""Which rows count: those that a prediction depends on whose target counts.
+
+Padding, packed neighbours and what nobody attends to are not part of the function that is learned: they change neither
+loss nor gradient, and must not change a factor. Which rows they are differs from one operation to the next. In the head
+of a language model, rows count whose target does. Below causal attention, also those count that a later target sees;
+below other attention, all that a mask allows; after a class token is taken, one row of each datum.
+
+An audit finds a `RowRule` for every use (see `row_rules`). A rule turns what a batch says, its `BatchMasks`, into
+booleans for the rows of a use, by a few small operations that a recorded pass can repeat. Where no such rule explains
+which rows have gradients, the rule is `"measured"`: every batch is asked, by sending one more vector back.
+"""
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kfs.runtime import sync
+
+Kind = Literal["all", "data", "mask", "causal", "targets", "positions", "measured"]
+Lone = Literal["", "row", "target", "datum"]
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """Which rows of a use count, given the masks of a batch.
+
+    Attributes:
+        kind: `"all"`: all rows. `"data"`: those of data that have a target that counts. `"mask"`: of these, the
+            positions in the batch's mask. `"causal"`: of these, the positions before the last target that counts.
+            `"targets"`: positions whose target counts. `"positions"`: the same ones in every datum. `"measured"`: those
+            that have a gradient.
+        outer: Whether a position of the mask occurs several times at a distance, and not several times in a row.
+        pattern: Which positions count, for `"positions"`.
+        lone: What is left out because a position that attends to nothing but itself has neither a query nor a key that
+            matters. Below causal attention that is the first one: `"row"` leaves it out (queries), `"target"` its
+            target (keys). Elsewhere it is the only one that a datum has: `"datum"` leaves out such data.
+        own: Whether a position that is not in the mask counts all the same if its own target does. It does not if a
+            mask hides it from every prediction, as keys, values, and all inputs of an encoder.
+        whole: Whether all rows count if all targets do, and if the mask has all positions.
+    """
+
+    kind: Kind = "all"
+    outer: bool = False
+    pattern: tuple[bool, ...] = ()
+    lone: Lone = ""
+    own: bool = True
+    whole: bool = False
+
+    @property
+    def always_leaves_out(self) -> bool:
+        """Whether rows do not count although all targets do, and although the mask has all positions."""
+        return self.kind == "positions" or bool(self.lone) or (self.kind == "measured" and not self.whole)
+
+    def __str__(self) -> str:
+        """Say which rows count; nothing if all do."""
+        if self.kind == "positions":
+            return f"{sum(self.pattern)} of {len(self.pattern)} rows of a datum count"
+        texts = {
+            "mask": "rows that the mask has count",
+            "causal": "rows count up to the last target that does",
+            "targets": "rows count whose target does",
+            "measured": "rows that count are measured in every batch",
+        }
+        return texts.get(self.kind, "") + (" but the first" if self.lone == "row" else "")
+
+
+ALL = RowRule()
+MEASURED = RowRule("measured")
+_LONE: dict[Kind, tuple[Lone, ...]] = {
+    "mask": ("datum",),
+    "causal": ("row", "target"),
+    "targets": ("row", "target", "datum"),
+}
+
+
+class BatchMasks:
+    """What a batch says about the rows that count.
+
+    Args:
+        targets: Which predictions count, as `Loss.counted` returns it. `None` if all do.
+        mask: Which positions of the inputs are there, booleans `[N, S]`. `None` if the batch has no mask.
+        pending: Whether `targets` are set later, as in training: then they are known when the gradient of the loss is.
+        device: Where rows are.
+        beyond: Whether targets count that the mask does not have, which only experiments choose.
+    """
+
+    def __init__(
+        self,
+        targets: Tensor | None = None,
+        mask: Tensor | None = None,
+        pending: bool = False,
+        device: torch.device | str = "cpu",
+        beyond: bool = False,
+    ) -> None:
+        self.beyond = beyond
+        self.pending = pending
+        self.mask = mask
+        self.device = torch.device(device)
+        self._found: dict[tuple[RowRule, int], Tensor | None] = {}
+        self._all_count = False
+        self._complete: bool | None = None  # whether all rows may count; `None` as long as nobody has asked
+        self._of_predictions: Tensor | None = None
+        self._targets: Tensor | None = None
+        if not pending:
+            self.set_targets(targets)
+
+    def set_targets(self, targets: Tensor | None) -> None:
+        """Say which predictions count."""
+        self.pending = False
+        self._complete = None
+        self._found.clear()
+        self._of_predictions = targets
+        self._targets = None if targets is None else targets.flatten(1)
+
+    def of_predictions(self, v: Tensor) -> Tensor:
+        """Return vectors shaped like predictions with zeros where these do not count."""
+        return v if self._of_predictions is None else v * self._of_predictions
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether the host knows that all targets count, and that the mask has all positions."""
+        if self._complete is None:
+            targets = None if self._all_count else self._targets
+            self._complete = not (self.pending or _may_be_false(targets) or _may_be_false(self.mask))
+        return self._complete
+
+    def hidden(self, size: int, outer: bool) -> Tensor | None:
+        """Return rows whose target counts and which the mask does not have, `[N, size]`; `None` if they do not fit."""
+        if self._targets is None or self.mask is None or self._targets.shape != self.mask.shape:
+            return None
+        return _spread(self._targets & ~self.mask, size, outer)
+
+    def assume_all_count(self) -> None:
+        """Take all targets to count; somebody else finds out whether they do."""
+        self._all_count = True
+        self._complete = None
+
+    def leave_out(self, rules: Set[RowRule]) -> bool:
+        """Whether some rules may leave a row out. If an accelerator would have to be asked, they may."""
+        if rules == {ALL}:
+            return False
+        return not self.are_complete or any(rule.always_leaves_out for rule in rules)
+
+    def counted(self, rule: RowRule, size: int) -> Tensor | None:
+        """Return which rows count, `[N, size]`, if every datum has `size` rows; `None` if all do."""
+        if self.are_complete and not rule.always_leaves_out:
+            return None
+        key = (rule, size)
+        if key not in self._found:
+            found = self._of_rule(rule)
+            found = None if found is None else _spread(found, size, rule.outer)
+            if found is not None and not sync.runs_behind(found.device) and found.all():
+                found = None
+            self._found[key] = found
+        return self._found[key]
+
+    def _of_rule(self, rule: RowRule) -> Tensor | None:
+        """Return which positions count by a rule, `[N, S]`, or `[N, 1]` if all positions of a datum are alike."""
+        if rule.kind in {"all", "measured"}:
+            return None
+        T, M = self._targets, self.mask
+        if rule.lone == "datum" and M is not None:
+            several = M.sum(1, keepdim=True) > 1
+            T, M = (several if T is None else T & several), M & several
+        first = self._first(T) if T is not None and rule.lone in {"row", "target"} else None
+        if T is not None and first is not None and rule.lone == "target":
+            T = T & ~first
+        of_data = None if T is None else T.any(1, keepdim=True)
+        if rule.kind == "data":
+            return of_data
+        if rule.kind == "positions":
+            pattern = _as_tensor(rule.pattern, self.device).unsqueeze(0)
+            return pattern if of_data is None else pattern & of_data
+        if rule.kind == "targets":
+            found = T
+        else:
+            found = of_data if rule.kind == "mask" or T is None else (T.flip(1).cumsum(1) > 0).flip(1)
+            if M is not None and (found is None or found.shape[1] in {1, M.shape[1]}):
+                found = M if found is None else found & M
+                found = found | T if rule.own and T is not None and T.shape == found.shape else found
+        return found & ~first if rule.lone == "row" and first is not None and found is not None else found
+
+    def _first(self, targets: Tensor) -> Tensor:
+        """Return where each datum begins, booleans shaped like targets `[N, S]`: at the first position in the mask."""
+        there = self.mask if self.mask is not None and self.mask.shape == targets.shape else torch.ones_like(targets)
+        return there & (there.cumsum(1) == 1)
+
+
+def candidates(num_data: int, size: int, masks: Sequence[BatchMasks], alive: Sequence[Tensor]) -> Iterator[RowRule]:
+    """Generate rules for a use with `size` rows of each datum: the simplest ones first.
+
+    Args:
+        num_data: Number of data.
+        size: Rows of a datum.
+        masks: Those of some experiments.
+        alive: Which rows had gradients in these experiments, `[N, size]`.
+    """
+    yield ALL
+    yield RowRule("data")
+    kinds: tuple[Kind, ...] = ("mask", "causal", "targets")
+    for kind in kinds:
+        lengths = {found.shape[1] for one in masks if (found := one._of_rule(RowRule(kind))) is not None}
+        if len(lengths) != 1 or size % (length := lengths.pop()):
+            continue
+        for outer in (False, True) if 1 < length < size else (False,):
+            yield RowRule(kind, outer)
+            for lone in _LONE[kind] if length > 1 else ():
+                yield RowRule(kind, outer, lone=lone)
+    pattern = torch.stack([one.any(0) for one in alive]).any(0)
+    if num_data > 1 and not pattern.all():
+        yield RowRule("positions", pattern=tuple(pattern.tolist()))
+        yield RowRule("positions", pattern=tuple(pattern.tolist()), lone="datum")
+
+
+def matching_rule(
+    masks: Sequence[BatchMasks], alive: Sequence[Tensor], cares: Tensor | None = None
+) -> tuple[RowRule, bool]:
+    """Return the rule that says in all experiments which rows have gradients.
+
+    Args:
+        masks: Those of some experiments.
+        alive: Which rows had gradients in them, `[N, size]`.
+        cares: Which rows matter, likewise; `None` if all do.
+
+    Returns:
+        The rule, and whether it says exactly that. If no rule does, it is the one that leaves out most, and none of
+        the rows that had gradients.
+    """
+    num_data, size = alive[0].shape
+    cares = torch.ones_like(alive[0]) if cares is None else cares
+    best, fewest = ALL, float("inf")
+    for rule in candidates(num_data, size, masks, alive):
+        found = [one.counted(rule, size) for one in masks]
+        expected = [torch.ones_like(a) if one is None else one.cpu() for one, a in zip(found, alive, strict=True)]
+        if not any(bool(((one != a) & cares).any()) for one, a in zip(expected, alive, strict=True)):
+            return rule, True
+        covers = not any(bool((a & ~one & cares).any()) for one, a in zip(expected, alive, strict=True))
+        number = sum(int(one.sum()) for one in expected)
+        # The same positions of all data cover what they were made of, which explains nothing.
+        if covers and number < fewest and rule.kind != "positions":
+            best, fewest = rule, number
+    return best, False
+
+
+def _may_be_false(t: Tensor | None) -> bool:
+    """Whether some boolean is false, or is not known to the host."""
+    return t is not None and (sync.runs_behind(t.device) or not t.all())
+
+
+def _spread(found: Tensor, size: int, outer: bool) -> Tensor | None:
+    """Return booleans of positions for `size` rows of each datum; `None` if they do not fit."""
+    length = found.shape[1]
+    if length == size:
+        return found
+    if size % length:
+        return None
+    return found.repeat(1, size // length) if outer else found.repeat_interleave(size // length, 1)
+
+
+@lru_cache(maxsize=256)
+def _as_tensor(pattern: tuple[bool, ...], device: torch.device) -> Tensor:
+    """Return a pattern on a device; it is copied there once, as no copy is made in a recorded pass."""
+    return torch.tensor(pattern).to(device, non_blocking=True)

@@ -1,0 +1,66 @@
+"""Rules: what multiplies an operation's parameters, and how its gradients are read. One file per kind of operation.
+
+A rule is a pure function that returns a plan; see `kfs.factors.trace.plan`.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from inspect import signature
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from kfs.factors.rules import (
+    attention,
+    convolution,
+    elementwise,
+    embedding,
+    experts,
+    linear,
+    normalization,
+    recurrent,
+)
+from kfs.factors.rules.fallback import without_rule
+from kfs.factors.trace.plan import Call, Planned
+from kfs.factors.trace.session import Rule, Session
+
+RULES = {
+    **linear.RULES,
+    **experts.RULES,
+    **convolution.RULES,
+    **embedding.RULES,
+    **normalization.RULES,
+    **elementwise.RULES,
+    **attention.RULES,
+    **recurrent.RULES,
+}
+
+
+def new_session(
+    params: Mapping[str, Tensor], joint_bias: bool = True, mixing: bool = False, model: Module | None = None
+) -> Session:
+    """Start a session with all rules; arguments are those of `Session`."""
+    rules = {func: asked(rule) for func, rule in RULES.items()}
+    return Session(params, rules, without_rule, joint_bias, mixing, model)
+
+
+@cache
+def asked(rule: Rule) -> Rule:
+    """Return a rule that gives up if an operation is called with arguments that the rule does not know.
+
+    The signature of a rule has the arguments that are known, by the names that PyTorch documents.
+    """
+    known = signature(rule)
+
+    def ask(call: Call, *args: Any, **named: Any) -> Planned:
+        try:
+            known.bind(call, *args, **named)
+        except TypeError:
+            return None
+        return rule(call, *args, **named)
+
+    return ask
+
+
+__all__ = ["RULES", "asked", "new_session"]

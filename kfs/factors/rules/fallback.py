@@ -1,0 +1,461 @@
+"""What to do with operations that have no rule: follow what is computed from parameters alone, and probe the rest.
+
+A probe tells, in the backward pass, whether predictions depend on a use that nobody explains.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from kfs.factors.accumulate.inputs import Rows
+from kfs.factors.accumulate.interface import Receiver
+from kfs.factors.accumulate.outer_products import full_precision
+from kfs.factors.capture.derived import Spread, add_derived, on_device, scattered, settled, tap_spread
+from kfs.factors.capture.mode import Capture, prepared
+from kfs.factors.rows.row_map import Owners
+from kfs.factors.rules import elementwise, linear
+from kfs.factors.rules.elementwise import all_rows, entries_layout
+from kfs.factors.trace.plan import Argument, Broadcast, Call, Plan, argument_at
+from kfs.factors.trace.session import no_rule
+from kfs.factors.trace.tracking import Derived, Tracked, is_in_place, tensors_of
+
+# Operations whose results consist of entries of their first argument.
+_MOVE_NAMES = (
+    *("repeat", "tile", "index_select", "gather", "take", "take_along_dim", "repeat_interleave", "reshape", "flatten"),
+    *("flip", "roll", "clone", "contiguous", "__getitem__", "broadcast_to", "stack", "cat", "concat", "concatenate"),
+)
+_MOVES = {getattr(owner, name) for name in _MOVE_NAMES for owner in (torch, Tensor) if hasattr(owner, name)}
+_CASTS = {getattr(Tensor, name) for name in ("to", "type", "type_as", "float", "double", "half", "bfloat16")}
+_ELEMENTWISE = {func for func, rule in elementwise.RULES.items() if rule is elementwise.elementwise}
+# Products, and lookups. Before they follow constants, somebody has asked whether these have a row for every datum.
+_PRODUCTS = {linear.linear, linear.addmm, linear.matmul, linear.mm, linear.rmatmul}
+_FOLLOW = {func for func, rule in linear.RULES.items() if rule in _PRODUCTS} | {F.embedding}
+# Operations that treat all vectors of their inputs alike: inputs may have one more axis in front.
+_BY_ROWS = _FOLLOW | _ELEMENTWISE | {F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm}
+
+
+def without_rule(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation without rule.
+
+    What is computed from parameters and constants is a derived parameter, unless it has a row for every datum. All
+    other uses are probed: one learns whether predictions depend on them.
+    """
+    inputs = tensors_of((*args, *kwargs.values()))
+    tracked = [t for t in inputs if capture.tracker.find(t) is not None]
+    parameters = [capture.tracker.get(t) for t in tracked]
+    names = set().union(*(parameter.names for parameter in parameters))
+    has_data = any(map(capture.is_data, inputs))
+    change = None if has_data else _Change.expected(func, args, kwargs, tracked, parameters)
+    result = func(*args, **kwargs)
+    if change is not None and change.happened:
+        change.follow(capture)
+        return result
+    if is_in_place(func):  # nobody may look at the result, so that there is nothing to probe
+        why = _why_not(capture, func, parameters, has_data)
+        capture.unexplained.update((name, why) for name in names)
+        return result
+    outputs = [t for t in tensors_of([result]) if t.is_floating_point() or t.is_complex()]
+    storages = {t.untyped_storage()._cdata for t in tracked}
+    if not outputs or all(t.untyped_storage()._cdata in storages for t in outputs):
+        return result  # a view of a parameter, or nothing to differentiate
+    if capture.tracker.as_other_numbers(tracked):
+        operation = getattr(func, "__name__", str(func))
+        return _probed(capture, result, names, no_rule(f"{operation} as other numbers (view_as_complex)"))
+    followed = _followed(capture, func, args, kwargs, tracked, parameters, has_data, result)
+    if followed is None:
+        followed = _probed(capture, result, names, _why_not(capture, func, parameters, has_data))
+    return followed
+
+
+def _followed(
+    capture: Capture,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tracked: list[Tensor],
+    parameters: list[Tracked],
+    has_data: bool,
+    result: Any,
+) -> Any:
+    """Return the result such that its gradients are brought to all parameters; `None` if that is not possible."""
+    different = list({id(t): t for t in tracked}.values())
+    arguments = [Argument.of((), t, capture.tracker.get(t), data=False) for t in different]
+    follows = isinstance(result, Tensor) and not has_data and all(argument.by_rows for argument in arguments)
+    if follows and len(different) == 1 and func not in _FOLLOW:
+        return _Following(capture, func, args, kwargs, tracked[0], arguments[0], parameters[0], result).result()
+    expanded = [t for t, parameter in zip(tracked, parameters, strict=True) if _may_have_rows(capture, t, parameter)]
+    if expanded and (len({parameter.name for parameter in parameters}) > 1 or has_data):
+        # With one datum, everything may be a row of it. What larger batches are like is known from an audit.
+        guess = capture.num_data > 1 or not has_data
+        with capture.places().question(func, capture.tracker.get(expanded[0]).name, guess) as has_rows:
+            if has_rows:
+                return _with_expanded(capture, func, args, kwargs, expanded[0])
+    return _Computed(capture, func, args, kwargs, different, arguments, result).result() if follows else None
+
+
+def _why_not(capture: Capture, func: Any, parameters: list[Tracked], has_data: bool) -> str:
+    """Say why a use is not covered: there is no rule for it, or there is one that does not take such arguments."""
+    operation = getattr(func, "__name__", str(func))
+    others = " together with another parameter" if len({one.name for one in parameters}) > 1 and not has_data else ""
+    before = " before it meets the batch" if any(one.derived is not None for one in parameters) else ""
+    if func in capture.session.rules and not others + before:
+        return f"it is used by {operation} with arguments that the rule for it does not take"
+    return no_rule(operation + others + before)
+
+
+def _may_have_rows(capture: Capture, t: Tensor, parameter: Tracked) -> bool:
+    """Whether (a view of) a parameter may have a row for every datum, as learned queries that were expanded."""
+    argument = Argument.of((), t, parameter, data=False)
+    computed = parameter.derived is not None and capture.num_data == 1
+    return argument.by_rows and (computed or elementwise.is_expanded(capture.num_data, argument))
+
+
+def _with_expanded(capture: Capture, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor) -> Any:
+    """Run an operation on (a view of) a parameter that was expanded over the batch: as on data."""
+    parameter = capture.tracker.get(t)
+    argument = Argument.of((), t, parameter, data=False)
+    call = Call(func, capture.num_data)
+    collect = _per_datum_receiver(capture, call, argument, parameter)
+    spread = Spread.expanded(argument, tuple(t.shape))
+    # A copy does not live where the parameter does, so that it is not taken for it again.
+    swap = {id(t): tap_spread(capture, t, (call.name, parameter.name), spread, collect).clone()}
+    named = {key: _replaced(part, swap) for key, part in kwargs.items()}
+    with capture:
+        result = func(*_replaced(args, swap), **named)
+    for one in tensors_of([result]):
+        capture.marks.mark(one)  # also where nothing else depends on data
+    return result
+
+
+class _Following:
+    """An operation on one parameter and constants, and what gradients of its result mean for the parameter."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        t: Tensor,
+        argument: Argument,
+        parameter: Tracked,
+        result: Tensor,
+    ) -> None:
+        self.capture = capture
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.t = t
+        self.argument = argument
+        self.parameter = parameter
+        self.plain = result
+        self.call = Call(func, capture.num_data)
+        self.what = (self.call.name, parameter.name)
+        self.shape = tuple(parameter.tensor.shape)
+
+    def result(self) -> Tensor:
+        """Return the result such that its gradients are brought to the parameter, datum by datum."""
+        num_data = self.capture.num_data
+        # Without an audit: there is an axis as long as the batch that was not there before.
+        guess = num_data > 1 and self.plain.shape.count(num_data) > self.t.shape.count(num_data)
+        with self.capture.places().question(self.func, self.parameter.name, guess) as has_data:
+            return self.capture.marks.mark(self._with_rows_of_data()) if has_data else self._derived()
+
+    def _with_rows_of_data(self) -> Tensor:
+        """Tap the result: it has a row for every datum, so that gradients are still there for each of them."""
+        capture, shape = self.capture, tuple(self.plain.shape)
+        if self.func in _ELEMENTWISE:
+            spread = Spread.expanded(self.argument, shape)
+            z = tap_spread(capture, self.t.expand(shape), self.what, spread, self._receiver())
+            return self._again(z)
+        if self.func in _MOVES or self.func in _CASTS:
+            spread = Spread(shape, self._entries_of_result(), self.shape)
+            return tap_spread(capture, self.plain, self.what, spread, self._receiver())
+        receive, pull_back = self._back()
+
+        def start(owners: Owners) -> Receiver:
+            data = on_device(owners.index(self.plain.numel()), self.plain.device).reshape(shape)
+            mine = [data == n for n in range(capture.num_data)]
+            return lambda g: receive(torch.stack([pull_back(g.squeeze(-1) * of_datum)[0] for of_datum in mine], 1))
+
+        opened = capture.open(self.what, shape, start, meeting=True)
+        return capture.tap(self.plain, lambda g: opened(g.unsqueeze(-1)))
+
+    def _derived(self) -> Tensor:
+        """Follow the result; gradients go back through the operation when they have arrived for every datum."""
+
+        def add_use() -> Receiver:
+            receive, pull_back = self._back()
+            return lambda g: receive(pull_back(g)[0])
+
+        token = (self.func, self.parameter.token, self.argument.offset, self.argument.shape, self.argument.stride)
+        name, also = self.parameter.name, self.parameter.also
+        return add_derived(self.capture, self.plain, name, token, self.call.name, add_use, also)
+
+    def _receiver(self) -> Receiver:
+        """Return what takes gradients `[columns, N, *shape of the parameter]`."""
+        return _per_datum_receiver(self.capture, self.call, self.argument, self.parameter)
+
+    def _back(self) -> tuple[Receiver, Callable[[Tensor], list[Tensor]]]:
+        """Return what takes gradients of the argument, `[columns, N, *shape]`, and what computes them."""
+        return _at_entries(self._receiver(), self.argument), _pull_back(self._again, [self.t], self.plain)
+
+    def _again(self, value: Tensor) -> Tensor:
+        """Run the operation with another tensor in place of the parameter."""
+        return _run_again(self.func, self.args, self.kwargs, {id(self.t): value})
+
+    def _entries_of_result(self) -> Tensor:
+        """Return which entry of the parameter each number of the result is."""
+        if self.t.is_meta:  # there are no numbers
+            return torch.zeros((), dtype=torch.long).expand(self.plain.shape)
+        # On the CPU, unless there are indices elsewhere: an accelerator would have to be waited for.
+        alone = len(tensors_of((*self.args, *self.kwargs.values()))) == 1
+        places = torch.arange(self.t.numel(), device="cpu" if alone else self.t.device).reshape(self.t.shape)
+        if self.func not in _CASTS:
+            places = self._again(places)
+        places = places.cpu()
+        index = self.argument.entries(tuple(range(self.t.ndim)))
+        return places if index is None else index[places]
+
+
+class _Change:
+    """An operation that changes (a view of) a derived parameter in place, such as `nn.ReLU(inplace=True)`.
+
+    From then on, what lies in its memory is another derived parameter.
+    """
+
+    @classmethod
+    def expected(
+        cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracked: list[Tensor], parameters: list[Tracked]
+    ) -> "_Change | None":
+        """Prepare for a change, before the operation runs; `None` if it will not change a derived parameter."""
+        may_change = is_in_place(func) or kwargs.get("inplace") is True or any(part is True for part in args)
+        if not may_change or len(tracked) > 1 or parameters[0].derived is None:
+            return None
+        return cls(func, args, kwargs, tracked[0], parameters[0])
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor, parameter: Tracked) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.t = t
+        self.parameter = parameter
+        self.before = parameter.tensor.detach().clone()
+        self.version = t._version
+        self.view = tuple(t.shape), t.stride(), t.storage_offset() - parameter.tensor.storage_offset()
+
+    @property
+    def happened(self) -> bool:
+        """Whether the operation has changed anything."""
+        return self.t._version != self.version
+
+    def follow(self, capture: Capture) -> None:
+        """Follow the changed tensor in place of the one that was there before."""
+        old = self.parameter
+
+        def add_use() -> Receiver:
+            assert old.derived is not None  # noqa: S101 (others are not followed)
+            collect, pull_back = old.derived.collector(), _pull_back(self._again, [self.before], self.before)
+            return lambda g: collect(pull_back(g)[0])
+
+        derived = Derived(add_use)
+        capture.derived.append(derived)
+        token = ("in place", self.func, old.token, self.view)
+        capture.tracker.add(Tracked(old.name, old.tensor, token, derived, old.also))
+
+    def _again(self, value: Tensor) -> Tensor:
+        value = value.clone()
+        _run_again(self.func, self.args, self.kwargs, {id(self.t): value.as_strided(*self.view)})
+        return value
+
+
+class _Computed:
+    """An operation on several parameters and constants, and what gradients of its result mean for all of them.
+
+    Gradients arrive for every datum, as if each had a copy of the result. So parameters have the factors that they
+    have if inputs are data, the same ones for all: of a small network of positions, which computes a bias of attention.
+    If no rule says what these are, gradients are brought to the entries of a parameter.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        arguments: list[Argument],
+        result: Tensor,
+    ) -> None:
+        self.capture = capture
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.tensors = tensors  # those that are tracked
+        self.arguments = arguments
+        self.plain = result
+        self.call = Call(func, capture.num_data)
+        inputs = tensors_of((*args, *kwargs.values()))
+        sources = list(map(capture.tracker.find, inputs))
+        self.key = ("computed", capture.key_of(func, args, kwargs, inputs, sources))
+        self.names = [name for source in sources if source is not None for name in sorted(source.names)]
+        self.constants = [t for t, source in zip(inputs, sources, strict=True) if source is None]
+        derived = [t for t, argument in zip(tensors, arguments, strict=True) if argument.derived]
+        self.inputs = derived or (self.constants or tensors)[:1]  # what stands for data
+
+    def result(self) -> Tensor:
+        """Return the result such that its gradients are brought to all parameters, datum by datum."""
+        if not self.constants or self.func in _FOLLOW:
+            return self._followed()
+        num_data = self.capture.num_data
+        most = max(t.shape.count(num_data) for t in self.tensors)
+        guess = num_data > 1 and self.plain.shape.count(num_data) > most
+        with self.capture.places().question(self.func, self.names[0], guess) as has_data:
+            if not has_data:
+                return self._followed()
+            swap = {id(t): self.capture.as_data(t) for t in self.constants}
+            with self.capture:
+                return _run_again(self.func, self.args, self.kwargs, swap)
+
+    def _followed(self) -> Tensor:
+        names = self.names
+        return add_derived(self.capture, self.plain, names[0], self.key, self.call.name, self._add_use, names)
+
+    def _add_use(self) -> Receiver:
+        by_rule, expanded = self._by_rule()
+        # By tensor: what the operation runs with, and what takes gradients with respect to that.
+        rest = dict(expanded)
+        for t, argument in zip(self.tensors, self.arguments, strict=True):
+            if id(t) not in rest and (argument.name not in by_rule or any(t is one for one in self.inputs)):
+                receive = _per_datum_receiver(self.capture, self.call, argument, self.capture.tracker.get(t))
+                rest[id(t)] = t, _at_entries(receive, argument)
+
+        def run(*values: Tensor) -> Tensor:
+            return _run_again(self.func, self.args, self.kwargs, dict(zip(rest, values, strict=True)))
+
+        pull_back = _pull_back(run, [t for t, _ in rest.values()], self.plain)
+
+        def receive_all(g: Tensor) -> None:
+            for receive in dict.fromkeys(by_rule.values()):
+                receive(g)
+            for (_, receive), back in zip(rest.values(), pull_back(g) if rest else (), strict=True):
+                receive(back)
+
+        return receive_all
+
+    def _by_rule(self) -> tuple[dict[str, Receiver], dict[int, tuple[Tensor, Receiver]]]:
+        """Ask the rule for the operation, as if inputs were data.
+
+        Returns:
+            By name of a parameter, what takes gradients of the result. By identity of a tensor that is broadcast, the
+            expanded one, and what takes gradients with respect to that.
+        """
+        capture, num_data, plain = self.capture, self.capture.num_data, self.plain
+        rule = capture.session.rules.get(self.func)
+        aligned = self.func is F.embedding or all(t.ndim == plain.ndim for t in self.inputs)
+        if rule is None or self.func not in _BY_ROWS or not aligned:
+            return {}, {}
+        swap = {id(t): t.detach().expand(num_data, *t.shape) for t in self.inputs}
+        args = _replaced(self.args, swap)
+        kwargs = {name: _replaced(part, swap) for name, part in self.kwargs.items()}
+        plans = capture.session.plans
+        if self.key not in plans:
+            copies = {id(t) for t in swap.values()}
+
+            def described(place: int | str, part: Any) -> Any:
+                is_copy = id(part) in copies
+                tracked = capture.tracker.find(part) if isinstance(part, Tensor) and not is_copy else None
+                return Argument.of((place,), part, tracked, data=is_copy) if isinstance(part, Tensor) else part
+
+            named = {name: described(name, part) for name, part in kwargs.items()}
+            plans[self.key] = rule(self.call, *(described(*part) for part in enumerate(args)), **named)
+        by_rule: dict[str, Receiver] = {}
+        expanded: dict[int, tuple[Tensor, Receiver]] = {}
+        for step in plans[self.key] or ():
+            plan = step.plan if isinstance(step, Broadcast) else step
+            assert plan is not None  # noqa: S101 (derived parameters stand for data)
+            for one in settled(capture, plan, self.call, plain):
+                with full_precision(plain.device.type):
+                    receive = capture.use(one, prepared(one, args, kwargs), by_construction=True)
+                if isinstance(step, Broadcast):
+                    t = argument_at(step.argument.place, self.args, self.kwargs)
+                    expanded[id(t)] = t.expand(step.shape[1:]), receive
+                else:
+                    by_rule |= dict.fromkeys(one.layout.params, receive)
+        return by_rule, expanded
+
+
+def _per_datum_receiver(capture: Capture, call: Call, argument: Argument, parameter: Tracked) -> Receiver:
+    """Return what takes gradients `[columns, N, *shape]` of a parameter, or of a derived one."""
+    with full_precision(argument.device.type):
+        if parameter.derived is None:
+            return _use_per_datum(capture, call, argument, parameter.tensor)
+        return parameter.derived.collector()
+
+
+def _use_per_datum(capture: Capture, call: Call, argument: Argument, like: Tensor) -> Receiver:
+    """Take note of a use of all entries of a parameter, once for every datum; gradients are `[columns, N, *shape]`."""
+    layout = entries_layout(argument)
+    device = argument.device
+
+    def by_rows(g: Tensor, _: Any) -> Tensor:
+        rows_last: Tensor = g.reshape(*g.shape[:2], -1, layout.row_size)
+        return rows_last
+
+    plans, key = capture.session.plans, ("per datum", call.func, layout, call.num_data)
+    if key not in plans:
+        inputs = Rows(all_rows(layout, device), layout.column_size, (call.num_data,), argument.dtype, device)
+        plans[key] = Plan(call.name, layout, inputs, read=by_rows)
+    (plan,) = settled(capture, plans[key], call, like)
+    return capture.use(plan, None, by_construction=True)
+
+
+def _probed(capture: Capture, result: Any, names: set[str], why: str) -> Any:
+    """Return results such that one learns whether gradients come back to them."""
+
+    def fire(_: Tensor) -> None:
+        capture.unexplained.update((name, why) for name in names)
+
+    if isinstance(result, Tensor):
+        return capture.tap(result, fire, probed=True)
+    fire(tensors_of(result)[0])  # several results are not followed one by one
+    return result
+
+
+def _pull_back(run: Callable[..., Tensor], tensors: list[Tensor], result: Tensor) -> Callable[[Tensor], list[Tensor]]:
+    """Return what takes gradients `[..., *shape of the result]` back to the tensors that it is computed from."""
+    made: list[Any] = []  # made when gradients arrive: inside of a checkpoint, PyTorch refuses to make it
+    values, shape = [t.detach() for t in tensors], result.shape
+
+    def pull_back(g: Tensor) -> list[Tensor]:
+        if not made:
+            made.append(torch.func.vjp(run, *values)[1])
+        leading = g.shape[: g.ndim - len(shape)]
+        back = torch.func.vmap(made[0])(g.reshape(-1, *shape))
+        return [one.reshape(*leading, *one.shape[1:]) for one in back]
+
+    return pull_back
+
+
+def _at_entries(receive: Receiver, argument: Argument) -> Receiver:
+    """Return what takes gradients `[columns, N, *shape]` of (a view of) a parameter, and passes on the parameter's."""
+    assert argument.source is not None  # noqa: S101 (only tracked arguments get here)
+    index, shape = argument.entries(tuple(range(argument.ndim))), argument.source[0]
+    return lambda g: receive(scattered(g.reshape(*g.shape[: g.ndim - argument.ndim], -1), index, shape))
+
+
+def _run_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], swap: dict[int, Tensor]) -> Tensor:
+    """Run an operation with other tensors in place of some."""
+    named = {key: _replaced(part, swap) for key, part in kwargs.items()}
+    out: Tensor = func(*_replaced(args, swap), **named)
+    return out
+
+
+def _replaced(part: Any, swap: dict[int, Tensor]) -> Any:
+    """Return arguments with some tensors replaced."""
+    if isinstance(part, Tensor):
+        return swap.get(id(part), part)
+    return type(part)(_replaced(inner, swap) for inner in part) if type(part) in {tuple, list} else part

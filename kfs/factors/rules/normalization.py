@@ -1,0 +1,175 @@
+"""Scale and shift of normalizations, and the slope of PReLU: vectors that multiply features, or are added to them."""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from kfs.factors.rules.elementwise import entries_plan
+from kfs.factors.rules.linear import vector_plan
+from kfs.factors.trace.plan import Argument, Call, Plan, Planned, Read
+
+
+def layer_norm(
+    call: Call,
+    input: Argument,
+    normalized_shape: Any,
+    weight: Argument | None = None,
+    bias: Argument | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Planned:
+    """Normalize over the last axes, then scale and shift."""
+    return _scaled("layer_norm", input, weight, bias, lambda x: F.layer_norm(x, normalized_shape, eps=eps))
+
+
+def rms_norm(
+    call: Call,
+    input: Argument,
+    normalized_shape: Any,
+    weight: Argument | None = None,
+    eps: float | None = None,
+) -> Planned:
+    """Divide by the root mean square over the last axes, then scale."""
+    return _scaled("rms_norm", input, weight, None, lambda x: F.rms_norm(x, normalized_shape, eps=eps))
+
+
+def group_norm(
+    call: Call,
+    input: Argument,
+    num_groups: int,
+    weight: Argument | None = None,
+    bias: Argument | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Planned:
+    """Normalize groups of channels, then scale and shift channels."""
+    return _scaled("group_norm", input, weight, bias, lambda x: F.group_norm(x, num_groups, eps=eps), "channels")
+
+
+def batch_norm(
+    call: Call,
+    input: Argument,
+    running_mean: Argument | None,
+    running_var: Argument | None,
+    weight: Argument | None = None,
+    bias: Argument | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Planned:
+    """Normalize by running statistics (by those of the batch in training), then scale and shift channels."""
+    statistics = () if training else (running_mean, running_var)
+
+    def normalized(x: Tensor, mean: Tensor | None = None, variance: Tensor | None = None) -> Tensor:
+        return F.batch_norm(x, mean, variance, training=training, eps=eps)
+
+    return _scaled("batch_norm", input, weight, bias, normalized, "channels", statistics, mixes=training)
+
+
+def instance_norm(
+    call: Call,
+    input: Argument,
+    running_mean: Argument | None = None,
+    running_var: Argument | None = None,
+    weight: Argument | None = None,
+    bias: Argument | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Planned:
+    """Normalize every channel of every datum, then scale and shift channels."""
+    statistics = () if running_mean is None else (running_mean, running_var)
+
+    def normalized(x: Tensor, mean: Tensor | None = None, variance: Tensor | None = None) -> Tensor:
+        # A momentum of zero leaves running statistics as they are.
+        return F.instance_norm(x, mean, variance, use_input_stats=use_input_stats, momentum=0.0, eps=eps)
+
+    return _scaled("instance_norm", input, weight, bias, normalized, "channels", statistics)
+
+
+def prelu(call: Call, input: Argument, weight: Argument) -> Planned:
+    """Multiply negative numbers with a slope, per channel or altogether."""
+    along = "channels" if prod(weight.shape) > 1 else "nothing"
+    return _scaled("prelu", input, weight, None, lambda x: x.clamp(max=0), along)
+
+
+def _scaled(
+    operation: str,
+    x: Argument,
+    weight: Argument | None,
+    bias: Argument | None,
+    normalized: Callable[..., Tensor],
+    along: str = "last axes",
+    statistics: tuple[Argument | None, ...] = (),
+    mixes: bool = False,
+) -> Planned:
+    """Plan the uses of a scale and a shift.
+
+    Both lie `along` the `"last axes"`, `"channels"` (the second axis), or `"nothing"` if there is one number for
+    everything. The scale multiplies `normalized(x, *statistics)`, which is computed when gradients arrive.
+    """
+    if not x.data:
+        return None
+
+    def features_last(g: Tensor, _: Any) -> Tensor:
+        if along == "nothing":
+            return g.unsqueeze(-1)
+        return g.flatten(3).movedim(2, -1) if along == "channels" and g.ndim > 3 else g
+
+    def times_normalized(g: Tensor, arguments: tuple[Tensor, ...]) -> Tensor:
+        factor = normalized(*arguments)
+        return features_last(factor.mul_(g[0]).unsqueeze(0) if len(g) == 1 else g * factor, None)
+
+    arguments = (x, *(t for t in statistics if t is not None))
+    scale = _parameter_plan(operation, x, weight, along, arguments, times_normalized, _detached, mixes)
+    shift = _parameter_plan(operation, x, bias, along, (), features_last, None, mixes)
+    if any(p is not None and p.tracked and plan is None for p, plan in ((weight, scale), (bias, shift))):
+        return None
+    return tuple(plan for plan in (scale, shift) if plan is not None) or None
+
+
+def _parameter_plan(
+    operation: str,
+    x: Argument,
+    parameter: Argument | None,
+    along: str,
+    arguments: tuple[Argument, ...],
+    read: Read,
+    prepare: Callable[..., Any] | None,
+    mixes: bool,
+) -> Plan | None:
+    """Plan the use of a scale or a shift; `None` if it is not tracked, or not a view that one understands."""
+    if parameter is None or parameter.view is None:
+        return None
+    if parameter.ndim > 1:
+        if parameter.shape != parameter.view.shape:
+            return None
+        leading = x.shape[: x.ndim - parameter.ndim]
+        return entries_plan(operation, parameter, leading, arguments, read, prepare, mixes)
+    leading = {
+        "last axes": x.shape[:-1],
+        "channels": (x.shape[0], prod(x.shape[2:])) if x.ndim > 2 else x.shape[:1],
+        "nothing": x.shape,
+    }[along]
+    return vector_plan(operation, parameter, leading, arguments, read, prepare, mixes)
+
+
+def _detached(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.detach() for t in tensors)
+
+
+RULES = {
+    F.layer_norm: layer_norm,
+    torch.layer_norm: layer_norm,
+    F.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,
+    F.group_norm: group_norm,
+    torch.group_norm: group_norm,
+    F.batch_norm: batch_norm,
+    F.instance_norm: instance_norm,
+    F.prelu: prelu,
+}

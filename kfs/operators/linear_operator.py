@@ -1,0 +1,539 @@
+"""Linear operators: multiplication, sums, products and submatrices of operators, and their display.
+
+Operators of a risk live in `kfs.operators.curvature`, operators from given numbers in `kfs.operators.matrices`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from math import ceil, prod
+from numbers import Real
+from typing import TYPE_CHECKING, Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+
+from kfs.display.charts import draw_matrix
+from kfs.display.describe import Described, Description, kind, number, times, vector
+from kfs.display.progress import show_progress
+from kfs.distributed import Ranks
+from kfs.errors import DtypeError, ShapeError, UnknownAttributeError
+from kfs.operators.space import Columns, Index, Space, Vector, check_same, is_index
+from kfs.runtime.precision import at_least_float32
+
+# What operators that only multiply do not have, and what has it.
+_ELSEWHERE = {
+    "diagonal": "kfs.operators.diagonal(A)",
+    "eigenvalues": "kfs.operators.eigenvalues(A, k)",
+    "frobenius_norm": "kfs.operators.squared_frobenius_norm(A).value.sqrt()",
+    "inverse": "kfs.operators.Inverse(A.shift(damping))",
+    "logdet": "A.to_dense().logdet()",
+    "solve": "kfs.operators.solve(A.shift(damping), b)",
+    "trace": "kfs.operators.trace(A)",
+}
+
+
+class DescribedOperator(Described):
+    """Describes an operator by its class and its attributes.
+
+    Attributes:
+        template: How it is made of its attributes, such as `"{one} + {other}"`. Empty for what has just a name.
+        shown: Names of attributes that are settings.
+    """
+
+    template: ClassVar[str] = ""
+    shown: ClassVar[tuple[str, ...]] = ()
+    symmetric: bool
+    shape: Any
+    dtype: Any
+    device: Any
+
+    # A type checker would believe that there is any attribute.
+    if not TYPE_CHECKING:  # pragma: no branch
+
+        def __getattr__(self, name: str) -> object:
+            """Say where to find what block-diagonal operators have, and this one does not."""
+            if name not in _ELSEWHERE:
+                return super().__getattribute__(name)  # the usual error
+            raise UnknownAttributeError(
+                f"{self.formula} has no {name!r}: it is not made of blocks with a known structure.",
+                f"Use {_ELSEWHERE[name]}.",
+            )
+
+    @property
+    def formula(self) -> str:
+        """What it is made of, such as `"GGN + 0.1 * Identity"`."""
+        is_sum = " + " in self.template
+        values = {}
+        for name, value in vars(self).items():
+            has_brackets = f"({{{name}}})" in self.template
+            values[name] = _part(value, is_sum or has_brackets)
+        return self.template.format(**values) or type(self).__name__
+
+    @property
+    def of(self) -> str:
+        """What it is made of directly, in a few words, such as model and loss. Empty if there is nothing to say."""
+        risk = getattr(self, "risk", None)
+        return "" if risk is None else str(risk.about)
+
+    @property
+    def about(self) -> str:
+        """Formula, model and loss, size, dtype and device in one line."""
+        of = f" of {self.of}" if self.of else ""
+        symmetric = ", symmetric" if self.symmetric else ""
+        return f"{self.formula}{of}: {times(self.shape)}, {kind(self.dtype, self.device)}{symmetric}"
+
+    def describe(self) -> Description:
+        """Describe it, and its parts."""
+        risk = getattr(self, "risk", None)
+        facts = [part.about for part in self._leaves() if part is not self]
+        if risk is not None:
+            facts.append(risk.about_data)
+            facts.append(", ".join(f"{name}={getattr(self, name)!r}" for name in self.shown))
+            facts.append(f"cost: one pass over the data for {self.columns_at_once}")
+        return Description(self.about, tuple(dict.fromkeys(facts)))
+
+    @property
+    def columns_at_once(self) -> str:
+        """How many vectors are multiplied at once, in words."""
+        chunk_size: int = getattr(self, "chunk_size", 1)
+        return f"a product with {f'up to {chunk_size} vectors' if chunk_size > 1 else 'one vector'}"
+
+    def _leaves(self) -> "list[DescribedOperator]":
+        """Return the operators that it is made of, in the end: itself, if it is not made of others."""
+        parts = [value for value in vars(self).values() if isinstance(value, DescribedOperator)]
+        return [leaf for part in parts for leaf in part._leaves()] if self.template else [self]
+
+
+def _part(value: object, bare: bool) -> Any:
+    """Return a value for a template: formulas of operators in brackets, unless they stand for themselves there."""
+    if not isinstance(value, DescribedOperator):
+        return value
+    return value.formula if bare else bracketed(value)
+
+
+def bracketed(A: DescribedOperator) -> str:
+    """Return a formula that can be a part of a product."""
+    return f"({A.formula})" if " " in A.formula else A.formula
+
+
+def listed(settings: Mapping[str, object]) -> str:
+    """Return settings in a line: operators by their formulas, vectors by their sizes.
+
+    Example:
+        >>> import torch
+        >>> listed({"tolerance": 1e-5, "start": {"W": torch.ones(2, 3)}})
+        'tolerance=1e-05, start=(1 tensor, 6 numbers, float32 on cpu)'
+    """
+    return ", ".join(f"{name}={_setting(value)}" for name, value in settings.items())
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, DescribedOperator):
+        return value.formula
+    return f"({vector(value)})" if isinstance(value, (Tensor, dict, list)) else number(value)
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from scipy.sparse.linalg import LinearOperator as ScipyOperator
+
+_ALONE = Ranks()
+
+
+class LinearOperator(DescribedOperator, ABC):
+    """A linear map between two spaces of named tensors.
+
+    Attributes:
+        domain: What it acts on.
+        codomain: Where the answer lives.
+        symmetric: Whether it equals its transpose.
+        chunk_size: How many columns are multiplied at once. More are faster and take more memory.
+    """
+
+    symmetric = False
+    chunk_size = 16
+    __array_ufunc__ = None  # so that NumPy leaves `array @ A` to this class, which says what it takes
+
+    _parts: "tuple[LinearOperator, ...]" = ()
+
+    def __init__(self, domain: Space, codomain: Space, *parts: "LinearOperator") -> None:
+        self.domain, self.codomain, self._parts = domain, codomain, parts
+
+    @abstractmethod
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply columns of the domain, at most `chunk_size` of them."""
+
+    @abstractmethod
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply columns of the codomain with the transpose."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        return self.codomain.size, self.domain.size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The matrix's dtype."""
+        return self.codomain.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the matrix lives."""
+        return self.codomain.device
+
+    @overload
+    def __matmul__(self, v: Tensor) -> Tensor: ...
+    @overload
+    def __matmul__(self, v: dict[str, Tensor]) -> dict[str, Tensor]: ...
+    @overload
+    def __matmul__(self, v: list[Tensor]) -> list[Tensor]: ...
+    @overload
+    def __matmul__(self, v: "LinearOperator") -> "LinearOperator": ...
+    def __matmul__(self, v: "Vector | LinearOperator") -> "Vector | LinearOperator":
+        """Multiply a flat vector, a matrix of columns, a dictionary or a list; or compose with another operator."""
+        if isinstance(v, LinearOperator):
+            return self._composed_with(v)
+        with self._ranks.agreed("a vector", is_short=True):
+            columns, form = self.domain.read(v)
+        num_columns = len(next(iter(columns.values())))
+        if num_columns == 0:
+            empty = torch.zeros(0, self.codomain.size, dtype=self.dtype, device=self.device)
+            return self.codomain.write(self.codomain.unflatten(empty), form)
+        if num_columns <= self.chunk_size:
+            return self.codomain.write(self.multiply(columns), form)
+        parts = []
+        num_chunks = ceil(num_columns / self.chunk_size)
+        size = ceil(num_columns / num_chunks)  # about equal: a small rest would cost as much as a pass
+        with show_progress(f"product with {self.formula}", num_chunks, unit="chunk") as line:
+            for start in range(0, num_columns, size):
+                parts.append(self.multiply({n: t[start : start + size] for n, t in columns.items()}))
+                line.advance()
+        result = {name: torch.cat([part[name] for part in parts]) for name in self.codomain.shapes}
+        return self.codomain.write(result, form)
+
+    @overload
+    def __rmatmul__(self, v: Tensor) -> Tensor: ...
+    @overload
+    def __rmatmul__(self, v: dict[str, Tensor]) -> dict[str, Tensor]: ...
+    @overload
+    def __rmatmul__(self, v: list[Tensor]) -> list[Tensor]: ...
+    def __rmatmul__(self, v: Vector) -> Vector:
+        """Multiply from the left: `v @ A`. A matrix has one vector in each row, `[n, rows of A]`."""
+        if isinstance(v, Tensor) and v.ndim == 2:
+            rows: Tensor = self.T @ v.T
+            return rows.T
+        product: Vector = self.T @ v  # type: ignore[operator]
+        return product
+
+    @property
+    def _ranks(self) -> Ranks:
+        """The processes that multiply together: those of its parts; without parts, this one alone."""
+        for part in self._parts:
+            if part._ranks.are_several:
+                return part._ranks
+        return _ALONE
+
+    def _composed_with(self, other: "LinearOperator") -> "LinearOperator":
+        """Return the operator that applies another one first, then this one."""
+        return Product(self, other)
+
+    @property
+    def T(self) -> "LinearOperator":  # noqa: N802 (as in NumPy and PyTorch)
+        """The transpose."""
+        return self if self.symmetric else Transposed(self)
+
+    def __add__(self, other: "LinearOperator") -> "LinearOperator":
+        return Sum(self, other)
+
+    def __radd__(self, other: object) -> "LinearOperator":
+        """Add to zero, where `sum([A, B, C])` starts."""
+        return self if isinstance(other, Real) and other == 0 else Sum(self, other)  # type: ignore[arg-type]
+
+    def __sub__(self, other: "LinearOperator") -> "LinearOperator":
+        return self + (-1.0 * other)
+
+    def __mul__(self, factor: float) -> "LinearOperator":
+        return Scaled(self, factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> "LinearOperator":
+        number = _number(divisor)
+        if number == 0:
+            raise DtypeError("An operator cannot be divided by zero.", "Divide by another number.")
+        return self * (1 / number)
+
+    def __neg__(self) -> "LinearOperator":
+        return self * -1.0
+
+    def shift(self, delta: float) -> "LinearOperator":
+        """Add `delta` times the identity."""
+        return Sum(self, Scaled(Identity(self.domain), delta))
+
+    def submatrix(self, rows: Index, columns: Index | None = None) -> "LinearOperator":
+        """Return the block with some rows and columns.
+
+        Args:
+            rows: Names of parameters, in the order that the block shall have; or entries of flat vectors: integers, a
+                mask or a slice.
+            columns: The same, and by default the same ones.
+
+        Raises:
+            ModelError: If there is no such parameter.
+            ShapeError: If there is no such entry, or if nothing was named.
+        """
+        rows = rows if is_index(rows) else _names(rows)
+        columns = rows if columns is None else columns
+        if is_index(rows) or is_index(columns):
+            return IndexedSubmatrix(self, self.codomain.index(rows), self.domain.index(columns))
+        return self._block_of(_names(rows), _names(columns))
+
+    def _block_of(self, rows: Collection[str], columns: Collection[str]) -> "LinearOperator":
+        """Return the block with some parameters' rows and columns."""
+        return Submatrix(self, rows, columns)
+
+    def to_dense(self, flattening: str = "rvec") -> Tensor:
+        """Form the matrix, column by column.
+
+        Args:
+            flattening: How each parameter is flattened, `"rvec"` (as flat vectors are) or `"cvec"`.
+
+        Returns:
+            A matrix of this operator's shape.
+        """
+        rows, columns = self.codomain.order(flattening), self.domain.order(flattening)
+        dense = self @ torch.eye(self.shape[1], dtype=self.dtype, device=self.device)
+        return dense[rows][:, columns]
+
+    def plot(self, names: Iterable[str] | None = None, *, most: int = 2000) -> "list[Axes]":
+        """Draw the matrix as a heat map, into a new figure. It is formed column by column, as by `to_dense`.
+
+        Args:
+            names: Parameters whose rows and columns are drawn; all of them by default.
+            most: How many rows and columns there may be.
+
+        Returns:
+            Axes of matplotlib, in a list.
+
+        Raises:
+            ShapeError: If there are more rows or columns.
+        """
+        if names is not None:
+            names = [names] if isinstance(names, str) else list(names)
+            rows = names if self.codomain == self.domain else list(self.codomain.shapes)
+            with self._ranks.agreed("names to plot", is_short=True):
+                block = self.submatrix(rows, names)
+            return block.plot(most=most)
+        with self._ranks.agreed("plot", is_short=True):
+            if max(self.shape) > most:
+                raise ShapeError(
+                    f"{self.formula} is {times(self.shape)}: too large to draw, since all of it would be computed, and "
+                    f"most={most}.",
+                    "Name some parameters, A.plot(['0.weight']), cut entries out, A.submatrix(slice(100)).plot(), or "
+                    "pass a larger most=.",
+                )
+        rows_of, columns_of = (
+            {name: prod(shape) for name, shape in space.shapes.items()} for space in (self.codomain, self.domain)
+        )
+        return [draw_matrix(f"{self.formula}, {times(self.shape)}", self.to_dense(), rows_of, columns_of)]
+
+    def to_scipy(self, after_product: Callable[[], None] = lambda: None) -> "ScipyOperator":
+        """Return a SciPy operator that multiplies NumPy vectors with this one, on this one's device and dtype.
+
+        Args:
+            after_product: Called after every product, to count them.
+        """
+        from scipy.sparse.linalg import LinearOperator as ScipyOperator  # noqa: PLC0415 (slow to import)
+
+        # NumPy has no bfloat16, and SciPy's algorithms no half precision.
+        wide = at_least_float32(self.dtype)
+
+        def product(operator: LinearOperator):  # type: ignore[no-untyped-def]
+            def call(v):  # type: ignore[no-untyped-def]
+                t = torch.as_tensor(v, dtype=self.dtype, device=self.device)
+                result = (operator @ t).cpu().to(wide).numpy()
+                after_product()
+                return result
+
+            return call
+
+        forward, backward = product(self), product(self.T)
+        dtype = torch.empty(0, dtype=wide).numpy().dtype
+        return ScipyOperator(
+            self.shape, matvec=forward, matmat=forward, rmatvec=backward, rmatmat=backward, dtype=dtype
+        )
+
+
+class Identity(LinearOperator):
+    """The identity. `A.shift(a)` is `A + a * Identity(A.domain)`."""
+
+    symmetric = True
+
+    def __init__(self, space: Space) -> None:
+        super().__init__(space, space)
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Return copies of the columns: whoever changes a product does not change what was multiplied."""
+        return {name: t.clone() for name, t in columns.items()}
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Return copies of the columns."""
+        return self.multiply(columns)
+
+
+class Transposed(LinearOperator):
+    """The transpose of an operator."""
+
+    template = "{base}.T"
+
+    def __init__(self, base: LinearOperator) -> None:
+        super().__init__(base.codomain, base.domain, base)
+        self.base, self.chunk_size = base, base.chunk_size
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply with the transpose."""
+        return self.base.multiply_transposed(columns)
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply with the operator itself."""
+        return self.base.multiply(columns)
+
+    @property
+    def T(self) -> LinearOperator:  # noqa: N802
+        """The operator itself."""
+        return self.base
+
+
+class Scaled(LinearOperator):
+    """A number times an operator."""
+
+    template = "{factor:g} * {base}"
+
+    def __init__(self, base: LinearOperator, factor: float) -> None:
+        super().__init__(base.domain, base.codomain, base)
+        self.base, self.factor = base, _number(factor)
+        self.symmetric, self.chunk_size = base.symmetric, base.chunk_size
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply, then scale."""
+        return {name: self.factor * t for name, t in self.base.multiply(columns).items()}
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply with the transpose, then scale."""
+        return {name: self.factor * t for name, t in self.base.multiply_transposed(columns).items()}
+
+
+class Sum(LinearOperator):
+    """The sum of two operators on the same spaces."""
+
+    template = "{one} + {other}"
+
+    def __init__(self, one: LinearOperator, other: LinearOperator) -> None:
+        if not isinstance(other, LinearOperator):
+            raise DtypeError(
+                f"A {type(other).__name__} cannot be added to an operator, or subtracted from it.",
+                "Pass an operator. To add a multiple of the identity, write A.shift(number).",
+            )
+        check_same(one.domain, other.domain, "added")
+        check_same(one.codomain, other.codomain, "added")
+        super().__init__(one.domain, one.codomain, one, other)
+        self.one, self.other = one, other
+        self.symmetric = one.symmetric and other.symmetric
+        self.chunk_size = min(one.chunk_size, other.chunk_size)
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply with both and add."""
+        one, other = self.one.multiply(columns), self.other.multiply(columns)
+        return {name: one[name] + other[name] for name in one}
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply with both transposes and add."""
+        one, other = self.one.multiply_transposed(columns), self.other.multiply_transposed(columns)
+        return {name: one[name] + other[name] for name in one}
+
+
+class Product(LinearOperator):
+    """One operator after another."""
+
+    template = "{left} @ {right}"
+
+    def __init__(self, left: LinearOperator, right: LinearOperator) -> None:
+        check_same(left.domain, right.codomain, "multiplied")
+        super().__init__(right.domain, left.codomain, left, right)
+        self.left, self.right = left, right
+        self.chunk_size = min(left.chunk_size, right.chunk_size)
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Multiply with the right one first."""
+        return self.left.multiply(self.right.multiply(columns))
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Multiply with the transposes in the opposite order."""
+        return self.right.multiply_transposed(self.left.multiply_transposed(columns))
+
+
+class Submatrix(LinearOperator):
+    """Some rows and columns of an operator, by parameter."""
+
+    template = "{base}[{codomain.listed}; {domain.listed}]"
+
+    def __init__(self, base: LinearOperator, rows: Iterable[str], columns: Iterable[str]) -> None:
+        super().__init__(base.domain.subspace(columns), base.codomain.subspace(rows), base)
+        self.base, self.chunk_size = base, base.chunk_size
+        self.symmetric = base.symmetric and self.domain == self.codomain
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Fill up with zeros, multiply, and cut out."""
+        result = self.base.multiply(self.base.domain.padded(columns))
+        return {name: result[name] for name in self.codomain.shapes}
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Fill up with zeros, multiply with the transpose, and cut out."""
+        result = self.base.multiply_transposed(self.base.codomain.padded(columns))
+        return {name: result[name] for name in self.domain.shapes}
+
+
+class IndexedSubmatrix(LinearOperator):
+    """Some rows and columns of an operator, by their places in flat vectors; a place may occur twice."""
+
+    template = "{base}[rows; columns]"
+
+    def __init__(self, base: LinearOperator, rows: Tensor, columns: Tensor) -> None:
+        domain = Space({"entries": (len(columns),)}, base.domain.dtype, base.domain.device)
+        super().__init__(domain, Space({"entries": (len(rows),)}, base.codomain.dtype, base.codomain.device), base)
+        self.base = base
+        self.rows = rows
+        self.columns = columns
+        self.chunk_size = base.chunk_size
+        self.symmetric = base.symmetric and torch.equal(rows, columns)
+
+    def multiply(self, columns: Columns) -> Columns:
+        """Fill up with zeros, multiply, and cut out."""
+        result = self.base.multiply(self.base.domain.scattered(columns["entries"], self.columns))
+        return {"entries": self.base.codomain.flatten(result)[:, self.rows]}
+
+    def multiply_transposed(self, columns: Columns) -> Columns:
+        """Fill up with zeros, multiply with the transpose, and cut out."""
+        result = self.base.multiply_transposed(self.base.codomain.scattered(columns["entries"], self.rows))
+        return {"entries": self.base.domain.flatten(result)[:, self.columns]}
+
+
+def _names(chosen: Index) -> Collection[str]:
+    if isinstance(chosen, str):
+        return [chosen]
+    if isinstance(chosen, Iterable):
+        return chosen if isinstance(chosen, set | frozenset) else [*chosen]
+    raise ShapeError(
+        f"{chosen!r} does not choose rows or columns.",
+        "Give a parameter's name, or several; or entries as a list of integers ([3] for one), a mask or a slice.",
+    )
+
+
+def _number(factor: object) -> float:
+    if isinstance(factor, Real) or (isinstance(factor, Tensor) and factor.numel() == 1):
+        return float(factor)
+    raise DtypeError(
+        f"An operator cannot be scaled or shifted by a {type(factor).__name__}.",
+        "Pass a number. To multiply with a vector or another operator, write A @ B.",
+    )

@@ -1,0 +1,868 @@
+"""Averages, inverses and gradients in several processes: messages of a step, and owners of blocks."""
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache, reduce, wraps
+from inspect import signature
+from math import prod
+from types import FrameType
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, promote_types
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+from kfs.display.suggestions import few
+from kfs.distributed import Group, Ranks, Same, add_up, add_up_at, all_true, check_same, checksums, copy_from
+from kfs.distributed.assignment import Part, place
+from kfs.distributed.collectives import digest_of, fill_lower_triangle, refuse_different, upper_triangle
+from kfs.errors import DistributedError, KfsError, ModelError
+from kfs.factors.accumulate import BlockSums, add_up_totals, agreed_blocks
+from kfs.factors.blocks import BlockError, Eigenbasis, Factor, Kronecker
+from kfs.factors.compute import not_covered
+from kfs.factors.layout import Key
+from kfs.factors.settings import Products
+from kfs.losses import describe
+from kfs.optim.averages import Average, Inverted
+from kfs.optim.fsdp import gathered, group_of, own_parts
+from kfs.optim.inverses import Inverses
+from kfs.optim.step_sums import StepSums
+from kfs.problem.isolation import equal_up_to_round_off
+from kfs.problem.whole_parameters import is_sharded, model_to_run
+from kfs.runtime import sync
+from kfs.runtime.sync import waiting_allowed
+
+# What a rank tells about a block: its inverse without numbers (on the meta device), or why there is none.
+Outcome = Inverted | str
+
+
+def owners_of(averages: Iterable[Average], eigen: bool, size: int) -> dict[Key, int]:
+    """Return the rank that inverts each block, the same on all ranks: work and bytes are balanced.
+
+    Args:
+        averages: Averages of all blocks.
+        eigen: Whether eigenvectors are computed, or inverses.
+        size: Number of ranks.
+    """
+    found = list(averages)
+    parts = tuple(part for average in found for part in _parts(average, eigen))
+    owners = dict(_placed(parts, size))
+    # A block that fits nowhere as a whole has two owners. The one with more work inverts all of it.
+    largest = {average.layout.key: max(_parts(average, eigen), key=lambda part: part.work) for average in found}
+    result = {key: owners[part.key] for key, part in largest.items()}
+    # Blocks of the same parameters, such as rows of one weight, stay together: their steps are one tensor.
+    first: dict[str, int] = {}
+    for average in found:
+        key = average.layout.key
+        result[key] = first.setdefault(average.layout.weight, result[key])
+    return result
+
+
+@lru_cache(maxsize=4)
+def _placed(parts: tuple[Part, ...], size: int) -> Mapping[tuple[str, str], int]:
+    return place(parts, size).owners
+
+
+def _parts(average: Average, eigen: bool) -> list[Part]:
+    """Describe the factors of a block."""
+    layout, K = average.layout, average.factors
+    return [
+        Part(layout.name, side, f.size, layout.groups, (f.kind != "dense",), f.values.element_size(), eigen=eigen)
+        for side, f in (("A", K.A), ("B", K.B))
+    ]
+
+
+def invert(
+    ranks: Ranks,
+    inverses: Inverses,
+    averages: Iterable[Average],
+    together: Iterable[tuple[Sequence[Average], Sequence[float]]],
+    at_owners: bool = False,
+) -> dict[Key, str]:
+    """Compute inverses, each on one rank, and let all ranks have them, or only that one.
+
+    Args:
+        ranks: All processes.
+        inverses: How inverses are computed and kept.
+        averages: Averages of all blocks.
+        together: Blocks of one size that are inverted now, with their dampings, the same on all ranks.
+        at_owners: Whether inverses stay at their owners.
+
+    Returns:
+        Why some inverses could not be computed. They stay as they were.
+    """
+    due = list(together)
+    owners = owners_of(averages, inverses.eigen or inverses.method == "exact", ranks.size)
+    by_owner: dict[int, list[Average]] = {}
+    for average in (average for same, _ in due for average in same):
+        by_owner.setdefault(owners[average.layout.key], []).append(average)
+    for owner, some in by_owner.items():
+        collect(ranks, owner, some)
+    results: dict[Key, Inverted] = {}
+    outcomes: dict[Key, Outcome] = {}
+    for same, dampings in due:
+        mine = [(a, d) for a, d in zip(same, dampings, strict=True) if owners[a.layout.key] == ranks.rank]
+        if mine:
+            _invert_own(inverses, mine, results, outcomes)
+    told = {key: one for some in ranks.gather("inverses", outcomes) for key, one in some.items()}
+    for owner, some in by_owner.items():
+        if at_owners:
+            _leave(ranks, inverses, owner, some, told, results)
+        else:
+            _receive(ranks, inverses, owner, some, told, results)
+    return {key: why for key, why in told.items() if isinstance(why, str)}
+
+
+def collect(ranks: Ranks, owner: int, averages: Iterable[Average]) -> None:
+    """Let one rank have the averages of all data, and the others zeros."""
+    found = list(averages)
+    add_up_at(ranks, owner, (part for average in found for part in _travelling(average)))
+    if ranks.rank == owner:
+        _complete(found)
+    else:
+        forget_summands(found)
+
+
+def whole(ranks: Ranks, averages: Iterable[Average]) -> list[Average]:
+    """Return averages of all data on all ranks, as copies; everything else is shared."""
+    copies = [_with_copied_summands(average) for average in averages]
+    for copy in copies:
+        if copy.owner is not None:
+            _fetch_inverse(ranks, copy)
+    add_up(ranks, "averages of factors", (part for average in copies for part in _travelling(average)))
+    _complete(copies)
+    return copies
+
+
+def _fetch_inverse(ranks: Ranks, average: Average) -> None:
+    """Let all ranks have an inverse that one of them has."""
+    owner, inverse = average.owner, average.inverse
+    assert owner is not None  # noqa: S101 (whoever asks knows)
+    assert inverse is not None  # noqa: S101 (otherwise it has no owner)
+    device = average.factors.like.device
+    if owner != ranks.rank:
+        inverse = inverse.empty_on(device)
+        average.input_size = torch.empty(average.layout.groups, dtype=inverse.like.dtype, device=device)
+    size = average.input_size
+    assert size is not None  # noqa: S101 (it comes with the inverse)
+    copy_from(ranks, owner, [*_tensors(inverse), size])
+    for factor in _symmetric(inverse):
+        fill_lower_triangle(factor.values)
+    average.inverse = inverse
+    average.owner = None
+
+
+def forget_summands(averages: Iterable[Average]) -> None:
+    """Start averages at zero again, on a rank whose summand another rank has."""
+    for average in averages:
+        for t in _summands(average):
+            t.zero_()
+
+
+def _invert_own(
+    inverses: Inverses,
+    mine: Sequence[tuple[Average, float]],
+    results: dict[Key, Inverted],
+    outcomes: dict[Key, Outcome],
+) -> None:
+    """Compute the inverses of blocks of one size, and note how that went."""
+    averages, dampings = zip(*mine, strict=True)
+    try:
+        computed = inverses.computed(averages, dampings)
+    except (BlockError, KfsError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+        if len(mine) > 1:  # One of them has failed. The others have nothing to do with it.
+            for one in mine:
+                _invert_own(inverses, [one], results, outcomes)
+            return
+        outcomes[averages[0].layout.key] = str(error)
+        return
+    start = 0
+    for average in averages:
+        part = slice(start, start + average.layout.groups)
+        start = part.stop
+        result = Inverted(*(None if one is None else one[part] for one in computed))  # type: ignore[arg-type]
+        results[average.layout.key] = result
+        # The basis of corrected eigenvalues is that of the inverse, and need not be told.
+        with waiting_allowed():
+            damping = result.damping.cpu()  # It is small, and all ranks report it.
+        outcomes[average.layout.key] = Inverted(result.inverse.to("meta"), damping, None, result.input_size.to("meta"))
+
+
+def _leave(
+    ranks: Ranks,
+    inverses: Inverses,
+    owner: int,
+    averages: Iterable[Average],
+    told: Mapping[Key, Outcome],
+    results: Mapping[Key, Inverted],
+) -> None:
+    """Leave inverses at one owner; the others know what they look like."""
+    for average in averages:
+        outcome = told[average.layout.key]
+        if isinstance(outcome, str):
+            continue  # The last inverse stays, wherever it is.
+        moves = average.has_inverse != (owner == ranks.rank)
+        if owner == ranks.rank:
+            if moves:
+                average.inverse = None  # that of another owner, without numbers
+            inverses.keep([average], results[average.layout.key])
+        else:
+            average.inverse = outcome.inverse
+            average.damping = outcome.damping.to(average.factors.like.device)
+        average.leave_inverse(owner, owner == ranks.rank)
+        if moves:
+            inverses.forget()
+
+
+def _receive(
+    ranks: Ranks,
+    inverses: Inverses,
+    owner: int,
+    averages: Iterable[Average],
+    told: Mapping[Key, Outcome],
+    results: Mapping[Key, Inverted],
+) -> None:
+    """Take over the inverses of one owner; the owner does so, too, such that all have the same bits and strides."""
+    received: list[tuple[Average, Inverted]] = []
+    for average in averages:
+        key = average.layout.key
+        skeleton = told[key]
+        if isinstance(skeleton, str):
+            continue
+        device = average.factors.like.device
+        one = Inverted(
+            skeleton.inverse.empty_on(device),
+            torch.empty_like(skeleton.damping, device=device),
+            None,
+            torch.empty_like(skeleton.input_size, device=device),
+        )
+        if key in results:
+            one.inverse.overwrite(results[key].inverse)
+            one.damping.copy_(results[key].damping)
+            one.input_size.copy_(results[key].input_size)
+        received.append((average, one))
+    sent = [t for _, one in received for t in (*_tensors(one.inverse), one.damping, one.input_size)]
+    copy_from(ranks, owner, sent)
+    for average, one in received:
+        for factor in _symmetric(one.inverse):
+            fill_lower_triangle(factor.values)
+        result = results.get(average.layout.key)
+        eigen = _eigenvalues(one.inverse, None if result is None else result.eigen) if inverses.eigen else None
+        inverses.keep([average], one._replace(eigen=eigen))
+
+
+def _eigenvalues(inverse: Any, own: Eigenbasis | None) -> Eigenbasis:
+    """Return corrected eigenvalues, which are summands, in the basis of an inverse: the owner has all of them."""
+    values = torch.zeros_like(inverse.values) if own is None else own.values.clone()
+    result: Eigenbasis = replace(inverse, values=values, noise=torch.zeros_like(inverse.noise))
+    return result
+
+
+def _summands(average: Average) -> Iterator[Tensor]:
+    """Yield tensors that are sums over ranks. Scales of identities depend on counts, which all ranks know."""
+    for factor in (average.factors.A, average.factors.B):
+        if factor.kind != "identity":
+            yield factor.values
+    if average.eigen is not None:
+        yield average.eigen.values
+
+
+def _travelling(average: Average) -> Iterator[Tensor]:
+    """Yield parts of summands that have to be sent: of symmetric matrices, the upper triangle."""
+    dense = {id(factor.values) for factor in _symmetric(average.factors)}
+    for t in _summands(average):
+        yield from upper_triangle(t) if id(t) in dense else [t]
+
+
+def _complete(averages: Iterable[Average]) -> None:
+    """Mirror triangles that have travelled."""
+    for average in averages:
+        for factor in _symmetric(average.factors):
+            fill_lower_triangle(factor.values)
+
+
+def _with_copied_summands(average: Average) -> Average:
+    """Return an average that can be added up without changing this one."""
+    A, B = (
+        factor if factor.kind == "identity" else replace(factor, values=factor.values.clone())
+        for factor in (average.factors.A, average.factors.B)
+    )
+    eigen = average.eigen
+    if eigen is not None:
+        eigen = replace(eigen, values=eigen.values.clone())
+    return replace(average, factors=Kronecker(A, B), eigen=eigen)
+
+
+def _factors(structure: Any) -> Iterator[Factor]:
+    """Yield the factors in a structure."""
+    for f in fields(structure):
+        value = getattr(structure, f.name)
+        if isinstance(value, Factor):
+            yield value
+
+
+def _symmetric(structure: Any) -> Iterator[Factor]:
+    """Yield factors of which the upper triangle is enough."""
+    for factor in _factors(structure):
+        if factor.kind == "dense" and factor.symmetric:
+            yield factor
+
+
+def _tensors(structure: Any) -> Iterator[Tensor]:
+    """Yield all numbers of a structure, as views; of symmetric matrices, the upper triangle."""
+    symmetric = {id(factor) for factor in _symmetric(structure)}
+    for factor in _factors(structure):
+        yield factor.scale
+        if id(factor) in symmetric:
+            yield from upper_triangle(factor.values)
+        elif factor.kind != "identity":
+            yield factor.values
+    for f in fields(structure):
+        value = getattr(structure, f.name)
+        if isinstance(value, Tensor):
+            yield value
+
+
+class OwnedPart(NamedTuple):
+    """Which part of a tensor a process has."""
+
+    start: tuple[int, ...]  # along each axis
+    shape: tuple[int, ...]
+
+    def of(self, t: Tensor) -> Tensor:
+        """Return this part of a whole tensor, as a view."""
+        for axis, (start, length) in enumerate(zip(self.start, self.shape, strict=True)):
+            t = t.narrow(axis, start, length)
+        return t
+
+    @classmethod
+    def own(cls, t: Tensor) -> "OwnedPart":
+        """Return the part that this process has of a tensor; all of it if it is not sharded."""
+        if not is_sharded(t):
+            return cls((0,) * t.ndim, tuple(t.shape))
+        # It takes long to import.
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+
+        spec = cast("Any", t)
+        shape, start = compute_local_shape_and_global_offset(t.shape, spec.device_mesh, spec.placements)
+        # A process without any row has no place either.
+        return cls(tuple(0 if prod(shape) == 0 else one for one in start), tuple(shape))
+
+
+class Everywhere:
+    """Lets all processes have whole tensors: each has all inverses.
+
+    Args:
+        like: Parameters, sharded or not, by name.
+        ranks: The processes.
+
+    Attributes:
+        like: The same.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], ranks: Ranks) -> None:
+        self.like = like
+        self._ranks = ranks
+        self._are_sharded = ranks.are_several and any(map(is_sharded, like.values()))
+
+    def gathered(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors that this process multiplies, given the parts of all processes.
+
+        Args:
+            parts: Those of this process, by name: the same names in all processes, in the same order.
+        """
+        return gathered(parts, self.like)
+
+    def scattered(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Undo `gathered`: return the parts of this process.
+
+        Args:
+            tensors: What this process has multiplied.
+            parts: What `gathered` was called with.
+        """
+        return own_parts({name: tensors[name] for name in parts}, self.like)
+
+    def all_true(self, flag: Tensor) -> Tensor:
+        """Return whether a flag about whole tensors is true wherever there are some."""
+        return flag
+
+    def sum(self, t: Tensor) -> Tensor:
+        """Return the sum of a number over all whole tensors, given that over those of this process."""
+        return t
+
+    def copies(self, name: str) -> int:
+        """Return how many processes have the same part of a parameter as this one, where parts are added up."""
+        if not self._are_sharded:
+            return 1
+        t = cast("Any", self.like[name])
+        if not is_sharded(t):
+            return self._ranks.size
+        return prod(
+            size for size, placed in zip(t.device_mesh.shape, t.placements, strict=True) if not placed.is_shard()
+        )
+
+    def sum_of_parts(self, t: Tensor) -> Tensor:
+        """Return the sum of a number over all parts of parameters, given that over those of this process."""
+        return self._added_up(t) if self._are_sharded else t
+
+    def _added_up(self, t: Tensor) -> Tensor:
+        """Return the sum over all processes of a number."""
+        result = t.to(self._ranks.device_for(t.device), copy=True)
+        dist.all_reduce(result, group=self._ranks.group)
+        return result.to(t.device)
+
+
+class AtOwners(Everywhere):
+    """Sends parts of tensors to owners, and back. Arguments are those of `Everywhere`.
+
+    Attributes:
+        owners: By name. All processes know them.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], ranks: Ranks) -> None:
+        """Let all processes know which parts each of them has."""
+        super().__init__(like, ranks)
+        self.owners: dict[str, int] = {}
+        self._parts = ranks.gather("parts of parameters", {name: OwnedPart.own(t) for name, t in like.items()})
+
+    def gathered(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors that this process owns."""
+        mine, names = self._divided(parts)
+        like = self._widest(parts)
+        sent = [[parts[name] for name in some] for some in names]
+        received = self._exchanged(sent, [[own[name].shape for name in mine] for own in self._parts], like)
+        result = {name: like.new_empty(self.like[name].shape) for name in mine}
+        for own, tensors in zip(self._parts, received, strict=True):
+            for name, t in zip(mine, tensors, strict=True):
+                own[name].of(result[name]).copy_(t)
+        return result
+
+    def scattered(self, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Send owners' tensors back."""
+        mine, names = self._divided(parts)
+        sent = [[own[name].of(tensors[name]) for name in mine] for own in self._parts]
+        shapes = [[parts[name].shape for name in some] for some in names]
+        received = self._exchanged(sent, shapes, self._widest(parts))
+        found = {name: t for some, ts in zip(names, received, strict=True) for name, t in zip(some, ts, strict=True)}
+        return {name: found[name].to(part.dtype) for name, part in parts.items()}
+
+    def all_true(self, flag: Tensor) -> Tensor:
+        """Return whether a flag is true at all owners."""
+        return all_true(self._ranks, flag)
+
+    def sum(self, t: Tensor) -> Tensor:
+        """Return the sum over all owners of a number."""
+        return self._added_up(t)
+
+    def _divided(self, names: Iterable[str]) -> tuple[list[str], list[list[str]]]:
+        """Return the names of what this process owns, and of what each of them owns."""
+        found = [[name for name in names if self.owners[name] == rank] for rank in range(self._ranks.size)]
+        return found[self._ranks.rank], found
+
+    @staticmethod
+    def _widest(parts: Mapping[str, Tensor]) -> Tensor:
+        """Return an empty tensor in the precision that everything travels in."""
+        return next(iter(parts.values())).new_empty(0, dtype=reduce(promote_types, (t.dtype for t in parts.values())))
+
+    def _exchanged(
+        self, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]], like: Tensor
+    ) -> list[list[Tensor]]:
+        """Send tensors to each rank, and return those that came from each, which have these shapes."""
+        flat = torch.cat([like, *(t.reshape(-1).to(like.dtype) for some in sent for t in some)])
+        lengths = [sum(map(prod, some)) for some in shapes]
+        result = like.new_empty(sum(lengths))
+        splits = [sum(t.numel() for t in some) for some in sent]
+        dist.all_to_all_single(result, flat, lengths, splits, group=self._ranks.group)
+        pieces = iter(result.split([prod(shape) for some in shapes for shape in some]))
+        return [[next(pieces).reshape(*shape) for shape in some] for some in shapes]
+
+
+log = logging.getLogger("kfs.optim")
+# In so many steps, parameters and gradients are compared also if there are no new factors.
+_STEPS_TO_COMPARE = 3
+_PARAMETERS, _GRADIENTS = "Values of parameters", "Gradients"
+_WAYS_OUT = {
+    "Numbers of steps and data": "Load the same state_dict() in all processes, and call step() equally often.",
+    "Options of parameter groups": "Use the same parameter groups and the same schedulers in all processes.",
+    "Schedules": "Pass the same factors_every= and inverses_every=, and train the same parameters, in all processes.",
+    "Modes of modules": "Call model.train() or model.eval() in all processes.",
+    "Parameters with gradients": "Train the same parameters in all processes, and average gradients over them.",
+    _GRADIENTS: (
+        "Call the DistributedDataParallel model, not its module; or, with group=, average gradients over all "
+        "processes between backward() and step()."
+    ),
+    _PARAMETERS: (
+        "Start from the same weights in all processes, as DistributedDataParallel does, and average gradients in every "
+        "step: call the DistributedDataParallel model, not its module."
+    ),
+    "Buffers": "Copy those of rank 0: for b in model.buffers(): torch.distributed.broadcast(b, 0).",
+}
+_MADE_WITH = "settings of the optimizer"
+_NO_SETTINGS = {"self", "model", "loss", "params", "group"}
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def agreed(where: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a method of an optimizer end in the same way on all ranks.
+
+    Args:
+        where: What it does, in words.
+    """
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        @wraps(method)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with cast("Any", args[0])._exchange.ranks.agreed(where):
+                return method(*args, **kwargs)
+
+        return run
+
+    return decorate
+
+
+def made_by_all(init: Callable[P, None]) -> Callable[P, None]:
+    """Let an optimizer be made in the same way on all ranks, with the same settings, and with errors of all."""
+
+    @wraps(init)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        given: dict[str, Any] = dict(zip(("self", "model", "loss"), args, strict=False)) | kwargs
+        ranks = Ranks()
+        with suppress(KfsError):  # It is raised again below.
+            if isinstance(given.get("model"), nn.Module):
+                ranks = Exchange.of(given["model"], given.get("group"))[1].ranks
+        with ranks.agreed("kfs.optim.KFAC"):
+            init(*args, **kwargs)
+            bound = signature(init).bind(*args, **kwargs)
+            bound.apply_defaults()
+            settings = {n: _plain(value) for n, value in bound.arguments.items() if n not in _NO_SETTINGS}
+            loss = describe(bound.arguments["loss"]).attributes()
+            names = {name: list(p.shape) for name, p in model_to_run(bound.arguments["model"]).named_parameters()}
+            facts = {"Settings": settings, "Losses": loss, "Shapes of parameters": names}
+            way_out = "Make the optimizer with the same model, loss and settings in all processes."
+            exchange: Exchange = given["self"]._exchange
+            exchange.made_with = {n: Same(values, way_out) for n, values in facts.items()}
+            if ranks.are_several:
+                check_same(ranks, _MADE_WITH, exchange.made_with)
+                exchange.unchanged_buffers()  # The first step compares those that it has not changed.
+
+    return run
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting, or what a function is called: its values are compared when they are used."""
+    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
+
+
+class _Report(NamedTuple):
+    """What a rank tells about a step."""
+
+    facts: bytes  # digest of what must be the same everywhere
+    sums: StepSums | None  # without tensors; `None` without a pass
+    squares: frozenset[Key]  # blocks with squared gradients
+    values: list[int]  # checksums of parameters and gradients, if they are compared
+    buffers: dict[str, int]  # checksums of those that passes have not changed
+
+
+class _Buffer(NamedTuple):
+    """What is known about a buffer."""
+
+    tensor: Tensor
+    version: int  # PyTorch counts its changes.
+    checksum: int | None = None  # It is computed when the buffer has not changed for a while.
+
+
+@dataclass(eq=False)
+class Exchange:
+    """What processes tell each other.
+
+    Attributes:
+        ranks: Who takes part; one process alone exchanges nothing.
+        wrapper: The model that averages gradients, if it is known.
+        model: The model that computes predictions. It is not kept alive.
+        made_with: What the optimizer was made with, which must be the same on all ranks.
+    """
+
+    ranks: Ranks
+    wrapper: DistributedDataParallel | None = None
+    model: "weakref.ref[nn.Module] | None" = None
+    made_with: "dict[str, Same]" = field(default_factory=dict)
+    _buffers: "dict[str, _Buffer]" = field(default_factory=dict)
+    _talks: bool = False  # whether values are exchanged in the step that is running
+    _is_due: bool = False  # whether the step that is running has statistics
+    _left: int = _STEPS_TO_COMPARE  # in how many further steps gradients are compared
+    _differed: bool = False  # whether parameters have differed
+
+    @classmethod
+    def of(cls, model: nn.Module, group: Group | None) -> "tuple[nn.Module, Exchange]":
+        """Return the module that computes predictions, and who trains it.
+
+        Raises:
+            ModelError: If there are two groups, or if the model is sharded in a way that is not supported.
+        """
+        module = model_to_run(model)
+        if not isinstance(model, DistributedDataParallel):
+            return module, cls(Ranks(group_of(module, group)), model=weakref.ref(module))
+        if group is not None:
+            raise ModelError(
+                "The model is a DistributedDataParallel, which has a group, and group= was given, too.",
+                "Leave group= out.",
+            )
+        return module, cls(Ranks(model.process_group), model, weakref.ref(module))
+
+    def finds_wrapper(self, model: nn.Module) -> bool:
+        """Whether a `DistributedDataParallel` model that was made after the optimizer calls the model now.
+
+        Then its processes train together from now on.
+
+        Raises:
+            DistributedError: If their optimizers were made in different ways. All of them raise it.
+        """
+        if self.ranks.are_several or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, DistributedDataParallel) and caller.module is model:
+                ranks = Ranks(caller.process_group)
+                check_same(ranks, _MADE_WITH, self.made_with)
+                self.ranks, self.wrapper = ranks, caller
+                return True
+            frame = frame.f_back
+        return False
+
+    def check(self) -> None:
+        """Refuse processes that would not notice each other."""
+        if self.wrapper is not None and self.wrapper._join_config.enable:
+            raise ModelError(
+                "A DistributedDataParallel model is trained within join(), where processes may end at different steps; "
+                "curvature is that of the data of all of them.",
+                "Give all processes the same number of batches; their sizes may differ.",
+            )
+        if self.ranks.are_several or not (dist.is_available() and dist.is_initialized()):
+            return
+        if dist.get_world_size() > 1:
+            raise ModelError(
+                f"There are {dist.get_world_size()} processes, and the optimizer does not know which of them train the "
+                "model together.",
+                "Pass the DistributedDataParallel model, KFAC(DistributedDataParallel(model), loss), or make the "
+                "optimizer after fully_shard(model). Or average gradients yourself, and pass "
+                "group=torch.distributed.group.WORLD. For a training in each process, "
+                "pass group=torch.distributed.new_subgroups(1)[0].",
+            )
+
+    @contextmanager
+    def step(self, device: torch.device, is_due: Callable[[], bool]) -> Iterator[None]:
+        """Let a step end in the same way on all ranks: an error of one rank is one of all.
+
+        An exchange between hosts makes these wait for an accelerator. There, steps without anything new do without:
+        what could fail on one rank alone has failed in its backward pass then.
+
+        Args:
+            device: That of parameters.
+            is_due: Whether the step has statistics, if nothing is wrong.
+        """
+        if not self.ranks.are_several:
+            yield
+            return
+        self._is_due = is_due()
+        self._talks = self._is_due or not sync.runs_behind(device)
+        if not self._talks:
+            yield
+            return
+        with self.ranks.agreed("a step of the optimizer"):
+            yield
+
+    def start_again(self) -> None:
+        """Compare parameters again, after a state was loaded."""
+        self._left = _STEPS_TO_COMPARE
+
+    def merged(
+        self,
+        sums: StepSums | None,
+        told: Callable[[], Mapping[str, Mapping[str, Any]]],
+        params: Mapping[str, Tensor],
+        grads: Mapping[str, Tensor],
+        averages: Mapping[Key, Average],
+        products: Products,
+    ) -> StepSums | None:
+        """Return what the passes of all ranks gave: counts over all of them, blocks of all of them, own totals.
+
+        Args:
+            sums: What the passes of this rank gave.
+            told: Returns what else must be the same on all ranks, by kind and name.
+            params: All parameters.
+            grads: All gradients; of sharded parameters, this rank's part.
+            averages: Averages of known blocks.
+            products: Precision in which vectors are multiplied.
+
+        Raises:
+            DistributedError: If ranks are not at the same step of the same training.
+        """
+        if not self._talks:
+            return sums
+        # Parts of sharded tensors differ, of course.
+        everywhere = {n: p for n, p in params.items() if not is_sharded(p)}
+        found = {n: g for n, g in grads.items() if n in everywhere}
+        facts = {**told(), "Parameters with gradients": {n: list(params[n].shape) for n in sorted(grads)}}
+        values: list[int] = []
+        buffers: dict[str, int] = {}
+        if self._left or self._is_due:
+            self._left = max(self._left - 1, 0)
+            values = checksums([list(everywhere.values()), list(found.values())])
+            model = self._module()
+            modes = {n or "model": "train" if m.training else "eval" for n, m in model.named_modules()}
+            facts["Modes of modules"] = modes
+            buffers = self.unchanged_buffers()
+        same = {what: Same(facts[what], way_out) for what, way_out in _WAYS_OUT.items() if what in facts}
+        squares = frozenset() if sums is None else frozenset(sums.squares)
+        report = _Report(digest_of(same), _without_tensors(sums), squares, values, buffers)
+        reports = self.ranks.gather("statistics of a step", report)
+        refuse_different(self.ranks, same, [report.facts for report in reports])
+        self._compare(reports, everywhere, found)
+        of_ranks = [report.sums for report in reports if report.sums is not None]
+        if not of_ranks:
+            return None
+        result = _over_ranks(of_ranks)
+        mine = StepSums(0) if sums is None else sums
+        result.inputs = mine.inputs
+        if result.blocks:
+            device = next(iter(params.values())).device
+            result.blocks, conflicts = self._blocks(mine.blocks, device, products)
+            result.uncovered |= not_covered([], [], set(), conflicts)
+        for key in sorted(frozenset().union(*(report.squares for report in reports))):
+            eigen = averages[key].eigen
+            assert eigen is not None  # noqa: S101 (its basis is what squares were computed in)
+            result.squares[key] = mine.squares.get(key, torch.zeros_like(eigen.values))
+        return result
+
+    def _module(self) -> nn.Module:
+        """Return the model, or an empty one if nobody knows it."""
+        model = None if self.model is None else self.model()
+        return nn.Module() if model is None else model
+
+    def unchanged_buffers(self) -> dict[str, int]:
+        """Return checksums of buffers that nobody has changed since the last call; each is computed once.
+
+        Statistics that passes change, such as counts, are those of each rank's data. Nor does a normalization read its
+        running statistics in training mode; it changes them without saying so.
+        """
+        model = self._module()
+        owners = [m for m in model.modules() if not (isinstance(m, _NormBase) and m.training)]
+        own = {id(b) for m in owners for b in m._buffers.values()}
+        now = {n: b for n, b in model.named_buffers() if id(b) in own and not is_sharded(b)}
+        before = self._buffers
+        self._buffers = {}
+        for name, b in now.items():
+            known = before.get(name)
+            is_same = known is not None and known.tensor is b and known.version == b._version
+            self._buffers[name] = known if is_same and known is not None else _Buffer(b, b._version)
+        unchanged = [name for name in now if self._buffers[name] is before.get(name)]
+        new = [name for name in unchanged if self._buffers[name].checksum is None]
+        for name, number in zip(new, checksums([now[name]] for name in new), strict=True):
+            self._buffers[name] = self._buffers[name]._replace(checksum=number)
+        return {name: cast("int", self._buffers[name].checksum) for name in unchanged}
+
+    def _compare(self, reports: list[_Report], params: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+        """Refuse buffers, gradients and parameters that differ between ranks by more than round-off."""
+        common = set.intersection(*(set(report.buffers) for report in reports))
+        others = [n for n in reports[0].buffers if n in common and len({one.buffers[n] for one in reports}) > 1]
+        if others:
+            raise DistributedError(f"Buffers differ between processes: {few(others)}.", _WAYS_OUT["Buffers"])
+        are_equal = [len(set(each)) == 1 for each in zip(*(report.values for report in reports), strict=True)]
+        if not all(are_equal[1:]):
+            self._refuse_apart(_GRADIENTS, grads)
+        if not all(are_equal[:1]):
+            self._refuse_apart(_PARAMETERS, params)
+            self._take_over(params)
+
+    def _refuse_apart(self, what: str, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse tensors that differ from those of the first rank by more than round-off."""
+        first = {name: t.detach().clone() for name, t in tensors.items()}
+        copy_from(self.ranks, 0, first.values())
+        with sync.waiting_allowed():
+            apart = [name for name, t in tensors.items() if not equal_up_to_round_off(first[name], t.detach())]
+        for rank, names in enumerate(self.ranks.gather("differences", apart)):
+            if names:
+                text = f"{what} differ between processes: {few(names)} of rank {rank} are not as on rank 0."
+                raise DistributedError(text, _WAYS_OUT[what])
+
+    def _take_over(self, params: Mapping[str, Tensor]) -> None:
+        """Let all ranks have the parameters of the first one."""
+        copy_from(self.ranks, 0, params.values())
+        if not self._differed:
+            log.warning(
+                "kfs.optim: parameters differ between processes by round-off, which may have other hardware or numbers "
+                "of threads. Those of rank 0 are taken over, now and whenever this happens in a step with new factors."
+            )
+        self._differed = True
+
+    def _blocks(
+        self, mine: Mapping[Key, BlockSums], device: torch.device, products: Products
+    ) -> tuple[dict[Key, BlockSums], set[tuple[str, str]]]:
+        """Return the blocks of all ranks, with counts over all of them, and totals of this one."""
+        # A recorded pass writes to its own totals again. Counts are for this step alone.
+        blocks = {key: block.shared() for key, block in mine.items()}
+        result, conflicts = agreed_blocks(self.ranks, blocks, device, products)
+        # How two roles of a weight are combined depends on their totals. They are not summands: the last rank has all.
+        tied = [block for block in result.values() if len(block.roles) > 1]
+        if tied:
+            add_up_totals(self.ranks, tied)
+        for s in (s for block in tied for s in block.sums):
+            if self.ranks.rank < self.ranks.size - 1:
+                s.total = torch.zeros_like(s.total)
+        return result, conflicts
+
+    def numbering(self) -> Callable[[int], tuple[int, int]]:
+        """Return what numbers the data of a forward pass that begins.
+
+        Given how many data this rank has, it returns how many data of other ranks come before them, and how many there
+        are on all ranks. It is called in the backward pass. Within `no_sync()`, where ranks do not wait for each other,
+        all are taken to have as many data.
+        """
+        synchronizes = self.wrapper is None or self.wrapper.require_backward_grad_sync
+        return self._place_of_data if synchronizes else self._place_without_asking
+
+    def _place_of_data(self, num_data: int) -> tuple[int, int]:
+        counts = self.ranks.gather("numbers of data of a pass", num_data)
+        return sum(counts[: self.ranks.rank]), sum(counts)
+
+    def _place_without_asking(self, num_data: int) -> tuple[int, int]:
+        return self.ranks.rank * num_data, self.ranks.size * num_data
+
+    def mean(self, value: float) -> float:
+        """Return the mean over ranks of a loss. Its gradient is the mean over ranks of gradients."""
+        values = self.ranks.gather("losses", value)
+        return sum(values) / len(values)
+
+    def sum(self, t: Tensor) -> Tensor:
+        """Return the sum over ranks of a small tensor on the CPU."""
+        return torch.stack(self.ranks.gather("curvature along a step", t)).sum(0)
+
+
+def _over_ranks(told: list[StepSums]) -> StepSums:
+    """Return counts and coverage over all ranks."""
+    # A rank without examples says nothing about coverage.
+    telling = [sums for sums in told if sums.blocks or sums.uncovered]
+    silent = [sums for sums in told if not (sums.blocks or sums.uncovered)]
+    result, *others = telling or [StepSums(0)]
+    for other in others:
+        result.merge(other)
+    for other in silent:
+        other.uncovered = dict(result.uncovered)
+        result.merge(other)
+    return result
+
+
+def _without_tensors(sums: StepSums | None) -> StepSums | None:
+    """Return what others have to know besides totals."""
+    if sums is None:
+        return None
+    blocks = {key: BlockSums(block.layout, block.sharing) for key, block in sums.blocks.items()}
+    return replace(sums, blocks=blocks, squares={}, inputs=[])

@@ -1,0 +1,522 @@
+"""Updates of an optimizer's parameters and state, in place, and the checks of steps that are still on the device."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfs.optim.across_ranks import AtOwners, Everywhere
+from kfs.optim.averages import copied_to
+from kfs.optim.curvature import Curvature
+from kfs.optim.fsdp import part_of
+from kfs.optim.last_good_step import Fine, LastFine
+from kfs.optim.parameters import Parameters
+from kfs.optim.quadratic_model import Trial, try_step
+from kfs.optim.recorded_update import RecordedUpdate, recorder_for
+from kfs.optim.step_scale import StepScale, displacement_factor, inner_product, next_numbers
+from kfs.optim.update_rule import Scalar, Share, Tensors, adamw_step, correction, natural_step, total_size
+from kfs.problem.whole_parameters import is_sharded, sharded_like, whole
+from kfs.runtime import sync
+from kfs.runtime.nested import mapped
+from kfs.runtime.precision import at_least_float32, tf32, uses_tf32
+from kfs.runtime.sync import Message
+
+# If there are so many steps without new factors, the oldest are looked at. Some are left: they may not be there yet.
+_MOST = 64
+_LEFT = 16
+
+State = MutableMapping[Tensor, dict[str, Any]]
+_BETAS = (0.9, 0.95)
+
+
+class StepNotFiniteError(Exception):
+    """Gradients are finite, but products with inverses are not."""
+
+
+class Taken(NamedTuple):
+    """What an accelerator decides about a step."""
+
+    names: tuple[str, ...]  # parameters that were updated. They have grown older in any case.
+    flag: Tensor  # whether the step was taken; the next step may overwrite it
+
+
+@dataclass(frozen=True)
+class Together:
+    """Parameters that are updated with the same numbers: those of a group that are equally old.
+
+    Attributes:
+        names: Their names.
+        numbers: In the order of `rule.Share`; AdamW has one more, the correction of squares.
+        momentum: How much of the averages is kept.
+        decays: Whether weights decay.
+    """
+
+    names: tuple[str, ...]
+    numbers: tuple[float, ...]
+    momentum: float
+    decays: bool
+
+
+def together(params: Parameters, state: State, names: Iterable[str], adamw: bool) -> list[Together]:
+    """Divide parameters into those that are updated with the same numbers."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for name in names:
+        age = state_of(state, params.tensors[name], adamw)["age"]
+        found.setdefault((id(params.groups[name]), age), []).append(name)
+    result = []
+    for (_, age), same in found.items():
+        group = params.groups[same[0]]
+        momentum = float(group["momentum"])
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        numbers: tuple[float, ...] = (lr, 1 - lr * decay, correction(momentum, age + 2))
+        if adamw:
+            # Weights decay relative to lr, as for all parameters.
+            bias = [correction(beta, age + 1) for beta in _BETAS]
+            numbers = (lr * float(group["adamw_lr"]), 1 - lr * decay, *bias)
+            momentum = _BETAS[0]
+        result.append(Together(tuple(same), numbers, momentum, decay != 0))
+    return result
+
+
+def all_numbers(parts: Iterable[Together]) -> list[float]:
+    """Return the numbers of all parts, one after the other."""
+    return [number for part in parts for number in part.numbers]
+
+
+def natural_updates(
+    params: Parameters,
+    state: State,
+    parts: Sequence[Together],
+    numbers: Iterator[Scalar],
+    grads: dict[str, Tensor],
+    precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    kl_clip: float | None,
+    taken: Tensor,
+    way: Everywhere,
+    scale: Tensor | None,
+) -> None:
+    """Update parameters that have curvature, given gradients of the average over examples.
+
+    With `kl_clip`, the change of predictions, as measured by the curvature, is limited. On an accelerator, nobody has
+    looked whether steps are finite: `precondition` decides whether one is `taken`. If it is not, nothing changes. The
+    numbers of the steps' `scale`, if there is one, change in place.
+
+    Raises:
+        StepNotFiniteError: If steps are not finite; nothing has changed then. An accelerator is not asked.
+    """
+    if not parts:
+        return
+    behind = sync.runs_behind(taken.device)
+    allowed = None if scale is None else next(numbers)
+    shares = [_share(params, state, part, "average", numbers, grads) for part in parts]
+    if behind:
+        shares = [share._replace(taken=taken) for share in shares]
+    names = [name for part in parts for name in part.names]
+    scaled = scale
+    if scale is not None and allowed is not None:
+        means = [[part_of(state[params.tensors[n]]["mean_step"]) for n in part.names] for part in parts]
+        shares = [share._replace(mean_steps=steps) for share, steps in zip(shares, means, strict=True)]
+        scaled = _scaled(scale, shares, parts, way, allowed, taken)
+        shares = [_with_scale(share, scaled[2].exp()) for share in shares]
+
+    def clipped(u: Tensors) -> Tensors:
+        own = dict(zip(names, u, strict=True))
+        ahead = way.gathered(own)
+        D, problem = _multiplied(precondition, ahead, way, taken)
+        _agree_on_steps(D, way, taken)
+        if kl_clip is not None:
+            lrs = dict(zip(names, (share.lr for share in shares for _ in share.params), strict=True))
+            # Gradients that are not finite have no length.
+            shorter = torch.where(taken, _shorter(kl_clip, lrs, ahead, D, way, u[0].new_zeros(())), 1.0)
+            D = {n: shorter * d for n, d in D.items()}
+        steps = list(way.scattered(D, own).values())
+        if problem is not None:
+            raise problem
+        return steps
+
+    natural_step(shares, clipped)
+    if scale is not None and scaled is not None:
+        scale.copy_(torch.where(taken, scaled, scale))
+
+
+def _agree_on_steps(D: Mapping[str, Tensor], way: Everywhere, taken: Tensor) -> None:
+    """Let all processes know whether steps are finite: an accelerator by its flag, others by an error."""
+    if sync.runs_behind(taken.device):
+        # The flag is about what this process has multiplied.
+        everywhere = way.all_true(taken)
+        if everywhere is not taken:
+            taken.copy_(everywhere)
+    elif not way.all_true(total_size(list(D.values())).isfinite()):
+        raise StepNotFiniteError
+
+
+def _shorter(
+    kl_clip: float,
+    lrs: Mapping[str, Scalar],
+    ahead: Mapping[str, Tensor],
+    D: Mapping[str, Tensor],
+    way: Everywhere,
+    zero: Tensor,
+) -> Tensor:
+    """Return the factor for steps that keeps the change of predictions within the limit."""
+    change = torch.stack([zero, *(lrs[n] ** 2 * (v * D[n]).sum() for n, v in ahead.items())])
+    result: Tensor = (kl_clip / way.sum(change.sum()).clamp(min=1e-30)).sqrt().clamp(max=1.0)
+    return result
+
+
+def _scaled(
+    scale: Tensor, shares: Iterable[Share], parts: Iterable[Together], way: Everywhere, allowed: Scalar, taken: Tensor
+) -> Tensor:
+    """Return the numbers of the steps' scale with the overshoot of the latest steps; bad gradients tell nothing."""
+    overshoot = 0.5 * scale[2].exp() * way.sum_of_parts(_slope(shares, parts, way))
+    return torch.where(taken & overshoot.isfinite(), next_numbers(scale, overshoot, allowed), scale)
+
+
+def _with_scale(share: Share, factor: Tensor) -> Share:
+    """Multiply the learning rate of a share, for steps and for weights that decay."""
+    decays = not (isinstance(share.kept, float) and share.kept == 1)
+    return share._replace(lr=share.lr * factor, kept=1 - (1 - share.kept) * factor if decays else 1.0)
+
+
+def _slope(shares: Iterable[Share], parts: Iterable[Together], way: Everywhere) -> Tensor:
+    """Return the gradients' slope on the way from average parameters to those of now, as far as this process has them.
+
+    A number that several processes have counts in each of them as a part of one.
+    """
+    slopes = []
+    for share, part in zip(shares, parts, strict=True):
+        alike: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for name, g, step in zip(part.names, share.grads, share.mean_steps or (), strict=True):
+            alike.setdefault(way.copies(name), []).append((g, step))
+        for copies, pairs in alike.items():
+            slopes.append(displacement_factor(share.lr) * inner_product(*zip(*pairs, strict=True)) / copies)
+    return torch.stack(slopes).sum()
+
+
+def _multiplied(
+    precondition: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    ahead: dict[str, Tensor],
+    way: Everywhere,
+    taken: Tensor,
+) -> tuple[dict[str, Tensor], Exception | None]:
+    """Multiply with inverses, and return an error instead of raising it where other processes wait for the products.
+
+    They get zeros then, take no step, and hear of the error at the end of it. On a CPU, they hear of it before.
+    """
+    if not (isinstance(way, AtOwners) and sync.runs_behind(taken.device)):
+        return precondition(ahead), None
+    try:
+        return precondition(ahead), None
+    except Exception as problem:  # noqa: BLE001 (whatever it is, it is raised later)
+        taken.fill_(False)
+        return {name: torch.zeros_like(t) for name, t in ahead.items()}, problem
+
+
+def adamw_updates(
+    params: Parameters,
+    state: State,
+    parts: Sequence[Together],
+    numbers: Iterator[Scalar],
+    grads: dict[str, Tensor],
+    taken: Tensor,
+) -> None:
+    """Update other parameters by AdamW; on an accelerator, nothing changes if the step is not `taken`."""
+    behind = sync.runs_behind(taken.device)
+    for part in parts:
+        share = _share(params, state, part, "exp_avg", numbers, grads)
+        squares = [part_of(state[params.tensors[n]]["exp_avg_sq"]) for n in part.names]
+        adamw_step(share._replace(taken=taken if behind else None), squares, _BETAS[1], next(numbers))
+
+
+def grow_older(params: Parameters, state: State, names: Iterable[str], by: int = 1) -> None:
+    """Count gradients that have entered averages."""
+    for name in names:
+        state[params.tensors[name]]["age"] += by
+
+
+def _share(
+    params: Parameters,
+    state: State,
+    part: Together,
+    average: str,
+    numbers: Iterator[Scalar],
+    grads: dict[str, Tensor],
+) -> Share:
+    """Return parameters with their gradients, averages and numbers; of sharded ones, the part of this process."""
+    tensors = [params.tensors[n] for n in part.names]
+    averages = [part_of(state[p][average]) for p in tensors]
+    own = [grads[n].to(m.dtype) for n, m in zip(part.names, averages, strict=True)]
+    lr, kept, corrected = (next(numbers) for _ in range(3))
+    # Weights that do not decay, which the host knows, are not multiplied by one.
+    left = kept if part.decays else 1.0
+    return Share([part_of(p) for p in tensors], own, averages, part.momentum, lr, left, corrected)
+
+
+class Updates:
+    """Takes steps with the natural gradient, and with AdamW for parameters that are not covered.
+
+    Args:
+        params: All parameters.
+        curvature: Multiplies with inverses.
+        kl_clip: How much a step may change predictions.
+        replay: Whether steps on a GPU are recorded.
+        scale: How much of each step is taken; all of it by default.
+    """
+
+    def __init__(
+        self, params: Parameters, curvature: Curvature, kl_clip: float | None, replay: bool, scale: StepScale | None
+    ) -> None:
+        self._params = params
+        self._curvature = curvature
+        self._kl_clip = kl_clip
+        self._replay = replay
+        self._scale = scale
+        self._recorded: RecordedUpdate | None = None
+        self._at_owners: AtOwners | None = None
+
+    def take(
+        self,
+        state: State,
+        natural: dict[str, Tensor],
+        rest: dict[str, Tensor],
+        finite: Tensor,
+        unit: float,
+        half: bool,
+        allowed: float,
+    ) -> Taken | None:
+        """Take a step.
+
+        Args:
+            state: The optimizer's.
+            natural: Gradients of parameters that are covered.
+            rest: Gradients of others.
+            finite: Whether all of them are. It is read on a GPU only; nobody has looked there.
+            unit: The loss is this many times the average over examples.
+            half: Whether gradients were computed in half precision. Then a GPU multiplies in TF32.
+            allowed: The largest overshoot of the latest steps, if steps have a scale.
+
+        Returns:
+            What an accelerator decides about it; `None` where everything is known.
+        """
+        params, curvature = self._params, self._curvature
+        parts = together(params, state, natural, adamw=False)
+        others = together(params, state, rest, adamw=True)
+        grads = {**natural, **rest}
+        scale = None if self._scale is None else self._scale.numbers_on(finite.device)
+        if scale is not None:
+            for name in natural:
+                keep_mean_step(state, params.tensors[name])
+
+        behind = sync.runs_behind(finite.device)
+        way = self._way_to_inverses()
+
+        def update(given: list[Tensor], taken: Tensor, numbers: list[Scalar]) -> None:
+            def precondition(u: dict[str, Tensor]) -> dict[str, Tensor]:
+                flag = taken if behind else None
+                return curvature.precondition(u, params.tensors, params.groups, limit=True, taken=flag, half=half)
+
+            values = iter(numbers)
+            mine = dict(zip(grads, given, strict=True))
+            share = next(values)
+            if unit != 1:
+                mine |= {n: mine[n] * share for n in natural}
+            with tf32(True if half else None):
+                natural_updates(params, state, parts, values, mine, precondition, self._kl_clip, taken, way, scale)
+            adamw_updates(params, state, others, values, mine, taken)
+
+        if self._recorded is None:
+            self._recorded = RecordedUpdate(recorder_for(finite.device) if self._replay else None)
+        key = self._key(state, parts, others, grads, unit, half) if self._recorded.is_used else None
+        numbers = [1 / unit, *([] if scale is None or not parts else [allowed]), *all_numbers(parts)]
+        numbers += all_numbers(others)
+        try:
+            flag = self._recorded.run(key, update, list(grads.values()), finite, numbers)
+        except StepNotFiniteError:
+            curvature.note_overflow()
+            return None
+        # A graph does not tell autograd that it changes parameters.
+        torch.autograd.graph.increment_version([params.tensors[n] for n in grads])
+        grow_older(params, state, grads)
+        return Taken(tuple(grads), flag) if behind else None
+
+    def _way_to_inverses(self) -> Everywhere:
+        """Return how gradients come to where inverses are."""
+        if not self._curvature.at_owners:
+            return Everywhere(self._params.tensors, self._curvature.ranks)
+        if self._at_owners is None or self._at_owners.like is not self._params.tensors:
+            self._at_owners = AtOwners(self._params.tensors, self._curvature.ranks)
+        self._at_owners.owners = self._curvature.owners
+        return self._at_owners
+
+    def _key(
+        self,
+        state: State,
+        parts: list[Together],
+        others: list[Together],
+        grads: dict[str, Tensor],
+        unit: float,
+        half: bool,
+    ) -> Hashable:
+        """Return what updates with the same recording have in common."""
+        params = self._params
+        stacks = self._curvature.inverses.stacks(self._curvature.averages.values())
+        tensors = [t for n in grads for t in (params.tensors[n], *_tensors_in(state[params.tensors[n]]))]
+        return (
+            tuple((part.names, part.momentum, part.decays) for part in (*parts, *others)),
+            tuple(params.groups[n]["trust"] for n in grads),
+            tuple(t.data_ptr() for t in tensors),
+            tuple((g.dtype, g.stride()) for g in grads.values()),
+            tuple(one.stack.structure.like.data_ptr() for one in stacks),  # A recording holds what it reads.
+            (unit == 1, half, uses_tf32()),
+        )
+
+
+def _tensors_in(state: Mapping[str, Any]) -> list[Tensor]:
+    return [value for value in state.values() if isinstance(value, Tensor)]
+
+
+def tried_updates(
+    params: Parameters,
+    state: State,
+    steps: dict[str, Tensor],
+    grads: dict[str, Tensor],
+    rest: dict[str, Tensor],
+    change: Callable[[], float],
+    noise: float,
+) -> Trial:
+    """Take given steps, and AdamW's for other parameters, as far as they make the loss smaller.
+
+    Weights decay if a step is taken, however short it has become, and the loss may rise by that.
+
+    Args:
+        params: All parameters.
+        state: The optimizer's.
+        steps: Steps, to be multiplied by learning rates.
+        grads: Gradients of the loss for these parameters.
+        rest: Gradients of parameters that AdamW trains. Its averages change even if the step is taken back.
+        change: Evaluates the change of the loss since the call.
+        noise: Round-off of the loss.
+    """
+    old = {n: params.tensors[n].clone() for n in (*steps, *rest)}
+    lrs = {n: float(params.groups[n]["lr"]) for n in steps}
+    slope = sum(lrs[n] * float((grads[n] * s).sum()) for n, s in steps.items())
+    for n, s in steps.items():
+        params.tensors[n].add_(s, alpha=lrs[n])
+    parts = together(params, state, rest, adamw=True)
+    adamw_updates(params, state, parts, iter(all_numbers(parts)), rest, torch.tensor(True))
+    grow_older(params, state, rest)
+    trial = try_step([params.tensors[n] for n in old], list(old.values()), change, slope, noise)
+    for n in steps if trial.share else ():
+        params.tensors[n].sub_(old[n], alpha=lrs[n] * params.groups[n]["weight_decay"])
+    return trial
+
+
+def read_state(state: State, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
+    """Read the parameters' state again, after PyTorch has converted it to the precision of its parameter.
+
+    Averages may have a better one.
+    """
+    ids = [i for group in saved["param_groups"] for i in group["params"]]
+    for i, p in zip(ids, (p for group in groups for p in group["params"]), strict=True):
+        mine = saved["state"].get(i, {})
+        # Of a sharded parameter, its part alone is copied: whole tensors are not kept.
+        if mine:
+            state[p] = copied_to(p.device, mapped(mine, partial(_sharded_like, p)) if is_sharded(p) else mine)
+        else:
+            state.pop(p, None)
+
+
+def _sharded_like(p: Tensor, t: Tensor) -> Tensor:
+    """Return a tensor of a state, which may be sharded in any way, in the way of a parameter."""
+    return sharded_like(whole(t), p)
+
+
+def keep_mean_step(state: State, p: Tensor) -> None:
+    """Let the state of a parameter have an average of its steps, zero at first, in float32 or better."""
+    if "mean_step" not in state[p]:
+        state[p]["mean_step"] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
+
+
+def state_of(state: State, p: Tensor, adamw: bool) -> dict[str, Any]:
+    """Return a parameter's state. At first, averages are zeros in float32 or better."""
+    mine = state[p]
+    for name in ("exp_avg", "exp_avg_sq") if adamw else ("average",):
+        if name not in mine:
+            mine[name] = torch.zeros_like(p, dtype=at_least_float32(p.dtype))
+            mine["age"] = 0
+    return mine
+
+
+class _Step(NamedTuple):
+    """A step about which the host does not know everything."""
+
+    fine: Fine  # what to remember if gradients were finite
+    names: tuple[str, ...]  # parameters that have grown older, as if the step was taken
+    # Whether gradients were used, whether they were finite, whether the step was taken, and whether factors were added.
+    flags: Message
+
+
+@dataclass(eq=False)
+class Outstanding:
+    """Steps whose flags nobody has read."""
+
+    curvature: Curvature
+    last_fine: LastFine
+    params: Parameters
+    _steps: list[_Step] = field(default_factory=list)
+
+    def add(self, state: State, fine: Fine, finite: Tensor, good: Tensor, taken: Taken) -> None:
+        """Send the flags of a step to the host.
+
+        Args:
+            state: The optimizer's.
+            fine: Describes the step.
+            finite: Whether gradients were.
+            good: Whether they were, and of a usual size.
+            taken: Whether the step was taken.
+        """
+        flags = [good, finite, taken.flag]
+        if self.curvature.unconfirmed is not None:
+            flags.append(self.curvature.unconfirmed)
+            self.curvature.unconfirmed = None
+        self._steps.append(_Step(fine, taken.names, Message(torch.stack(flags))))
+        if len(self._steps) >= _MOST:
+            self._read(state, len(self._steps) - _LEFT)
+
+    def settle(self, state: State) -> None:
+        """Read all flags, count what went wrong, and put right what assumed that nothing did."""
+        self._read(state, len(self._steps))
+        self.curvature.note_failures()
+
+    def forget(self) -> None:
+        """Forget all steps, after another state was loaded."""
+        self._steps.clear()
+
+    def _read(self, state: State, count: int) -> None:
+        """Read the flags of the oldest steps."""
+        steps = self._steps[:count]
+        del self._steps[:count]
+        for one in steps:
+            good, finite, taken, *added = one.flags.read()
+            if good:
+                self.last_fine.note(one.fine)
+            else:
+                self.note_skipped(finite)
+            if added:
+                self.curvature.confirm(good, added[0])
+            if good and not taken:
+                self.curvature.note_overflow()
+            if not taken:
+                grow_older(self.params, state, one.names, by=-1)
+
+    def note_skipped(self, finite: bool) -> None:
+        """Count a step that was skipped because of its gradients, which may be finite and too large, or of its loss."""
+        if finite:
+            text = "gradients are absurdly larger than all before, and the step was skipped"
+            self.curvature.events.note("refused_gradients", text)
+            return
+        self.curvature.note_trouble("skipped_steps", "the loss or gradients are not finite, and the step was skipped")
+        self.last_fine.note_skipped()

@@ -1,0 +1,289 @@
+"""What a training is compared with: its last step that was fine, sizes of gradients and factors, and earlier losses."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import inf, isfinite, log, sqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kfs.distributed import Ranks, all_true
+from kfs.errors import SolverError
+from kfs.problem.whole_parameters import whole
+from kfs.runtime.sync import numbers
+
+# A run has diverged if this many times `patience` steps in a row were skipped.
+_MOST_SKIPPED = 10
+# What is left of a size after a comparison. A size that comes again within some thousands of them is usual.
+_LEFT_OF_SIZE = 0.999
+# What is left if new sizes are this many times smaller: the largest one was a spike, before anything was known.
+_LEFT_OF_SPIKE = 0.9
+_FAR_SMALLER = 1000.0
+# How much of an average of losses is kept in every step.
+_KEPT_OF_LOSSES = 0.9
+# A loss is far above the lowest one if it is so by this share, and by so many standard errors.
+_MARGIN = 0.1
+_ERRORS = 4.0
+_LOSSES_FOR_VARIANCE = 20
+_FEW_LOSSES = 10  # Of fewer losses, the average is mostly noise.
+_WORSE_STEPS = 50  # A run gets worse if losses are far above the lowest one for so many steps.
+_MOST_PAST_STEPS = 2000  # so many losses are remembered
+# Progress is the difference of two averages over all losses, in which the n-th one counts as n to these powers: most of
+# the weight is around 86 % and around 94 % of the losses so far, however many these are.
+_EARLIER = 5
+_LATER = 15
+_FEW_FOR_PROGRESS = 15
+# What a usual size takes off refusals. Single spikes never add up, but sizes that come every other time do.
+_FORGOTTEN = 0.5
+
+
+class Fine(NamedTuple):
+    """A step with finite gradients."""
+
+    step: int
+    loss: object  # what its closure returned; an accelerator is not asked for it before there is an error
+    lr: Any
+    damping: float
+
+    @classmethod
+    def of(cls, step: int, result: object, group: Mapping[str, Any], damping_scale: float) -> "Fine":
+        """Describe a step by its number, what its closure returned, group and damping."""
+        loss = result.detach() if isinstance(result, Tensor) else result
+        return cls(step, loss, group["lr"], group["damping"] * damping_scale)
+
+    def __str__(self) -> str:
+        loss = ""
+        if isinstance(self.loss, (int, float)) or (isinstance(self.loss, Tensor) and self.loss.numel() == 1):
+            loss = f"loss {float(self.loss):.4g}, "
+        return f"Step {self.step} was fine ({loss}lr {float(self.lr):.3g}, damping {self.damping:.3g})."
+
+
+@dataclass
+class LastFine:
+    """The last step with finite gradients, and how many were skipped since.
+
+    It is not part of a state: a run that is resumed starts to count again.
+    """
+
+    patience: int
+    last: Fine | None = None  # `None` before the first one
+    skipped: int = 0
+    _unchecked: bool = False  # whether a step was skipped since the last check
+
+    def note(self, fine: Fine) -> None:
+        """Remember a step that was fine."""
+        self.skipped = 0
+        self.last = fine
+
+    def note_skipped(self) -> None:
+        """Count a step that was skipped."""
+        self.skipped += 1
+        self._unchecked = True
+
+    def check(self, params: Mapping[str, Tensor]) -> None:
+        """If steps were skipped since the last check, refuse to go on if no later one can be better.
+
+        Raises:
+            SolverError: If parameters are not finite, or if very many steps in a row were skipped.
+        """
+        if not self._unchecked:
+            return
+        self._unchecked = False
+        finite = numbers([whole(p.isfinite()).all() for p in params.values()])
+        broken = [name for name, is_finite in zip(params, finite, strict=True) if not is_finite]
+        if not broken and self.skipped < _MOST_SKIPPED * self.patience:
+            return
+        what = f"{self.skipped} steps in a row had gradients or losses that are not finite"
+        if broken:
+            more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+            what = f"parameter {broken[0]!r}{more} is not finite"
+        last = self.last or "No step was fine before: look at the data, and at how parameters are initialized."
+        raise SolverError(
+            f"The run has diverged: {what}. {last}",
+            "Go back to a checkpoint from before, and use a smaller lr, warm-up, a larger damping or a smaller trust.",
+        )
+
+
+class PastStep(NamedTuple):
+    """A step of which the loss is known."""
+
+    step: int
+    loss: float  # on its batch
+    scale: float  # how much of the step was taken
+
+
+@dataclass(eq=False)
+class LossTrend:
+    """Losses so far, to notice a run that gets worse.
+
+    A run gets worse if the loss has lost half of what it had gained, is a tenth above its lowest value, and more than
+    noise explains, for many steps. Losses are averages over some ten steps.
+
+    Attributes:
+        history: Steps with new factors; when there are many, every second one is forgotten.
+        mean: The loss of now; infinite if nobody knows.
+        progress: How much the loss has fallen lately; infinite if few losses are known.
+    """
+
+    history: list[PastStep] = field(default_factory=list)
+    mean: float = inf
+    progress: float = inf
+    _earlier: float = 0.0
+    _later: float = 0.0
+    _first: float = inf
+    _lowest: float = inf
+    _lowest_at: int = 0
+    _variance: float = 0.0  # of losses around their trend
+    _previous: float = inf  # the last loss
+    _weight: float = 0.0  # share of the average that does not come from its start
+    _last: int = 0  # step of the last loss
+    _count: int = 0  # of losses
+    _worse_since: int | None = None
+
+    def note(self, step: int, loss: float, scale: float) -> str:
+        """Take note of the loss of a step, and return what is to be said about it, if the run gets worse."""
+        if not isfinite(loss):
+            return ""
+        self.history.append(PastStep(step, loss, scale))
+        if len(self.history) > _MOST_PAST_STEPS:
+            del self.history[1::2]
+        noise = self._average(step, loss)
+        if self._count < _FEW_LOSSES:
+            return ""
+        if not isfinite(self._first):
+            self._first = self.mean
+        if self.mean < self._lowest:
+            self._lowest = self.mean
+            self._lowest_at = step
+        # The lowest of many averages is below their mean by chance, by about so many standard errors.
+        errors = _ERRORS + sqrt(2 * log(self._count))
+        margin = max((self._first - self._lowest) / 2, _MARGIN * self._lowest, errors * noise)
+        if self.mean <= self._lowest + margin:
+            self._worse_since = None
+            return ""
+        if self._worse_since is None:
+            self._worse_since = step
+        if step - self._worse_since < _WORSE_STEPS:
+            return ""
+        steps = step - self._worse_since
+        self._worse_since = None  # It is said again if it goes on.
+        return (
+            f"the loss has been rising: it is {self.mean:.3g} at step {step} and has been far above its lowest value, "
+            f"{self._lowest:.3g} at step {self._lowest_at}, for {steps} steps (it began at {self._first:.3g})"
+        )
+
+    def _average(self, step: int, loss: float) -> float:
+        """Let a loss enter all averages, and return the standard error of their mean."""
+        if self._count == 0:
+            self.mean = self._previous = loss
+        # The mean.
+        self._count += 1
+        kept = _KEPT_OF_LOSSES ** max(1, step - self._last)
+        self._weight = kept * self._weight + 1 - kept
+        self.mean += (1 - kept) / self._weight * (loss - self.mean)
+        self._last = step
+        # The variance: by differences, which a trend changes little, and over more losses than the mean, since few of
+        # them may be close to each other by chance.
+        square = (loss - self._previous) ** 2 / 2
+        self._variance += (square - self._variance) / min(max(1, self._count - 1), _LOSSES_FOR_VARIANCE)
+        self._previous = loss
+        # Progress.
+        self._earlier += (self.mean - self._earlier) * (_EARLIER + 1) / (_EARLIER + self._count)
+        self._later += (self.mean - self._later) * (_LATER + 1) / (_LATER + self._count)
+        if self._count >= _FEW_FOR_PROGRESS:
+            self.progress = self._earlier - self._later
+        return sqrt(self._variance * (1 - kept) / (1 + kept))
+
+    def state(self) -> dict[str, Any]:
+        """Return everything, for a file."""
+        return asdict(self) | {"history": [tuple(one) for one in self.history]}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "LossTrend":
+        """Undo `state`."""
+        return cls(**{**state, "history": [PastStep(*one) for one in state["history"]]})
+
+
+@dataclass(eq=False)
+class UsualSizes:
+    """The largest sizes so far of gradients or factors, to refuse what is absurdly larger.
+
+    One gradient that is far too large, because of a broken batch or a flipped bit, would dominate the average over
+    gradients, and so all steps, until momentum has forgotten it: for 130 steps, if it is a million times too large.
+    An input that is far too large dominates a factor even longer. What comes again and again is accepted: then sizes
+    have grown. The first size cannot be compared with any: it is accepted, and fades fast if others are far smaller.
+    Everything is decided on the device of the sizes, and nobody waits for it.
+    """
+
+    limit: float  # Sizes that are larger than this many times the largest so far are refused.
+    patience: int  # After this many refusals, with hardly a usual size in between, everything is accepted.
+    _refusals: Tensor | float = 0.0
+    # What sizes may be: `limit` times the largest so far, which fade slowly; NaN where nothing but zeros is known.
+    _names: tuple[str, ...] = ()  # compared last
+    _most: Tensor | None = None  # for these
+    _others: dict[str, Tensor | float] = field(default_factory=dict)  # for others
+
+    def check(
+        self, ranks: Ranks, names: tuple[str, ...], sizes: Tensor, usable: Tensor | None = None, learn: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Compare sizes with those before.
+
+        Args:
+            ranks: Who decides together. Sizes may be those of the data, or the parts, of each rank.
+            names: What sizes are of.
+            sizes: New sizes, `[n]`.
+            usable: A flag that is the same on all ranks; if it is false, what sizes are of is not used for other
+                reasons, and they do not count.
+            learn: Whether later ones are compared with these, too. It takes some more operations.
+
+        Returns:
+            Whether all sizes are finite, and whether they are finite and accepted, on all ranks.
+        """
+        refusals = _as_tensor(self._refusals, sizes)
+        most = self._most_of(names, sizes)
+        # Nothing is larger than NaN.
+        absurd = ((sizes > most) & (refusals < self.patience - 0.5)).any()
+        finite = sizes.isfinite().all()
+        if ranks.are_several:
+            finite, usual = all_true(ranks, torch.stack([finite, ~absurd])).unbind()
+            absurd = ~usual
+        good = finite & ~absurd
+        refused = finite & absurd
+        forgotten = (refusals - _FORGOTTEN * good).clamp(min=0)
+        self._refusals = forgotten + (refused if usable is None else refused & usable)
+        if learn:
+            counts = good if usable is None else good & usable
+            new = torch.where(counts & (sizes > 0), self.limit * sizes, torch.nan)
+            left = torch.where(_FAR_SMALLER * new < most, _LEFT_OF_SPIKE * most, _LEFT_OF_SIZE * most)
+            self._most = torch.fmax(left, new)
+        return finite, good
+
+    def _most_of(self, names: tuple[str, ...], like: Tensor) -> Tensor:
+        """Return what sizes may be, `[n]`."""
+        if self._most is None or self._names != names:
+            self._others |= self._known()
+            self._names = names
+            self._most = torch.stack([_as_tensor(self._others.get(name, torch.nan), like) for name in names])
+        return self._most
+
+    def _known(self) -> dict[str, Tensor]:
+        return {} if self._most is None else dict(zip(self._names, self._most.unbind(), strict=True))
+
+    def state(self) -> dict[str, Any]:
+        """Return sizes and refusals, for a file. This waits for the device."""
+        found = {**self._others, **self._known(), "": self._refusals}
+        values = dict(zip(found, numbers([torch.as_tensor(one) for one in found.values()]), strict=True))
+        refusals = values.pop("")
+        return {"most": {name: most for name, most in values.items() if isfinite(most)}, "refusals": refusals}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Undo `state`."""
+        self._most = None
+        self._others = dict(state["most"])
+        self._refusals = float(state["refusals"])
+
+
+def _as_tensor(size: Tensor | float, like: Tensor) -> Tensor:
+    """Return a size as a tensor without axes."""
+    return size.to(like) if isinstance(size, Tensor) else torch.full((), size, dtype=like.dtype, device=like.device)

@@ -1,0 +1,331 @@
+"""Is the declared loss the one that is minimized? What passes and gradients show about it, targets included."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from kfs.errors import KfsWarning, LossError
+from kfs.factors.blocks import computable
+from kfs.factors.settings import Fisher
+from kfs.losses import Loss, TokenCrossEntropy
+from kfs.losses.binary import BinaryCrossEntropy
+from kfs.losses.cross_entropy import CrossEntropy
+from kfs.losses.gaussian import Gaussian
+from kfs.losses.huber import Huber
+from kfs.losses.poisson import Poisson
+from kfs.losses.square import Square
+from kfs.optim.step_sums import StepSums
+
+_SOFTMAX = (CrossEntropy, TokenCrossEntropy)
+_SHOWN = (*_SOFTMAX, BinaryCrossEntropy)
+# What a user writes may be any loss, and is not compared with others.
+_COMPARED = (*_SHOWN, Square, Huber, Poisson, Gaussian)
+# A gradient that fits another loss to this relative distance is that loss's. Half precision rounds by less.
+_FITS = 0.02
+# While predictions are near zero, gradients of many losses are alike. They have to differ from those at zero by this.
+_DIFFERS_FROM_ZERO = 0.1
+# Fewer numbers may fit by accident.
+_ENOUGH_NUMBERS = 8
+
+
+def shows_targets(loss: Loss) -> bool:
+    """Whether targets can be read off a loss's gradient, so that its scale is known, too."""
+    return isinstance(loss, _SHOWN)
+
+
+def other_losses(announced: Loss, f: Tensor, g: Tensor) -> dict[str, Tensor]:
+    """Compare a gradient with those of other losses than the announced one.
+
+    Args:
+        announced: The announced loss.
+        f: Predictions.
+        g: The gradient of the loss that is minimized with respect to them.
+
+    Returns:
+        By name of a loss: whether the gradient is its own. Nothing is waited for.
+    """
+    if type(announced) not in _COMPARED or f.numel() < _ENOUGH_NUMBERS:
+        return {}
+    return {loss.name: _is_gradient_of(loss, f, g) for loss in _candidates(announced, f)}
+
+
+def fit(g: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factor that brings a direction closest to `g`, and the distance that is left, relative to `g`."""
+    tiny = torch.finfo(g.dtype).tiny
+    scale = (g * direction).sum() / direction.square().sum().clamp(min=tiny)
+    return scale, (g - scale * direction).norm() / g.norm().clamp(min=tiny)
+
+
+def _candidates(announced: Loss, f: Tensor) -> Iterator[Loss]:
+    """Yield losses of other families that take such predictions."""
+    if not isinstance(announced, BinaryCrossEntropy):
+        yield BinaryCrossEntropy(nn.BCEWithLogitsLoss())
+    if isinstance(announced, _SOFTMAX):
+        return
+    if f.ndim > 1 and f.shape[1] > 1:
+        yield CrossEntropy(nn.CrossEntropyLoss())
+    if f.ndim == 3 and f.shape[2] > 1:
+        yield TokenCrossEntropy()
+
+
+def _is_gradient_of(loss: Loss, f: Tensor, g: Tensor) -> Tensor:
+    y = loss.stand_in(f, g)
+    direction = loss.gradient(f, y)
+    scale, distance = fit(g, direction)
+    _, from_zero = fit(direction, loss.gradient(torch.zeros_like(f), y))
+    # The scale is zero if the gradient is.
+    return (scale > 0) & (distance < _FITS) & (from_zero > _DIFFERS_FROM_ZERO)
+
+
+# Beyond this relative distance, a gradient is that of other targets. Half precision rounds by less.
+_TOLERANCE = 0.05
+_UNITS = 8.0  # of round-off, in each of two gradients
+
+
+@dataclass
+class Targets:
+    """The targets of a pass, as far as they are known, and what the gradient of the loss says about them."""
+
+    y: Tensor | None
+    given: bool = False  # whether the user or the loss module gave them; if not, they are a guess
+    scale: Tensor | float = 1.0  # the loss is this many times the sum of criteria; one if it is not needed
+    mismatch: Tensor | float = 0.0  # relative distance between the gradient and that of the announced loss
+    calls_for_changed: int = 0  # how often the loss module was called with labels, for predictions that were changed
+    compare: bool = False  # whether to look for the scale, and for other losses, where that is not needed otherwise
+    fit: tuple[Tensor, Tensor] | None = None  # scale, and how well it fits, if targets are known or shown
+    others: dict[str, Tensor] = field(default_factory=dict)  # by name of a loss: whether the gradient is its own
+
+    def give(self, y: Tensor, changed: bool = False) -> None:
+        """Set the targets. If two different ones are given (mixed labels), neither belongs to the whole loss.
+
+        Args:
+            y: The targets.
+            changed: Whether they are those of predictions that were changed, such as a part of them. Then they may not
+                fit these predictions, and are only counted.
+        """
+        if changed:
+            self.calls_for_changed += 1
+            return
+        self.y = None if self.given else y.detach()
+        self.given = True
+
+    def match(self, f: Tensor, g: Tensor, loss: Loss, fisher: Fisher) -> Tensor:
+        """Return the targets, or others with the same curvature, and set scale and mismatch.
+
+        Predictions are in float32 or better. What has to be known depends on `fisher`.
+
+        Raises:
+            LossError: If targets are needed and not known.
+        """
+        # Half precision has lost the small entries that would show whether sums are zero.
+        precise = g.dtype == f.dtype
+        g = computable(g)
+        if self.compare:
+            self.others = other_losses(loss, f, g)
+        if self.y is not None:
+            try:
+                loss.check_now(f, self.y)
+                direction = loss.gradient(f, self.y)
+                self.fit = self.scale, distance = fit(g, direction)
+                self.mismatch = distance * (distance > _round_off(f, g, self.y, loss))
+                if self.given or self.mismatch < _TOLERANCE:
+                    return self.y
+            except (ValueError, TypeError):
+                if self.given:
+                    raise
+        self.fit = None
+        self.mismatch = loss.departure(f, g) if precise else g.new_zeros(())
+        return self._stand_in(f, g, loss, fisher)
+
+    def _stand_in(self, f: Tensor, g: Tensor, loss: Loss, fisher: Fisher) -> Tensor:
+        """Return targets that are as good as the true ones, which are not known, and set the scale."""
+        self.scale = distance = g.new_ones(())
+        try:
+            if fisher == "ggn" and loss.hessian_needs_targets:
+                raise loss.unknown_targets()
+            y = loss.stand_in(f, g)
+            if fisher == "empirical" or loss.weighs_targets or (self.compare and shows_targets(loss)):
+                self.fit = self.scale, distance = fit(g, loss.gradient(f, y))
+        except LossError:
+            # The number of data is enough if curvature depends on inputs alone. The empirical Fisher raises below.
+            if fisher not in {"empirical", "forward-only"}:
+                raise
+            y = f
+        if fisher == "empirical" and not distance < _TOLERANCE:
+            raise LossError(
+                f"The scale of the gradient is not known, because the targets of {loss.name} are not known.",
+                "Call the optimizer's targets(y) between the forward pass and backward(), or compute the loss by the "
+                "module of loss=.",
+            )
+        # Labels explain the gradient if changes are harmless, such as another order or precision.
+        if self.calls_for_changed == 1 and self.fit is not None and distance > _round_off(f, g, y, loss):
+            self.mismatch = torch.maximum(torch.as_tensor(self.mismatch), distance)
+        # Labels that do not explain the gradient are not the true ones, which may be soft, smoothed or mixed.
+        if loss.weighs_targets and distance > _TOLERANCE and distance > _round_off(f, g, y, loss):
+            raise loss.unknown_targets()
+        return y
+
+    def known_scale(self) -> float | None:
+        """Return how many times the sum of criteria the loss is; `None` if that is not known."""
+        if self.fit is None:
+            return None
+        scale, distance = map(float, self.fit)
+        # A gradient that vanishes has no scale.
+        return scale if scale and distance < _TOLERANCE else None
+
+    def other_loss(self) -> str:
+        """Return the name of another loss that the gradient is of; empty if none, or if the announced one fits."""
+        if self.known_scale() is not None:
+            return ""
+        return next((name for name, is_its_own in self.others.items() if is_its_own), "")
+
+
+def _round_off(f: Tensor, g: Tensor, y: Tensor, loss: Loss) -> Tensor:
+    """Return how far a gradient that nearly vanishes may be from another way to compute it, relative to its length.
+
+    Its entries are differences of a prediction and a target, or of their probabilities, and rounded like these.
+    """
+    terms = len(f) if y.is_floating_point() else y.numel()
+    weight = loss.scale / (terms if loss.reduction == "mean" else 1)
+    size = f.abs().clamp(max=1.0).norm()
+    noise = _UNITS * torch.finfo(f.dtype).eps * weight * size
+    result: Tensor = noise / g.norm().clamp(min=torch.finfo(f.dtype).tiny)
+    return result
+
+
+# Relative distance between gradients beyond which a loss has an additional term, or is another loss.
+_DISTANCE_TO_WARN = 0.05
+_DISTANCE_TO_REFUSE = 0.5
+# Numbers that differ by less are the same. Gradients in half precision are rounded by less.
+_SAME = 0.05
+# A mean over fewer targets than these may be a sum with a factor in front.
+_FEW_TARGETS = 4
+# Other losses, and factors, are looked for in this many steps that have sums, since a program does not change.
+_STEPS_TO_COMPARE = 10
+_CHANGE_THE_LOSS = (
+    "Pass the loss that you minimize as loss=, for what the model returns. What happens to that before the loss, such "
+    "as a softmax or a temperature, belongs into the model."
+)
+
+
+@dataclass(eq=False)
+class Announcement:
+    """The announced loss.
+
+    Attributes:
+        loss: Its description.
+        ranks: Over how many processes gradients are averaged.
+        steps_left: Compare passes with other losses and reductions in this many further steps.
+    """
+
+    loss: Loss
+    ranks: int = 1
+    steps_left: int = _STEPS_TO_COMPARE
+    _warned: set[str] = field(default_factory=set)  # kinds of warnings, each of which comes once
+
+    def check(self, sums: StepSums, value: Any = None) -> None:
+        """Compare it with what the passes of a step show.
+
+        Args:
+            sums: What they gave.
+            value: What a closure returned.
+
+        Raises:
+            LossError: If another loss, or another reduction, is minimized.
+        """
+        name = self.loss.name
+        if sums.other:
+            text = f"The gradient at the predictions is that of {sums.other}, but {name} was announced."
+            raise LossError(text, _CHANGE_THE_LOSS)
+        text = f"The gradient at the predictions is not that of {name}: it differs by {sums.mismatch:.0%}."
+        if sums.mismatch > _DISTANCE_TO_REFUSE:
+            raise LossError(text, _CHANGE_THE_LOSS)
+        if sums.mismatch > _DISTANCE_TO_WARN:
+            self._warn("term", f"{text} Curvature is that of the announced loss, of what the model returns.", 0)
+        elif self.steps_left and sums.examples:
+            self._compare_scales(sums, value)
+        self.steps_left = max(0, self.steps_left - 1)
+
+    def _compare_scales(self, sums: StepSums, value: Any) -> None:
+        """Find a factor between the loss and the announced one, or another reduction."""
+        parts = [(scale, count) for scale, count in sums.scales if scale is not None]
+        if not parts or len(parts) < len(sums.scales):
+            self._compare_value(sums, value)
+            return
+        self.steps_left = 0  # It is known now.
+        if self._is(self.loss.reduction, parts, sums.count) or _called_by_scaler():
+            return
+        self._refuse_reduction(parts, sums.count)
+        expected = self.loss.scale / (sums.count / self.ranks if self.loss.reduction == "mean" else 1.0)
+        factors = [scale / expected for scale, _ in parts]
+        # Parts with weights of their own are no accident. And trainers divide what a model computes by other counts.
+        if sums.in_model or not all(_same(factor, factors[0]) for factor in factors):
+            return
+        over_data = all(_same(scale, self.loss.scale / (sums.num_data / self.ranks)) for scale, _ in parts)
+        hint = ", as if it was averaged over data, not over entries or positions" if over_data else ""
+        self._warn(
+            "factor",
+            f"The loss that is minimized is {factors[0]:.3g} times {self.loss.name} with reduction="
+            f"{self.loss.reduction!r}{hint}. Steps are longer or shorter by this factor. Announce the loss that you "
+            "minimize, or multiply lr instead of the loss.",
+            1,
+        )
+
+    def _compare_value(self, sums: StepSums, value: Any) -> None:
+        """Find another reduction of a square loss without targets, by its value.
+
+        With residuals `r`, the value is `R |r|^2 / 2` and the gradient is `R r`. Terms that do not depend on
+        predictions are part of the value, so a ratio that is not exactly that of the other reduction says nothing.
+        """
+        value = float(value.detach()) if isinstance(value, torch.Tensor) and value.numel() == 1 else 0.0
+        if isinstance(self.loss, Square) and value > 0 and sums.square > 0 and len(sums.scales) == 1:
+            self._refuse_reduction([(sums.square / (2 * value), sums.count)], sums.count)
+
+    def _refuse_reduction(self, parts: list[tuple[float, float]], total: float) -> None:
+        """Raise if the loss has the other reduction than the announced one."""
+        announced, other = self.loss.reduction, "sum" if self.loss.reduction == "mean" else "mean"
+        if min(count for _, count in parts) > _FEW_TARGETS and self._is(other, parts, total):
+            raise LossError(
+                f"The loss that is minimized is a {other}, but {self.loss.name} was announced with "
+                f"reduction={announced!r}. Steps would be {total:g} times too {'long' if other == 'sum' else 'short'}.",
+                f"Pass the loss with reduction={other!r} as loss=.",
+            )
+
+    def _is(self, reduction: str, parts: list[tuple[float, float]], total: float) -> bool:
+        """Whether scales of parts are those of a reduction: a mean may be one over all parts, or over each.
+
+        Gradients are averages over processes. So a mean over all parts has so many times the scale in each process.
+        """
+        scale = self.loss.scale
+        if reduction == "sum":
+            return all(_same(s, scale) for s, _ in parts)
+        over_each = all(_same(s, scale / count) for s, count in parts)
+        return over_each or all(_same(s, scale / (total / self.ranks)) for s, _ in parts)
+
+    def _warn(self, kind: str, text: str, frames: int) -> None:
+        """Warn once, at the call of `step`, given the number of functions between `check` and this one."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, KfsWarning, stacklevel=7 + frames)
+
+
+def _same(a: float, b: float) -> bool:
+    return abs(a - b) <= _SAME * abs(b)
+
+
+def _called_by_scaler() -> bool:
+    """Whether a gradient scaler takes the step: it has multiplied the loss, and has divided gradients since."""
+    file = sys.modules[GradScaler.__module__].__file__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == file:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,533 @@
+"""Plans for many processes: what each of them will own, hold, compute and send, before any of them runs."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf, isqrt
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.nn import Module
+
+from kfs.display.describe import DescribedByTables, Description, Table, counted, readable_count, readable_size
+from kfs.display.suggestions import near
+from kfs.distributed.assignment import DECOMPOSITION, Part, Placement, eigenvalues, parts_of, passes, place
+from kfs.errors import DtypeError, ModelError
+from kfs.factors import inspect
+from kfs.factors.settings import Settings
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """The shape of a block.
+
+    Attributes:
+        name: The block's name.
+        rows: `d_B`.
+        columns: `d_A`; a bias counts as a column.
+        indices: Whether inputs are indices, as those of an embedding, so that `A` is diagonal.
+        positions: Vectors that each datum (or token) adds.
+        same_input: Whether inputs are those of a block that came before, so that `A` is the same.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    indices: bool = False
+    positions: float = 1.0
+    same_input: bool = False
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """The sizes of a language model.
+
+    Attributes:
+        title: Its full name.
+        layers: Number of layers.
+        hidden: Features of a token between layers.
+        wide: Features inside of an MLP, or of an expert.
+        queries: Features of all queries, or of the outputs of all attention heads.
+        keys: Features of all keys, or of all values.
+        vocabulary: Number of tokens.
+        experts: Number of experts in a layer; zero without.
+        active: Number of experts that each token is sent to.
+    """
+
+    title: str
+    layers: int
+    hidden: int
+    wide: int
+    queries: int
+    keys: int
+    vocabulary: int
+    experts: int = 0
+    active: int = 0
+
+    @property
+    def max_dim(self) -> int:
+        """The widest side of a block that does not belong to the vocabulary. Both parts of a gate are one matrix."""
+        return max(self.hidden, self.queries, self.wide * (2 if self.experts else 1))
+
+    def blocks(self) -> Iterator[BlockShape]:
+        """Go through all blocks."""
+        hidden = self.hidden
+        yield BlockShape("model.embed_tokens.weight", hidden, self.vocabulary, indices=True)
+        for number in range(self.layers):
+            layer = f"model.layers.{number}"
+            attention = f"{layer}.self_attn"
+            yield BlockShape(f"{attention}.q_proj.weight", self.queries, hidden)
+            yield BlockShape(f"{attention}.k_proj.weight", self.keys, hidden, same_input=True)
+            yield BlockShape(f"{attention}.v_proj.weight", self.keys, hidden, same_input=True)
+            yield BlockShape(f"{attention}.o_proj.weight", hidden, self.queries)
+            yield from self._experts(f"{layer}.mlp") if self.experts else self._mlp(f"{layer}.mlp")
+            yield _norm(f"{layer}.input_layernorm.weight", hidden)
+            yield _norm(f"{layer}.post_attention_layernorm.weight", hidden)
+        yield _norm("model.norm.weight", hidden)
+        yield BlockShape("lm_head.weight", self.vocabulary, hidden)
+
+    def _mlp(self, name: str) -> Iterator[BlockShape]:
+        yield BlockShape(f"{name}.gate_proj.weight", self.wide, self.hidden)
+        yield BlockShape(f"{name}.up_proj.weight", self.wide, self.hidden, same_input=True)
+        yield BlockShape(f"{name}.down_proj.weight", self.hidden, self.wide)
+
+    def _experts(self, name: str) -> Iterator[BlockShape]:
+        yield BlockShape(f"{name}.gate.weight", self.experts, self.hidden)
+        part = self.active / self.experts  # of all tokens, if experts are used equally
+        for expert in range(self.experts):
+            yield BlockShape(f"{name}.experts.gate_up_proj[{expert}]", 2 * self.wide, self.hidden, positions=part)
+            yield BlockShape(f"{name}.experts.down_proj[{expert}]", self.hidden, self.wide, positions=part)
+
+
+def _norm(name: str, size: int) -> BlockShape:
+    """Describe a scale: what multiplies it is added up in `B`."""
+    return BlockShape(name, size, 1)
+
+
+NAMED = {
+    "7B": LanguageModel("Llama 2 7B", 32, 4096, 11008, 4096, 4096, 32000),
+    "70B": LanguageModel("Llama 2 70B", 80, 8192, 28672, 8192, 1024, 32000),
+    "405B": LanguageModel("Llama 3.1 405B", 126, 16384, 53248, 16384, 1024, 128256),
+    "8x7B": LanguageModel("Mixtral 8x7B", 32, 4096, 14336, 4096, 1024, 32000, experts=8, active=2),
+}
+
+
+TOKENS = 2048  # in a batch of a rank, if nobody says how many
+
+
+class Source(NamedTuple):
+    """What a plan is made for.
+
+    Attributes:
+        name: What to call it.
+        parts: Parts of all blocks.
+        max_dim: Factors wider than this are diagonal.
+        batch: Number of data (or tokens) in a batch of one rank.
+        activations: Precision of inputs and gradients.
+        same_input: Blocks whose inputs are those of another block.
+        uncovered: Parameters that have no block.
+    """
+
+    name: str
+    parts: list[Part]
+    max_dim: int | None
+    batch: int = TOKENS
+    activations: torch.dtype = torch.bfloat16
+    same_input: frozenset[str] = frozenset()
+    uncovered: tuple[str, ...] = ()
+
+
+def source_of(model: Any, sample: Any, max_dim: int | None, eigen: bool) -> Source:
+    """Find the parts of a module, of a named model, or of shapes; see `kfs.distributed.plan`."""
+    if isinstance(model, Module):
+        return _of_module(model, sample, max_dim, eigen)
+    if isinstance(model, str):
+        if model not in NAMED:
+            raise ModelError(f"There is no model {model!r}.", near([model], NAMED))
+        named = NAMED[model]
+        shapes = list(named.blocks())
+        name = named.title
+        max_dim = max_dim or named.max_dim
+    elif isinstance(model, Mapping):
+        shapes = [_shape(name, shape) for name, shape in model.items()]
+        name = counted(len(shapes), "shape")
+    else:
+        raise DtypeError(f"The model is a {type(model).__name__}.", "Pass a module, a name, or a dictionary of shapes.")
+    settings = Settings(max_dim=max_dim)
+    parts = [part for shape in shapes for part in _parts(shape, settings, eigen)]
+    return Source(name, parts, max_dim, same_input=frozenset(shape.name for shape in shapes if shape.same_input))
+
+
+def _of_module(model: Module, sample: Any, max_dim: int | None, eigen: bool) -> Source:
+    if sample is None:
+        raise ModelError("Blocks of a module depend on how it uses its parameters.", "Pass a batch of inputs: sample=.")
+    found = inspect(model, sample, max_dim=max_dim, audit=False)
+    parts = [part for block in found.blocks for part in parts_of(block, found.num_data, eigen)]
+    dtype = next(model.parameters()).dtype
+    return Source(found.model, parts, max_dim, found.num_data, dtype, uncovered=tuple(found.uncovered))
+
+
+def _shape(name: str, shape: Any) -> BlockShape:
+    valid = isinstance(shape, tuple | list | torch.Size) and len(shape) == 2
+    if not valid or not all(type(size) is int and size > 0 for size in shape):
+        raise ModelError(f"The shape of {name!r} is {shape!r}.", "Use (d_B, d_A): outputs, then inputs and bias.")
+    return BlockShape(name, *shape)
+
+
+def _parts(shape: BlockShape, settings: Settings, eigen: bool) -> list[Part]:
+    """Describe the parts of a block by its shape."""
+    diagonal_A = shape.indices or settings.is_diagonal(shape.columns)
+    diagonal_B = settings.is_diagonal(shape.rows)
+    A = Part(shape.name, "A", shape.columns, diagonal=(diagonal_A,), positions=shape.positions, eigen=eigen)
+    B = Part(shape.name, "B", shape.rows, diagonal=(diagonal_B,), positions=shape.positions, eigen=eigen)
+    return [A, B, eigenvalues(shape.name, shape.rows * shape.columns)] if eigen else [A, B]
+
+
+Split = int | Literal["share"] | None
+_SHOWN = 8  # ranks, if there are many
+_OTHER = "sums to all ranks, as squares (kfac-pytorch)"
+
+
+class Sent(NamedTuple):
+    """Something that ranks send.
+
+    Attributes:
+        what: What it is.
+        when: How often it is sent.
+        nbytes: How many bytes one rank sends; the most that any of them does.
+    """
+
+    what: str
+    when: str
+    nbytes: float
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(DescribedByTables):
+    """What ranks will hold, compute and send; printing it shows it. See `plan`.
+
+    Attributes:
+        of: Model, or what else it is a plan for.
+        placement: Owners of all parts.
+        settings: What was asked for, in words.
+        batch: Number of data (or tokens) in a batch of one rank.
+        activation: Bytes of a number in inputs and gradients.
+        whole: Owners of whole factors, if wide ones are split.
+        same_input: Blocks whose inputs are those of another block.
+        uncovered: Parameters that have no block.
+        memory: Bytes that a rank has; `None` if it does not matter.
+    """
+
+    of: str
+    placement: Placement
+    settings: tuple[str, ...]
+    batch: int
+    activation: int
+    whole: Placement | None = None
+    same_input: frozenset[str] = frozenset()
+    uncovered: tuple[str, ...] = ()
+    memory: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self.placement.ranks
+
+    @property
+    def owners(self) -> dict[tuple[str, str], int]:
+        """The rank that owns a part, by block and side."""
+        return dict(self.placement.owners)
+
+    @property
+    def nbytes(self) -> list[int]:
+        """Bytes that each rank holds in the end: factors, and inverses or eigenvectors and eigenvalues."""
+        return [int(total) for total in self.placement.total(lambda part: part.nbytes)]
+
+    @property
+    def work(self) -> list[float]:
+        """Floating-point operations of the inverses of each rank."""
+        return self.placement.total(lambda part: part.work)
+
+    @property
+    def summed(self) -> int:
+        """Bytes of the sums for all factors. Every rank has them while it goes through its data, if in one pass."""
+        return sum(part.summed for part in self.placement.parts if part.is_factor)
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters that blocks cover."""
+        counts: dict[str, int] = {}
+        for part in (self.whole or self.placement).parts:
+            if part.is_factor:
+                counts[part.block] = counts.get(part.block, part.groups) * part.size
+        return sum(counts.values())
+
+    @property
+    def subsets(self) -> list[list[str]] | None:
+        """Blocks by pass over the data, such that a rank never needs more than `memory`; `None` if that is impossible.
+
+        A rank has the sums of the blocks of one pass, and at most all that it holds in the end. Passes for eigenvalues
+        come after those for factors; in them, a rank has eigenvectors and sums of eigenvalues.
+        """
+        memory = inf if self.memory is None else self.memory - max(self.nbytes)
+        try:
+            return [subset for needs in self._needs() for subset in passes(needs, memory)]
+        except ModelError:
+            return None
+
+    def _needs(self) -> list[dict[str, int]]:
+        """Return bytes that each block needs in its pass for factors, and in that for eigenvalues, if there is one."""
+        of_sums: dict[str, int] = {}
+        of_eigenvalues: dict[str, int] = {}
+        for part in self.placement.parts:
+            if part.is_factor:
+                of_sums[part.block] = of_sums.get(part.block, 0) + part.summed
+            if part.eigen:
+                need = part.computed if part.is_factor else part.summed
+                of_eigenvalues[part.block] = of_eigenvalues.get(part.block, 0) + need
+        return [of_sums, of_eigenvalues] if of_eigenvalues else [of_sums]
+
+    @property
+    def batches_for_sums(self) -> float:
+        """Below so many batches for each reduction, sending inputs and gradients takes fewer bytes than sending sums.
+
+        The sum for a dense factor has `d (d + 1) / 2` numbers. In a batch, `n` vectors of `d` numbers are added to it.
+        """
+        return self._batches_for_sums(self.placement.parts)
+
+    @property
+    def traffic(self) -> tuple[Sent, ...]:
+        """What ranks send."""
+        factors = [part for part in self.placement.parts if part.is_factor]
+        whole = [part for part in (self.whole or self.placement).parts if part.is_factor]
+        ring = (self.ranks - 1) / self.ranks
+        found = [
+            Sent("sums to owners, as triangles", "update", self._to_owners(lambda part: part.sent * part.is_factor)),
+            Sent("sums to all ranks, as triangles (replicated)", "update", 2 * ring * sum(p.sent for p in factors)),
+            Sent(_OTHER, "update", 2 * ring * sum(p.summed for p in whole)),
+            Sent("inputs and gradients to owners", "batch", self._to_owners(self._vector_bytes)),
+        ]
+        if len(factors) < len(self.placement.parts):
+            to_all = ring * sum(part.computed for part in factors)
+            found.append(Sent("eigenvectors to all ranks", "update", to_all))
+            to_owners = self._to_owners(lambda part: part.sent * (not part.is_factor))
+            found.append(Sent("sums of eigenvalues to owners", "update", to_owners))
+        itemsize = factors[0].itemsize
+        found.append(Sent("steps of parameters to all ranks", "step", ring * itemsize * self.parameters))
+        return tuple(found)
+
+    def describe(self) -> Description:
+        """Describe bytes and operations of ranks, what they send, and who owns what."""
+        blocks = {part.block for part in self.placement.parts}
+        title = f"{self.of} on {counted(self.ranks, 'rank')}: {counted(len(blocks), 'block')}, "
+        title += f"{counted(self.parameters, 'parameter')}, {readable_size(self.summed)} of factors"
+        tables = (self._totals(), self._sent(), self._ranks())
+        return Description(title, self.settings, tables, tuple(self._notes()))
+
+    def _totals(self) -> Table:
+        """Show what all ranks hold and compute, and how well it is divided."""
+        held = [float(nbytes) for nbytes in self.nbytes]
+        rows = [
+            _divided("bytes held", held, self._largest(lambda part: part.nbytes), readable_size),
+            _divided("operations of inverses", self.work, self._largest(lambda part: part.work), readable_count),
+            _divided(
+                "operations of eigendecompositions",
+                [DECOMPOSITION * work for work in self.work],
+                DECOMPOSITION * self._largest(lambda part: part.work),
+                readable_count,
+            ),
+        ]
+        columns = ("", "all", "mean of ranks", "most of a rank", "most / mean", "largest part")
+        return Table("divided among owners", columns, rows, columns[1:])
+
+    def _sent(self) -> Table:
+        other = next(sent.nbytes for sent in self.traffic if sent.what == _OTHER)
+        rows = []
+        for sent in self.traffic:
+            compared = f"{sent.nbytes / other:.0%}" if other and sent.when == "update" else ""
+            rows.append((sent.what, sent.when, readable_size(sent.nbytes), compared))
+        columns = ("sent by a rank", "every", "bytes", "of kfac-pytorch's")
+        return Table("traffic", columns, rows, columns[2:])
+
+    def _ranks(self) -> Table:
+        """Show what ranks own; of many, the first ones."""
+        parts: list[list[Part]] = [[] for _ in range(self.ranks)]
+        for part in self.placement.parts:
+            parts[self.placement.owners[part.key]].append(part)
+        rows = []
+        for rank, (mine, nbytes, work) in enumerate(zip(parts, self.nbytes, self.work, strict=True)):
+            blocks = list(dict.fromkeys(part.block for part in mine))
+            names = ", ".join(blocks[:2]) + (f", ... ({len(blocks)})" if len(blocks) > 2 else "")
+            rows.append((str(rank), str(len(mine)), readable_size(nbytes), readable_count(work), names))
+        if len(rows) > _SHOWN + 1:
+            rows = [*rows[:_SHOWN], ("...", "", "", "", f"{len(rows) - _SHOWN:,} more")]
+        return Table(
+            "owners", ("rank", "parts", "bytes", "operations", "blocks"), rows, ("parts", "bytes", "operations")
+        )
+
+    def _notes(self) -> list[str]:
+        """Return sentences about what follows."""
+        notes = []
+        idle = self.nbytes.count(0)
+        if idle:
+            notes.append(f"Ranks that own nothing: {idle:,} of {self.ranks:,}.")
+        divided = self.placement.divided
+        if divided:
+            notes.append(
+                f"Blocks with parts on several ranks: {len(divided):,}. Products with them need all of these ranks."
+            )
+        if self.ranks > 1 and self.batches_for_sums:
+            notes.append(self._about_vectors())
+        if self.memory is not None:
+            notes.append(self._about_memory(self.memory))
+        if self.whole is not None:
+            notes.append(self._about_split(self.whole))
+        if self.uncovered:
+            names = ", ".join(self.uncovered)
+            notes.append(f"Not covered, and not in these numbers: {names}. kfs.inspect says why.")
+        return notes
+
+    def _about_vectors(self) -> str:
+        """Say when it pays to send inputs and gradients."""
+        text = "Sending inputs and gradients to owners takes fewer bytes than sending sums if there are fewer than "
+        text += f"{self.batches_for_sums:.2g} batches of {self.batch:,} for each reduction"
+        if self.same_input:
+            parts = self.placement.parts
+            once = [part for part in parts if part.side[0] != "A" or part.block not in self.same_input]
+            triangles = sum(part.sent for part in once if part.is_factor)
+            text += f" ({self._batches_for_sums(once):.2g} if inputs that layers share were sent and added up once, "
+            text += f"which would leave {readable_size(triangles)} of triangles)"
+        return text + "."
+
+    def _about_memory(self, memory: int) -> str:
+        """Say how many passes there are."""
+        subsets = self.subsets
+        if subsets is not None:
+            return f"With {readable_size(memory)} for each rank: {counted(len(subsets), 'pass')} over the data."
+        needed = max(need for needs in self._needs() for need in needs.values())
+        return (
+            f"{readable_size(memory)} for each rank are not enough: one holds {readable_size(max(self.nbytes))}, and "
+            f"a pass for one block needs {readable_size(needed)} more. Use more ranks, or a smaller max_dim."
+        )
+
+    def _about_split(self, whole: Placement) -> str:
+        """Say what splitting changes and buys."""
+        names = {part.key for part in self.placement.parts}
+        factors = [part for part in whole.parts if part.is_factor]
+        gone = [part for part in factors if part.key not in names]
+        before = [max(whole.total(lambda part: part.nbytes)), max(whole.total(lambda part: part.work))]
+        after = [float(max(self.nbytes)), max(self.work)]
+        return (
+            f"Factors that are split into diagonal pieces: {len(gone):,} of {len(factors):,}. This changes the "
+            "approximation: entries between pieces count as zero, and KFAC computes no such factors so far. It buys: "
+            f"the most that a rank holds falls from {readable_size(before[0])} to {readable_size(after[0])}, and its "
+            f"operations from {readable_count(before[1])} to {readable_count(after[1])}."
+        )
+
+    def _largest(self, quantity: Callable[[Part], float]) -> float:
+        """Return the largest part. No rank can do with less than the one that owns it."""
+        return max(map(quantity, self.placement.parts))
+
+    def _vector_bytes(self, part: Part) -> float:
+        """Return what a rank sends in place of sums, for one batch."""
+        return self.batch * part.vectors * self.activation
+
+    def _to_owners(self, quantity: Callable[[Part], float]) -> float:
+        """Return the most that a rank sends if everything goes to its owner, and nothing to itself."""
+        own = self.placement.total(quantity)
+        return sum(own) - min(own)
+
+    def _batches_for_sums(self, parts: Iterable[Part]) -> float:
+        """Return how many batches of inputs and gradients take as many bytes as sums of dense factors."""
+        dense = [part for part in parts if part.vectors]
+        vectors = sum(self._vector_bytes(part) for part in dense)
+        return sum(part.sent for part in dense) / vectors if dense else 0.0
+
+
+def plan(
+    model: Any,
+    ranks: int,
+    *,
+    sample: Any = None,
+    max_dim: int | None = None,
+    eigen: bool = False,
+    memory: int | None = None,
+    batch: int | None = None,
+    activations: torch.dtype | None = None,
+    split: Split = None,
+) -> Plan:
+    """Say what each of many ranks will own, hold, compute and send, if blocks have owners.
+
+    Args:
+        model: A module, on any device, `meta` included; a dictionary of shapes `(d_B, d_A)` by the name of a block,
+            in which a bias counts as a column; or the name of a language model that need not be here: `"7B"`,
+            `"70B"` (Llama 2), `"405B"` (Llama 3.1) or `"8x7B"` (Mixtral).
+        ranks: How many there are.
+        sample: For a module: a batch of inputs, as in `kfs.inspect`.
+        max_dim: As in `kfs.KFAC`. By default, the sides of named models that have the size of the vocabulary are
+            diagonal, and no others.
+        eigen: Whether owners keep eigenvectors and corrected eigenvalues (`kfs.EKFAC`), or inverses.
+        memory: Bytes of a rank for all of this. The plan says how many passes over the data they allow.
+        batch: Number of data in a batch of one rank; for named models, of tokens. By default 2,048, or those of the
+            sample.
+        activations: Precision of inputs and gradients. By default that of the module, or bfloat16.
+        split: Split dense factors into diagonal pieces, of at most so many rows, or `"share"`: such that none has more
+            bytes than the mean of ranks. It changes the approximation; the plan says what it buys.
+
+    Returns:
+        A table. Printing it shows bytes and operations of ranks, traffic, and owners.
+
+    Raises:
+        ModelError: If there is no such model, or an argument is out of range.
+        DtypeError: If the model is something else.
+
+    Example:
+        >>> plan({"fc1": (3, 5), "fc2": (2, 4)}, ranks=2).owners
+        {('fc1', 'A'): 0, ('fc1', 'B'): 1, ('fc2', 'A'): 1, ('fc2', 'B'): 1}
+        >>> llama = plan("7B", ranks=64)
+        >>> llama.placement.imbalance < 1.05
+        True
+        >>> print(llama.describe().summary())
+        KFAC of Llama 2 7B on 64 ranks: 291 blocks, 6,738,415,616 parameters, 69.5 GiB of factors
+          max_dim=11008
+    """
+    numbers = {"max_dim": max_dim, "memory": memory, "batch": batch, "split": None if split == "share" else split}
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            also = ", or 'share'" if name == "split" else ""
+            raise ModelError(f"{name} is {value!r}.", f"Use an integer of at least 1{also}.")
+    if activations is not None and not isinstance(activations, torch.dtype):
+        raise ModelError(f"activations is {activations!r}.", "Use a type of PyTorch, such as torch.bfloat16.")
+    source = source_of(model, sample, max_dim, eigen)
+    placement = place(source.parts, ranks)
+    whole = None
+    if split is not None:
+        whole = placement
+        mean = sum(part.nbytes for part in whole.parts) / ranks
+        widths = {part.key: _share(part, mean) if split == "share" else split for part in whole.parts}
+        placement = place([piece for part in whole.parts for piece in part.pieces(widths[part.key])], ranks)
+    dtype = activations or source.activations
+    words = [] if source.max_dim is None else [f"max_dim={source.max_dim}"]
+    words += [] if split is None else [f"split={split!r}"]
+    return Plan(
+        f"{'EKFAC' if eigen else 'KFAC'} of {source.name}",
+        placement,
+        (", ".join(words),) if words else (),
+        batch or source.batch,
+        dtype.itemsize,
+        whole,
+        source.same_input,
+        source.uncovered,
+        memory,
+    )
+
+
+def _share(part: Part, mean: float) -> int:
+    """Return how many rows a piece may have, such that it has no more bytes than the mean of ranks."""
+    return max(1, isqrt(int(mean * part.size**2 / part.nbytes)))
+
+
+def _divided(name: str, of_ranks: list[float], largest: float, shown: Callable[[float], str]) -> tuple[str, ...]:
+    """Return a row about something that is divided among ranks."""
+    total = sum(of_ranks)
+    mean = total / len(of_ranks)
+    return name, shown(total), shown(mean), shown(max(of_ranks)), f"{max(of_ranks) / mean:.2f}", shown(largest)

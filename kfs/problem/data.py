@@ -1,0 +1,415 @@
+"""Data as users have them: pairs, loaders, mappings. How they are iterated, taken apart and moved.
+
+What a batch means to a model and a loss lives in `kfs.problem.risk`.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from kfs.errors import DataError
+from kfs.runtime import sync
+from kfs.runtime.nested import is_named_tuple, mapped, tensors_in, with_values
+
+# How many numbers of each tensor a fingerprint looks at. A prime, so that they are not all in one column of a table.
+_SAMPLE = 1021
+
+
+# What finds the mask of a batch: a key, or a function of the inputs.
+Mask = str | Callable[[Any], Tensor] | None
+_DEFAULT_MASK = "attention_mask"
+
+
+class Batch(NamedTuple):
+    """Some consecutive data.
+
+    Attributes:
+        x: What the model takes: a tensor, a tuple of arguments or a mapping; see `arguments`.
+        y: Targets, `[N, ...]`.
+        first: Index of the first datum within the data set.
+        counted: What a mean over the targets divides by; a tensor without axes if only their device knows it.
+        recorded: For a batch that belongs to a recorded computation: the index of the first datum, as a tensor without
+            axes, since it changes.
+    """
+
+    x: Any
+    y: Tensor
+    first: int
+    counted: float | Tensor = 0.0
+    recorded: Tensor | None = None
+
+    @property
+    def start(self) -> int | Tensor:
+        """The index of the first datum, whoever runs the computation."""
+        return self.first if self.recorded is None else self.recorded
+
+
+def as_batches(data: object) -> Iterable[Any]:
+    """Return an iterable of raw batches that can be iterated more than once."""
+    pair = isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor)
+    if pair or isinstance(data, Mapping):
+        return [data]
+    if not isinstance(data, Iterable) or isinstance(data, Tensor):
+        raise DataError(
+            f"data is a {type(data).__name__}.",
+            "Pass (X, y), an iterable of batches (a list, a DataLoader), or a mapping.",
+        )
+    if isinstance(data, Iterator):
+        raise DataError(
+            f"data is a {type(data).__name__}, which can be iterated only once, but curvature needs several passes.",
+            "Pass list(data), or an object that starts anew at every iteration, such as a DataLoader.",
+        )
+    return data
+
+
+def default_unpack(batch: Any) -> tuple[Any, Tensor]:
+    """Split a pair, or a mapping at its labels."""
+    if isinstance(batch, Mapping):
+        if "labels" not in batch:
+            raise DataError(
+                f"A batch is a mapping with the keys {list(batch)}, none of which is 'labels'.",
+                "Say how to split it: unpack=lambda batch: (x, y).",
+            )
+        rest = {key: value for key, value in batch.items() if key != "labels"}
+        return with_values(batch, rest), batch["labels"]
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise DataError(
+        f"A batch is a {type(batch).__name__}, expected a pair (x, y) or a mapping.",
+        "Say how to split it: unpack=lambda batch: (x, y).",
+    )
+
+
+def unpacked(unpack: Callable[[Any], Any], batch: Any) -> tuple[Any, Tensor]:
+    """Split a batch with the user's function, and refuse what is not a pair of inputs and targets."""
+    pair = unpack(batch)
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise DataError(
+            f"unpack= returned a {type(pair).__name__}, expected a pair (x, y).",
+            "Let it return both: unpack=lambda batch: (x, y).",
+        )
+    x, y = pair
+    if not isinstance(y, Tensor) or y.ndim == 0:
+        raise DataError(
+            f"The targets of a batch are {y!r:.80}, expected a tensor [N, ...].",
+            "Pass batches (x, y), or say how they are split with unpack=.",
+        )
+    return x, y
+
+
+def arguments(x: Any, model: Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments of a module for a batch's input.
+
+    A tuple or a list has the arguments. A mapping has keyword arguments if `forward` takes them; otherwise it is the
+    only argument. Everything else, named tuples included, is one argument.
+
+    Args:
+        x: The input.
+        model: Its `forward` says what it takes.
+
+    Raises:
+        DataError: If `forward` takes a mapping in neither way.
+    """
+    if not isinstance(x, Mapping):
+        return (tuple(x), {}) if type(x) in {tuple, list} else ((x,), {})
+    forward = _signature(model)
+    if forward is None:
+        return (), dict(x)
+    try:
+        forward.bind(**x)
+    except TypeError as error:
+        # Keys that are names of further arguments show that keyword arguments were meant.
+        further = list(forward.parameters)[1:]
+        if any(key in further for key in x) or not _takes_one_argument(forward):
+            raise DataError(
+                f"A batch is a mapping with the keys {list(x)}, but the model has forward{forward}: it takes neither "
+                f"these as keyword arguments ({error}), nor the mapping as its only argument.",
+                "Name the keys like the arguments of forward, or let unpack= return a tuple of arguments: "
+                "unpack=lambda batch: ((a, b), y).",
+            ) from error
+        return (x,), {}
+    return (), dict(x)
+
+
+def cut(x: Any, num_data: int, chosen: Sequence[int], batch_axis: int | None = None) -> Any:
+    """Return the inputs of some data, in this order: tensors that have a batch axis are indexed there."""
+
+    def some(t: Tensor) -> Tensor:
+        axis = axis_to_cut(t.shape, num_data, batch_axis)
+        return t if axis is None else t.index_select(axis, torch.tensor(chosen, device=t.device))
+
+    return mapped(x, some)
+
+
+def can_be_cut(x: Any, num_data: int, few: int, batch_axis: int | None = None) -> bool:
+    """Whether one may try to take the first few data of a batch apart.
+
+    Some tensor has an axis for data. And no other one may have indices of data, such as the graph that each node of a
+    batch belongs to: an accelerator does not survive an index that points beyond the first few.
+    """
+    found = [t for t in tensors_in(x) if t.layout is torch.strided]
+    if all(axis_to_cut(t.shape, num_data, batch_axis) is None for t in found):
+        return False
+    integers = [t for t in found if t.dtype != torch.bool and not (t.is_floating_point() or t.is_complex())]
+    # Tokens `[N, T]` may be as small as indices of data. On a CPU, a wrong index is an error like any other one.
+    integers = [t for t in integers if t.ndim < 2 or not t.is_cpu or axis_to_cut(t.shape, num_data, batch_axis) is None]
+    largest = [int(t.max()) for t in integers if t.numel() and len(found) > 1]
+    return not any(few <= number < num_data for number in largest)
+
+
+def axis_to_cut(shape: Sequence[int], num_data: int, batch_axis: int | None) -> int | None:
+    """Return which axis of an input is the batch axis, by its length; whether that is right shows in the audit."""
+    axes = [axis for axis, length in enumerate(shape) if length == num_data]
+    preferred = [axis for axis in (batch_axis, 0) if axis in axes]
+    if not preferred and len(axes) != 1:
+        return None
+    return (preferred or axes)[0]
+
+
+@lru_cache(maxsize=32)
+def _places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    """Return places in a large tensor, all over it, as one index for each axis."""
+    flat = torch.arange(_SAMPLE, device=device) * shape.numel() // _SAMPLE
+    return torch.unravel_index(flat, shape)
+
+
+class Fingerprint(NamedTuple):
+    """What tells a batch from others, without a copy of it.
+
+    Attributes:
+        tensors: Dtype and shape of each tensor.
+        digest: Digest of some numbers of each tensor, or of all. NaN equals NaN.
+    """
+
+    tensors: tuple[str, ...]
+    digest: str
+
+
+def fingerprint(x: Any, y: Tensor, *, complete: bool = False) -> Fingerprint:
+    """Return what tells a batch from others. It is cheap, and looks at tensors alone.
+
+    Values of sparse, nested and quantized tensors are not looked at, and there are none on `meta`. An accelerator that
+    has data is asked once.
+
+    Args:
+        x: What the model takes.
+        y: Targets.
+        complete: Whether to look at all numbers, and not at some of each tensor.
+    """
+    found = [t.detach() for t in (*tensors_in(x), y) if not t.is_nested]
+    samples: dict[torch.device, list[Tensor]] = {}
+    for t in found:
+        if t.layout is torch.strided and not t.is_quantized and not t.is_meta:
+            samples.setdefault(t.device, []).append(_as_bytes(t if complete else _some_numbers(t)))
+    hashed = hashlib.blake2b(digest_size=16)
+    for on_device in samples.values():
+        chosen = torch.cat(on_device)
+        with sync.waiting_allowed():
+            hashed.update(chosen.cpu().numpy().tobytes())
+    return Fingerprint(tuple(f"{t.dtype} {list(t.shape)}" for t in found), hashed.hexdigest())
+
+
+def values_digest(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of values of parameters, rounded to float32; empty for special tensors."""
+    found = list(tensors)
+    if any(type(t) not in {Tensor, Parameter} or t.is_meta for t in found):
+        return ""
+    return fingerprint([_some_numbers(t.detach()).float() for t in found], torch.empty(0)).digest
+
+
+def _some_numbers(t: Tensor) -> Tensor:
+    """Return all numbers of a small tensor, or some of a large one."""
+    return t[_places(t.shape, t.device)] if t.numel() > _SAMPLE else t
+
+
+def _as_bytes(t: Tensor) -> Tensor:
+    """Return the numbers of a tensor as bytes."""
+    return t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def repeatably(data: Iterable[Any]) -> Iterator[Any]:
+    """Iterate such that random numbers used for it (shuffling, augmentation) are the same every time, and no others."""
+    generators = [torch.default_generator, *_own_generators(data)]
+    iterator, position = None, 0
+    while True:
+        with _seeded(generators, position):
+            iterator = iter(data) if iterator is None else iterator
+            try:
+                raw = next(iterator)
+            except StopIteration:
+                return
+        yield raw
+        position += 1
+
+
+def _own_generators(loader: object) -> list[torch.Generator]:
+    """Return the random generators that a loader and its samplers were given."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+@contextmanager
+def _seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
+    """Seed generators in this context, and leave them as before."""
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _signature(model: Module) -> inspect.Signature | None:
+    """Return what a module's `forward` takes; `None` if nobody knows, as for traced modules."""
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:
+        return None
+    anything = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    if all(parameter.kind in anything for parameter in signature.parameters.values()):
+        for name in ("_orig_mod", "module"):  # compiled, or run in parallel: what is inside decides
+            inside = getattr(model, name, None)
+            if isinstance(inside, Module):
+                return _signature(inside)
+    return signature
+
+
+def _takes_one_argument(forward: inspect.Signature) -> bool:
+    """Whether one positional argument is enough."""
+    try:
+        forward.bind(None)
+    except TypeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class MaskSource:
+    """Where a batch has its mask, which says which positions of its inputs are there, and which ones are padding.
+
+    Attributes:
+        mask: A key of a batch that is a mapping, or a function of the inputs. `None` for `attention_mask`, if there is
+            a tensor `[N, S]` of booleans or integers of that name.
+    """
+
+    mask: Mask = None
+
+    @property
+    def name(self) -> str:
+        """The name of the mask, for messages."""
+        return self.mask if isinstance(self.mask, str) else _DEFAULT_MASK if self.mask is None else "mask="
+
+    def find(self, x: Any, num_data: int) -> Tensor | None:
+        """Return the mask of a batch's inputs, booleans `[N, S]`; `None` if there is none.
+
+        Raises:
+            DataError: If the mask that was asked for is not there, or has another shape.
+        """
+        given = self.mask(x) if callable(self.mask) else _named(x, self.name)
+        if self.mask is None:
+            if given is None or given.ndim != 2 or len(given) != num_data or given.is_floating_point():
+                return None
+            return given != 0 if given.layout is torch.strided else None
+        if not isinstance(given, Tensor) or given.ndim != 2 or len(given) != num_data:
+            found = f"has shape {list(given.shape)}" if isinstance(given, Tensor) else f"is {given!r}"
+            raise DataError(
+                f"The mask of a batch of {num_data} data ({self.name!r}) {found}.",
+                "Let mask= be the name of a tensor [N, S] in the batch, or a function that returns one: 1 or True at "
+                "positions that are there, 0 or False at padding.",
+            )
+        return given != 0
+
+    def name_in(self, x: Any, num_data: int) -> str:
+        """Return the name of the mask in a batch's inputs; empty if there is none."""
+        return "" if self.find(x, num_data) is None else self.name
+
+    def replaced(self, x: Any, mask: Tensor) -> Any:
+        """Return the inputs with another mask; `None` if it is not a tensor among them."""
+        return None if callable(self.mask) else _replaced(x, self.name, mask)
+
+
+def _named(x: Any, name: str) -> Tensor | None:
+    """Return the tensor with a name in a mapping, or in a mapping among some arguments."""
+    if isinstance(x, Mapping):
+        found = x.get(name)
+        return found if isinstance(found, Tensor) else None
+    if type(x) in {tuple, list}:
+        inside = (_named(part, name) for part in x if isinstance(part, (Mapping, tuple, list)))
+        return next((found for found in inside if found is not None), None)
+    return None
+
+
+def _replaced(x: Any, name: str, value: Tensor) -> Any:
+    """Return inputs with another tensor in place of the one with a name; `None` if there is none."""
+    if isinstance(x, Mapping):
+        found = x.get(name)
+        return with_values(x, {**x, name: value.to(found.dtype)}) if isinstance(found, Tensor) else None
+    if type(x) in {tuple, list}:
+        for place, part in enumerate(x):
+            changed = _replaced(part, name, value) if isinstance(part, (Mapping, tuple, list)) else None
+            if changed is not None:
+                return type(x)((*x[:place], changed, *x[place + 1 :]))
+    return None
+
+
+def move(x: Any, device: torch.device) -> Any:
+    """Move all tensors in a batch's input to a device."""
+    if isinstance(x, Mapping):
+        return with_values(x, {key: move(value, device) for key, value in x.items()})
+    if type(x) in {tuple, list}:
+        return type(x)(move(value, device) for value in x)
+    if isinstance(x, Tensor):
+        # A copy to a GPU need not be waited for; see `copies_end`. One from there must be complete before it is read.
+        return x.to(device, non_blocking=x.is_cpu and device.type == "cuda")
+    if hasattr(x, "to"):  # packed sequences
+        return x.to(device)
+    return type(x)(*(move(value, device) for value in x)) if is_named_tuple(x) else x
+
+
+def moved(x: Any, y: Tensor, first: int, device: torch.device, count: Callable[[Tensor], float | Tensor]) -> Batch:
+    """Return a batch on a device.
+
+    Args:
+        x: Inputs.
+        y: Targets.
+        first: Index of the first datum.
+        device: Where to.
+        count: Counts what a mean over the targets divides by.
+
+    Raises:
+        DataError: If they have no values.
+    """
+    try:
+        y = move(y, device)
+        return Batch(move(x, device), y, first, count(y))
+    except NotImplementedError as error:
+        if "meta" not in str(error):
+            raise
+        raise DataError(
+            "A batch is on the meta device, where tensors have shapes but no values.",
+            f"Pass data with values: the model is on {device}.",
+        ) from error
+
+
+def copies_end(x: Any, y: Tensor, device: torch.device) -> Callable[[], None]:
+    """Return what waits until a batch that was just moved to a device may be overwritten where it was.
+
+    Copies from pinned memory are made while the host goes on. A loader may use this memory for its next batch.
+    """
+    if device.type == "cuda" and any(t.is_pinned() for t in (*tensors_in(x), y)):  # pragma: no cover (tested on a GPU)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event.synchronize
+    return lambda: None

@@ -1,0 +1,237 @@
+"""Data split over ranks: consecutive, without padding, and with the index that each datum has among all data."""
+
+import hashlib
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, islice
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from kfs.distributed.ranks import Group, Ranks
+from kfs.errors import DataError, DistributedError
+from kfs.problem.data import as_batches, axis_to_cut, default_unpack, fingerprint, repeatably, unpacked
+from kfs.runtime.nested import mapped, tensors_in
+
+Unpack = Callable[[Any], tuple[Any, Tensor]]
+_SAME_DATA = (
+    "Pass all data to kfs.shard, the same in all processes. If each process has data of its own, pass them to "
+    "EmpiricalRisk(..., group=group) as they are."
+)
+
+
+class Shard:
+    """The data of this process, among those of all. Made by `shard`; pass it to `EmpiricalRisk`.
+
+    Attributes:
+        batches: The batches of this process, which may be none.
+        ranks: The processes that share the data.
+        start: Index of the first datum among all data.
+        stop: End of the half-open range of data, `start` to `stop`.
+        num_data: Number of all data.
+    """
+
+    def __init__(self, batches: Iterable[Any], ranks: Ranks, start: int, stop: int, num_data: int) -> None:
+        self.batches = batches
+        self.ranks = ranks
+        self.start = start
+        self.stop = stop
+        self.num_data = num_data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+    def __repr__(self) -> str:
+        which = f"data {self.start} to {self.stop - 1}" if self.stop > self.start else "no data"
+        return f"Shard of rank {self.ranks.rank} of {self.ranks.size}: {which} of {self.num_data}"
+
+
+def shard(data: object, group: Group | None, unpack: Unpack | None = None) -> Shard:
+    """Split data over the processes of a group: consecutive data for each rank, and every datum once.
+
+    One batch, `(X, y)` or a mapping, is cut along its batch axis, without copies. So are the indices that a
+    `DataLoader` would load: each process loads its own data only, in batches of the same size, in the order in which
+    the loader would give them to a single process. Other iterables of batches are split between batches, as evenly as
+    these allow, and each process iterates over all of them to find its own.
+
+    Args:
+        data: All data, the same in all processes, as for `EmpiricalRisk`.
+        group: A process group such as `torch.distributed.group.WORLD`, or a device mesh with one axis. `None` for this
+            process alone, which keeps all data.
+        unpack: As for `EmpiricalRisk`.
+
+    Returns:
+        The data of this process. `EmpiricalRisk(model, loss, shard)` knows the group by it.
+
+    Raises:
+        DataError: If the data cannot be split, or were split by a `DistributedSampler`.
+        DistributedError: If data differ between processes, or `torch.distributed` was not initialized.
+
+    Example:
+        >>> import torch
+        >>> shard((torch.rand(10, 3), torch.rand(10, 2)), None)
+        Shard of rank 0 of 1: data 0 to 9 of 10
+    """
+    if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise DistributedError(
+            f"There are {os.environ['WORLD_SIZE']} processes, but torch.distributed was not initialized.",
+            "Call torch.distributed.init_process_group() first; torch.distributed.group.WORLD is None before.",
+        )
+    if isinstance(data, Shard):
+        raise DataError("The data are a shard already.", "Pass all data to kfs.shard.")
+    ranks = Ranks(group)
+    with ranks.agreed("kfs.shard"):
+        refuse_distributed_sampler(data)
+        batches = as_batches(data)
+        if batches is not data:
+            return _of_one_batch(data, ranks, unpack or default_unpack)
+        if isinstance(data, DataLoader) and _loads_by_index(data):
+            return _of_loader(data, ranks)
+        return _of_batches(batches, ranks, unpack or default_unpack)
+
+
+def part_of(data: object, group: Group | None) -> tuple[Ranks, object, int | None]:
+    """Return who shares data, the part of this process, and where it starts among all data; `None` if nobody knows.
+
+    Args:
+        data: A shard, or the data of this process.
+        group: The group that was given with them; a shard knows its own.
+
+    Raises:
+        DistributedError: If these are different groups.
+        DataError: If a `DistributedSampler` has split the data.
+    """
+    ranks = Ranks(group)
+    if isinstance(data, Shard):
+        if group is not None and ranks.group is not data.ranks.group:
+            raise DistributedError(
+                "The data are a shard for other processes than those of the group.",
+                "Leave group= out, or pass the group of kfs.shard(data, group).",
+            )
+        return data.ranks, data.batches, data.start
+    if not ranks.are_several:
+        return ranks, data, 0
+    with ranks.agreed("data of a risk"):
+        refuse_distributed_sampler(data)
+    return ranks, data, None
+
+
+def refuse_distributed_sampler(data: object) -> None:
+    """Refuse a loader that takes every so-manieth datum, and some of them twice.
+
+    Raises:
+        DataError: If its sampler is a `DistributedSampler`.
+    """
+    owners = (data, getattr(data, "batch_sampler", None))
+    if any(isinstance(getattr(owner, "sampler", None), DistributedSampler) for owner in owners):
+        raise DataError(
+            "The loader has a DistributedSampler, which repeats data until all processes have as many, and does not "
+            "keep their order.",
+            "Leave the sampler out, and pass the loader of all data to kfs.shard(loader, group).",
+        )
+
+
+def _loads_by_index(loader: "DataLoader[Any]") -> bool:
+    """Whether batches are those that the loader's batch sampler asks the data set for."""
+    as_usual = type(loader).__iter__ is DataLoader.__iter__ and not isinstance(loader.dataset, IterableDataset)
+    return as_usual and loader.batch_sampler is not None
+
+
+def _bounds(ranks: Ranks, num_data: int) -> tuple[int, int]:
+    """Return the half-open range of data of this rank; ranges differ by at most one datum."""
+    return ranks.rank * num_data // ranks.size, (ranks.rank + 1) * num_data // ranks.size
+
+
+def _of_one_batch(batch: Any, ranks: Ranks, unpack: Unpack) -> Shard:
+    """Cut a batch along its batch axis."""
+    x, y = unpacked(unpack, batch)
+    ranks.same("The data", fingerprint(x, y), _SAME_DATA)
+    start, stop = _bounds(ranks, len(y))
+    if all(axis_to_cut(t.shape, len(y), None) is None for t in tensors_in(x)):
+        raise DataError(
+            f"No tensor of the inputs has an axis of length {len(y)}, one for every target.",
+            "Pass a list of batches, which is split between batches.",
+        )
+
+    def cut(t: Tensor) -> Tensor:
+        axis = axis_to_cut(t.shape, len(y), None)
+        return t if axis is None else t.narrow(axis, start, stop - start)
+
+    return Shard([mapped(batch, cut)] if stop > start else [], ranks, start, stop, len(y))
+
+
+def _of_loader(loader: "DataLoader[Any]", ranks: Ranks) -> Shard:
+    """Cut the indices that a loader would load."""
+    of_indices = DataLoader(_Indices(), batch_sampler=loader.batch_sampler, collate_fn=list, generator=loader.generator)
+    order = list(repeatably(of_indices))
+    digest = hashlib.blake2b(repr(order).encode(), digest_size=16).hexdigest()
+    num_data = sum(map(len, order))
+    ranks.same("The data", {"data": num_data, "order": digest}, _SAME_DATA)
+    start, stop = _bounds(ranks, num_data)
+    mine = []
+    ends = list(accumulate(map(len, order)))
+    for indices, end in zip(order, ends, strict=True):
+        first = end - len(indices)
+        mine.append(indices[max(start - first, 0) : max(stop - first, 0)])
+    own = DataLoader(
+        loader.dataset,
+        batch_sampler=[indices for indices in mine if indices],
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+    return Shard(own, ranks, start, stop, num_data)
+
+
+def _of_batches(batches: Iterable[Any], ranks: Ranks, unpack: Unpack) -> Shard:
+    """Split an iterable between batches."""
+    sizes = []
+    first = None
+    for batch in repeatably(batches):
+        x, y = unpacked(unpack, batch)
+        first = fingerprint(x, y) if first is None else first
+        sizes.append(len(y))
+    ranks.same("The data", {"batches": sizes, "first batch": first}, _SAME_DATA)
+    edges = [0, *accumulate(sizes)]
+    num_data = edges[-1]
+    places = [_nearest(edges, bound) for bound in _bounds(ranks, num_data)]
+    return Shard(_Some(batches, *places), ranks, edges[places[0]], edges[places[1]], num_data)
+
+
+def _nearest(edges: Sequence[int], bound: int) -> int:
+    """Return the place of the edge that is nearest to a bound. The ends have edges of their own."""
+    place = bisect_left(edges, bound)
+    if bound - edges[max(place - 1, 0)] < edges[place] - bound:
+        place -= 1
+    return len(edges) - 1 if bound == edges[-1] else place
+
+
+class _Some:
+    """Some consecutive batches of an iterable, which is iterated anew every time."""
+
+    def __init__(self, batches: Iterable[Any], start: int, stop: int) -> None:
+        self._batches = batches
+        self._start = start
+        self._stop = stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._batches), self._start, self._stop)
+
+
+class _Indices(Dataset[Any]):
+    """A data set that has its indices as data."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return index

@@ -1,0 +1,171 @@
+"""Data that are iterated several times must be the same every time: what is checked of that.
+
+Each process counts its own data. Those of all processes together are counted by `count_all`.
+"""
+
+from math import isclose
+from typing import cast
+
+from torch import Tensor
+
+from kfs.distributed import Ranks
+from kfs.errors import DataError
+from kfs.problem.data import Fingerprint
+from kfs.runtime.sync import number
+
+
+class SameData:
+    """Remembers what the first complete pass over data has seen, and refuses another pass that differs.
+
+    Args:
+        announced: Number of data, if somebody knows it beforehand.
+        ranks: The processes that share the data.
+        start: Index of this process's first datum among all data; `None` if all processes have to count first.
+
+    Attributes:
+        counted: Number of data, and what a mean over them divides by; `None` before the first complete pass.
+        counted_by_all: The same for all processes together; `None` before `count_all`.
+        start: As above.
+    """
+
+    def __init__(self, announced: int | None = None, ranks: Ranks | None = None, start: int | None = 0) -> None:
+        """Know nothing else.
+
+        Raises:
+            DataError: If the number of data is not one.
+        """
+        if announced is not None and (type(announced) is not int or announced < 1):
+            raise DataError(f"num_data is {announced!r}.", "Pass a positive integer, or leave it out.")
+        self._announced = announced
+        self.counted: tuple[int, float] | None = None
+        self.counted_by_all: tuple[int, float] | None = None
+        self.start = start
+        self._ranks = Ranks() if ranks is None else ranks
+        self._first_batch: Fingerprint | None = None
+
+    @property
+    def known_number(self) -> int | None:
+        """Number of data: the counted or the announced one; `None` if it is not known."""
+        if self.counted_by_all is not None:
+            return self.counted_by_all[0]
+        if self._ranks.are_several:
+            return None
+        return self._announced if self.counted is None else self.counted[0]
+
+    def count_all(self, mean: bool) -> tuple[int, float]:
+        """Add up what all processes have counted, and find the place of this one's data among all of them.
+
+        Args:
+            mean: Whether the loss is such a mean.
+
+        Raises:
+            DataError: If there are no data at all, or none that count.
+        """
+        every = self._ranks.gather("counting", (*cast("tuple[int, float]", self.counted), self.start))
+        start = 0
+        for rank, (num_data, _, announced) in enumerate(every):
+            if announced not in {None, start}:
+                raise DataError(
+                    f"The ranks before rank {rank} have {start} data, but its shard starts at datum {announced}.",
+                    "Pass data to kfs.shard that give the same batches every time.",
+                )
+            if rank == self._ranks.rank:
+                self.start = start
+            start += num_data
+        count = float(sum(count for _, count, _ in every))
+        _refuse_empty(start, count, mean)
+        self.counted_by_all = start, count
+        return self.counted_by_all
+
+    def extrapolate(self, first: int, num_data: int, count: float | Tensor) -> bool:
+        """Count all data as the first batch of them, if their number was announced. Complete passes check that later.
+
+        Args:
+            first: Index of the batch's first datum.
+            num_data: Number of data in the batch.
+            count: What a mean over the batch divides by.
+
+        Returns:
+            Whether that was possible. If nothing in the batch counts, it says nothing about the others.
+        """
+        if self._announced is None or first > 0:
+            return False
+        per_datum = number(count) / num_data
+        if per_datum == 0:
+            return False
+        self.counted = self._announced, self._announced * per_datum
+        return True
+
+    def check_first_batch(self, seen: Fingerprint) -> None:
+        """Refuse data whose first batch differs from that of the first complete pass over them.
+
+        Raises:
+            DataError: If it differs.
+        """
+        before = self._first_batch
+        if before is None or seen == before:
+            return
+        if seen.tensors != before.tensors:
+            cause = (
+                f"The first batch had the tensors {', '.join(before.tensors)}, and has {', '.join(seen.tensors)} now."
+            )
+        else:
+            cause = "The first batch has other values than in the first pass over the data."
+        raise DataError(
+            cause,
+            "Pass data that give the same batches in the same order every time: draw random numbers for them with "
+            "PyTorch, not NumPy, or pass list(data). After changing data on purpose, make a new EmpiricalRisk.",
+        )
+
+    def check_count(self, num_data: int, count: float | Tensor, mean: bool, first_batch: Fingerprint | None) -> None:
+        """Remember what a complete pass over the data has counted, and refuse data that are empty or have changed.
+
+        Args:
+            num_data: Number of data.
+            count: What a mean over them divides by.
+            mean: Whether the loss is such a mean.
+            first_batch: Tells the first batch from others.
+
+        Raises:
+            DataError: If there are no data, or others than before.
+        """
+        count = number(count)
+        if not self._ranks.are_several:  # others may have data
+            _refuse_empty(num_data, count, mean)
+        if self._announced not in {None, num_data}:
+            raise DataError(
+                f"num_data is {self._announced}, but the data have {num_data} targets.",
+                "Pass the number of data in all batches together, or leave it out.",
+            )
+        if self.counted is None:
+            self.counted = (num_data, count)
+        if num_data != self.counted[0]:
+            raise DataError(
+                f"The data had {self.counted[0]} targets at first, and {num_data} now.",
+                "Pass data that can be iterated repeatedly with the same result.",
+            )
+        # Weights are summed up in floating point, so that another order of the data gives another last digit.
+        if mean and self._announced and not isclose(count, self.counted[1], rel_tol=1e-6):
+            raise DataError(
+                f"A mean over all data divides by {count:g}, but by {self.counted[1]:g} if all data are like those of "
+                "the first batch: some targets are ignored, or weighted, or longer.",
+                "Leave num_data out, so that all targets are counted first.",
+            )
+        if mean and not isclose(count, self.counted[1], rel_tol=1e-6):
+            raise DataError(
+                f"The mean was over {self.counted[1]:g} targets at first, and is over {count:g} now: targets or "
+                "weights have changed.",
+                "Make a new EmpiricalRisk after such a change.",
+            )
+        self._first_batch = first_batch
+
+
+def _refuse_empty(num_data: int, count: float, mean: bool) -> None:
+    """Refuse data of which there are none, or none that count."""
+    if num_data == 0:
+        raise DataError("The data set is empty.", "Pass at least one batch with at least one datum.")
+    if mean and count == 0:
+        raise DataError(
+            "No target counts: all of them are ignored or have weight zero, so that their mean is 0/0.",
+            "Pass data with targets that count, or use reduction='sum'.",
+        )

@@ -1,0 +1,236 @@
+"""Synchronization of the host with an accelerator, and checks of data that do not need it.
+
+A pass over data reads numbers from a device only through this module.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+
+from kfs.errors import DataError
+
+T = TypeVar("T")
+_constants: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
+_MOST = 64  # so many constants are kept
+_ERROR = 2  # PyTorch's number for the debug mode in which operations that wait are errors
+
+
+def runs_behind(device: torch.device) -> bool:
+    """Whether asking a device for a number means to wait for it."""
+    return device.type not in {"cpu", "meta"}
+
+
+def numbers(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the values of tensors without axes; an accelerator is asked once for all of them.
+
+    Example:
+        >>> numbers([torch.tensor(2), torch.tensor(0.5)])
+        [2.0, 0.5]
+    """
+    if not tensors:
+        return []
+    device = tensors[0].device
+    with waiting_allowed():
+        values: list[float] = torch.stack([t.to(device, torch.float64) for t in tensors]).tolist()
+    return values
+
+
+class Message:
+    """Booleans on their way from a device to the host, which does other things until it needs them.
+
+    Args:
+        flags: The booleans, `[n]`. They may change afterwards.
+
+    Example:
+        >>> message = Message(torch.tensor([True, False]))
+        >>> message.read()
+        [True, False]
+    """
+
+    def __init__(self, flags: Tensor) -> None:
+        """Start a copy, without waiting for it."""
+        self._event: torch.cuda.Event | None = None
+        if flags.is_cuda:  # pragma: no cover (tested on a GPU)
+            self._flags = flags.to("cpu", non_blocking=True)  # PyTorch takes pinned memory for this.
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(flags.device))
+        else:
+            self._flags = flags.clone()
+
+    def read(self) -> list[bool]:
+        """Return the booleans. This waits if the copy is not complete."""
+        with waiting_allowed():
+            if self._event is not None:  # pragma: no cover (tested on a GPU)
+                self._event.synchronize()
+            flags: list[bool] = self._flags.tolist()
+        return flags
+
+
+def counting(size: int, device: torch.device) -> Tensor:
+    """Return the integers from zero on, as a tensor that nobody changes; an accelerator makes it once."""
+    return _kept(("counting", size, torch.int64, device), lambda: torch.arange(size, device=device))
+
+
+def ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return ones, as a tensor that nobody changes; an accelerator makes it once."""
+    return _kept(("ones", size, dtype, device), lambda: torch.ones(size, dtype=dtype, device=device))
+
+
+def _kept(key: tuple[str, int, torch.dtype, torch.device], make: Callable[[], Tensor]) -> Tensor:
+    """Return a constant, and keep it for the next one who asks."""
+    found = _constants.get(key)
+    if found is None:
+        found = unwrapped(make())
+        # What is made while a computation is recorded has no values yet.
+        if runs_behind(key[3]) and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _constants[key] = found
+            if len(_constants) > _MOST:
+                _constants.pop(next(iter(_constants)), None)  # another thread may have been faster
+    return found
+
+
+def unwrapped(constant: Tensor) -> Tensor:
+    """Return a constant as others find it who keep it: `torch.func` wraps all that is made inside of its transforms."""
+    while is_functorch_wrapped_tensor(constant):
+        constant = get_unwrapped(constant)
+    return constant
+
+
+def number(value: float | Tensor) -> float:
+    """Return a number that may be a tensor without axes; an accelerator is asked for it."""
+    return numbers([value])[0] if isinstance(value, Tensor) else value
+
+
+def side_by_side(one: Callable[[], T], other: Callable[[], T]) -> tuple[T, T]:
+    """Compute two things that do not need each other; a recorded computation runs them at the same time."""
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return one(), other()
+    # What they share was made before, and nobody reads results before both are complete.
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()  # pragma: no cover (tested on a GPU)
+    side.wait_stream(main)  # pragma: no cover
+    with torch.cuda.stream(side):  # pragma: no cover
+        first = one()
+    second = other()  # pragma: no cover
+    main.wait_stream(side)  # pragma: no cover
+    return first, second  # pragma: no cover
+
+
+@contextmanager
+def waiting_allowed() -> Iterator[None]:
+    """Wait on purpose: PyTorch's debug mode for synchronization says nothing in this context."""
+    before = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+    if not before:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("default")  # pragma: no cover (tested on a GPU)
+    try:  # pragma: no cover
+        yield
+    finally:  # pragma: no cover
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def noticed_waits() -> Iterator[list[str]]:  # pragma: no cover (tested on a GPU)
+    """Collect what PyTorch says about operations in this context that wait for a GPU; other warnings are passed on.
+
+    The list is complete after the context. Operations that wait are an error if PyTorch's debug mode says so.
+    """
+    waits: list[str] = []
+    before = torch.cuda.get_sync_debug_mode()
+    if before == _ERROR:
+        yield waits
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    for one in caught:
+        text = str(one.message)
+        if text.startswith("called a synchronizing"):
+            waits.append(text)
+        elif not text.startswith("Synchronization debug mode is a prototype"):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+
+
+# Larger than the index of any datum, and exact in float64.
+_NONE = 2**52
+
+
+class Flags:
+    """Remembers the first datum that failed a check.
+
+    Args:
+        device: Where checks are made.
+
+    Example:
+        >>> flags = Flags(torch.device("cpu"))
+        >>> flags.note(torch.tensor([False, True, True]), first=10)
+        >>> flags.first_bad()
+        11
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._first = torch.full((), _NONE, dtype=torch.int64, device=device)
+
+    def clear(self) -> None:
+        """Forget all of them. They stay where a recorded computation finds them."""
+        self._first.fill_(_NONE)
+
+    def note(self, bad: Tensor | None, first: int | Tensor) -> None:
+        """Take note of data that failed a check.
+
+        Args:
+            bad: Booleans, `[N]`; `None` if none of them can.
+            first: Index of the first of these data; a tensor if the computation is recorded.
+        """
+        if bad is None:
+            return
+        index = counting(len(bad), bad.device) + first
+        found = torch.where(bad, index, _NONE).amin()
+        torch.minimum(self._first, found.to(self._first.device), out=self._first)
+
+    def first_bad(self) -> int | None:
+        """Return the index of the first datum that failed a check; `None` if there is none. This waits."""
+        (first,) = numbers([self._first])
+        return None if first == _NONE else int(first)
+
+
+def refuse_not_finite(f: Tensor, first: int) -> None:
+    """Refuse predictions `[N, ...]` with NaN or positive infinity, at once.
+
+    Args:
+        f: Predictions.
+        first: Index of the first datum.
+
+    Raises:
+        DataError: If there is one.
+    """
+    if f.numel() == 0 or f.amax().isfinite():
+        return
+    bad = not_finite(f).nonzero()
+    if len(bad):
+        raise DataError(
+            f"The prediction for datum {first + int(bad[0, 0])} is not finite.",
+            "Look for NaN or infinity in the data or the parameters.",
+        )
+
+
+def not_finite(f: Tensor) -> Tensor:
+    """Return which predictions `[N, ...]` have NaN or positive infinity (negative infinity masks a class), `[N]`.
+
+    Example:
+        >>> not_finite(torch.tensor([[0.0, -torch.inf], [torch.nan, 1.0]])).tolist()
+        [False, True]
+    """
+    if f[:1].numel() == 0:
+        return torch.zeros(len(f), dtype=torch.bool, device=f.device)
+    largest = f.amax(tuple(range(1, f.ndim))) if f.ndim > 1 else f
+    return (largest < torch.inf).logical_not_()

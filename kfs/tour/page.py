@@ -1,0 +1,193 @@
+"""The page: what was verified, where KFAC is exact, the document's figures, things to play with, and real data."""
+
+import ast
+import base64
+import io
+import tempfile
+from collections.abc import Callable, Sequence
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from kfs.conformance.cases import EXACT
+from kfs.plots import linearized_rosenbrock, synthetic_fisher, synthetic_hessian, synthetic_kfac
+from kfs.tour import digits, mislabelled, play, structure_errors
+from kfs.tour.run import Report, by_claim, chapters
+from kfs.version import __version__
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CAPTIONS = {
+    "linearized_rosenbrock": "The Rosenbrock function and its partially linearized, convex version around an anchor.",
+    "synthetic_hessian_cvec": "Hessian and GGN of a small net, flattened by columns; lines mark parameters.",
+    "synthetic_hessian_rvec": "The same, flattened by rows: entries change places within blocks.",
+    "synthetic_fisher_cvec": "GGN, Monte Carlo Fisher with one and a hundred samples, exact and empirical Fisher.",
+    "synthetic_fisher_rvec": "The same, flattened by rows.",
+    "synthetic_fisher_convergence": "The Monte Carlo Fisher converges to the GGN with the root of the samples.",
+    "synthetic_kfac_cvec": "Exact blocks and KFAC, for the GGN, the Monte Carlo and the empirical Fisher.",
+    "synthetic_kfac_rvec": "The same, flattened by rows.",
+    "structure_errors": "Errors of structures against exact blocks of a small convolutional network.",
+}
+_MISSING = {
+    "matplotlib": "Left out: figures. They need matplotlib: pip install matplotlib",
+    "sklearn": "Left out: digits. They need scikit-learn: pip install scikit-learn",
+}
+Step = Callable[[str], None]
+
+
+def write_report(out: Path, reports: Sequence[Report], quick: bool = False, step: Step = lambda _: None) -> Path:
+    """Compute what remains, and write everything into one page.
+
+    Args:
+        out: The folder; it is made if it is missing.
+        reports: What running the definitions gave.
+        quick: Whether to leave out what takes long.
+        step: Is told what is done next.
+
+    Returns:
+        The page.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    sections = {"What was verified": _verified(reports), "Where KFAC is exact, and why": _exact()}
+    if find_spec("matplotlib") is None:
+        sections["Figures"] = f"<p>{escape(_MISSING['matplotlib'])}</p>"
+    else:
+        step("figures")
+        sections["Figures"] = _figures(quick)
+    step("things to play with")
+    data = play.play_data(quick)
+    sections["Play"] = "\n".join(play.fragment(name, data[name]) for name in play.TITLES)
+    if find_spec("sklearn") is None:
+        sections["Digits"] = f"<p>{escape(_MISSING['sklearn'])}</p>"
+    else:
+        step("digits")
+        sections["Digits"] = _digits(digits.examine(quick))
+        step("influence")
+        sections["Influence"] = mislabelled.section(mislabelled.examine(quick))
+    target = out / "report.html"
+    target.write_text(_page(sections), encoding="utf-8")
+    return target
+
+
+def left_out() -> list[str]:
+    """Return what the page leaves out because a package is missing, and how to install it."""
+    return [sentence for package, sentence in _MISSING.items() if find_spec(package) is None]
+
+
+def _page(sections: dict[str, str]) -> str:
+    places = {title: title.split(",", maxsplit=1)[0].lower().replace(" ", "-") for title in sections}
+    links = "".join(f'<a href="#{place}">{escape(title)}</a>' for title, place in places.items())
+    body = "\n".join(
+        f'<section id="{places[title]}"><h2>{escape(title)}</h2>\n{text}\n</section>'
+        for title, text in sections.items()
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>The curvature of a neural network</title><style>{play.asset("report.css")}{play.asset("play.css")}</style></head>
+<body>
+<h1>The curvature of a neural network</h1>
+<p>Everything here was computed, verified and drawn by <code>kfs tour</code>, version {__version__}.</p>
+<nav>{links}</nav>
+{body}
+<script>{play.asset("play.js")}</script>
+</body></html>
+"""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
+    """Return a table; cells are text, and some columns are numbers."""
+    kinds = [' class="number"' if place in numbers else "" for place in range(len(head))]
+    top = "".join(f"<th{kind}>{escape(cell)}</th>" for kind, cell in zip(kinds, head, strict=True))
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
+
+
+def _verified(reports: Sequence[Report]) -> str:
+    """Show every claim with its number of cases and largest error."""
+    rows = []
+    for report in reports:
+        for claim, checks in by_claim(report.checks).items():
+            errors = [check.error for check in checks if check.error is not None]
+            rows.append((report.name, claim, str(len(checks)), f"{max(errors):.1e}" if errors else ""))
+    failed = "".join(
+        f'<p class="failed">{escape(r.name)} failed: {escape(r.failure)}</p>' for r in reports if r.failure is not None
+    )
+    claims = sum(len(report.checks) for report in reports)
+    table = _table(("definition", "what was verified", "cases", "largest error"), rows, numbers=(2, 3))
+    words = f"<p>{len(reports)} files, {claims} claims, all checked in double precision.</p>"
+    return f"{words}{failed}<details><summary>all of them</summary>{table}</details>"
+
+
+def _exact() -> str:
+    """Say where KFAC is exact: the files that verify it, and the settings of the conformance kit."""
+    items = []
+    for file in chapters()["Where KFAC is exact"]:
+        docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        items.append(f"<li>{escape(docstring.partition(chr(10))[0])} <code>{file.name}</code></li>")
+    rows = [(case.name, ", ".join(case.sharings), ", ".join(case.fishers), case.why) for case in EXACT]
+    table = _table(("setting", "weight sharing", "curvature", "why"), rows)
+    return f"<ul>{''.join(items)}</ul><details><summary>settings of the conformance kit</summary>{table}</details>"
+
+
+def _figures(quick: bool) -> str:
+    """Draw all figures, and put them into the page itself."""
+    modules = (linearized_rosenbrock, synthetic_hessian, synthetic_fisher, synthetic_kfac)[: 1 if quick else None]
+    parts = []
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [path for module in modules for path in module.draw(folder, ("png",))]
+        if not quick:
+            structure_errors.draw(Path(folder) / "structure_errors.png")
+            paths.append(Path(folder) / "structure_errors.png")
+        for path in paths:
+            parts.append(_figure(path.read_bytes(), CAPTIONS.get(path.stem, path.stem)))
+    return "\n".join(parts)
+
+
+def _figure(image: bytes, caption: str) -> str:
+    """Put a picture into the page itself."""
+    source = f"data:image/png;base64,{base64.b64encode(image).decode()}"
+    picture = f'<img alt="{escape(caption)}" src="{source}">'
+    return f"<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _plots(found: digits.Digits) -> str:
+    """Draw what layers cost, factors, eigenvalues, how a solver converges, and errors of structures."""
+    from matplotlib import pyplot  # noqa: PLC0415 (optional)
+
+    plots = {
+        "What its factors take, by kfs.inspect(model, X).plot().": found.inspection.plot()[0],
+        "Its Kronecker factors, by K.plot().": found.factors.plot()[0],
+        "Eigenvalues of its blocks, and what damping adds, by K.plot_spectrum().": found.factors.plot_spectrum(),
+        "Eigenvalues of its Hessian, by kfs.operators.spectral_density(Hessian).plot().": found.density.plot(),
+        "Conjugate gradients with its damped GGN, by kfs.operators.solve(A, b).plot().": found.solution.plot(),
+        "Errors of structures, by kfs.compare(risk).plot().": found.comparison.plot(),
+    }
+    parts = []
+    for caption, axes in plots.items():
+        image = io.BytesIO()
+        figure = cast("Figure", axes.figure)
+        figure.savefig(image, dpi=150)
+        pyplot.close(figure)
+        parts.append(_figure(image.getvalue(), caption))
+    return "\n".join(parts)
+
+
+def _digits(found: digits.Digits) -> str:
+    """Show errors layer by layer, and what programs cost."""
+    ratios = _table(
+        ("program", "time on one thread / (forward and backward pass)"),
+        [(n, f"{r:.2f}") for n, r in found.ratios.items()],
+        (1,),
+    )
+    return (
+        f"<p>A net with two hidden layers, trained on half of scikit-learn's digits; it gets {found.accuracy:.1%} of "
+        "the other half right. Errors are relative, against the exact block of the GGN.</p>"
+        f"{'' if find_spec('matplotlib') is None else _plots(found)}"
+        f'<div class="scroll">{found.comparison.describe().html()}</div><h3>What it costs</h3>{ratios}'
+    )

@@ -1,0 +1,163 @@
+"""A CUDA graph on the CPU: a tape of operations that runs again without any Python of the model or of this library.
+
+Unlike a computation that is simply called again, a tape shows what a graph would do with state on the host: values that
+Python has decided are those of the recording, memory that nobody else holds may be gone, and what a pass has computed
+belongs to the tape, and is overwritten.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from tests.factors.test_no_waiting import WAITING
+
+
+class Foreign(NamedTuple):
+    """A tensor whose memory belongs to somebody else, who may free it."""
+
+    storage: StorageWeakRef
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        """Return it, or numbers that have nothing to do with it if its memory was freed."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            garbage = torch.empty(self.shape, dtype=self.dtype)
+            return garbage.fill_(torch.nan if self.dtype.is_floating_point else 1)
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+
+
+def waits(func: Any, args: Any) -> bool:
+    """Whether the host would wait for the result of an operation."""
+    name: str = func.overloadpacket.__name__.lstrip("_")
+    indices = args[1] if name in {"index", "index_put", "index_put_", "index_put_impl_"} else []
+    masks = [i for i in indices if i is not None and i.dtype == torch.bool]
+    return name.startswith(tuple(one.lstrip("_") for one in WAITING)) or bool(masks)
+
+
+def has_memory(t: Tensor) -> bool:
+    """Whether a tensor has numbers. Derivatives that PyTorch knows to be zero, and tensors on `meta`, have none."""
+    return not t._is_zerotensor() and not t.is_meta
+
+
+class Watch(TorchDispatchMode):
+    """Takes note of operations that wait."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.noticed = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if waits(func, args):
+            self.noticed = f"called a synchronizing operation, {func}"
+        return func(*args, **(kwargs or {}))
+
+
+class Tape(TorchDispatchMode):
+    """Records operations, and runs them again."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.own: dict[int, Tensor] = {}  # by storage: memory of the tape
+        self.steps: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # memory of others that was changed, and what it was
+        self.freed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if waits(func, args):
+            raise RuntimeError(f"{func} is not permitted while a graph is recorded")
+        given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        known = {t.untyped_storage()._cdata for t in given}
+        if func._schema.is_mutable:
+            for t in (t for t in given if has_memory(t)):
+                key = t.untyped_storage()._cdata
+                if key not in self.own and key not in self.before:
+                    whole = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
+                    self.before[key] = whole, whole.clone()
+        held = tree_map(self.hold, (args, kwargs))
+        result = func(*args, **kwargs)
+        made = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
+        new = [t for t in made if t.untyped_storage()._cdata not in known]
+        new = [t for t in new if has_memory(t)]
+        for t in new:
+            self.own[t.untyped_storage()._cdata] = t
+        if new or func._schema.is_mutable:
+            self.steps.append((func, *held, made if new else []))
+        return result
+
+    def hold(self, t: Any) -> Any:
+        """Return what stands for an argument."""
+        if not isinstance(t, Tensor) or not has_memory(t) or t.untyped_storage()._cdata in self.own:
+            return t
+        storage = StorageWeakRef(t.untyped_storage())
+        return Foreign(storage, tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype)
+
+    def record(self, run: Callable[[], None]) -> None:
+        """Record what something would compute; nothing is changed."""
+        try:
+            with self:
+                run()
+        finally:
+            for whole, values in self.before.values():
+                whole.copy_(values)
+            self.before.clear()
+        self.overwrite()
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Run all operations again."""
+        assert not self.freed
+        for func, args, kwargs, made in self.steps:
+            results = tree_flatten(func(*_placed(args), **_placed(kwargs)))[0]
+            if made:
+                for mine, result in zip(made, [t for t in results if isinstance(t, Tensor)], strict=True):
+                    mine.copy_(result)
+        self.overwrite()
+
+    @torch.no_grad()
+    def overwrite(self) -> None:
+        """Change all memory of the tape, as other graphs that share it do."""
+        for t in self.own.values():
+            whole = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
+            whole.fill_(255)  # NaN, or minus one
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.freed = True
+
+
+def _placed(value: Any) -> Any:
+    parts, structure = tree_flatten(value, is_leaf=lambda t: isinstance(t, Foreign))
+    return tree_unflatten([t.tensor() if isinstance(t, Foreign) else t for t in parts], structure)
+
+
+class Tapes:
+    """Stands in for what records CUDA graphs."""
+
+    def __init__(self) -> None:
+        self.made: list[Tape] = []
+        self.noticed: list[str] = []
+
+    def notices_waits(self, run: Callable[[], None]) -> str:
+        """Run something."""
+        with Watch() as watch:
+            run()
+        noticed: str = watch.noticed
+        self.noticed.append(noticed)
+        return noticed
+
+    def record(self, run: Callable[[], None]) -> "Tape":
+        """Record it."""
+        tape = Tape()
+        tape.record(run)
+        self.made.append(tape)
+        return tape

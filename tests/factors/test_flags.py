@@ -1,0 +1,143 @@
+"""Checks of values on an accelerator set flags, and errors that come later say what they would have said at once.
+
+There is no accelerator here: the CPU is taken for one.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs.errors import DataError, LossError
+from kfs.factors import KFAC, compute
+from kfs.problem.risk import EmpiricalRisk
+from kfs.runtime import sync
+from kfs.runtime.sync import Flags, not_finite
+from tests.factors.test_replay import make_risk
+from tests.operators.contract import close
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Take the CPU for an accelerator until a list is empty."""
+    found = [True]
+    monkeypatch.setattr("kfs.runtime.sync.runs_behind", lambda _: bool(found))
+    return found
+
+
+def test_explained_vectors(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator, a root of a negative curvature is NaN; why that is so is found out on the CPU."""
+    explain = compute.explain_vectors
+
+    def on_a_cpu(*args: Any) -> None:
+        behind.clear()
+        explain(*args)
+
+    monkeypatch.setattr("kfs.factors.compute.explain_vectors", on_a_cpu)
+    X, y = torch.randn(4, 3), torch.full((4, 2), 3.0)
+    risk = EmpiricalRisk(nn.Linear(3, 2), nn.BCEWithLogitsLoss(pos_weight=torch.tensor(0.1)), (X, y))
+    with pytest.raises(LossError, match="negative curvature"):
+        KFAC(risk)
+
+
+def test_unexplained_vectors(behind: list[bool]) -> None:
+    """If nothing is found, factors that are not finite are an error all the same."""
+    X = torch.full((4, 3), 1e30)
+    with pytest.raises(DataError, match=r"inputs of block '.*' are not finite"):
+        KFAC(EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), (X, torch.randn(4, 2))))
+    assert behind
+
+
+def test_flags(behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong with a datum is said at the end, as precisely as at once."""
+    first_bad = Flags.first_bad
+
+    def read(flags: Flags) -> int | None:
+        behind.clear()  # from now on, the CPU is a CPU
+        return first_bad(flags)
+
+    monkeypatch.setattr(Flags, "first_bad", read)
+    risk = make_risk()
+    batches = [b[:2] for b in risk.batches()]
+    batches[3][1][2] = 17
+    with pytest.raises(DataError, match=r"Labels go from . to 17, but there are 3 classes"):
+        KFAC(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), batches), "mc")
+
+
+def test_flags_of_a_computation_within_another(behind: list[bool]) -> None:
+    """A hook computes something with the same risk: data that were wrong before still are."""
+    risk = make_risk()
+    batches = [b[:2] for b in risk.batches()]
+    batches[1][1][2] = 17
+    risk = EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), batches)
+    calls: list[int] = []
+
+    def hook(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            with risk.checking_later():
+                pass
+
+    assert isinstance(risk.model, nn.Module)
+    risk.model.register_forward_hook(hook)
+    with pytest.raises(DataError, match="target of datum 6 could not be used"):
+        KFAC(risk, "mc", audit=False)
+    assert risk.flags is None
+    assert behind
+
+
+class TestDeviceChecks:
+    """Checks that are made at once on an accelerator, where nobody reads flags later."""
+
+    def test_label(self, behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+        risk = make_risk(1, last=0)
+        (batch,) = risk.batches()
+        batch.y[1] = 17
+        check = type(risk.loss).check
+
+        def on_a_cpu(loss: Any, f: Tensor, y: Tensor) -> None:
+            if y.max() > 2 and checked:
+                behind.clear()
+            checked.append(1)
+            check(loss, f, y)
+
+        checked: list[int] = []
+        monkeypatch.setattr(type(risk.loss), "check", on_a_cpu)
+        with pytest.raises(DataError, match="to 17, but there are 3 classes"):
+            EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), (batch.x, batch.y)).gradient()
+
+    def test_right_labels(self, behind: list[bool]) -> None:
+        risk = make_risk(1, last=0)
+        gradient = risk.gradient()
+        behind.clear()
+        for name, g in make_risk(1, last=0).gradient().items():
+            close(gradient[name], g)
+
+    def test_nothing_wrong_any_more(self, behind: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+        """A flag was raised, and the same datum has nothing wrong when it is looked at again."""
+        monkeypatch.setattr(Flags, "first_bad", lambda _: 5)
+        with pytest.raises(DataError, match="datum 5 could not be used, and now it can"):
+            KFAC(make_risk(2), "mc")
+        assert behind
+
+
+def test_flags_of_nothing() -> None:
+    assert not_finite(torch.zeros(3, 0)).tolist() == [False] * 3
+    assert not_finite(torch.tensor([1.0, torch.nan, -torch.inf])).tolist() == [False, True, False]
+    flags = Flags(torch.device("cpu"))
+    assert flags.first_bad() is None
+
+
+def test_constants(behind: list[bool]) -> None:
+    """Constants are made once, and few of them are kept."""
+    device = torch.device("cpu")
+    assert sync.counting(3, device) is sync.counting(3, device)
+    assert sync.ones(3, torch.float32, device).tolist() == [1.0] * 3
+    assert sync.ones(3, torch.int64, device).tolist() == [1] * 3
+    for size in range(200):
+        assert len(sync.counting(size, device)) == size
+    assert len(sync._constants) <= 64
+    sync._constants.clear()
+    assert sync.numbers([]) == []
+    assert behind

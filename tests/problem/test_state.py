@@ -1,0 +1,77 @@
+"""Models that change their input, or whose weights are cached, are refused; random generators are restored."""
+
+import random
+import sys
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kfs.errors import ModelError
+from kfs.operators import GGN, Hessian, Jacobian
+from kfs.problem.isolation import restored
+from kfs.problem.risk import EmpiricalRisk
+
+
+class InPlace(nn.Module):
+    """Shifts its input in place, or a copy of it."""
+
+    def __init__(self, copy: bool) -> None:
+        super().__init__()
+        self.layer, self.copy = nn.Linear(3, 2), copy
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone() if self.copy else x
+        x -= 0.1
+        result: Tensor = self.layer(x)
+        return result
+
+
+def test_models_that_change_their_input_are_refused() -> None:
+    X, y = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    calls: list[Callable[[EmpiricalRisk], Any]] = [EmpiricalRisk.value, EmpiricalRisk.gradient, Jacobian]
+    for kind, size in product((GGN, Hessian), (1, 4)):
+        calls.append(lambda risk, kind=kind, size=size: kind(risk, chunk_size=size).to_dense())  # type: ignore[misc]
+    for call in calls:
+        # Data that were changed need a new risk.
+        risk = EmpiricalRisk(InPlace(copy=False).double(), nn.MSELoss(), (X, y))
+        with pytest.raises(ModelError, match=r"changed its input in place.*clone its input"):
+            call(risk)
+    layers = EmpiricalRisk(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2)).double(), nn.MSELoss(), ((X,), y))
+    with pytest.raises(ModelError, match="changed its input"):
+        layers.value()
+
+
+def test_models_may_change_copies_and_inputs_may_be_inference_tensors() -> None:
+    with torch.inference_mode():
+        X = torch.randn(5, 3, dtype=torch.float64)
+    model, y = InPlace(copy=True).double(), torch.randn(5, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(model, nn.MSELoss(), (X, y))
+    assert risk.value() == pytest.approx(nn.MSELoss()(model.layer(X - 0.1), y).item())
+
+
+def test_cached_parametrizations_are_refused() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), nn.Tanh()).double()
+    plain = nn.Linear(3, 2).double()
+    data = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    risk = EmpiricalRisk(model, nn.MSELoss(), data)
+    with nn.utils.parametrize.cached():
+        with pytest.raises(ModelError, match=r"'0'.*cached\(\) is active.*Leave parametrize\.cached\(\) first"):
+            risk.gradient()
+        EmpiricalRisk(plain, nn.MSELoss(), data).gradient()
+    risk.gradient()
+
+
+@pytest.mark.parametrize("numpy", [True, False])
+def test_other_generators_are_restored(numpy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not numpy:
+        monkeypatch.delitem(sys.modules, "numpy")
+    random.seed(0)
+    expected = random.random()
+    random.seed(0)
+    with restored(None, torch.device("cpu")):
+        random.random()
+    assert random.random() == expected

@@ -1,0 +1,313 @@
+"""Plans: blocks are those of the models, and what is held and sent is what loops over ranks and parts count."""
+
+import re
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import kfs
+from docs.blocks import blocks
+from kfs.cli import app
+from kfs.distributed import Plan, plan
+from kfs.distributed.assignment import Part, place
+from kfs.errors import DtypeError, ModelError, UnknownAttributeError
+from kfs.planning import NAMED, LanguageModel, source_of
+
+SHAPES = {"fc1": (3, 5), "fc2": (2, 4), "fc3": (6, 6)}
+SIZES: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = LanguageModel("small", 2, 16, 24, 16, 8, 40)
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("7B", 6_738_415_616), ("70B", 68_976_648_192), ("405B", 405_853_388_800), ("8x7B", 46_702_792_704)],
+)
+def test_named_models_have_as_many_parameters_as_published(name: str, published: int) -> None:
+    assert plan(name, 8).parameters == published
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 (slow to import)
+
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+
+
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM  # noqa: PLC0415
+
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **HEADS, num_local_experts=4, num_experts_per_tok=2))
+
+
+@pytest.mark.parametrize(
+    ("make", "named"), [(llama, SMALL), (mixtral, replace(SMALL, experts=4, active=2))], ids=["llama", "mixtral"]
+)
+@pytest.mark.parametrize("eigen", [False, True])
+def test_named_models_have_the_blocks_that_inspect_finds(
+    make: Any, named: LanguageModel, eigen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only that tokens, and not data, are counted, and how many of them an expert gets."""
+    monkeypatch.setitem(NAMED, "small", named)
+    sample = torch.randint(40, (8, 5))
+    expected = {part.key: part for part in source_of(make(), sample, named.max_dim, eigen).parts}
+    found = {part.key: part for part in source_of("small", None, None, eigen).parts}
+    assert found.keys() == expected.keys()
+    for key, part in found.items():
+        positions = expected[key].positions
+        assert part == replace(expected[key], positions=part.positions)
+        if "experts" not in key[0] and part.is_factor:
+            assert 5 * part.positions == positions
+    # Every token goes to two of four experts.
+    experts = [part for part in found.values() if "experts" in part.block and part.is_factor]
+    assert sum(5 * part.positions for part in experts) == pytest.approx(
+        sum(expected[part.key].positions for part in experts)
+    )
+
+
+def test_a_module_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(50_000, 8), nn.ReLU(), nn.Linear(8, 2)).to(torch.bfloat16)
+        sample = torch.zeros(3, 50_000, dtype=torch.bfloat16)
+    found = plan(model, 2, sample=sample)
+    assert found.summed == 4 * (50_001**2 + 8**2 + 9**2 + 2**2)
+    assert found.parameters == 50_001 * 8 + 9 * 2
+    assert (found.batch, found.activation) == (3, 2)
+    assert "KFAC of Sequential on 2 ranks: 2 blocks" in str(found)
+    narrow = plan(model, 2, sample=sample, max_dim=100, batch=7, activations=torch.float32)
+    assert narrow.summed == 4 * (50_001 + 8**2 + 9**2 + 2**2)
+    assert (narrow.batch, narrow.activation) == (7, 4)
+    assert "max_dim=100" in str(narrow)
+
+
+def test_owners_are_those_of_place() -> None:
+    found = plan(SHAPES, 2)
+    parts = [
+        part for name, (rows, columns) in SHAPES.items() for part in (Part(name, "A", columns), Part(name, "B", rows))
+    ]
+    assert found.owners == place(parts, 2).owners
+    assert found.ranks == 2
+    for rank in range(2):
+        mine = [part for part in parts if found.owners[part.key] == rank]
+        assert found.nbytes[rank] == sum(2 * 4 * part.size**2 for part in mine)
+        assert found.work[rank] == sum(part.size**3 for part in mine)
+
+
+def sent(found: Plan, word: str) -> float:
+    (one,) = [one.nbytes for one in found.traffic if word in one.what]
+    return one
+
+
+def ring(sizes: list[float], ranks: int, both_ways: bool) -> float:
+    """Send chunks around a ring, as all-reduce does, and count what one rank sends."""
+    count = 0.0
+    for size in sizes:
+        for _ in range(ranks - 1):  # every rank adds its part to a chunk, and sends it on
+            count += size / ranks
+        for _ in range(ranks - 1 if both_ways else 0):  # complete chunks go around once more
+            count += size / ranks
+    return count
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_traffic(ranks: int) -> None:
+    found = plan(SHAPES, ranks, batch=10)
+    sides = {(name, side): d for name, shape in SHAPES.items() for side, d in zip("BA", shape, strict=True)}
+    triangles = {key: 4 * sum(1 for i in range(d) for j in range(d) if i <= j) for key, d in sides.items()}
+    squares = [4.0 * d * d for d in sides.values()]
+    vectors = {key: 10 * 2 * d for key, d in sides.items()}  # ten data, in bfloat16
+
+    def to_owners(sizes: dict[tuple[str, str], int]) -> int:
+        from_ranks = [sum(s for key, s in sizes.items() if found.owners[key] != rank) for rank in range(ranks)]
+        return max(from_ranks)
+
+    assert sent(found, "sums to owners") == to_owners(triangles)
+    assert sent(found, "replicated") == pytest.approx(ring(list(map(float, triangles.values())), ranks, True))
+    assert sent(found, "kfac-pytorch") == pytest.approx(ring(squares, ranks, True))
+    assert sent(found, "inputs and gradients") == to_owners(vectors)
+    parameters = sum(rows * columns for rows, columns in SHAPES.values())
+    assert sent(found, "steps") == pytest.approx(ring([4.0 * parameters], ranks, False))
+    assert "%" in str(found) if ranks > 1 else "%" not in str(found)
+
+
+def test_a_quarter_of_what_kfac_pytorch_sends() -> None:
+    found = plan("7B", 64)
+    assert sent(found, "sums to owners") == pytest.approx(sent(found, "kfac-pytorch") / 4, rel=0.01)
+
+
+def test_when_to_send_inputs_and_gradients() -> None:
+    """Below 3.7 batches of 2,048 tokens for the linear layers of 7B, if inputs that layers share are sent once."""
+    shapes = {b.name: (b.rows, b.columns) for b in NAMED["7B"].blocks() if "_proj" in b.name}
+    shared = {b.name for b in NAMED["7B"].blocks() if b.same_input}
+    linear = plan(shapes, 64)
+    assert linear.batches_for_sums == pytest.approx(3.4, abs=0.05)
+    once = [part for part in linear.placement.parts if part.side == "B" or part.block not in shared]
+    assert replace(linear, placement=place(once, 64)).batches_for_sums == pytest.approx(3.7, abs=0.05)
+    # That is where both take as many bytes.
+    triangles = sum(part.sent for part in linear.placement.parts)
+    vectors = sum(2048 * 2 * part.size for part in linear.placement.parts)
+    assert 3 * vectors < triangles < 4 * vectors
+    text = str(plan("7B", 64))
+    assert "fewer than 3.3 batches of 2,048 for each reduction (3.5 if inputs that layers share" in text
+    only_diagonals = plan({"fc": (5, 5)}, 2, max_dim=2)
+    assert only_diagonals.batches_for_sums == 0
+    assert "batches" not in str(only_diagonals)
+
+
+def test_eigenvalues_have_owners_too() -> None:
+    found = plan(SHAPES, 2, eigen=True)
+    assert ("fc1", "eigenvalues") in found.owners
+    bases = 4 * sum(d * d for shape in SHAPES.values() for d in shape)
+    values = 4 * found.parameters
+    assert sum(found.nbytes) == 2 * bases + values
+    assert found.summed == bases
+    assert sent(found, "eigenvectors") == bases / 2
+    own = [
+        sum(4 * rows * columns for n, (rows, columns) in SHAPES.items() if found.owners[n, "eigenvalues"] == r)
+        for r in range(2)
+    ]
+    assert sent(found, "eigenvalues to owners") == values - min(own)
+    assert str(found).startswith("EKFAC of 3 shapes on 2 ranks")
+
+
+@pytest.mark.parametrize("eigen", [False, True])
+def test_passes_that_memory_allows(eigen: bool) -> None:
+    once = plan(SHAPES, 2, eigen=eigen)
+    assert once.subsets == [["fc3", "fc1", "fc2"]] * (2 if eigen else 1)
+    held = max(once.nbytes)
+    of_factors = {name: 4 * (rows**2 + columns**2) for name, (rows, columns) in SHAPES.items()}
+    largest = max(of_factors.values())
+    more = {name: of_factors[name] + 4 * rows * columns for name, (rows, columns) in SHAPES.items()}
+    needed = held + (max(more.values()) if eigen else largest)
+    tight = plan(SHAPES, 2, eigen=eigen, memory=needed)
+    apart = [["fc3"], ["fc1", "fc2"]]
+    # The pass for eigenvalues needs more, so that there is room for another block in that for factors.
+    assert tight.subsets == ([["fc3", "fc1"], ["fc2"], *apart] if eigen else apart)
+    assert f"{4 if eigen else 2} passes over the data" in str(tight)
+    assert "1 pass over" in str(plan(SHAPES, 2, memory=10_000))
+    too_little = plan(SHAPES, 2, eigen=eigen, memory=needed - 1)
+    assert too_little.subsets is None
+    assert "are not enough: one holds" in str(too_little)
+    assert "Use more ranks" in str(too_little)
+
+
+def test_7b_in_passes() -> None:
+    """Sums of 70 GiB, in ranks of 16 GiB which hold 2.3 GiB of their own."""
+    found = plan("7B", 64, memory=16 * 2**30)
+    assert found.subsets is not None
+    assert len(found.subsets) == 6
+
+
+@pytest.mark.parametrize("eigen", [False, True])
+def test_split_only_if_asked_for(eigen: bool) -> None:
+    whole = plan("7B", 1024, eigen=eigen)
+    assert whole.whole is None
+    assert "split" not in str(whole)
+    pieces = plan("7B", 1024, eigen=eigen, split="share")
+    mean = sum(whole.nbytes) / 1024
+    factors = [part for part in pieces.placement.parts if part.is_factor and part.is_dense]
+    assert max(part.nbytes for part in factors) <= mean < max(whole.nbytes)
+    assert pieces.parameters == whole.parameters
+    assert sent(pieces, "kfac-pytorch") == sent(whole, "kfac-pytorch")
+    assert sent(pieces, "sums to owners") < sent(whole, "sums to owners")
+    assert max(pieces.work) < max(whole.work)
+    text = str(pieces)
+    assert "split='share'" in text
+    assert "This changes the approximation: entries between pieces count as zero" in text
+    by_width = plan("7B", 64, split=8192)
+    assert "Factors that are split into diagonal pieces: 96 of 582." in str(by_width)
+    assert {part.size for part in by_width.placement.parts if "[" in part.side} == {5504}
+
+
+class Squares(nn.Module):
+    """A use that no rule covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.s = nn.Parameter(torch.rand(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.s @ self.s)
+
+
+def test_tables() -> None:
+    found = plan(SHAPES, 7)
+    text = str(found)
+    assert repr(found) == text
+    assert "Ranks that own nothing: 3 of 7." in text
+    assert "Blocks with parts on several ranks: 1. Products" in text
+    html = found._repr_html_()
+    assert html.count("<table>") == 3
+    assert "kfac-pytorch" in html
+    many = str(plan("405B", 4096))
+    assert "4,088 more" in many
+    assert "... (3)" in str(plan(SHAPES, 1))
+    model = nn.Sequential(nn.Linear(3, 2), Squares())
+    assert "Not covered, and not in these numbers: 1.s. kfs.inspect" in str(plan(model, 2, sample=torch.rand(4, 3)))
+
+
+def test_refused() -> None:
+    with pytest.raises(ModelError, match=r"There is no model '70b'\. Did you mean '70B'"):
+        plan("70b", 2)
+    with pytest.raises(ModelError, match=r"Choose from '7B', '70B', '405B', '8x7B'"):
+        plan("nothing like this", 2)
+    with pytest.raises(DtypeError, match=r"The model is a int\. Pass a module, a name, or a dictionary of shapes"):
+        plan(3, 2)
+    with pytest.raises(ModelError, match=r"depend on how it uses its parameters. Pass a batch of inputs: sample="):
+        plan(nn.Linear(2, 2), 2)
+    for shape in ((3,), (3, 0), "ab", (2.0, 3), 4):
+        with pytest.raises(ModelError, match=r"The shape of 'fc' is .* Use \(d_B, d_A\)"):
+            plan({"fc": shape}, 2)
+    with pytest.raises(ModelError, match="no block"):
+        plan({}, 2)
+    for name in ("max_dim", "memory", "batch", "split"):
+        for value in (0, True, 1.5):
+            with pytest.raises(ModelError, match=f"{name} is {value}. Use an integer of at least 1"):
+                plan(SHAPES, 2, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"split is 'half'\. Use an integer of at least 1, or 'share'"):
+        plan(SHAPES, 2, split="half")  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=r"activations is 'half'\. Use a type of PyTorch"):
+        plan(SHAPES, 2, activations="half")  # type: ignore[arg-type]
+    with pytest.raises(UnknownAttributeError, match=r"kfs\.distributed has no 'plam'\. Did you mean 'plan'"):
+        _ = kfs.distributed.plam
+
+
+def test_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = CliRunner()
+    options = ["--ranks", "64", "--memory", "16", "--batch", "512", "--eigen", "--max-dim", "4096", "--split", "2048"]
+    done = runner.invoke(app, ["plan", "7B", *options])
+    assert done.exit_code == 0
+    expected = plan("7B", 64, memory=16 * 2**30, batch=512, eigen=True, max_dim=4096, split=2048)
+    assert done.stdout == f"{expected}\n"
+    module = types.ModuleType("made_here")
+    model = nn.Linear(3, 2)
+    module.pair = (model, torch.zeros(4, 3))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_here", module)
+    mine = runner.invoke(app, ["plan", "made_here:pair", "--ranks", "2", "--split", "share"])
+    assert mine.stdout == f"{plan(model, 2, sample=torch.zeros(4, 3), split='share')}\n"
+    for arguments, message in {
+        ("8B", "2"): "Did you mean",
+        ("7B", "0"): "ranks is 0",
+        ("7B:x", "2"): "imported",
+    }.items():
+        failed = runner.invoke(app, ["plan", arguments[0], "--ranks", arguments[1]])
+        assert failed.exit_code == 2
+        assert message in failed.stderr
+
+
+def test_the_page_shows_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parent.parent / "docs" / "many_processes_plan.md"
+    text = page.read_text(encoding="utf-8")
+    shown = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", text, flags=re.DOTALL | re.MULTILINE)
+    assert len(shown) == len(blocks(page))
+    namespace: dict[str, object] = {}
+    for code, output in shown:
+        exec(compile(code, page.name, "exec"), namespace)
+        printed = capsys.readouterr().out
+        assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()
